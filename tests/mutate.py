@@ -53,6 +53,18 @@ _LONGEST_S = 300.0
 Line = tuple[str, int]
 
 
+def place_of(room: str) -> str:
+    """How the paths of a room's files begin: a folder, or one file."""
+    file = SOURCES / f"{room}.py"
+    return str(file) if file.is_file() else str(SOURCES / room) + os.sep
+
+
+def files_of(room: str) -> list[Path]:
+    """The files of a room."""
+    file = SOURCES / f"{room}.py"
+    return [file] if file.is_file() else sorted((SOURCES / room).rglob("*.py"))
+
+
 @dataclass
 class Measured:
     """What the tests of a room run, and how long they take; lines by file and number, tests by their id."""
@@ -78,7 +90,7 @@ class _Traced:
     """Collects the lines of a room that run, on all threads."""
 
     def __init__(self, room: str) -> None:
-        self.folder = str(SOURCES / room) + os.sep
+        self.place = place_of(room)
         self.lines: set[Line] = set()
 
     def __enter__(self) -> set[Line]:
@@ -91,7 +103,7 @@ class _Traced:
         threading.settrace(None)  # type: ignore[arg-type]
 
     def _call(self, frame: FrameType, event: str, argument: object) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(self.folder) else None
+        return self._line if frame.f_code.co_filename.startswith(self.place) else None
 
     def _line(self, frame: FrameType, event: str, argument: object) -> Any:
         self.lines.add((frame.f_code.co_filename, frame.f_lineno))
@@ -159,10 +171,10 @@ class Functions:
     """The functions of a room that are in this process, by file, qualified name and first line."""
 
     def __init__(self, room: str) -> None:
-        folder = str(SOURCES / room) + os.sep
+        place = place_of(room)
         self._found: dict[tuple[str, str, int], list[FunctionType]] = {}
         for one in gc.get_objects():
-            if type(one) is FunctionType and one.__code__.co_filename.startswith(folder):
+            if type(one) is FunctionType and one.__code__.co_filename.startswith(place):
                 code = one.__code__
                 key = code.co_filename, code.co_qualname, code.co_firstlineno
                 self._found.setdefault(key, []).append(one)
@@ -275,9 +287,9 @@ def with_imports(found: Measured, chosen: list[Mutant], tally: Tally, jobs: int,
 def room_is_good(room: str, given: argparse.Namespace, excuses: set[str], until: float) -> bool:
     """Whether enough of the room's mutants are killed."""
     begin = time.monotonic()
-    every = [mutant for file in sorted((SOURCES / room).rglob("*.py")) for mutant in mutants_in(file)]
+    every = [mutant for file in files_of(room) for mutant in mutants_in(file)]
     keys = {mutant.key for mutant in every}
-    for key in sorted(key for key in excuses if key.startswith(f"{room}/") and key not in keys):
+    for key in sorted(key for key in excuses if key.startswith((f"{room}/", f"{room}.py")) and key not in keys):
         print(f"  no such mutant any more: {key}")
     every = [mutant for mutant in every if given.file in (None, mutant.file.name)]
     drawn = random.Random(f"{room} {given.seed}").sample(every, min(given.mutants, len(every)))

@@ -164,7 +164,7 @@ def test_what_a_table_names_imports_nobody_who_opens_it():
 CONTRACTS = {
     "models.four_bits": "",
     "storage": "contract machine names reading reading.opening repositories urls",
-    "formats": "checkpoint_index composed contract entries faults opening quantisation",
+    "formats": "checkpoint_index contract opening quantisation",
 }
 
 

@@ -6,9 +6,9 @@ from types import CodeType, FunctionType
 
 from tests.mutants import SOURCES, Mutant, compiled, functions_changed, mutants_in
 
-from shardwise.tensors import strided
+from shardwise.tensors import boxes
 
-FILE = SOURCES / "tensors" / "strided.py"
+FILE = SOURCES / "tensors" / "boxes.py"
 EVERY = list(mutants_in(FILE))
 
 
@@ -21,7 +21,7 @@ def outcome(numel: object, sizes: tuple[int, ...]) -> object:
 
 
 def imported(mutant: Mutant) -> dict[str, object]:
-    names: dict[str, object] = {"__name__": strided.__name__}
+    names: dict[str, object] = {"__name__": boxes.__name__}
     exec(compiled(mutant), names)
     return names
 
@@ -35,7 +35,7 @@ def test_every_mutant_has_a_name_and_lines_of_its_own() -> None:
 
 
 def test_a_function_that_is_there_gets_the_fault_that_would_be_imported() -> None:
-    sound: dict[str, object] = {"__name__": strided.__name__}
+    sound: dict[str, object] = {"__name__": boxes.__name__}
     exec(compile(FILE.read_text(), str(FILE), "exec", dont_inherit=True), sound)
     is_other = 0
     for mutant in EVERY:

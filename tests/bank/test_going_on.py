@@ -287,8 +287,8 @@ def look(reader: Any) -> Any:
     """The bytes of an adapter and of the training that it names, as whoever opens the folder finds them."""
     if "adapter_model.safetensors" not in reader.list():
         return None
-    from shardwise.formats.adapter_training import training_beside
     from shardwise.formats.opening import open_checkpoint
+    from shardwise.formats.peft_adapter import training_beside
 
     training = training_beside(reader, "adapter_model.safetensors")
     index = open_checkpoint(

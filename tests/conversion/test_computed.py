@@ -25,7 +25,7 @@ from shardwise.conversion import (
     smallest_block_bytes,
     stack,
 )
-from shardwise.conversion import covering as room
+from shardwise.conversion import views as room
 from shardwise.tensors import Box, DType, Strided, contiguous_strides
 
 

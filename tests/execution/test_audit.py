@@ -9,8 +9,7 @@ from torch import nn
 from shardwise.conversion import Bindings
 from shardwise.errors import CoverageError
 from shardwise.execution.reading.audit import audit
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.entries import TensorEntry
+from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.layout import Origin
 from shardwise.models.view import layout_of, look_inside, meta_leftovers
 from shardwise.planning.loads.consent import Consent

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from shardwise.errors import FormatError
-from shardwise.formats.contract import CheckpointFormat, FileSelection, IndexSoFar
-from shardwise.formats.entries import TensorEntry
-from shardwise.formats.faults import FormatFaults
+from shardwise.formats.checkpoint_index import TensorEntry
+from shardwise.formats.contract import CheckpointFormat, FileSelection, FormatFaults, IndexSoFar
 from shardwise.storage.contract import StorageReader
 from shardwise.tensors import DType
 

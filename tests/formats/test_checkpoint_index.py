@@ -16,7 +16,7 @@ import pytest
 from tests.formats.building import file_of, file_with, index_of, tensor
 
 from shardwise.errors import CheckpointError, FormatError, StorageError
-from shardwise.formats import indexed_files
+from shardwise.formats import joining
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.reading.memory import MemoryReader
@@ -359,7 +359,7 @@ def test_an_index_that_climbs_out_of_a_real_folder_opens_nothing(tmp_path: Path)
 
 
 def test_a_huge_index_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed_files, "MAX_INDEX_BYTES", 50)
+    monkeypatch.setattr(joining, "MAX_INDEX_BYTES", 50)
     reader = MemoryReader({"x.safetensors": A, "model.safetensors.index.json": b" " * 51})
     with pytest.raises(FormatError, match="has 51 bytes, 50 is the limit"):
         open_checkpoint(reader)

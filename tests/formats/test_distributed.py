@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.composed import Joined, View, Whole
-from shardwise.formats.found import tiling
+from shardwise.formats.checkpoint_index import Joined, View, Whole
+from shardwise.formats.nested_dicts import tiling
 from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.memory import MemoryReader

@@ -19,15 +19,15 @@ from tests.formats.torch_building import Called, saved, storage, tensor, torch_f
 
 from shardwise.errors import FormatError
 from shardwise.formats import opening
-from shardwise.formats.composed import Joined, View, Whole
-from shardwise.formats.found import MAX_DIMS, tiling
+from shardwise.formats.checkpoint_index import Joined, View, Whole
+from shardwise.formats.joining import beside
+from shardwise.formats.nested_dicts import MAX_DIMS, tiling
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.pickles import read_pickle
 from shardwise.formats.safetensors_header import read_header
-from shardwise.formats.states import holds_optimizer, open_state
 from shardwise.formats.torch_file import TorchArchive, each, read_torch_file
+from shardwise.formats.torch_files import holds_optimizer, open_state
 from shardwise.formats.torch_values import TORCH_FILE
-from shardwise.formats.two_checkpoints import beside
 from shardwise.formats.zip_archive import Archive, FileWindow
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.reading.memory import MemoryReader

@@ -7,8 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout import LocalBox, MeshShape, ModelLayout, Origin, Spread, TensorKind, TensorLayout, WorldLayout
-from shardwise.layout.model_layout import first_rows, last_rows, place_of
+from shardwise.layout import (
+    LocalBox,
+    MeshShape,
+    ModelLayout,
+    Origin,
+    Spread,
+    TensorKind,
+    TensorLayout,
+    WorldLayout,
+    first_rows,
+    last_rows,
+    place_of,
+)
 from shardwise.tensors import Box, DType, Strided
 
 

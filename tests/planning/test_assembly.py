@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, view
 
 from shardwise.conversion import Stored, concat, slice_dim
-from shardwise.formats.safetensors_layout import NewFile
+from shardwise.formats.safetensors_header import NewFile
 from shardwise.planning.moves.assembly import WantedTensor, plan_assembly
 from shardwise.planning.moves.parcels import ALIGNMENT_BYTES, Round, ToAll, ToEach
 from shardwise.planning.moves.replica_parts import shares_by_rank

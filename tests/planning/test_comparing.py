@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.entries import TensorEntry
+from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.planning.loads import comparing
 from shardwise.planning.loads.comparing import BLOCK_BYTES, ComparedBytes, SampledBlocks, WholeFiles, portions
 from shardwise.tensors import DType

@@ -24,8 +24,7 @@ from shardwise.conversion import (
     stored_leaves,
 )
 from shardwise.execution.memory.copy_in import landings
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.entries import TensorEntry
+from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.layout import LocalBox, MeshShape, Spread
 from shardwise.planning.forecasts.footprint import Footprint, Footprints, Reading
 from shardwise.planning.loads.schedule import schedule, segments_of

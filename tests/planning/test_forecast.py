@@ -19,8 +19,7 @@ from shardwise.conversion import (
     stored_leaves,
 )
 from shardwise.errors import ConfigError, PlacementError
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.entries import TensorEntry
+from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.layout import (
     GroupLayout,
     LocalBox,

@@ -23,8 +23,7 @@ from shardwise.conversion import (
     stack,
     stored_leaves,
 )
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.entries import TensorEntry
+from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.planning.moves.exchange import WantedBoxes, staging_of
 from shardwise.planning.moves.intervals import IntervalPart, handed_over, intervals, stretch
 from shardwise.tensors import Box, DType, numel

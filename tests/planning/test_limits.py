@@ -12,9 +12,7 @@ from tests.planning.test_pages import PORTIONS, constant, touch
 
 from shardwise.conversion import Copy, Expression, Stored, copies
 from shardwise.errors import CoverageError, DisagreementError
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.composed import Composed, Joined, View, Whole
-from shardwise.formats.entries import TensorEntry
+from shardwise.formats.checkpoint_index import CheckpointIndex, Composed, Joined, TensorEntry, View, Whole
 from shardwise.layout import LocalBox, MeshShape, Origin, Spread
 from shardwise.planning.forecasts.fetching import FetchingPeers, peers_on
 from shardwise.planning.loads.consent import Consent, Initialize

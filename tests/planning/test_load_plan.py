@@ -6,8 +6,7 @@ import pytest
 
 from shardwise.conversion import Bindings, Stored, slice_dim, stack
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.entries import TensorEntry
+from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.planning.loads.consent import Consent, Ignore, Initialize
 from shardwise.planning.loads.load_plan import Init, Keep, ModelRules, Read, Recompute, Tie, plan_load

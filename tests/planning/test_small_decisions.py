@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from shardwise.conversion import Stored, permute
 from shardwise.errors import ConfigError
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.entries import TensorEntry
-from shardwise.formats.safetensors_layout import NewFile
+from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
+from shardwise.formats.safetensors_header import NewFile
 from shardwise.layout import LocalBox
 from shardwise.planning.loads.consent import Consent, Ignore, Initialize, Refuse
 from shardwise.planning.loads.faults import FaultKind, Faults

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from shardwise.conversion import Computed, ComputedBlock, Expression, aligned_blocks
 from shardwise.errors import ConfigError
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.composed import Coded, Composed
+from shardwise.formats.checkpoint_index import CheckpointIndex, Coded, Composed
 from shardwise.formats.contract import QuantisedForm
 from shardwise.storage import StorageReader
 from shardwise.tensors import Box, DType

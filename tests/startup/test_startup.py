@@ -25,7 +25,7 @@ from shardwise.startup import figures, kinds, measuring, room
 from shardwise.startup.figures import ArmFigures, ArmRun, GrowthLimit
 from shardwise.startup.result import StartupResult
 from shardwise.startup.values import BroughtUp, compared, run_starts, values_of
-from shardwise.tensors.box import Box
+from shardwise.tensors.boxes import Box
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
 
 MIXES = "mix_stderr" in signature(CliRunner).parameters

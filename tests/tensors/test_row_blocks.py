@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.tensors import Box, Strided
-from shardwise.tensors.row_blocks import row_blocks
+from shardwise.tensors.boxes import row_blocks
 
 
 def places(box: Box, shape: tuple[int, ...]) -> list[int]:

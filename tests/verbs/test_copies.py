@@ -13,8 +13,7 @@ from tests import truth
 from tests.verbs import copying
 from tests.verbs.conftest import small_qwen3
 
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.entries import TensorEntry
+from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.planning.loads.comparing import BLOCK_BYTES, SampledBlocks, WholeFiles, portions
 from shardwise.tensors.dtypes import dtype_named
 

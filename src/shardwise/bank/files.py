@@ -52,7 +52,7 @@ from shardwise.engines.saving import carry_out_save
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import StateOptions
-from shardwise.formats.adapter_training import TRAINING_KEY, training_beside
+from shardwise.formats.peft_adapter import TRAINING_KEY, training_beside
 from shardwise.formats.safetensors_header import read_header
 from shardwise.layout import TensorKind
 from shardwise.models.build import build_on_meta

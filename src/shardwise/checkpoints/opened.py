@@ -26,7 +26,7 @@ from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.writing.torch_out import loaded
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.distributed import METADATA, ChunkPlace, parse_metadata
-from shardwise.formats.states import open_state
+from shardwise.formats.torch_files import open_state
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.reading.local import LocalReader

@@ -1,11 +1,11 @@
 """Expressions: which stored elements make up a box of a parameter, and what is computed of them. No torch."""
 
-from shardwise.conversion.bindings import Bindings
 from shardwise.conversion.computed import (
     BadValues,
     Computed,
     ComputedBlock,
     ComputeTask,
+    Copy,
     Operation,
     OutputMove,
     PlacingOperation,
@@ -15,10 +15,11 @@ from shardwise.conversion.computed import (
     compute_tasks,
     computed_leaves,
     computes,
+    copies,
+    copies_and_computed,
+    pieces,
     smallest_block_bytes,
 )
-from shardwise.conversion.copies import Copy, copies, copies_and_computed, pieces
-from shardwise.conversion.covering import apart, covering_box, leaf_boxes
 from shardwise.conversion.expression import (
     Concat,
     Expression,
@@ -43,8 +44,7 @@ from shardwise.conversion.expression import (
     substitute,
 )
 from shardwise.conversion.region import Axis, Region
-from shardwise.conversion.rows_apart import rows_apart
-from shardwise.conversion.strided_views import view
+from shardwise.conversion.views import Bindings, apart, covering_box, leaf_boxes, rows_apart, view
 
 __all__ = [
     "Axis",

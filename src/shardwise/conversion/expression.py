@@ -2,9 +2,9 @@
 
 A parameter of a model is an expression whose leaves are tensors of a checkpoint. Most nodes
 only move elements (:class:`Concat`, :class:`Stack`, :class:`Slice`, :class:`Permute`, :class:`Reshape`), so any box
-of the parameter can be traced to strided boxes of the leaves, see :func:`shardwise.conversion.copies.copies`. What
-computes is a leaf, too (:class:`~shardwise.conversion.computed.Computed`): it says which boxes of its inputs it
-needs.
+of the parameter can be traced to strided boxes of the leaves, see :func:`shardwise.conversion.computed.copies`.
+What computes is a leaf, too (:class:`~shardwise.conversion.computed.Computed`): it says which boxes of its inputs
+it needs.
 
 Nodes are built by the lower-case functions, which validate and simplify. A new one answers what
 :class:`Expression` asks, and nothing outside of this room looks at classes of nodes.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import FormatError
 from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.joining import beside
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from shardwise.formats.two_checkpoints import beside
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import OpenStorage

@@ -15,8 +15,7 @@ from shardwise.errors import PlacementError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.audit import audit
-from shardwise.layout import LocalBox, TensorKind, TensorLayout
-from shardwise.layout.model_layout import first_rows, last_rows
+from shardwise.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
 from shardwise.models.additions import RowNorms
 from shardwise.models.pretrained import mark_loaded
 from shardwise.models.programs import fill_from_program, program_of

@@ -23,8 +23,8 @@ from shardwise.execution.reading.place import Placer
 from shardwise.execution.reading.tied_values import are_equal
 from shardwise.execution.writing.sink import WrittenTensors
 from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.joining import beside
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_adapter_config
-from shardwise.formats.two_checkpoints import beside
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
 from shardwise.models.conversions.key_conversions import assign_keys

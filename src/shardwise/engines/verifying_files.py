@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from shardwise.engines.forecasting import forecast_of
 from shardwise.errors import FormatError
 from shardwise.execution.reading.workers import Workers
-from shardwise.formats.adapter_training import is_training_file, training_beside
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.entries import TensorEntry
+from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.formats.opening import open_checkpoint
-from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS
+from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS, is_training_file, training_beside
 from shardwise.planning.saves import fingerprints
 from shardwise.planning.saves.fingerprints import RecordedSave
 from shardwise.planning.saves.save_plan import ADAPTER, MODEL

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shardwise.errors import ConfigError, FormatError, StorageError
+from shardwise.formats.contract import listed
 from shardwise.formats.distributed import METADATA
-from shardwise.formats.faults import listed
 from shardwise.storage.names import shown
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from shardwise.formats.composed import Whole
+from shardwise.formats.checkpoint_index import Whole
 from shardwise.tensors import Code, DType, Form4
 
 

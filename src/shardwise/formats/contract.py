@@ -1,8 +1,8 @@
-"""What a format is: how its files are recognised in a folder, and who reads what they say of their tensors.
+"""What a format is: how its files are recognised in a folder, who reads them, and where faults are collected.
 
 A format is one object that answers :class:`CheckpointFormat`, and a line in the table of
 :mod:`shardwise.formats.opening`, which asks the formats one after the other. What is read goes into an
-:class:`IndexSoFar`; :mod:`shardwise.formats.adding` puts there what is made of views and chunks.
+:class:`IndexSoFar`; :mod:`shardwise.formats.joining` puts there what is made of views and chunks.
 
 A checkpoint of any format may be quantised. Which of its tensors belong together then is told by a
 :class:`QuantisedForm`, and a line in the table of :mod:`shardwise.formats.quantisation`.
@@ -10,16 +10,62 @@ A checkpoint of any format may be quantised. Which of its tensors belong togethe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shardwise.errors import ConfigError, StorageError
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.composed import Composed
-from shardwise.formats.entries import TensorEntry
-from shardwise.formats.faults import FormatFaults
+from shardwise.errors import ConfigError, FormatError, StorageError
+from shardwise.formats.checkpoint_index import CheckpointIndex, Composed, TensorEntry
 from shardwise.storage.contract import StorageReader
+from shardwise.storage.names import shown
+
+LISTED = 20
+"""How many names, or faults of one kind, a message lists."""
+
+
+@dataclass
+class FormatFaults:
+    """What is wrong with a checkpoint, by kind, so that all of it is said at once."""
+
+    root: str
+    by_kind: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    unread: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, fault: str) -> None:
+        self.by_kind[kind].append(fault)
+
+    def add_error(self, kind: str, error: FormatError | StorageError) -> None:
+        """A file's own error; bytes that exist but could not be read are no fault of the checkpoint."""
+        if isinstance(error, StorageError) and isinstance(error.__cause__, OSError):
+            if not isinstance(error.__cause__, FileNotFoundError):
+                self.unread.append(str(error))
+                return
+            kind = "missing files"
+        self.add(kind, str(error))
+
+    def raise_if_any(self) -> None:
+        kinds = dict(self.by_kind)
+        if self.unread:
+            kinds["files that could not be read"] = self.unread
+        if not kinds:
+            return
+        lines = [f"the checkpoint in {shown(self.root)} cannot be used as it is"]
+        for kind, faults in kinds.items():
+            lines.append(f"  {kind}: {len(faults)}")
+            lines += [f"    {fault}" for fault in faults[:LISTED]]
+            if len(faults) > LISTED:
+                lines.append(f"    ... and {len(faults) - LISTED} more")
+        if not self.by_kind:
+            raise StorageError("\n".join([*lines, "Make these files readable and try again."]))
+        raise FormatError("\n".join([*lines, "Download or write the files named above again."]))
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names, and how many more there are."""
+    every = list(names)
+    more = len(every) - LISTED
+    return ", ".join(every[:LISTED]) + (f", ... and {more} more" if more > 0 else "")
 
 
 @dataclass(frozen=True)

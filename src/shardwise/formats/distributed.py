@@ -14,11 +14,18 @@ from itertools import pairwise
 from typing import NoReturn
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.found import MAX_DIMS, Chunk, FoundTensor
+from shardwise.formats.nested_dicts import (
+    MAX_DEPTH,
+    MAX_DIMS,
+    Chunk,
+    FoundTensor,
+    Path,
+    WrapperChoice,
+    choose_model,
+)
 from shardwise.formats.pickles import Record, read_pickle
 from shardwise.formats.torch_file import each, read_torch_tensor
 from shardwise.formats.torch_values import DISTRIBUTED_METADATA
-from shardwise.formats.wrappers import MAX_DEPTH, Path, WrapperChoice, choose_model
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown, why_unsafe
 from shardwise.tensors import Box, ByteRange, DType

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from shardwise.errors import FormatError
-from shardwise.formats.adding import add_ignored, add_tensors
-from shardwise.formats.contract import CheckpointFormat, FileSelection, IndexSoFar
+from shardwise.formats.contract import LISTED, CheckpointFormat, FileSelection, FormatFaults, IndexSoFar, listed
 from shardwise.formats.distributed import METADATA, SUFFIX, read_distributed
-from shardwise.formats.faults import LISTED, FormatFaults, listed
+from shardwise.formats.joining import add_ignored, add_tensors
 from shardwise.storage.contract import FilePlaces, StorageReader
 from shardwise.storage.names import shown
 

@@ -16,11 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.checkpoint_index import CheckpointIndex, Composed, TensorEntry, Whole
 from shardwise.formats.coded import FourBits, Nested
-from shardwise.formats.composed import Composed, Whole
 from shardwise.formats.contract import QuantisedForm, unknown_form
-from shardwise.formats.entries import TensorEntry
 from shardwise.formats.strict_json import parse_object
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown

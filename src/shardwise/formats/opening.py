@@ -13,8 +13,7 @@ from typing import Final
 from shardwise._face import found_at
 from shardwise.errors import FormatError, StorageError
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.contract import CheckpointFormat, FileSelection, IndexSoFar, is_there
-from shardwise.formats.faults import FormatFaults, listed
+from shardwise.formats.contract import CheckpointFormat, FileSelection, FormatFaults, IndexSoFar, is_there, listed
 from shardwise.storage.contract import CannotListError, StorageReader
 from shardwise.storage.names import shown
 from shardwise.storage.reading.opening import open_storage

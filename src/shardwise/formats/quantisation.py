@@ -31,7 +31,7 @@ QUANTISED: Final[dict[str, str]] = {
     "bitsandbytes": "shardwise.formats.four_bit_tensors:form_of",
 }
 """By ``quant_method``, where its :data:`FormOf` is, as ``package.module:name``. A form of one's own is a line here,
-and, where what it makes is a new kind of :class:`~shardwise.formats.composed.Coded`, one in
+and, where what it makes is a new kind of :class:`~shardwise.formats.checkpoint_index.Coded`, one in
 ``planning.loads.stored.NODES``."""
 
 

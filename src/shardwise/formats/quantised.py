@@ -15,11 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 from shardwise.errors import ConfigError, FormatError
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.checkpoint_index import CheckpointIndex, Composed, TensorEntry, Whole
 from shardwise.formats.coded import Scaled
-from shardwise.formats.composed import Composed, Whole
 from shardwise.formats.contract import QuantisedForm, unknown_form
-from shardwise.formats.entries import TensorEntry
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Code, DType, numel

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from shardwise.errors import FormatError
-from shardwise.formats.found import Chunk, FoundTensor, StoredView, why_not_strided
+from shardwise.formats.nested_dicts import MAX_DEPTH, Chunk, FoundTensor, Path, StoredView, why_not_strided
 from shardwise.formats.pickles import Other, Record, read_pickle
 from shardwise.formats.torch_values import TORCH_FILE, PickledTensor, Storage
-from shardwise.formats.wrappers import MAX_DEPTH, Path
 from shardwise.formats.zip_archive import Archive, FileWindow
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown

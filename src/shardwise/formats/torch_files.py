@@ -1,4 +1,4 @@
-"""Checkpoints of files that ``torch.save`` has written: one, or several with an index."""
+"""Checkpoints, and states of trainings, in files that ``torch.save`` has written: one, or several with an index."""
 
 from __future__ import annotations
 
@@ -6,15 +6,51 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from shardwise.formats.adding import add_ignored, add_tensors, read_each
-from shardwise.formats.contract import CheckpointFormat, FileSelection, IndexSoFar
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointFormat, FileSelection, FormatFaults, IndexSoFar, listed
+from shardwise.formats.distributed import METADATA, DistributedMetadata, read_distributed, read_metadata
 from shardwise.formats.distributed_folders import no_model
-from shardwise.formats.faults import FormatFaults, listed
-from shardwise.formats.indexed_files import select_indexed
+from shardwise.formats.joining import add_ignored, add_tensors, read_each, select_indexed
+from shardwise.formats.nested_dicts import WrapperChoice, choose_model
 from shardwise.formats.torch_file import TorchFileContents, read_torch_file
-from shardwise.formats.wrappers import choose_model
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
+
+
+def open_state(
+    reader: StorageReader, file: str | None = None, metadata: DistributedMetadata | None = None
+) -> CheckpointIndex:
+    """All tensors of a folder of ``torch.distributed.checkpoint``, an optimizer's too, under whole paths.
+
+    Or those of one ``file`` of ``torch.save``. The folder's ``metadata`` are read where they are not given.
+    Raises as :func:`open_checkpoint`.
+    """
+    faults, found = FormatFaults(reader.root), IndexSoFar()
+    if file is not None:
+        saved = read_torch_file(reader, file)
+        found.files[saved.file] = saved.file_nbytes
+        add_tensors(saved.tensors, WrapperChoice((), ()), found, faults)
+        faults.raise_if_any()
+        return CheckpointIndex(reader.root, found.files, found.entries, {}, "torch file", found.composed)
+    metadata = read_metadata(reader) if metadata is None else metadata
+    contents = read_distributed(reader, choose=lambda _: WrapperChoice((), ()), metadata=metadata)
+    assert contents is not None
+    found.files.update(contents.files)
+    for place in metadata.objects.values():
+        found.files.setdefault(place.file, reader.size(place.file))
+    add_tensors(contents.tensors, contents.choice, found, faults)
+    faults.raise_if_any()
+    layout = "torch distributed checkpoint"
+    return CheckpointIndex(reader.root, found.files, found.entries, {}, layout, found.composed)
+
+
+def holds_optimizer(reader: StorageReader) -> bool:
+    """Whether a folder of ``torch.distributed.checkpoint`` has an optimizer's state and no model."""
+    if METADATA not in reader.list():
+        return False
+    tensors = read_metadata(reader).tensors
+    return bool(tensors) and choose_model(tensors) is None
+
 
 _WEIGHTS: Final = (".bin", ".pt", ".pth")
 _INDEX: Final = ".bin.index.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwise.formats.found import MAX_DIMS
+from shardwise.formats.nested_dicts import MAX_DIMS
 from shardwise.formats.pickles import Function, Global, Other, Vocabulary
 from shardwise.tensors import DType, Strided
 

@@ -23,7 +23,7 @@ from shardwise.execution.writing.torch_out import fingerprints_in, stream_torch_
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.distributed import METADATA
 from shardwise.formats.opening import open_checkpoint
-from shardwise.formats.states import holds_optimizer, open_state
+from shardwise.formats.torch_files import holds_optimizer, open_state
 from shardwise.interchange.named_outputs import OPTIMIZER_FILE, NamedOutputs, named_outputs, optimizer_outputs
 from shardwise.models.dtypes import to_torch
 from shardwise.planning.saves.commit import look_at_folder

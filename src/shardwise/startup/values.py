@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
-from shardwise.tensors.box import Box
+from shardwise.tensors.boxes import Box
 from shardwise.tensors.fingerprint import MODULUS
 
 

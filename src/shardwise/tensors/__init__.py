@@ -1,11 +1,7 @@
 """Which box, which bytes: the arithmetic of N-d index sets, without torch."""
 
-from shardwise.tensors.box import Box
-from shardwise.tensors.byte_range import ByteRange, coalesce
-from shardwise.tensors.codes import Code, Form4
-from shardwise.tensors.dtypes import DType
-from shardwise.tensors.row_blocks import row_blocks
-from shardwise.tensors.strided import Strided, contiguous_strides, numel
+from shardwise.tensors.boxes import Box, ByteRange, Strided, coalesce, contiguous_strides, numel, row_blocks
+from shardwise.tensors.dtypes import Code, DType, Form4
 
 __all__ = [
     "Box",

@@ -1,8 +1,12 @@
-"""The dtypes a safetensors file can hold, under their safetensors names."""
+"""The dtypes of stored elements, and what elements of few bits stand for, where a file has them as bytes."""
 
 from __future__ import annotations
 
 import enum
+import math
+import struct
+from functools import cache
+from itertools import pairwise
 
 
 class DType(enum.Enum):
@@ -84,3 +88,124 @@ def _rank(dtype: DType) -> int:
 
 
 _BY_LABEL = {dtype.label: dtype for dtype in DType if dtype is not DType.OTHER}
+
+
+def _float8(exponent_bits: int, *, has_infinity: bool) -> tuple[float, ...]:
+    """The numbers of the 256 bytes of a sign, an exponent and a mantissa (OCP's 8-bit floats: E4M3, E5M2)."""
+    mantissa_bits = 7 - exponent_bits
+    bias, top, steps = (1 << exponent_bits - 1) - 1, (1 << exponent_bits) - 1, 1 << mantissa_bits
+    found = []
+    for byte in range(128):
+        exponent, mantissa = divmod(byte, steps)
+        if exponent == top and has_infinity:
+            found.append(math.nan if mantissa else math.inf)
+        elif exponent == top and mantissa == steps - 1:
+            found.append(math.nan)
+        elif exponent:
+            found.append((1 + mantissa / steps) * 2.0 ** (exponent - bias))
+        else:
+            found.append(mantissa / steps * 2.0 ** (1 - bias))
+    return (*found, *(-number for number in found))
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class Code(enum.Enum):
+    """A way to write numbers in 4 or 8 bits. Of 4 bits two are in a byte, the first in the lower half."""
+
+    F8_E4M3 = "F8_E4M3"
+    F8_E5M2 = "F8_E5M2"
+    E2M1 = "E2M1"
+    """FP4 of OCP's microscaling formats."""
+    INT8 = "INT8"
+    """Two's complement."""
+    OFFSET8 = "OFFSET8"
+    """Counted from the least, as compressed-tensors packs integers."""
+    OFFSET4 = "OFFSET4"
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What each of 256 bytes, or of 16 halves of one, stands for."""
+        return _NUMBERS[self]
+
+    @property
+    def per_byte(self) -> int:
+        return 2 if len(self.numbers) == 16 else 1
+
+
+_NUMBERS = {
+    Code.F8_E4M3: _float8(4, has_infinity=False),
+    Code.F8_E5M2: _float8(5, has_infinity=True),
+    Code.E2M1: (*_E2M1, *(-number for number in _E2M1)),
+    Code.INT8: (*map(float, range(128)), *map(float, range(-128, 0))),
+    Code.OFFSET8: tuple(map(float, range(-128, 128))),
+    Code.OFFSET4: tuple(map(float, range(-8, 8))),
+}
+
+
+_NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+_FP4_TWELFTHS = (0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3)
+
+
+class Form4(enum.Enum):
+    """What bitsandbytes keeps 4-bit weights in: sixteen numbers from -1 to 1, times the scale of a block.
+
+    Two are in a byte, the first in the upper half (of :class:`Code` the other way round). ``value`` is what
+    bitsandbytes calls it.
+    """
+
+    NF4 = "nf4"
+    """Quantiles of a normal distribution (Dettmers and others, "QLoRA", 2023, appendix E)."""
+    FP4 = "fp4"
+    """A sign, two bits of exponent, one of mantissa, in twelfths. Codes 0 and 8 are both 0."""
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What each of the 16 codes stands for; all are float32."""
+        return _NF4 if self is Form4.NF4 else _FP4
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The codes by what they stand for, ascending."""
+        return tuple(sorted(range(16), key=self.numbers.__getitem__))
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """The 15 middles between one number and the next, in float32.
+
+        A value gets the code ``order[k]`` where ``k`` counts the bounds that are smaller than it. (So
+        ``_get_4bit_quantize_bounds`` and ``quantize_4bit`` of bitsandbytes 0.50.)
+        """
+        return _bounds(self)
+
+
+def _single(number: float) -> float:
+    """The nearest float32."""
+    return float(struct.unpack("f", struct.pack("f", number))[0])
+
+
+@cache
+def _bounds(form: Form4) -> tuple[float, ...]:
+    numbers = sorted(form.numbers)
+    return tuple(_single((low + high) / 2) for low, high in pairwise(numbers))
+
+
+_FP4 = tuple(_single(twelfths / 12) for twelfths in _FP4_TWELFTHS)

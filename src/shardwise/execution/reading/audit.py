@@ -20,7 +20,7 @@ def audit(plan: LoadPlan, written: Mapping[str, int], on_meta: Sequence[str]) ->
     """Check that every element of this rank's parameters and persistent buffers was written exactly once.
 
     ``written`` counts elements by FQN; ``on_meta`` are the names of what has no memory. A plan's copies never write
-    an element twice (see [Note: Regions] in :mod:`shardwise.conversion.copies`), so that equal counts mean full
+    an element twice (see [Note: Regions] in :mod:`shardwise.conversion.computed`), so that equal counts mean full
     coverage.
 
     Raises:

@@ -25,8 +25,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.writing.saving_lock import HeldMark, Whose, take_lock
-from shardwise.formats.adapter_training import is_training_file, named_training
-from shardwise.formats.peft_adapter import ADAPTER_CONFIG
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG, is_training_file, named_training
 from shardwise.formats.safetensors_header import read_header
 from shardwise.planning.saves import fingerprints
 from shardwise.planning.saves.commit import (

@@ -17,7 +17,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.states.assemble import assemble
 from shardwise.execution.states.given_parts import Giver
 from shardwise.execution.writing.sink import Sink, WrittenTensors
-from shardwise.formats.safetensors_layout import NewFile
+from shardwise.formats.safetensors_header import NewFile
 from shardwise.models.dtypes import to_torch
 from shardwise.planning.moves.assembly import plan_assembly
 from shardwise.planning.moves.parcels import ALIGNMENT_BYTES, Round, staged

@@ -15,7 +15,7 @@ from shardwise.execution.writing.rank_files import load_plain
 from shardwise.execution.writing.torch_out import Levels, loaded, nested
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.distributed import DistributedMetadata, read_metadata
-from shardwise.formats.states import open_state
+from shardwise.formats.torch_files import open_state
 from shardwise.models.dtypes import to_torch
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.storage.contract import StorageReader

@@ -15,7 +15,7 @@ from shardwise.execution.ranks.progress import Progress
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.filled import bytes_of
 from shardwise.execution.reading.workers import Ahead, Workers
-from shardwise.formats.entries import TensorEntry
+from shardwise.formats.checkpoint_index import TensorEntry
 from shardwise.models.accelerators import settle
 from shardwise.models.view import strided_view
 from shardwise.planning.loads.schedule import ReadRequest, Segment, aligned

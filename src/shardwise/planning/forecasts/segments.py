@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.conversion import Copy
-from shardwise.formats.entries import TensorEntry
+from shardwise.formats.checkpoint_index import TensorEntry
 from shardwise.planning.loads.schedule import aligned, firsts_of_requests, segments_of
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import numel

@@ -10,8 +10,7 @@ from itertools import pairwise
 from typing import TypeAlias, assert_never
 
 from shardwise.errors import ConfigError
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.entries import TensorEntry
+from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 
 BLOCK_BYTES = 4096
 _PIECE_BYTES = 16 << 20

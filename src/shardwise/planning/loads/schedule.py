@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwise.conversion import Copy
-from shardwise.formats.entries import TensorEntry
+from shardwise.formats.checkpoint_index import TensorEntry
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import ByteRange, DType, Strided
 

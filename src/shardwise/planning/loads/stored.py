@@ -8,11 +8,10 @@ from typing import Any, Final, TypeAlias
 from shardwise._face import found_at
 from shardwise.conversion import Expression, Stored, concat, view
 from shardwise.errors import ConfigError
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.composed import ComposedPart, Joined, View, Whole
+from shardwise.formats.checkpoint_index import CheckpointIndex, ComposedPart, Joined, View, Whole
 
 MakeNode: TypeAlias = Callable[[Any, Callable[[str], Expression]], Expression]
-"""What a :class:`~shardwise.formats.composed.Coded` of one kind stands for; leaves are had by their keys."""
+"""What a :class:`~shardwise.formats.checkpoint_index.Coded` of one kind stands for; leaves are had by key."""
 
 NODES: Final[dict[str, str]] = {
     "scaled": "shardwise.planning.loads.coded:scaled",

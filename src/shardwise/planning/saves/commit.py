@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeAlias
 
-from shardwise.formats.adapter_training import is_training_file
+from shardwise.formats.peft_adapter import is_training_file
 from shardwise.planning.saves.save_plan import ADAPTER, SINGLE_FILE, SavePlan
 
 OLDER = ".older"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardwise.conversion import Expression
-from shardwise.formats.safetensors_layout import NewFile
+from shardwise.formats.safetensors_header import NewFile
 from shardwise.planning.moves.assembly import WantedTensor
 
 

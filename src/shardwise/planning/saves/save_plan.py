@@ -17,9 +17,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.conversion import Copy, Expression, Stored, pieces
-from shardwise.formats.adapter_training import TRAINING_KEY, training_file
-from shardwise.formats.entries import TensorEntry
-from shardwise.formats.safetensors_layout import NewFile, lay_out
+from shardwise.formats.checkpoint_index import TensorEntry
+from shardwise.formats.peft_adapter import TRAINING_KEY, training_file
+from shardwise.formats.safetensors_header import NewFile, lay_out
 from shardwise.planning.loads.schedule import ReadRequest, Segment, schedule, segments_of
 from shardwise.storage.contract import ReadPolicy, WritePolicy
 from shardwise.tensors import Box, DType, Strided, numel, row_blocks

@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 from shardwise.errors import FormatError, ShardwiseError, StorageError
 from shardwise.execution.writing.committing import let_count, remove_unnamed
 from shardwise.execution.writing.saving_lock import new_token, take_lock
-from shardwise.formats.safetensors_header import FileHeader, read_header
-from shardwise.formats.safetensors_layout import lay_out
+from shardwise.formats.safetensors_header import FileHeader, lay_out, read_header
 from shardwise.planning.saves.commit import Commit, Rename, on_its_way
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading.local import LocalReader

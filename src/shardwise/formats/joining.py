@@ -1,20 +1,28 @@
-"""What formats have in common when they read: many files at once, and tensors that are put together of parts."""
+"""What formats have in common when they read: many files at once, their index, tensors put together of parts."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import replace
+from typing import NoReturn, TypeVar
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.composed import Composed, ComposedPart, View, Whole
-from shardwise.formats.contract import IndexSoFar
-from shardwise.formats.entries import TensorEntry
-from shardwise.formats.faults import FormatFaults
-from shardwise.formats.found import FoundTensor, StoredView, tiling
-from shardwise.formats.wrappers import Path, WrapperChoice
+from shardwise.formats.checkpoint_index import (
+    CheckpointIndex,
+    Composed,
+    ComposedPart,
+    Joined,
+    TensorEntry,
+    View,
+    Whole,
+)
+from shardwise.formats.contract import FileSelection, FormatFaults, IndexSoFar
+from shardwise.formats.nested_dicts import FoundTensor, Path, StoredView, WrapperChoice, tiling
+from shardwise.formats.strict_json import parse_object
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.names import shown
+from shardwise.storage.names import shown, why_unsafe
 from shardwise.tensors import Box, ByteRange, Strided, numel
 
 _HEADER_THREADS = 8
@@ -111,3 +119,80 @@ def _name(key: str, box: Box) -> str:
     """The key of a chunk, as it would be indexed: ``key[0:4, 8:16]``."""
     spans = ", ".join(f"{start}:{start + size}" for start, size in zip(box.offsets, box.sizes, strict=True))
     return f"{key}[{spans}]"
+
+
+def beside(first: CheckpointIndex, second: CheckpointIndex, folder: str) -> CheckpointIndex:
+    """Both as one: the files and the keys of the second have names that begin with ``folder`` and a slash."""
+
+    def inside(name: str) -> str:
+        return f"{folder}/{name}"
+
+    entries = {
+        inside(key): replace(entry, key=inside(key), file=inside(entry.file))
+        for key, entry in second.entries.items()
+    }
+    composed = {inside(key): replace(item, part=_moved(item.part, inside)) for key, item in second.composed.items()}
+    return replace(
+        first,
+        files={**first.files, **{inside(file): nbytes for file, nbytes in second.files.items()}},
+        entries={**first.entries, **entries},
+        composed={**first.composed, **composed},
+    )
+
+
+def _moved(part: ComposedPart, inside: Callable[[str], str]) -> ComposedPart:
+    match part:
+        case Whole(key) | View(key):
+            return replace(part, key=inside(key))
+        case Joined(parts):
+            return replace(part, parts=tuple(_moved(inner, inside) for inner in parts))
+        case _:
+            return part.moved(inside)
+
+
+MAX_INDEX_BYTES = 100_000_000
+"""The longest index file that is read, the same as the longest header."""
+
+
+def select_indexed(
+    reader: StorageReader, name: str, suffix: str, layout: str, faults: FormatFaults
+) -> FileSelection:
+    """The files that an index names, each of which must end in ``suffix``."""
+    nbytes = reader.size(name)
+    if nbytes > MAX_INDEX_BYTES:
+        _refuse_index(reader, name, f"it has {nbytes} bytes, {MAX_INDEX_BYTES} is the limit")
+    content = parse_object(reader.read(name, 0, nbytes), what=f"{shown(name)} in {reader.root}")
+    weight_map = _weight_map(reader, name, content.get("weight_map"), suffix, faults)
+    metadata = content.get("metadata")
+    if not isinstance(metadata, dict):
+        metadata = {}
+    texts = {key: text if isinstance(text, str) else json.dumps(text) for key, text in metadata.items()}
+    return FileSelection(layout, sorted(set(weight_map.values())), weight_map, texts)
+
+
+def _weight_map(
+    reader: StorageReader, name: str, value: object, suffix: str, faults: FormatFaults
+) -> dict[str, str]:
+    """The index's map of keys to files, without the files that must not be opened; those are faults."""
+    if not isinstance(value, dict):
+        _refuse_index(reader, name, "it has no object named weight_map")
+    if not value:
+        _refuse_index(reader, name, "its weight_map is empty")
+    for key, file in value.items():
+        if not isinstance(file, str):
+            faults.add(f"keys without a file in {shown(name)}", f"{shown(key)}: {shown(repr(file))}, not a string")
+    mapped = {key: file for key, file in value.items() if isinstance(file, str)}
+    unsafe = {file: why for file in mapped.values() if (why := _why_not_opened(file, suffix)) is not None}
+    for file, why in sorted(unsafe.items()):
+        faults.add(f"file names refused in {shown(name)}", f"{shown(file)}: {why}")
+    return {key: file for key, file in mapped.items() if file not in unsafe}
+
+
+def _why_not_opened(file: str, suffix: str) -> str | None:
+    if not file.endswith(suffix):
+        return f"it does not end in {suffix}"
+    return why_unsafe(file)
+
+
+def _refuse_index(reader: StorageReader, name: str, cause: str) -> NoReturn:
+    raise FormatError(f"{shown(name)} in {reader.root}: {cause}; download or write the index again")
