@@ -106,8 +106,7 @@ def plan_once(wanted: Shape) -> dict[str, float]:
     from shardwise.models.view import Held, layout_of, look_inside
     from shardwise.models.wrapping import wrap
     from shardwise.models.wrapping.wrap import Sharding
-    from shardwise.planning.loads.consent import Consent, Refuse
-    from shardwise.planning.loads.load_plan import ModelRules, plan_load
+    from shardwise.planning.loads.load_plan import Consent, ModelRules, Refuse, plan_load
     from shardwise.planning.loads.stored import stored_tensors
 
     clock = _Clock()

@@ -163,7 +163,7 @@ def test_what_a_table_names_imports_nobody_who_opens_it():
 
 CONTRACTS = {
     "models.four_bits": "",
-    "storage": "contract machine names reading reading.opening repositories urls",
+    "storage": "contract machine names reading reading.opening",
     "formats": "checkpoint_index contract opening quantisation",
 }
 

@@ -30,7 +30,7 @@ from shardwise.cli.train import NOT_PUSHED, STOPPED, StepLog, train_command
 from shardwise.errors import ConfigError
 from shardwise.execution.memory import first_touch
 from shardwise.planning.loads.pages import Way
-from shardwise.storage.repositories import HubOptions
+from shardwise.storage.names import HubOptions
 from shardwise.training import prepare, session
 from shardwise.training.configuration.config import read_config
 from shardwise.training.report import Event, StepFacts

@@ -12,8 +12,7 @@ from shardwise.execution.reading.audit import audit
 from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.layout import Origin
 from shardwise.models.view import layout_of, look_inside, meta_leftovers
-from shardwise.planning.loads.consent import Consent
-from shardwise.planning.loads.load_plan import ModelRules, plan_load
+from shardwise.planning.loads.load_plan import Consent, ModelRules, plan_load
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.tensors import DType
 

@@ -21,7 +21,7 @@ from shardwise.execution.ranks import world as world_module
 from shardwise.execution.ranks.agreement import agree_on
 from shardwise.execution.ranks.line import Patience
 from shardwise.execution.ranks.world import World
-from shardwise.planning.forecasts.memory_check import Available, RequireMemory
+from shardwise.planning.forecasts.own_forecast import Available, RequireMemory
 from shardwise.planning.moves.sharing_choice import Alone
 from shardwise.report.forecast_parts import RankForecast
 

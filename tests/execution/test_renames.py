@@ -14,7 +14,7 @@ from shardwise.execution.writing import renames
 from shardwise.execution.writing.committing import make_file
 from shardwise.execution.writing.marked_folder import marked_by_first
 from shardwise.execution.writing.saving_lock import HeldMark, take_lock
-from shardwise.planning.saves.renames import Renames, WrittenFiles, fresh
+from shardwise.planning.saves.commit import Renames, WrittenFiles, fresh
 from shardwise.storage.writing.folders_writer import FoldersWriter
 from shardwise.storage.writing.opening import open_writer
 from shardwise.testing import EffectLog, recorded, states_after_crash

@@ -13,10 +13,9 @@ from tests.conversion.random_expressions import Grower, view
 
 from shardwise.conversion import Stored, concat, slice_dim
 from shardwise.formats.safetensors_header import NewFile
-from shardwise.planning.moves.assembly import WantedTensor, plan_assembly
+from shardwise.planning.moves.assembly import WantedTensor, plan_assembly, shares_by_rank
 from shardwise.planning.moves.parcels import ALIGNMENT_BYTES, Round, ToAll, ToEach
-from shardwise.planning.moves.replica_parts import shares_by_rank
-from shardwise.planning.saves.file_owners import choose_owners
+from shardwise.planning.saves.save_plan import choose_owners
 from shardwise.tensors import Box, DType, numel
 
 ITEMSIZE = 4

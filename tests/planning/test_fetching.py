@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.layout import LocalBox, MeshShape, Spread
-from shardwise.planning.forecasts.fetching import Fetching, FetchingPeers, peers_on
+from shardwise.planning.forecasts.forecast import Fetching, FetchingPeers, peers_on
 from shardwise.planning.moves.exchange import SMALL_BYTES
 from shardwise.tensors import Box, Strided, numel
 

@@ -27,8 +27,7 @@ from shardwise.execution.memory.copy_in import landings
 from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.layout import LocalBox, MeshShape, Spread
 from shardwise.planning.forecasts.footprint import Footprint, Footprints, Reading
-from shardwise.planning.loads.schedule import schedule, segments_of
-from shardwise.planning.loads.staging import staging_within
+from shardwise.planning.loads.schedule import schedule, segments_of, staging_within
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box, DType, Strided, numel
 

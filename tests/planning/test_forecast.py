@@ -32,10 +32,15 @@ from shardwise.layout import (
     WorldLayout,
 )
 from shardwise.planning.forecasts.forecast import forecast_computed, forecast_groups, forecast_ranks, uneven_tensors
-from shardwise.planning.forecasts.memory_check import Available, RequireMemory, TryAnyway, require_fits
-from shardwise.planning.forecasts.own_forecast import Homes, forecast_rank
-from shardwise.planning.loads.consent import Consent
-from shardwise.planning.loads.load_plan import ModelRules, plan_load
+from shardwise.planning.forecasts.own_forecast import (
+    Available,
+    Homes,
+    RequireMemory,
+    TryAnyway,
+    forecast_rank,
+    require_fits,
+)
+from shardwise.planning.loads.load_plan import Consent, ModelRules, plan_load
 from shardwise.report.forecast_parts import ComputedForecast, Experts, GroupForecast, RankForecast
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box, DType, Strided, numel

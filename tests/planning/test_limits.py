@@ -14,15 +14,14 @@ from shardwise.conversion import Copy, Expression, Stored, copies
 from shardwise.errors import CoverageError, DisagreementError
 from shardwise.formats.checkpoint_index import CheckpointIndex, Composed, Joined, TensorEntry, View, Whole
 from shardwise.layout import LocalBox, MeshShape, Origin, Spread
-from shardwise.planning.forecasts.fetching import FetchingPeers, peers_on
-from shardwise.planning.loads.consent import Consent, Initialize
-from shardwise.planning.loads.load_plan import Init, Read, Tie
+from shardwise.planning.forecasts.forecast import FetchingPeers, peers_on
+from shardwise.planning.loads.load_plan import Consent, Init, Initialize, Read, Tie
 from shardwise.planning.loads.pages import MeasuredPages, Way
 from shardwise.planning.loads.schedule import schedule, segments_of
 from shardwise.planning.loads.stored import stored_tensors
+from shardwise.planning.moves.assembly import own_share
 from shardwise.planning.moves.exchange import WantedBoxes, dealt
 from shardwise.planning.moves.intervals import handed_over, intervals
-from shardwise.planning.moves.replica_parts import own_share
 from shardwise.planning.states.matching import match
 from shardwise.planning.states.sources import NOBODY, FirstRank, choose_sources, settle_dtypes
 from shardwise.storage.contract import ReadPolicy

@@ -8,8 +8,18 @@ from shardwise.conversion import Bindings, Stored, slice_dim, stack
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
-from shardwise.planning.loads.consent import Consent, Ignore, Initialize
-from shardwise.planning.loads.load_plan import Init, Keep, ModelRules, Read, Recompute, Tie, plan_load
+from shardwise.planning.loads.load_plan import (
+    Consent,
+    Ignore,
+    Init,
+    Initialize,
+    Keep,
+    ModelRules,
+    Read,
+    Recompute,
+    Tie,
+    plan_load,
+)
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.tensors import Box, DType, Strided, numel
 

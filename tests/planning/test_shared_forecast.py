@@ -10,8 +10,13 @@ from tests.planning.test_forecast import BF16, POLICY, Made
 from shardwise.conversion import Computed, Hole, Stored, WholeOperation, concat
 from shardwise.errors import ConfigError
 from shardwise.layout import MeshShape, TensorKind
-from shardwise.planning.forecasts.fetching import FetchingPeers
-from shardwise.planning.forecasts.forecast import forecast_ranks, forecast_training, shared_tensors, uneven_tensors
+from shardwise.planning.forecasts.forecast import (
+    FetchingPeers,
+    forecast_ranks,
+    forecast_training,
+    shared_tensors,
+    uneven_tensors,
+)
 from shardwise.planning.forecasts.own_forecast import Homes
 from shardwise.planning.moves.sharing_choice import Alone, InIntervals, OncePerGroup, Weighed
 from shardwise.report.forecast_parts import GroupForecast

@@ -14,12 +14,11 @@ from shardwise.errors import ConfigError
 from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.formats.safetensors_header import NewFile
 from shardwise.layout import LocalBox
-from shardwise.planning.loads.consent import Consent, Ignore, Initialize, Refuse
-from shardwise.planning.loads.faults import FaultKind, Faults
-from shardwise.planning.loads.staging import ComputingShare, staging_within
+from shardwise.planning.loads.load_plan import Consent, FaultKind, Faults, Ignore, Initialize, Refuse
+from shardwise.planning.loads.schedule import ComputingShare, staging_within
 from shardwise.planning.moves.sharing_choice import Alone, InIntervals, OncePerGroup, Weighed, choose, times_read
-from shardwise.planning.saves.file_owners import choose_owners, wanted_by_owners
 from shardwise.planning.saves.fingerprints import FINGERPRINTS_FILE, RecordedSave, from_bytes, to_bytes
+from shardwise.planning.saves.save_plan import choose_owners, wanted_by_owners
 from shardwise.planning.states.forms import (
     DistributedFolder,
     FullState,

@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.report.forecast import Forecast
 from shardwise.report.forecast_parts import ComputedForecast, Experts, GroupForecast, RankForecast
-from shardwise.report.sizes import in_bytes
+from shardwise.report.names import in_bytes
 
 MIB = 1 << 20
 

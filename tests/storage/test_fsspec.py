@@ -18,7 +18,7 @@ from shardwise.errors import StorageError
 from shardwise.storage.policies import OBJECT_STORE
 from shardwise.storage.reading import fsspec_transport
 from shardwise.storage.reading.remote_reader import RemoteReader
-from shardwise.storage.reading.retry_policy import Retries
+from shardwise.storage.reading.transport import Retries
 
 CONTENT = bytes(range(256)) * 40
 QUICK = Retries(attempts=3, first_wait_s=0.001, longest_wait_s=0.01, timeout_s=0.2)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shardwise.errors import StorageError
 from shardwise.storage.reading.http_answers import retry_after_s
 from shardwise.storage.reading.remote_reader import RemoteReader, _pieces
-from shardwise.storage.reading.retry_policy import Retries
+from shardwise.storage.reading.transport import Retries
 
 QUICK = Retries(attempts=2, first_wait_s=0.001, longest_wait_s=0.01, timeout_s=1.0)
 STATE = b"HTTP/1.1 206 OK\r\nContent-Length: 1\r\nContent-Range: bytes 0-0/100\r\nETag: x\r\n\r\na"

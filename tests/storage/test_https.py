@@ -16,7 +16,7 @@ import pytest
 
 from shardwise.errors import StorageError
 from shardwise.storage.reading.remote_reader import RemoteReader
-from shardwise.storage.reading.retry_policy import Retries
+from shardwise.storage.reading.transport import Retries
 
 CONTENT = bytes(range(256)) * 1000
 

@@ -13,11 +13,11 @@ from tests.formats.building import file_with
 
 from shardwise.errors import StorageError
 from shardwise.formats.opening import open_checkpoint
+from shardwise.storage.names import HubOptions
 from shardwise.storage.reading.hub_transport import named_commit
 from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.reading.remote_reader import RemoteReader
-from shardwise.storage.reading.retry_policy import Retries
-from shardwise.storage.repositories import HubOptions
+from shardwise.storage.reading.transport import Retries
 from shardwise.testing import HttpStore
 from shardwise.testing.http_store import Redirect, Status
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage import mounts, vectored
+from shardwise.storage import policies, vectored
 from shardwise.storage.policies import DISK_WRITES, LOCAL_WRITES, NETWORK_FILE_SYSTEM_WRITES, OBJECT_STORE_WRITES
 from shardwise.storage.writing import local_writer
 from shardwise.storage.writing.local_writer import LocalWriter
@@ -384,7 +384,7 @@ def test_a_folder_is_written_as_its_file_system_likes(
 ) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(f"1 0 0:1 / / rw - ext4 x rw\n2 1 0:2 / {tmp_path.resolve()} rw - {kind} server:/ rw\n")
-    monkeypatch.setattr(mounts, "_TABLE", str(table))
+    monkeypatch.setattr(policies, "_TABLE", str(table))
     with LocalWriter(tmp_path / "not" / "yet") as writer:
         assert writer.policy == policy
     with LocalWriter(tmp_path, policy=OBJECT_STORE_WRITES) as writer:

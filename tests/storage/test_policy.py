@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.storage import mounts
-from shardwise.storage.mounts import file_system_type, is_network
-from shardwise.storage.policies import LOCAL, MEMORY, NETWORK_FILE_SYSTEM, OBJECT_STORE
+from shardwise.storage import policies
+from shardwise.storage.policies import (
+    LOCAL,
+    MEMORY,
+    NETWORK_FILE_SYSTEM,
+    OBJECT_STORE,
+    file_system_type,
+    is_network,
+)
 from shardwise.storage.reading.local import LocalReader
 
 MOUNTS = r"""22 28 0:20 / /sys rw,nosuid - sysfs sysfs rw
@@ -67,7 +73,7 @@ def test_a_folder_is_read_as_its_file_system_likes(
 ) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(f"1 0 0:1 / / rw - ext4 x rw\n2 1 0:2 / {tmp_path.resolve()} rw - {kind} server:/ rw\n")
-    monkeypatch.setattr(mounts, "_TABLE", str(table))
+    monkeypatch.setattr(policies, "_TABLE", str(table))
     (tmp_path / "models").mkdir()
     (tmp_path / "link").symlink_to("models")
     with LocalReader(tmp_path / "link") as reader:
@@ -75,7 +81,7 @@ def test_a_folder_is_read_as_its_file_system_likes(
 
 
 def test_a_machine_without_a_mount_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounts, "_TABLE", str(tmp_path / "absent"))
+    monkeypatch.setattr(policies, "_TABLE", str(tmp_path / "absent"))
     with LocalReader(tmp_path) as reader:
         assert reader.policy == LOCAL
 

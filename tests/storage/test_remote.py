@@ -15,9 +15,9 @@ import pytest
 from shardwise.errors import ConfigError, StorageError
 from shardwise.storage.policies import OBJECT_STORE
 from shardwise.storage.reading import remote_reader as remote
-from shardwise.storage.reading import retry_policy as retries
+from shardwise.storage.reading import transport as retries
 from shardwise.storage.reading.remote_reader import RemoteReader
-from shardwise.storage.reading.retry_policy import Retries
+from shardwise.storage.reading.transport import Retries
 from shardwise.testing import HttpStore
 from shardwise.testing.http_store import (
     Disturbance,

@@ -10,11 +10,10 @@ import pytest
 
 from shardwise.errors import StorageError
 from shardwise.storage.hub import resolve
+from shardwise.storage.names import HubOptions, Redactor, is_local, is_url, split_file, without_secrets
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.reading.remote_reader import RemoteReader
-from shardwise.storage.repositories import HubOptions, is_local
-from shardwise.storage.urls import Redactor, is_url, split_file, without_secrets
 from shardwise.testing import HttpStore
 
 

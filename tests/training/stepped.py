@@ -20,7 +20,7 @@ from torch.optim import SGD, Optimizer
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.errors import ShardwiseError
 from shardwise.execution.ranks.world import World
-from shardwise.planning.forecasts.memory_check import Available
+from shardwise.planning.forecasts.own_forecast import Available
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
 from shardwise.training.data.batches import Padded, evaluation_batches
 from shardwise.training.data.loader import step_loader

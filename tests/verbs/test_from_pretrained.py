@@ -437,7 +437,7 @@ def test_one_rank_of_a_machine_downloads(worlds, tmp_path):
 
 def test_a_load_that_does_not_fit_is_refused_before_anything_is_read(qwen3, monkeypatch):
     from shardwise.engines import load_plan, loading
-    from shardwise.planning.forecasts.memory_check import Available
+    from shardwise.planning.forecasts.own_forecast import Available
 
     def read(*_):
         raise AssertionError("a tensor was read")

@@ -18,7 +18,7 @@ def load_in_a_group(checkpoint: str, is_shared: bool) -> str:
 
     import shardwise
     from shardwise.engines import load_plan
-    from shardwise.planning.forecasts.memory_check import Available
+    from shardwise.planning.forecasts.own_forecast import Available
 
     options = shardwise.options.LoadOptions(budget_bytes=1 << 16)
     _, report = shardwise.from_pretrained(checkpoint, options=options, output_loading_info=True)

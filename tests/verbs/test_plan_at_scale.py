@@ -21,8 +21,7 @@ from shardwise.models.wrapping.forecast_layout import foresee
 from shardwise.models.wrapping.policies import Automatic
 from shardwise.planning.forecasts.footprint import Footprints, Reading
 from shardwise.planning.forecasts.own_forecast import Homes, forecast_rank
-from shardwise.planning.loads.consent import Consent
-from shardwise.planning.loads.load_plan import ModelRules, plan_load
+from shardwise.planning.loads.load_plan import Consent, ModelRules, plan_load
 from shardwise.planning.moves.exchange import WantedBoxes
 from shardwise.planning.moves.intervals import handed_over, intervals
 from shardwise.planning.moves.sharing_choice import InIntervals

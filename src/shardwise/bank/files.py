@@ -60,7 +60,7 @@ from shardwise.models.dtypes import in_memory
 from shardwise.models.modules import original_class
 from shardwise.models.selection import AdapterOnly, Everything, names_outside
 from shardwise.models.view import look_inside
-from shardwise.planning.loads.consent import TakeFirst
+from shardwise.planning.loads.load_plan import TakeFirst
 from shardwise.planning.states.matching import Tolerance
 from shardwise.report.save_report import SaveReport
 from shardwise.storage.names import shown

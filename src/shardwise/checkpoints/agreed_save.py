@@ -27,7 +27,7 @@ from shardwise.execution.states.replicas import (
 )
 from shardwise.execution.writing.chunk_plan import ArchivedChunk, TensorsPlan
 from shardwise.execution.writing.chunk_sources import views_of
-from shardwise.planning.moves.replica_parts import Common
+from shardwise.planning.moves.assembly import Common
 from shardwise.tensors import Box, Strided
 
 LayoutSignature: TypeAlias = Mapping[KeyPath, tuple[object, ...]]

@@ -59,8 +59,8 @@ from shardwise.execution.writing.chunk_sources import ChunkStaging, InPlace, pla
 from shardwise.execution.writing.chunk_stream import ChunkSource
 from shardwise.models.optimizers.optimizer_kind import class_name
 from shardwise.models.selection import AdapterOnly, Everything, Selection
-from shardwise.planning.loads.consent import OnDiffering, Refuse, TakeFirst
-from shardwise.planning.moves.replica_parts import in_common
+from shardwise.planning.loads.load_plan import OnDiffering, Refuse, TakeFirst
+from shardwise.planning.moves.assembly import in_common
 from shardwise.planning.states.matching import OnFault, Tolerance
 from shardwise.report.checkpoint_report import CheckpointReport, RestoreReport
 

@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.writing.committing import remove_unnamed
 from shardwise.formats.distributed import METADATA
 from shardwise.storage.contract import INCOMPLETE, StorageWriter
-from shardwise.storage.urls import is_url
+from shardwise.storage.names import is_url
 from shardwise.storage.writing.opening import open_writer
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")

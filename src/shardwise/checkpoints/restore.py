@@ -38,7 +38,7 @@ from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.selection import Selection
 from shardwise.models.view import Held, local_boxes, local_tensor, look_inside
 from shardwise.planning.loads.comparing import SampledBlocks
-from shardwise.planning.loads.consent import Consent
+from shardwise.planning.loads.load_plan import Consent
 from shardwise.planning.states.matching import Brought, Tolerance
 from shardwise.report.checkpoint_report import RestoreReport
 from shardwise.storage.contract import StorageReader

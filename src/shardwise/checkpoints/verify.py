@@ -17,8 +17,8 @@ from shardwise.engines.verifying_files import verify_files
 from shardwise.errors import FormatError
 from shardwise.execution.reading.workers import Workers
 from shardwise.formats.distributed import METADATA
-from shardwise.report.reopen_report import ReopenReport
-from shardwise.storage.urls import is_url
+from shardwise.report.verify_report import ReopenReport
+from shardwise.storage.names import is_url
 
 
 def verify(directory: str | os.PathLike[str]) -> ReopenReport:

@@ -19,8 +19,7 @@ from shardwise.formats.checkpoint_index import CheckpointIndex, StoredTensor
 from shardwise.formats.opening import open_checkpoint
 from shardwise.report.names import collapse
 from shardwise.storage.hub import resolve
-from shardwise.storage.names import shown
-from shardwise.storage.repositories import HubOptions
+from shardwise.storage.names import HubOptions, shown
 
 _CONFIG_FACTS = ("architectures", "model_type", "dtype", "tie_word_embeddings", "transformers_weights")
 _MAX_CONFIG_BYTES = 10_000_000

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.storage.repositories import HubOptions
+from shardwise.storage.names import HubOptions
 
 if TYPE_CHECKING:
     from shardwise.engines.plan_options import PlanOptions

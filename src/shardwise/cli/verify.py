@@ -61,7 +61,7 @@ def verify_command(
 
 
 def _verify(model: str, dtype: str, revision: str | None, trust: bool) -> object:  # noqa: FBT001 - runs on a rank
-    from shardwise.storage.repositories import HubOptions
+    from shardwise.storage.names import HubOptions
     from shardwise.verbs.verify_load import verify_load
 
     return verify_load(model, dtype=dtype, hub=HubOptions(revision=revision), trust_remote_code=trust)

@@ -11,9 +11,9 @@ from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.joining import beside
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardwise.planning.loads.stored import stored_tensors
+from shardwise.storage.names import HubOptions
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import OpenStorage
-from shardwise.storage.repositories import HubOptions
 from shardwise.tuning import configs
 from shardwise.tuning.existing import Adapter
 

@@ -39,10 +39,9 @@ from shardwise.models.wrapping.wrap import Sharding
 from shardwise.report.load_report import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import file_space
+from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
 from shardwise.storage.reading.joined import Beside
 from shardwise.storage.reading.opening import OpenStorage, open_storage
-from shardwise.storage.repositories import AdapterFiles, HubOptions, ModelFiles
-from shardwise.storage.urls import is_url, without_secrets
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import Full
 from shardwise.tuning.ready_model import Tuned

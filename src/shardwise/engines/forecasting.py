@@ -52,12 +52,11 @@ from shardwise.planning.loads.load_plan import Init, LoadPlan, Recompute, Tie, p
 from shardwise.planning.moves.sharing_choice import Weighed
 from shardwise.report.forecast import Forecast
 from shardwise.report.forecast_parts import BankForecast, GroupForecast, RankForecast
-from shardwise.report.sizes import in_bytes
+from shardwise.report.names import in_bytes
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.hub import resolve
+from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url
 from shardwise.storage.reading.opening import open_storage
-from shardwise.storage.repositories import AdapterFiles, HubOptions, ModelFiles
-from shardwise.storage.urls import is_url
 from shardwise.tensors import DType
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import Full

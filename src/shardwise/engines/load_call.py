@@ -21,12 +21,11 @@ from shardwise.models.additions import Additions
 from shardwise.models.conversions.key_conversions import bind
 from shardwise.models.initialize import BufferRules
 from shardwise.models.view import layout_of, look_inside
-from shardwise.planning.loads.consent import Consent
+from shardwise.planning.loads.load_plan import Consent
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.report.load_report import LoadReport
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.repositories import HubOptions
-from shardwise.storage.urls import is_url
+from shardwise.storage.names import HubOptions, is_url
 
 
 @dataclass(frozen=True, slots=True)

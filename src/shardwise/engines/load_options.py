@@ -10,9 +10,9 @@ import torch.distributed as dist
 from shardwise.execution.memory.budget import require_budget
 from shardwise.execution.ranks.line import Patience
 from shardwise.models.initialize import BufferRules
-from shardwise.planning.forecasts.memory_check import MemoryCheck, RequireMemory
+from shardwise.planning.forecasts.own_forecast import MemoryCheck, RequireMemory
 from shardwise.planning.loads.comparing import CompareCopies, SampledBlocks
-from shardwise.planning.loads.consent import Consent
+from shardwise.planning.loads.load_plan import Consent
 from shardwise.planning.loads.pages import MeasuredPages, Pages
 from shardwise.planning.moves.sharing_choice import SharedReads, Weighed
 

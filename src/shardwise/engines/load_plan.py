@@ -29,10 +29,8 @@ from shardwise.models.placement import padded_numels, refuse_subclasses
 from shardwise.models.programs import Program
 from shardwise.models.view import Held, layout_of, look_inside
 from shardwise.models.vocabulary import Drawn
-from shardwise.planning.forecasts.memory_check import Available
-from shardwise.planning.forecasts.own_forecast import Homes, forecast_rank
-from shardwise.planning.loads.consent import Consent
-from shardwise.planning.loads.load_plan import Init, LoadPlan, ModelRules, plan_load
+from shardwise.planning.forecasts.own_forecast import Available, Homes, forecast_rank
+from shardwise.planning.loads.load_plan import Consent, Init, LoadPlan, ModelRules, plan_load
 from shardwise.report.forecast_parts import RankForecast
 
 

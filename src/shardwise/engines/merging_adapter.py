@@ -41,13 +41,12 @@ from shardwise.planning.saves.merge_plan import (
     plan_merge,
     tensors_trained_whole,
 )
-from shardwise.report.merge_report import MergeAdapterReport
+from shardwise.report.save_report import MergeAdapterReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.hub import resolve
-from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.names import HubOptions, shown, why_unsafe
 from shardwise.storage.reading.joined import Beside
 from shardwise.storage.reading.opening import open_storage
-from shardwise.storage.repositories import HubOptions
 from shardwise.tensors import DType, row_blocks
 
 ADAPTER = beside_of("merged")

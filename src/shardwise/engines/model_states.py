@@ -22,7 +22,7 @@ from shardwise.models.initialize import Initialisers
 from shardwise.models.placement import refuse_subclasses
 from shardwise.models.selection import Everything, Selection, names_outside
 from shardwise.models.view import Held, look_inside
-from shardwise.planning.loads.consent import OnDiffering
+from shardwise.planning.loads.load_plan import OnDiffering
 from shardwise.planning.states.forms import FullState, StateForm
 from shardwise.planning.states.matching import Brought, Match, StateSlot, Tolerance, match
 from shardwise.report.state_report import StateReport

@@ -30,8 +30,7 @@ from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import pretrained
 from shardwise.models.conversions.revert import Output, revert
 from shardwise.models.view import layout_of, look_inside
-from shardwise.planning.loads.consent import Consent, Ignore, Refuse
-from shardwise.planning.loads.load_plan import LoadPlan, Tie, plan_load
+from shardwise.planning.loads.load_plan import Consent, Ignore, LoadPlan, Refuse, Tie, plan_load
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.planning.saves.save_plan import plan_save
 from shardwise.storage.contract import StorageReader, StorageWriter

@@ -20,9 +20,8 @@ from shardwise.planning.loads.comparing import CompareCopies
 from shardwise.report.names import shown_ranks
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import file_space
+from shardwise.storage.names import HubOptions, ModelFiles, WantedFiles, is_url, local_place
 from shardwise.storage.reading.opening import OpenStorage, open_storage, pinner_of, repositories
-from shardwise.storage.repositories import HubOptions, ModelFiles, WantedFiles, local_place
-from shardwise.storage.urls import is_url
 
 Source: TypeAlias = str | os.PathLike[str] | StorageReader
 

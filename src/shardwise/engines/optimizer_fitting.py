@@ -19,8 +19,16 @@ from shardwise.models.optimizers.optimizer_kind import by_parameter, entries_of,
 from shardwise.models.optimizers.optimizer_state import Given, labelled, set_group
 from shardwise.models.optimizers.rebind import Bound, Key, Scalar, label, state_like
 from shardwise.models.view import Held
-from shardwise.planning.states.groups import GroupMatch, match_groups
-from shardwise.planning.states.matching import Brought, Match, StateSlot, Tolerance, few, match
+from shardwise.planning.states.matching import (
+    Brought,
+    GroupMatch,
+    Match,
+    StateSlot,
+    Tolerance,
+    few,
+    match,
+    match_groups,
+)
 from shardwise.tensors import Box, DType
 
 

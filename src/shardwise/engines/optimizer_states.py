@@ -21,7 +21,7 @@ from shardwise.execution.states.supply import require_alike_models
 from shardwise.models.optimizers.optimizer_state import Given, copied, read, written_out
 from shardwise.models.optimizers.rebind import Bound, KnownState, OfAnyForm, Scalar, look_at
 from shardwise.models.view import Held, look_inside
-from shardwise.planning.loads.consent import Refuse
+from shardwise.planning.loads.load_plan import Refuse
 from shardwise.planning.states.forms import FullState, StateForm
 from shardwise.planning.states.matching import Tolerance
 from shardwise.planning.states.sources import digest

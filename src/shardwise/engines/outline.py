@@ -26,7 +26,7 @@ from shardwise.models.four_bits.quantization import of_transformers
 from shardwise.models.view import layout_of, look_inside
 from shardwise.models.vocabulary import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
 from shardwise.planning.loads.stored import stored_tensors
-from shardwise.storage.repositories import HubOptions
+from shardwise.storage.names import HubOptions
 from shardwise.tensors.dtypes import DType
 
 

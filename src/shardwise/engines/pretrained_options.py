@@ -9,7 +9,7 @@ from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.tuning_arguments import TunedOptions
 from shardwise.models.initialize import BufferRules
 from shardwise.models.wrapping.wrap import Sharding
-from shardwise.planning.loads.consent import Consent, OnMissing, OnUnexpected, Refuse
+from shardwise.planning.loads.load_plan import Consent, OnMissing, OnUnexpected, Refuse
 
 
 @dataclass(frozen=True, slots=True)

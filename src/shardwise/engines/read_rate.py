@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from shardwise.errors import ConfigError
 from shardwise.formats.opening import open_checkpoint
+from shardwise.storage.names import HubOptions
 from shardwise.storage.reading.opening import open_storage
-from shardwise.storage.repositories import HubOptions
 
 _READ_BYTES = 256 << 20
 """The most that is read: of each file as much as of the others, in the requests that the storage likes."""

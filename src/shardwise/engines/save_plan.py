@@ -34,8 +34,7 @@ from shardwise.models.four_bits.four_bit_files import (
 )
 from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside
-from shardwise.planning.loads.schedule import ReadRequest
-from shardwise.planning.loads.staging import Staging, staging_within
+from shardwise.planning.loads.schedule import ReadRequest, Staging, staging_within
 from shardwise.planning.saves.save_plan import ADAPTER, MODEL, SavedTraining, SavePlan, arrange_writes, plan_save
 from shardwise.storage.contract import WritePolicy
 from shardwise.tensors import DType

@@ -33,13 +33,13 @@ from shardwise.models import pretrained
 from shardwise.models.dtypes import to_torch
 from shardwise.models.four_bits.four_bit_linear import is_in_four_bits
 from shardwise.models.modules import modules_in
-from shardwise.planning.loads.consent import OnDiffering
+from shardwise.planning.loads.load_plan import OnDiffering
 from shardwise.planning.saves.save_plan import SavePlan
 from shardwise.report.save_report import SaveReport
 from shardwise.storage import machine
 from shardwise.storage.contract import StorageWriter
+from shardwise.storage.names import is_url
 from shardwise.storage.reading.opening import open_storage
-from shardwise.storage.urls import is_url
 from shardwise.storage.writing.opening import open_writer
 from shardwise.tensors import DType
 from shardwise.tuning import configs

@@ -31,7 +31,7 @@ from shardwise.models.wrapping import wrap
 from shardwise.models.wrapping.groups import group_parameters
 from shardwise.models.wrapping.wrap import Sharding
 from shardwise.planning.states.sources import ValuesFrom
-from shardwise.report.shard_report import ShardReport
+from shardwise.report.state_report import ShardReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,8 @@ from shardwise.models.four_bits.quantization import FourBit
 from shardwise.models.lora_weights import MergedAdapter, without_adapter
 from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside
-from shardwise.planning.loads.consent import OnDiffering
-from shardwise.planning.moves.assembly import WantedTensor, plan_assembly
-from shardwise.planning.moves.replica_parts import Boxes
+from shardwise.planning.loads.load_plan import OnDiffering
+from shardwise.planning.moves.assembly import Boxes, WantedTensor, plan_assembly
 from shardwise.planning.states.sources import EveryRank, FirstRank
 from shardwise.report.names import collapse
 from shardwise.tensors import Box, numel

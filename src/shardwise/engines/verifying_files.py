@@ -17,7 +17,7 @@ from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS, is_training_file, tr
 from shardwise.planning.saves import fingerprints
 from shardwise.planning.saves.fingerprints import RecordedSave
 from shardwise.planning.saves.save_plan import ADAPTER, MODEL
-from shardwise.report.reopen_report import ReopenReport
+from shardwise.report.verify_report import ReopenReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.reading.opening import open_storage
 from shardwise.tensors.fingerprint import MODULUS, fingerprint

@@ -15,9 +15,8 @@ from shardwise.errors import FormatError, StorageError
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.contract import CheckpointFormat, FileSelection, FormatFaults, IndexSoFar, is_there, listed
 from shardwise.storage.contract import CannotListError, StorageReader
-from shardwise.storage.names import shown
+from shardwise.storage.names import is_url, shown
 from shardwise.storage.reading.opening import open_storage
-from shardwise.storage.urls import is_url
 
 _SAFETENSORS: Final = "shardwise.formats.safetensors_files:FORMAT"
 

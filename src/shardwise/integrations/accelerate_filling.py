@@ -28,7 +28,7 @@ from shardwise.integrations.pending import Awaited, Pending, awaited_in, settle
 from shardwise.models.optimizers.rebind import Bound, look_at
 from shardwise.models.selection import Everything
 from shardwise.models.view import look_inside, without_compile
-from shardwise.planning.loads.consent import Ignore, Refuse
+from shardwise.planning.loads.load_plan import Ignore, Refuse
 from shardwise.planning.states.matching import Tolerance
 from shardwise.storage.reading.local import LocalReader
 

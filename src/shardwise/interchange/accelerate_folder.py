@@ -21,7 +21,7 @@ from shardwise.execution.writing.marked_folder import Marked, Saving, marked_by_
 from shardwise.execution.writing.renames import commit_written, finish_left, remove_fresh, tidy, undo, work_folder
 from shardwise.formats.accelerate_names import is_distributed_folder, is_of_accelerate
 from shardwise.interchange.accelerate_writing import PartOf
-from shardwise.planning.saves.renames import WrittenFiles, fresh
+from shardwise.planning.saves.commit import WrittenFiles, fresh
 from shardwise.storage.writing.folders_writer import FoldersWriter, folders_in, remove_folder
 
 _NUMBERED = re.compile(r"checkpoint_([0-9]+)")

@@ -46,7 +46,7 @@ from shardwise.models.optimizers.optimizer_state import Given, ParameterOrder, r
 from shardwise.models.optimizers.rebind import label
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import canonical, look_inside
-from shardwise.planning.loads.consent import Ignore
+from shardwise.planning.loads.load_plan import Ignore
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.planning.states.matching import Tolerance
 from shardwise.report.state_report import StateReport

@@ -28,10 +28,10 @@ from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, SavedKind
 from shardwise.models.optimizers.rebind import ShapedAlike
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import Held, without_compile
-from shardwise.planning.loads.consent import OnDiffering
-from shardwise.planning.saves.renames import WrittenFiles
+from shardwise.planning.loads.load_plan import OnDiffering
+from shardwise.planning.saves.commit import WrittenFiles
 from shardwise.planning.states.forms import DistributedFolder, FileForm, OneFile, RankFiles, require_file_form
-from shardwise.report.files_report import FilesReport
+from shardwise.report.save_report import FilesReport
 
 _NO_BLOCKS = ShapedAlike("a Checkpointer keeps moments in blocks, and factors, which these files have no form for")
 

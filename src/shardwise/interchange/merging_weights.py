@@ -28,8 +28,8 @@ from shardwise.interchange.named_outputs import OPTIMIZER_FILE, NamedOutputs, na
 from shardwise.models.dtypes import to_torch
 from shardwise.planning.saves.commit import look_at_folder
 from shardwise.planning.saves.save_plan import INDEX_FILE
-from shardwise.report.merge_report import MergeWeightsReport
-from shardwise.report.sizes import in_bytes
+from shardwise.report.names import in_bytes
+from shardwise.report.save_report import MergeWeightsReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.storage.reading.opening import open_storage

@@ -26,10 +26,9 @@ from shardwise.planning.loads.stored import stored_tensors
 from shardwise.planning.saves.save_plan import Saved
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.hub import resolve
-from shardwise.storage.names import shown
+from shardwise.storage.names import HubOptions, shown
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import OpenStorage
-from shardwise.storage.repositories import HubOptions
 
 OPTIMIZER_FILE = "optimizer.bin"
 

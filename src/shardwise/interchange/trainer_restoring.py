@@ -30,11 +30,11 @@ from shardwise.interchange.trainer_beside import (
 from shardwise.interchange.trainer_folder import TrainerFolder
 from shardwise.models.optimizers.optimizer_state import ParameterOrder
 from shardwise.models.selection import AdapterOnly, Everything, has_adapters
-from shardwise.planning.loads.consent import Consent
+from shardwise.planning.loads.load_plan import Consent
 from shardwise.planning.states.matching import OnFault, Tolerance
+from shardwise.report.checkpoint_report import TrainerReport
 from shardwise.report.load_report import LoadReport
 from shardwise.report.state_report import StateReport
-from shardwise.report.trainer_report import TrainerReport
 
 _NOT_READ = {
     "training_args.bin": "a pickle that runs code when it is read; give the arguments anew",

@@ -62,14 +62,14 @@ from shardwise.models.wrapping.policies import ModelPlan as ModelPlan
 from shardwise.models.wrapping.policies import ModuleListBlocks as ModuleListBlocks
 from shardwise.models.wrapping.policies import NoSplitModules as NoSplitModules
 from shardwise.models.wrapping.policies import WholeModel as WholeModel
-from shardwise.planning.forecasts.memory_check import RequireMemory as RequireMemory
-from shardwise.planning.forecasts.memory_check import TryAnyway as TryAnyway
+from shardwise.planning.forecasts.own_forecast import RequireMemory as RequireMemory
+from shardwise.planning.forecasts.own_forecast import TryAnyway as TryAnyway
 from shardwise.planning.loads.comparing import SampledBlocks as SampledBlocks
 from shardwise.planning.loads.comparing import WholeFiles as WholeFiles
-from shardwise.planning.loads.consent import Ignore as Ignore
-from shardwise.planning.loads.consent import Initialize as Initialize
-from shardwise.planning.loads.consent import Refuse as Refuse
-from shardwise.planning.loads.consent import TakeFirst as TakeFirst
+from shardwise.planning.loads.load_plan import Ignore as Ignore
+from shardwise.planning.loads.load_plan import Initialize as Initialize
+from shardwise.planning.loads.load_plan import Refuse as Refuse
+from shardwise.planning.loads.load_plan import TakeFirst as TakeFirst
 from shardwise.planning.loads.pages import HugePages as HugePages
 from shardwise.planning.loads.pages import MeasuredPages as MeasuredPages
 from shardwise.planning.loads.pages import SmallPages as SmallPages
@@ -86,7 +86,7 @@ from shardwise.planning.states.sources import Anyone as Anyone
 from shardwise.planning.states.sources import EveryRank as EveryRank
 from shardwise.planning.states.sources import FirstRank as FirstRank
 from shardwise.planning.states.sources import OneRankPerNode as OneRankPerNode
-from shardwise.storage.repositories import HubOptions as HubOptions
+from shardwise.storage.names import HubOptions as HubOptions
 from shardwise.tuning.modes import InBlocks as InBlocks
 from shardwise.tuning.modes import Replicated as Replicated
 

@@ -12,7 +12,7 @@ import numpy as np
 from shardwise.observing.phase_times import NO_SAMPLE, PhaseTimes
 from shardwise.observing.rank_record import RankRecord
 from shardwise.pictures.chart import Look, Series, Table
-from shardwise.report.sizes import in_bytes
+from shardwise.report.names import in_bytes
 
 _GIB = 2**30
 _LOAD, _PASSES, _OPTIMIZER, _CHECKPOINT = "load", "forward and backward", "optimizer", "checkpoint"

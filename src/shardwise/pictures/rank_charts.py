@@ -14,7 +14,7 @@ from shardwise.observing.run_record import RunRecord
 from shardwise.observing.thinning import extremes, merged
 from shardwise.pictures.chart import Band, Bars, Chart, Floats, Look, Series, Table
 from shardwise.pictures.foreseen_training import TrainingForeseen
-from shardwise.report.sizes import in_bytes
+from shardwise.report.names import in_bytes
 
 _POINTS = 60_000
 """Of all series of a chart."""

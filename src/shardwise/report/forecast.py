@@ -14,8 +14,7 @@ from shardwise.report.forecast_parts import (
     RankForecast,
     TrainingForecast,
 )
-from shardwise.report.names import collapse, trainable_in_words
-from shardwise.report.sizes import in_bytes
+from shardwise.report.names import collapse, in_bytes, trainable_in_words
 
 _ROWS = 16
 """The most ranks of which each has a line of its own."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwise.report.sizes import in_bytes
+from shardwise.report.names import in_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.report.forecast_parts import RankForecast
-from shardwise.report.names import listing, trainable_in_words
-from shardwise.report.sizes import in_bytes
+from shardwise.report.names import in_bytes, listing, trainable_in_words
 
 _BRIEF_LINES = 10
 

@@ -1,4 +1,4 @@
-"""Many tensor names in few words."""
+"""Many tensor names in few words, and numbers of bytes."""
 
 from __future__ import annotations
 
@@ -84,3 +84,13 @@ def trainable_in_words(trainable: int, parameters: int) -> str:
     """The counts as PEFT's ``print_trainable_parameters`` words them."""
     share = 100 * trainable / max(parameters, 1)
     return f"trainable params: {trainable:,} || all params: {parameters:,} || trainable%: {share:.4f}"
+
+
+def in_bytes(nbytes: int) -> str:
+    """As in "1.50 GiB"; below a KiB exactly, as in "12 B"."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:,.2f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")

@@ -1,4 +1,4 @@
-"""What a save did, on one rank."""
+"""What a save, a state written into files, or a merge did."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.report.names import differing_lines, listing
-from shardwise.report.sizes import in_bytes
+from shardwise.report.names import differing_lines, in_bytes, listing
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +69,105 @@ class SaveReport:
         lines += differing_lines(self.differing_buffers)
         lines += listing("removed", self.removed)
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class FilesReport:
+    """The facts of one state that was written, as seen by one rank.
+
+    Attributes:
+        path: the file or the folder; of files of ranks, this rank's.
+        tensors: those written, tied ones once.
+        nbytes: of what is at ``path``.
+        seconds: in all.
+        differing_buffers: that have other values on some ranks than on the first, whose values were written.
+    """
+
+    path: str
+    tensors: int
+    nbytes: int
+    seconds: float
+    differing_buffers: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        size = in_bytes(self.nbytes)
+        lines = [f"{self.path}: {self.tensors} tensors, {size}, {self.seconds:.2f} s"]
+        return "\n".join(lines + differing_lines(self.differing_buffers))
+
+
+@dataclass(frozen=True, slots=True)
+class MergeAdapterReport:
+    """An adapter folded into its base. ``unchanged`` are modules of it whose tensors came out as they were."""
+
+    base: str
+    adapter: str
+    out: str
+    model_class: str
+    dtype: str
+    modules: int
+    unchanged: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    files: tuple[str, ...]
+    companions: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        merged = self.modules - len(self.unchanged)
+        lines = [
+            f"merged {merged} of {self.modules} modules of {self.adapter}",
+            f"  into        {self.model_class} {self.dtype} of {self.base}",
+            *_written(self.out, self.tensors, self.nbytes, self.files, self.companions, self.seconds),
+        ]
+        lines += listing("unchanged", self.unchanged)
+        return "\n".join([*lines, *(f"  note        {note}" for note in self.notes)])
+
+
+@dataclass(frozen=True, slots=True)
+class MergeWeightsReport:
+    """A checkpoint written as one. ``names`` says under which names its tensors are now."""
+
+    checkpoint: str
+    out: str
+    layout: str
+    names: str
+    tensors: int
+    nbytes: int
+    files: tuple[str, ...]
+    companions: tuple[str, ...]
+    verified: int
+    removed: str = ""
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"merged {self.checkpoint} ({self.layout})",
+            *_written(self.out, self.tensors, self.nbytes, self.files, self.companions, self.seconds),
+            f"  names       {self.names}",
+        ]
+        if self.removed:
+            lines.append(f"  verified    {self.verified} tensors, read back from {self.out}")
+            lines.append(f"  removed     {self.removed}")
+        return "\n".join([*lines, *(f"  note        {note}" for note in self.notes)])
+
+
+def _written(
+    out: str, tensors: int, nbytes: int, files: tuple[str, ...], companions: tuple[str, ...], seconds: float
+) -> list[str]:
+    several = f"{len(files)} files" if len(files) > 1 else files[0]
+    lines = [f"  written     {tensors} tensors, {in_bytes(nbytes)} in {several} in {out}, in {seconds:.1f} s"]
+    return lines + ([f"  besides     {', '.join(companions)}"] if companions else [])

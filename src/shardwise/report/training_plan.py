@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.report.forecast import Forecast
-from shardwise.report.sizes import in_bytes
+from shardwise.report.names import in_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a verification found."""
+"""What a verification found, and what was found when a checkpoint was opened again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.report.names import collapse
+from shardwise.report.names import collapse, in_bytes, listing
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +47,69 @@ class VerifyReport:
         lines += [f"  differs      {pattern}" for pattern, _ in collapse(self.unequal)[:20]]
         lines += [f"  not compared {pattern} (initialized)" for pattern, _ in collapse(self.initialized)[:20]]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class ReopenReport:
+    """The facts of one look at a checkpoint on disk. Sizes in bytes, times in seconds.
+
+    Attributes:
+        checkpoint: the folder.
+        files: of weights.
+        tensors: in them.
+        nbytes: of these tensors.
+        model_class: whose tensors are all there, and no others; "" where there is no config to tell.
+        compared: tensors whose fingerprint was recorded when they were saved; of a training's checkpoint runs of
+            bytes: chunks of tensors, values, and what lies around them.
+        damaged: those that have another one now.
+        seconds: all of it took.
+        holds: what it is, where it is no model: a training's checkpoint, or an adapter.
+        changed: small files beside the weights (configs, tokenizers) that are not what was saved: edited since, or
+            damaged; weights are not affected.
+    """
+
+    checkpoint: str
+    files: int
+    tensors: int
+    nbytes: int
+    model_class: str
+    compared: int
+    damaged: tuple[str, ...]
+    seconds: float
+    holds: str = ""
+    changed: tuple[str, ...] = ()
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is known to be damaged. Small files may have been edited, and count for nothing here."""
+        return not self.damaged
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return dataclasses.asdict(self) | {"is_sound": self.is_sound}
+
+    def __str__(self) -> str:
+        files = "1 file" if self.files == 1 else f"{self.files} files"
+        lines = [
+            f"{self.checkpoint}: {self.tensors} tensors, {in_bytes(self.nbytes)} in {files}, {self.seconds:.1f} s",
+            "  structure   sound: headers, index and sizes agree",
+            self._coverage,
+        ]
+        if self.compared:
+            word = "equal to what was saved" if self.is_sound else "DAMAGED"
+            lines.append(
+                f"  values      {self.compared - len(self.damaged)} of {self.compared} fingerprints {word}"
+            )
+        else:
+            lines.append("  values      not compared: no fingerprints were recorded for these files")
+        lines += listing("damaged", self.damaged)
+        lines += [f"  changed     {name}: edited since it was saved, or damaged" for name in self.changed]
+        return "\n".join(lines)
+
+    @property
+    def _coverage(self) -> str:
+        if self.holds:
+            return f"  holds       {self.holds}"
+        if self.model_class:
+            return f"  coverage    all that {self.model_class} needs, and nothing else"
+        return "  coverage    not known: there is no config.json"

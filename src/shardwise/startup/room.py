@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise.execution.memory.free import host_pools
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.report.sizes import in_bytes
+from shardwise.report.names import in_bytes
 from shardwise.startup.kinds import KINDS
 
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}

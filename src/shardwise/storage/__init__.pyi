@@ -8,6 +8,8 @@ from shardwise.storage.contract import StorageReader as StorageReader
 from shardwise.storage.contract import StorageWriter as StorageWriter
 from shardwise.storage.contract import WritePolicy as WritePolicy
 from shardwise.storage.hub import resolve as resolve
+from shardwise.storage.names import is_local as is_local
+from shardwise.storage.names import is_url as is_url
 from shardwise.storage.policies import DISK_WRITES as DISK_WRITES
 from shardwise.storage.policies import LOCAL as LOCAL
 from shardwise.storage.policies import LOCAL_WRITES as LOCAL_WRITES
@@ -21,9 +23,7 @@ from shardwise.storage.reading.memory import MemoryReader as MemoryReader
 from shardwise.storage.reading.opening import OpenStorage as OpenStorage
 from shardwise.storage.reading.opening import open_storage as open_storage
 from shardwise.storage.reading.remote_reader import RemoteReader as RemoteReader
-from shardwise.storage.reading.retry_policy import Retries as Retries
-from shardwise.storage.repositories import is_local as is_local
-from shardwise.storage.urls import is_url as is_url
+from shardwise.storage.reading.transport import Retries as Retries
 from shardwise.storage.writing.fsspec_writer import FsspecWriter as FsspecWriter
 from shardwise.storage.writing.local_writer import LocalWriter as LocalWriter
 from shardwise.storage.writing.memory_writer import MemoryWriter as MemoryWriter

@@ -6,7 +6,7 @@ from shardwise.engines.forecasting import forecast_of
 from shardwise.engines.plan_options import PlanOptions
 from shardwise.errors import ConfigError
 from shardwise.report.forecast import Forecast
-from shardwise.storage.repositories import HubOptions
+from shardwise.storage.names import HubOptions
 from shardwise.tenants.sections import TenantsConfig
 from shardwise.training.configuration.config_values import decided, sharding_on, tuning_of
 from shardwise.training.configured_model import tokenizer_of

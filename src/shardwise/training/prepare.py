@@ -27,9 +27,8 @@ from shardwise.models.wrapping.wrap import Sharding
 from shardwise.report.load_report import LoadReport
 from shardwise.report.save_report import SaveReport
 from shardwise.storage.hub import commit_of
+from shardwise.storage.names import HubOptions, is_local, is_url
 from shardwise.storage.reading.opening import open_storage
-from shardwise.storage.repositories import HubOptions, is_local
-from shardwise.storage.urls import is_url
 from shardwise.tensors.dtypes import dtype_named
 from shardwise.training.data.batches import BatchLayout, Flattened, Padded, flatten, pack
 from shardwise.training.data.read_once import TrainData

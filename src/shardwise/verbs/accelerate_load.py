@@ -16,7 +16,7 @@ from shardwise.interchange.accelerate_reading import FilesSource, read_model, re
 from shardwise.models.optimizers.optimizer_state import ByName, ParameterOrder
 from shardwise.models.selection import Everything, Selection
 from shardwise.models.view import without_compile
-from shardwise.planning.loads.consent import Refuse
+from shardwise.planning.loads.load_plan import Refuse
 from shardwise.planning.states.matching import OnFault, Tolerance
 from shardwise.report.state_report import StateReport
 

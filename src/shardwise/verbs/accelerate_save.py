@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from shardwise.execution.states.agreed import StateOptions
 from shardwise.interchange.accelerate_writing import FilesPlace, save_model, save_optimizer
 from shardwise.models.selection import Everything, Selection
-from shardwise.planning.loads.consent import OnDiffering, TakeFirst
+from shardwise.planning.loads.load_plan import OnDiffering, TakeFirst
 from shardwise.planning.states.forms import DistributedFolder, FileForm
-from shardwise.report.files_report import FilesReport
+from shardwise.report.save_report import FilesReport
 
 
 def save_accelerate_model(

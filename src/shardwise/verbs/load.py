@@ -13,9 +13,9 @@ from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.opening import Source
 from shardwise.models.initialize import BufferRules
 from shardwise.models.view import without_compile
-from shardwise.planning.loads.consent import Consent, OnMissing, OnUnexpected, Refuse
+from shardwise.planning.loads.load_plan import Consent, OnMissing, OnUnexpected, Refuse
 from shardwise.report.load_report import LoadReport
-from shardwise.storage.repositories import HubOptions
+from shardwise.storage.names import HubOptions
 
 
 def load(

@@ -9,7 +9,7 @@ from shardwise.engines.merging_adapter import AdapterMergeCall, carry_out_adapte
 from shardwise.engines.outline import ModelOptions
 from shardwise.engines.save_options import MAX_SHARD_SIZE
 from shardwise.models.four_bits.quantization import FourBit
-from shardwise.report.merge_report import MergeAdapterReport
+from shardwise.report.save_report import MergeAdapterReport
 from shardwise.tensors.byte_sizes import in_bytes_of
 
 

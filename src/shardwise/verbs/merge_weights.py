@@ -14,7 +14,7 @@ from shardwise.interchange.merging_weights import (
     Safetensors,
     carry_out_merge,
 )
-from shardwise.report.merge_report import MergeWeightsReport
+from shardwise.report.save_report import MergeWeightsReport
 from shardwise.tensors.byte_sizes import in_bytes_of
 
 

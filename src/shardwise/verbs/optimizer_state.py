@@ -14,7 +14,7 @@ from shardwise.engines.clock import Clock
 from shardwise.engines.optimizer_states import brought, set_values, take_out
 from shardwise.execution.states.agreed import StateOptions, require_same_call
 from shardwise.models.view import without_compile
-from shardwise.planning.loads.consent import Refuse
+from shardwise.planning.loads.load_plan import Refuse
 from shardwise.planning.states.forms import FullState, StateForm, require_form
 from shardwise.planning.states.matching import OnFault, Tolerance
 from shardwise.report.state_report import StateReport

@@ -13,7 +13,7 @@ from shardwise.engines.save_options import PeftNames, SaveOptions, Trust, Verifi
 from shardwise.engines.save_plan import SaveRequest
 from shardwise.engines.saving import carry_out_save
 from shardwise.models.view import without_compile
-from shardwise.planning.loads.consent import OnDiffering, TakeFirst
+from shardwise.planning.loads.load_plan import OnDiffering, TakeFirst
 from shardwise.report.save_report import SaveReport
 
 

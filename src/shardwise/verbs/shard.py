@@ -16,7 +16,7 @@ from shardwise.models.trained_dtype import AsItIs, TrainedDtype
 from shardwise.models.view import without_compile
 from shardwise.models.wrapping.wrap import Sharding
 from shardwise.planning.states.sources import Anyone, ValuesFrom
-from shardwise.report.shard_report import ShardReport
+from shardwise.report.state_report import ShardReport
 
 
 def shard(

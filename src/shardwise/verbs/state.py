@@ -14,7 +14,7 @@ from shardwise.engines.model_states import set_values, take_out
 from shardwise.execution.states.agreed import BroughtValues, StateOptions, by_canonical_names, require_same_call
 from shardwise.models.selection import Everything, Selection
 from shardwise.models.view import without_compile
-from shardwise.planning.loads.consent import OnDiffering, Refuse, TakeFirst
+from shardwise.planning.loads.load_plan import OnDiffering, Refuse, TakeFirst
 from shardwise.planning.states.forms import FullState, StateForm, require_form
 from shardwise.planning.states.matching import OnFault, Tolerance
 from shardwise.report.state_report import StateReport

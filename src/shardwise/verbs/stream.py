@@ -13,7 +13,7 @@ from shardwise.errors import ConfigError
 from shardwise.models.lora_weights import MergedAdapter
 from shardwise.models.selection import Everything, Selection
 from shardwise.models.view import without_compile
-from shardwise.planning.loads.consent import OnDiffering, TakeFirst
+from shardwise.planning.loads.load_plan import OnDiffering, TakeFirst
 from shardwise.planning.states.sources import EveryRank
 
 

@@ -15,9 +15,9 @@ from shardwise.interchange.trainer_beside import RandomNumbers, RestoreRandom, S
 from shardwise.interchange.trainer_restoring import TrainerCall, look, restore
 from shardwise.models.optimizers.optimizer_state import ByName, ParameterOrder
 from shardwise.models.view import without_compile
-from shardwise.planning.loads.consent import Refuse
+from shardwise.planning.loads.load_plan import Refuse
 from shardwise.planning.states.matching import OnFault
-from shardwise.report.trainer_report import TrainerReport
+from shardwise.report.checkpoint_report import TrainerReport
 
 
 @torch.no_grad()

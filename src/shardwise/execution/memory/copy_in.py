@@ -10,8 +10,7 @@ import torch
 from shardwise.models.accelerators import module_of
 from shardwise.models.dtypes import to_torch
 from shardwise.models.view import strided_view
-from shardwise.planning.loads.schedule import Segment
-from shardwise.planning.loads.staging import staging_within
+from shardwise.planning.loads.schedule import Segment, staging_within
 from shardwise.tensors import Strided
 
 

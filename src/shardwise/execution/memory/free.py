@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.planning.forecasts.memory_check import Available
+from shardwise.planning.forecasts.own_forecast import Available
 from shardwise.storage.machine import GROUPS, OWN_GROUP, ControlGroup, control_groups, text_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from shardwise.errors import DisagreementError
 from shardwise.execution.ranks.messages import OddRanks, digest_of
 from shardwise.execution.ranks.processors import ProcessorSet, ProcessorShares
 from shardwise.execution.ranks.world import World
-from shardwise.planning.forecasts.memory_check import Available, MemoryCheck, require_fits
+from shardwise.planning.forecasts.own_forecast import Available, MemoryCheck, require_fits
 from shardwise.planning.loads.load_plan import LoadPlan
 from shardwise.report.forecast_parts import RankForecast
 from shardwise.report.names import collapse

@@ -13,7 +13,7 @@ from shardwise.errors import CoverageError
 from shardwise.execution.reading.place import Placer
 from shardwise.models.dtypes import to_torch
 from shardwise.planning.saves.save_plan import Saved
-from shardwise.report.sizes import in_bytes
+from shardwise.report.names import in_bytes
 from shardwise.storage.names import shown
 from shardwise.tensors import Box, DType, numel
 

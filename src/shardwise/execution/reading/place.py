@@ -32,8 +32,15 @@ from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import LocalBox
 from shardwise.models.dtypes import to_torch
 from shardwise.models.view import strided_view
-from shardwise.planning.loads.schedule import ReadRequest, Segment, aligned, schedule, segments_of
-from shardwise.planning.loads.staging import ComputingShare, staging_within
+from shardwise.planning.loads.schedule import (
+    ComputingShare,
+    ReadRequest,
+    Segment,
+    aligned,
+    schedule,
+    segments_of,
+    staging_within,
+)
 from shardwise.storage.contract import PageCache, ReadPolicy, StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Box, Strided

@@ -15,9 +15,9 @@ from shardwise.execution.states.supply import require_alike_models
 from shardwise.layout import TensorKind, place_of
 from shardwise.models.lora_weights import Factors
 from shardwise.models.view import Held, local_boxes, strided_view
-from shardwise.planning.loads.consent import OnDiffering
+from shardwise.planning.loads.load_plan import OnDiffering
+from shardwise.planning.moves.assembly import Boxes, in_common, shares_by_rank, shares_of_first
 from shardwise.planning.moves.parcels import Parcel
-from shardwise.planning.moves.replica_parts import Boxes, in_common, shares_by_rank, shares_of_first
 from shardwise.report.names import collapse
 from shardwise.tensors import Box
 

@@ -1,6 +1,6 @@
 """Compares the values of replicas before anything is taken out of a model.
 
-[Note: Patchworks] Of what several ranks hold each gives a part (:mod:`shardwise.planning.moves.replica_parts`).
+[Note: Patchworks] Of what several ranks hold each gives a part (:mod:`shardwise.planning.moves.assembly`).
 Where their values differ, what is put together is on no rank. Parameters, and what optimizers hold of them, are
 equal where gradients are averaged; if they are not, something is wrong, and the ranks say so. Buffers may differ
 for good reasons, as the running statistics of BatchNorm do: those of the first rank that holds them count, all of
@@ -24,8 +24,8 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.states.checksum import checksums
 from shardwise.layout import place_of
 from shardwise.models.view import local_boxes, local_tensor, strided_view
-from shardwise.planning.loads.consent import OnDiffering, Refuse, TakeFirst
-from shardwise.planning.moves.replica_parts import Common, in_common, shares_of_first
+from shardwise.planning.loads.load_plan import OnDiffering, Refuse, TakeFirst
+from shardwise.planning.moves.assembly import Common, in_common, shares_of_first
 from shardwise.report.names import collapse
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from shardwise.execution.writing.marked_folder import Saving
 from shardwise.execution.writing.torch_out import Levels
 from shardwise.formats.distributed import METADATA, read_metadata
 from shardwise.models.view import local_tensor
-from shardwise.planning.saves.renames import WrittenFiles, fresh
+from shardwise.planning.saves.commit import WrittenFiles, fresh
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.writing.opening import open_writer
 

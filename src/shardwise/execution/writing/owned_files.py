@@ -19,10 +19,9 @@ from shardwise.execution.states.given_parts import Giver
 from shardwise.execution.writing.sink import Sink, WrittenTensors
 from shardwise.formats.safetensors_header import NewFile
 from shardwise.models.dtypes import to_torch
-from shardwise.planning.moves.assembly import plan_assembly
+from shardwise.planning.moves.assembly import Boxes, plan_assembly
 from shardwise.planning.moves.parcels import ALIGNMENT_BYTES, Round, staged
-from shardwise.planning.moves.replica_parts import Boxes
-from shardwise.planning.saves.file_owners import choose_owners, wanted_by_owners
+from shardwise.planning.saves.save_plan import choose_owners, wanted_by_owners
 from shardwise.storage.contract import StorageWriter
 from shardwise.tensors import Box, contiguous_strides
 

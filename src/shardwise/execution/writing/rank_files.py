@@ -15,7 +15,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.writing.marked_folder import Saving
 from shardwise.formats.torch_file import refuse_others
 from shardwise.models.view import local_boxes, local_tensor
-from shardwise.planning.saves.renames import WrittenFiles, fresh
+from shardwise.planning.saves.commit import WrittenFiles, fresh
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.writing.opening import open_writer

@@ -13,8 +13,7 @@ from shardwise.execution.writing.distributed_folder import left_in
 from shardwise.execution.writing.marked_folder import Marked, marked_here
 from shardwise.execution.writing.saving_lock import HeldMark, Whose
 from shardwise.formats.accelerate_names import is_distributed_folder
-from shardwise.planning.saves.commit import on_its_way
-from shardwise.planning.saves.renames import Renames, WrittenFiles, fresh, lists_among, token_of_fresh
+from shardwise.planning.saves.commit import Renames, WrittenFiles, fresh, lists_among, on_its_way, token_of_fresh
 from shardwise.storage.names import shown
 from shardwise.storage.writing.folders_writer import FoldersWriter, remove_folder
 

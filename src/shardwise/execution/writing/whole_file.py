@@ -16,7 +16,7 @@ from shardwise.execution.writing.sink import Sink
 from shardwise.execution.writing.torch_out import Levels, Nest, RoomyFile
 from shardwise.layout import LocalBox
 from shardwise.models.dtypes import from_torch, to_torch
-from shardwise.planning.saves.renames import WrittenFiles, fresh
+from shardwise.planning.saves.commit import WrittenFiles, fresh
 from shardwise.planning.saves.save_plan import Extent, Saved, extents
 from shardwise.storage.writing.opening import open_writer
 from shardwise.tensors import Box, Strided

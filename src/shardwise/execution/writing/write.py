@@ -18,8 +18,7 @@ from shardwise.execution.reading.workers import Ahead, Workers
 from shardwise.formats.checkpoint_index import TensorEntry
 from shardwise.models.accelerators import settle
 from shardwise.models.view import strided_view
-from shardwise.planning.loads.schedule import ReadRequest, Segment, aligned
-from shardwise.planning.loads.staging import Staging
+from shardwise.planning.loads.schedule import ReadRequest, Segment, Staging, aligned
 from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
 

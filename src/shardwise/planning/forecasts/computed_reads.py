@@ -26,7 +26,7 @@ from shardwise.conversion import (
 )
 from shardwise.layout import Spread
 from shardwise.planning.forecasts.segments import Numbers, Segments, joined, within_leaf
-from shardwise.planning.loads.staging import ComputingShare, staging_within
+from shardwise.planning.loads.schedule import ComputingShare, staging_within
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box
 

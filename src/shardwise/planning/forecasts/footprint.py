@@ -32,7 +32,7 @@ from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import LocalBox, MeshShape, Spread
 from shardwise.planning.forecasts.computed_reads import ComputedReads
 from shardwise.planning.forecasts.segments import Numbers, Segments, requests, stored_bytes, within_leaf
-from shardwise.planning.loads.staging import staging_within
+from shardwise.planning.loads.schedule import staging_within
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box, DType, Strided
 
@@ -82,7 +82,7 @@ class Footprints:
         index: where every stored tensor lies.
         wanted: the tensors that are read.
         policy: how the storage is asked.
-        budget_bytes: for staging; see :func:`~shardwise.planning.loads.staging.staging_within`.
+        budget_bytes: for staging; see :func:`~shardwise.planning.loads.schedule.staging_within`.
         parts: by rank, what each reads beside ``wanted``.
     """
 

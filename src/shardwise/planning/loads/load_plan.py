@@ -1,22 +1,121 @@
-"""The plan of a load: one fill for every tensor of the model, or one error with every fault."""
+"""The plan of a load: one fill for every tensor of the model, by consent, or one error with all faults."""
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
 from types import MappingProxyType
 from typing import TypeAlias
 
 from shardwise.conversion import Bindings, Expression, key_of, leaves_of, stored_leaves
-from shardwise.errors import CoverageError
+from shardwise.errors import ConfigError, CoverageError
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
-from shardwise.planning.loads.consent import Consent
-from shardwise.planning.loads.faults import FaultKind, Faults
+from shardwise.report.names import collapse
 from shardwise.tensors.dtypes import casts_safely
+
+_SHOWN = 12
+
+
+class FaultKind(enum.Enum):
+    """Kinds of faults: the word shown, and what to do about it."""
+
+    MISMATCHED = ("mismatched", "on_mismatched=Initialize(only=...) for tensors that may start afresh")
+    MISSING = ("missing", "on_missing=Initialize(only=...) for the missing ones")
+    UNEXPECTED = ("unexpected", "on_unexpected=Ignore(only=...) for keys that may be left unread")
+    AMBIGUOUS = ("ambiguous", "a checkpoint that stores each tensor once")
+    CONVERSION = ("conversion", "a checkpoint in the layout this version of transformers knows")
+    UNINITIALISED = ("uninitialised", "a checkpoint that holds them; no reset_parameters does either")
+    UNCOMPUTABLE = ("uncomputable", "buffers=... with a callable that computes them")
+
+
+class Faults:
+    """Faults by kind, in the order found. True when there is one."""
+
+    def __init__(self) -> None:
+        self.sentences: dict[FaultKind, list[str]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.sentences)
+
+    def add(self, kind: FaultKind, sentence: str) -> None:
+        self.sentences.setdefault(kind, []).append(sentence)
+
+    def message(self, root: str) -> str:
+        """The error's text: every kind with its count, its first dozen of names (collapsed), and the way out."""
+        lines = [f"the checkpoint {root} does not fit the model"]
+        for kind in FaultKind:
+            sentences = self.sentences.get(kind, [])
+            groups = collapse(sentences)
+            for position, (pattern, count) in enumerate(groups[:_SHOWN]):
+                head = f"{kind.value[0]} {len(sentences)}" if position == 0 else ""
+                lines.append(f"  {head:<17}{pattern}" + (f" (x{count})" if count > 1 else ""))
+            if len(groups) > _SHOWN:
+                lines.append(f"  {'':<17}... and {sum(count for _, count in groups[_SHOWN:])} more")
+        remedies = [kind.value[1] for kind in FaultKind if kind in self.sentences]
+        lines.append("Pass " + "; ".join(remedies) + ".")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """An error that names every tensor concerned."""
+
+    def covers(self, name: str) -> bool:  # noqa: ARG002 - the same face as its siblings
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Globs:
+    only: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        only: object = self.only
+        if isinstance(only, str):  # its letters would be globs, and a "*" among them consent to everything
+            raise ConfigError(f"only={only!r} must be a tuple of globs: only=({only!r},)")
+
+    def covers(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.only)
+
+
+@dataclass(frozen=True, slots=True)
+class Initialize(_Globs):
+    """Initialise as the model would, the tensors whose names match one of the globs ``only``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ignore(_Globs):
+    """Leave what matches one of the globs ``only`` (default: all): keys unread, tensors with their values."""
+
+    only: tuple[str, ...] = ("*",)
+
+
+@dataclass(frozen=True, slots=True)
+class TakeFirst:
+    """The values of the first rank, of all that is concerned; where there is a report, it names them."""
+
+
+OnMissing: TypeAlias = Refuse | Initialize
+OnUnexpected: TypeAlias = Refuse | Ignore
+OnDiffering: TypeAlias = Refuse | TakeFirst
+
+
+@dataclass(frozen=True, slots=True)
+class Consent:
+    """All consents of one load; by default everything is refused.
+
+    ``missing`` is for tensors of the model that the checkpoint lacks, ``mismatched`` for those it holds in another
+    shape, ``unexpected`` for keys that lead to nothing in the model.
+    """
+
+    missing: OnMissing = field(default_factory=Refuse)
+    mismatched: OnMissing = field(default_factory=Refuse)
+    unexpected: OnUnexpected = field(default_factory=Refuse)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The plan of a save: which tensor goes to which file at which bytes. The same on every rank.
+"""The plan of a save: which tensor goes to which file at which bytes, and who writes it. The same on every rank.
 
 [Note: One commit] A reader of the hub's layout looks for ``model.safetensors`` first, and for
 ``model.safetensors.index.json`` next. A save to several files gives them names that no other save has, so that an
@@ -21,6 +21,7 @@ from shardwise.formats.checkpoint_index import TensorEntry
 from shardwise.formats.peft_adapter import TRAINING_KEY, training_file
 from shardwise.formats.safetensors_header import NewFile, lay_out
 from shardwise.planning.loads.schedule import ReadRequest, Segment, schedule, segments_of
+from shardwise.planning.moves.assembly import WantedTensor
 from shardwise.storage.contract import ReadPolicy, WritePolicy
 from shardwise.tensors import Box, DType, Strided, numel, row_blocks
 
@@ -227,3 +228,33 @@ def arrange_writes(
             )
             segments += ((entry.file, segment) for segment in found)
     return schedule(segments, like_reads, staging_bytes=staging_bytes)
+
+
+def choose_owners(files: Sequence[NewFile], size: int) -> tuple[int, ...]:
+    """By file, the rank that writes it: the largest first, each to the rank that has the fewest bytes by then.
+
+    Where there are fewer files than ranks, the owners are spread over all of these, and so over machines.
+    """
+    count = min(len(files), size)
+    load = {number * size // count: 0 for number in range(count)}
+    owners = [0] * len(files)
+    for number in sorted(range(len(files)), key=lambda item: -files[item].nbytes):
+        owner = min(load, key=lambda rank: (load[rank], rank))
+        owners[number] = owner
+        load[owner] += files[number].nbytes
+    return tuple(owners)
+
+
+def wanted_by_owners(
+    files: Sequence[NewFile], owners: Sequence[int], expressions: Mapping[str, Expression], size: int
+) -> list[list[WantedTensor]]:
+    """For every rank, the tensors of its files, in the order in which they lie in these."""
+    return [
+        [
+            WantedTensor(entry.key, expressions[entry.key], entry.dtype.itemsize, (rank,))
+            for file, owner in zip(files, owners, strict=True)
+            if owner == rank
+            for entry in file.entries
+        ]
+        for rank in range(size)
+    ]

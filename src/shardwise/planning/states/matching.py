@@ -1,4 +1,4 @@
-"""Matches the tensors of a state that ranks bring with their places, or tells every fault at once.
+"""Matches tensors and parameter groups of a state with their places, or tells every fault at once.
 
 A rank brings all of the state or none of it. What it brings is known by name, shape, dtype and boxes: whole tensors
 are one box, shards several. Pure, and the same on every rank.
@@ -6,12 +6,14 @@ are one box, shards several. Pure, and the same on every rank.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from shardwise.errors import CoverageError, DisagreementError
-from shardwise.planning.loads.consent import Ignore, Refuse
+from shardwise.planning.loads.load_plan import Ignore, Refuse
 from shardwise.planning.moves.exchange import covers
 from shardwise.report.names import collapse
 from shardwise.tensors import Box, DType
@@ -199,3 +201,62 @@ def few(lines: Sequence[str]) -> list[str]:
     if len(groups) > _SHOWN:
         shown.append(f"... and {sum(count for _, count in groups[_SHOWN:])} more")
     return shown
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMatch:
+    """For each of the present groups, the position of the one that gives its settings; None where none does.
+
+    ``missing`` are parameters that no group of the state has, ``unexpected`` those of the state that no present
+    group has.
+    """
+
+    giver_of: tuple[int | None, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def match_groups(
+    present: Sequence[Sequence[str]], given: Sequence[Sequence[str]], stateful: Sequence[str], tolerance: Tolerance
+) -> GroupMatch:
+    """Find the group of the same parameters for each present one; empty groups are paired in order.
+
+    ``stateful`` are parameters that the state has values of, in a group or not.
+
+    Parameters that may be missing or unexpected are left out of the comparison.
+
+    Raises:
+        CoverageError: naming parameters that are missing, unexpected or in two groups; groups without their like.
+    """
+    here = {name for names in present for name in names}
+    there = {name for names in given for name in names}
+    missing = [name for names in present for name in names if name not in there]
+    unexpected = [name for name in dict.fromkeys([*itertools.chain(*given), *stateful]) if name not in here]
+    faults = {
+        "missing": [name for name in missing if not tolerance.missing.covers(name)],
+        "unexpected": [name for name in unexpected if not tolerance.unexpected.covers(name)],
+        "twice": [name for name, count in Counter(itertools.chain(*given)).items() if count > 1],
+    }
+    if any(faults.values()):
+        raise CoverageError(in_words("the parameter groups of the state do not fit:", faults))
+    positions: dict[frozenset[str], list[int]] = {}
+    for position, names in enumerate(given):
+        common = frozenset(names) & here
+        if common or not names:
+            positions.setdefault(common, []).append(position)
+    giver_of: list[int | None] = []
+    for number, names in enumerate(present):
+        common = frozenset(names) & there
+        if common in positions and (common or not names):
+            found = positions[common]
+            giver_of.append(found.pop(0) if len(found) > 1 else found[0])
+        elif common:
+            others = [position for position, group in enumerate(given) if common & frozenset(group)]
+            raise CoverageError(
+                f"no group of the state has the parameters of group {number} ({', '.join(few(sorted(common)))}); "
+                f"there they are in group {' and '.join(map(str, others))}, with others or fewer; make the groups "
+                "as they were made before"
+            )
+        else:
+            giver_of.append(None)
+    return GroupMatch(tuple(giver_of), tuple(missing), tuple(unexpected))

@@ -8,9 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardwise.errors import StorageError
-from shardwise.storage.reading.retry_policy import Retries
-from shardwise.storage.reading.transport import PASSING_STATUSES, FileState, PermanentFault, TransientFault, changed
-from shardwise.storage.urls import scheme_of, without_secrets
+from shardwise.storage.names import scheme_of, without_secrets
+from shardwise.storage.reading.transport import (
+    PASSING_STATUSES,
+    FileState,
+    PermanentFault,
+    Retries,
+    TransientFault,
+    changed,
+)
 
 _PACKAGES = {
     "s3": ("s3fs", "pip install 'shardwise[s3]'"),

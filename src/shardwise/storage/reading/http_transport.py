@@ -15,6 +15,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from shardwise.errors import StorageError
 from shardwise.storage.contract import CannotListError
+from shardwise.storage.names import without_secrets
 from shardwise.storage.reading.http_answers import (
     check_answer,
     check_status,
@@ -22,13 +23,12 @@ from shardwise.storage.reading.http_answers import (
     unexpected_answer,
     version_in,
 )
-from shardwise.storage.reading.retry_policy import Retries
 from shardwise.storage.reading.transport import (
     FileState,
     PermanentFault,
+    Retries,
     TransientFault,
 )
-from shardwise.storage.urls import without_secrets
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MAX_REDIRECTS = 8

@@ -11,11 +11,9 @@ from urllib.parse import quote, unquote
 
 from shardwise.errors import StorageError
 from shardwise.storage.hub import commit_of, hub_errors_named
-from shardwise.storage.names import shown
+from shardwise.storage.names import HubOptions, shown
 from shardwise.storage.reading.http_transport import HttpTransport
-from shardwise.storage.reading.retry_policy import Retries
-from shardwise.storage.reading.transport import PASSING_STATUSES, FileState, TransientFault
-from shardwise.storage.repositories import HubOptions
+from shardwise.storage.reading.transport import PASSING_STATUSES, FileState, Retries, TransientFault
 
 _PATH = re.compile(
     r"hf://(?:(?P<kind>models|datasets|spaces)/)?(?P<repo_id>[^/@]+/[^/@]+)"

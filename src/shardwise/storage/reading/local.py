@@ -17,9 +17,8 @@ from typing import Self
 from shardwise.errors import StorageError
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.machine import boot
-from shardwise.storage.mounts import is_on_network
 from shardwise.storage.names import shown, why_unsafe
-from shardwise.storage.policies import LOCAL, NETWORK_FILE_SYSTEM
+from shardwise.storage.policies import LOCAL, NETWORK_FILE_SYSTEM, is_on_network
 from shardwise.storage.vectored import advance, one_call
 
 _CACHE_SAMPLES = 5

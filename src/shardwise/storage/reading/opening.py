@@ -10,9 +10,17 @@ from typing import Any, Final, TypeAlias, cast
 from shardwise._face import found_at
 from shardwise.errors import StorageError
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.names import shown, why_unsafe
-from shardwise.storage.repositories import HubOptions, Repositories, local_place
-from shardwise.storage.urls import is_url, scheme_of, split_file, without_secrets
+from shardwise.storage.names import (
+    HubOptions,
+    Repositories,
+    is_url,
+    local_place,
+    scheme_of,
+    shown,
+    split_file,
+    why_unsafe,
+    without_secrets,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,19 +15,19 @@ from typing import Any, Self, TypeVar
 
 from shardwise.errors import ConfigError, StorageError
 from shardwise.storage.contract import ReadPolicy
-from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.names import Redactor, scheme_of, shown, why_unsafe, without_secrets
 from shardwise.storage.policies import OBJECT_STORE
 from shardwise.storage.reading.fsspec_transport import FsspecTransport
 from shardwise.storage.reading.http_transport import HttpTransport
 from shardwise.storage.reading.hub_transport import HubTransport
-from shardwise.storage.reading.retry_policy import DEFAULT_RETRIES, Retries
 from shardwise.storage.reading.transport import (
+    DEFAULT_RETRIES,
     FileState,
     PermanentFault,
+    Retries,
     TransientFault,
     Transport,
 )
-from shardwise.storage.urls import Redactor, scheme_of, without_secrets
 
 T = TypeVar("T")
 

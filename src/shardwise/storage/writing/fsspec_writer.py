@@ -11,14 +11,12 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from shardwise.errors import ConfigError, StorageError
-from shardwise.report.sizes import in_bytes
+from shardwise.report.names import in_bytes
 from shardwise.storage.contract import INCOMPLETE, WritePolicy
-from shardwise.storage.names import shown, why_not_plain
+from shardwise.storage.names import Redactor, scheme_of, shown, why_not_plain, without_secrets
 from shardwise.storage.policies import OBJECT_STORE_WRITES
 from shardwise.storage.reading.fsspec_transport import fault_of, open_file_system, tuned
-from shardwise.storage.reading.retry_policy import DEFAULT_RETRIES, Retries
-from shardwise.storage.reading.transport import PermanentFault
-from shardwise.storage.urls import Redactor, scheme_of, without_secrets
+from shardwise.storage.reading.transport import DEFAULT_RETRIES, PermanentFault, Retries
 
 _MIB = 1 << 20
 

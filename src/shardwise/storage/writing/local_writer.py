@@ -13,11 +13,10 @@ from types import TracebackType
 from typing import Self
 
 from shardwise.errors import StorageError
-from shardwise.report.sizes import in_bytes
+from shardwise.report.names import in_bytes
 from shardwise.storage.contract import INCOMPLETE, WritePolicy
-from shardwise.storage.mounts import is_network, type_at
 from shardwise.storage.names import shown, why_not_plain
-from shardwise.storage.policies import DISK_WRITES, LOCAL_WRITES, NETWORK_FILE_SYSTEM_WRITES
+from shardwise.storage.policies import DISK_WRITES, LOCAL_WRITES, NETWORK_FILE_SYSTEM_WRITES, is_network, type_at
 from shardwise.storage.vectored import advance, one_call
 from shardwise.storage.writing.around_cache import (
     BLOCK_BYTES,
@@ -30,8 +29,7 @@ from shardwise.storage.writing.around_cache import (
     put_together,
     whole_blocks,
 )
-from shardwise.storage.writing.disk import create_file, make_folder, set_aside, sync_folder, write_whole
-from shardwise.storage.writing.failures import failed
+from shardwise.storage.writing.disk import create_file, failed, make_folder, set_aside, sync_folder, write_whole
 from shardwise.storage.writing.open_files import OpenFile, OpenFiles
 
 

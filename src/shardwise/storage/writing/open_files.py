@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from shardwise.errors import StorageError
 from shardwise.storage.names import shown
 from shardwise.storage.writing.around_cache import MOST_KEPT_BYTES
-from shardwise.storage.writing.failures import closed
+from shardwise.storage.writing.disk import closed
 
 # [Note: A descriptor lives from the first write to the sync]
 #

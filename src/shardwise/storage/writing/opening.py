@@ -8,8 +8,7 @@ from typing import Any
 
 from shardwise.errors import StorageError
 from shardwise.storage.contract import StorageWriter
-from shardwise.storage.names import shown
-from shardwise.storage.urls import is_url, scheme_of, without_secrets
+from shardwise.storage.names import is_url, scheme_of, shown, without_secrets
 from shardwise.storage.writing.local_writer import LocalWriter
 
 

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from shardwise.errors import ConfigError, StorageError
 from shardwise.storage.hub import commit_of
-from shardwise.storage.repositories import HubOptions
+from shardwise.storage.names import HubOptions
 from shardwise.training.data.row_blocks import BOM, library, unreadable
 from shardwise.training.data.row_files import (
     ArrowTable,

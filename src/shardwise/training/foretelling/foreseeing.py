@@ -15,7 +15,7 @@ from shardwise.execution.memory.garbage import collected_later
 from shardwise.models.wrapping.blocks import Off, PerBlock
 from shardwise.models.wrapping.wrap import Sharding
 from shardwise.report.training_plan import PhaseMemory, Room, TrainingPlan
-from shardwise.storage.repositories import HubOptions
+from shardwise.storage.names import HubOptions
 from shardwise.training.configuration.config import config_of, read_config
 from shardwise.training.configuration.config_sections import TrainConfig
 from shardwise.training.configuration.config_values import decided, quantization_of, sharding_on, tuning_of

@@ -8,9 +8,9 @@ from typing import Any
 
 from shardwise.execution.processes.launched import this_device
 from shardwise.observing import phases
-from shardwise.report.sizes import in_bytes
+from shardwise.report.names import in_bytes
 from shardwise.report.training_plan import TrainingPlan
-from shardwise.storage.urls import is_url
+from shardwise.storage.names import is_url
 from shardwise.training.configuration.config_sections import TrainConfig
 from shardwise.training.foretelling.foreseeing import foresee_training
 from shardwise.training.foretelling.step_memory import Machines
