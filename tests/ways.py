@@ -28,7 +28,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.place import Destination, Placer, arrange
 from shardwise.formats.opening import open_checkpoint
 from shardwise.layout import MeshShape
-from shardwise.models.dtypes import to_torch
+from shardwise.models.torch_words import to_torch
 from shardwise.models.view import look_inside, strided_view
 from shardwise.models.wrapping.groups import group_parameters
 from shardwise.models.wrapping.policies import Automatic

@@ -18,7 +18,7 @@ import shardwise
 from shardwise.bank.backends import GroupedAlways, LoopedAlways
 from shardwise.bank.in_step import longest
 from shardwise.errors import ConfigError, DisagreementError, ShardwiseError, TrainingError
-from shardwise.models.sharded import Gather
+from shardwise.models.torch_words import Gather
 
 OTHERS = ("ada", "bob", "dee")
 

@@ -25,7 +25,7 @@ from shardwise import Checkpointer, TrainState
 from shardwise.checkpoints import write
 from shardwise.errors import StorageError
 from shardwise.execution.writing import saving_lock
-from shardwise.execution.writing.chunk_sources import ChunkStaging
+from shardwise.execution.writing.chunk_stream import ChunkStaging
 from shardwise.options import (
     AdapterOnly,
     Asynchronous,

@@ -18,7 +18,7 @@ import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints import write
 from shardwise.execution.ranks.line import Patience
-from shardwise.execution.writing import chunk_sources, chunk_stream, saving_lock
+from shardwise.execution.writing import chunk_stream, saving_lock
 from shardwise.execution.writing import marked_folder as marked
 from shardwise.options import CheckpointerOptions, KeepLast
 
@@ -28,7 +28,7 @@ QUICK = Patience(beat_s=0.1, silence_s=3.0, join_s=60)
 
 STAGES = {
     "begin": (marked, "new_token", 0),
-    "stage": (chunk_sources, "copy_all", 1),
+    "stage": (chunk_stream, "copy_all", 1),
     "write": (write, "_write_own", 1),
     "sync": (chunk_stream, "envelope", 2),
     "commit": (write, "metadata_of", 0),

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from tests.execution.exchanging import CPU, through
 
-from shardwise.execution.memory import shared_memory as common_memory
-from shardwise.execution.memory.shared_memory import Address
-from shardwise.execution.moving.carriers import open_carrier
+from shardwise.execution.memory import host_memory as common_memory
+from shardwise.execution.memory.host_memory import Address
+from shardwise.execution.moving.exchange import open_carrier
 from shardwise.execution.ranks.world import World
 from shardwise.planning.moves.parcels import Load, ToAll, ToEach
 

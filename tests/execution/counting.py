@@ -176,6 +176,6 @@ def counted_ranks(size: int, store: Any = None) -> Iterator[CountedRanks]:
     store = store or CountedStore(size)
     private = SimpleNamespace(default_store=lambda: store, object_device=lambda _: torch.device("cpu"))
     with mock.patch.multiple(
-        world_module, dist=dist, process_groups=private, keep_beating=lambda *_: None, create=True
+        world_module, dist=dist, torch_words=private, keep_beating=lambda *_: None, create=True
     ):
         yield CountedRanks(size, store, dist)

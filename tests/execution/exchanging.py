@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import StorageError
-from shardwise.execution.moving import carriers
 from shardwise.execution.moving.exchange import exchange
 from shardwise.execution.ranks.world import World
 from shardwise.planning.moves.exchange import WantedBoxes, dealt, from_sources, rounds
@@ -85,7 +84,7 @@ def boxes(name: str, rank: int, size: int) -> tuple[Box, ...]:
 
 def through(way: str) -> AbstractContextManager[object]:
     """Bytes go by collectives, or by whatever way is the best: on one machine, windows."""
-    return patch.object(carriers, "open_windows", lambda *_: None) if way == "collectives" else nullcontext()
+    return patch(f"{exchange.__module__}.open_windows", lambda *_: None) if way == "collectives" else nullcontext()
 
 
 def hand_over(source_of: list[int] | None, budget: int, way: str = "") -> tuple[list[str], dict[str, int]]:

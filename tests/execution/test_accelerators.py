@@ -11,7 +11,7 @@ import torch
 import shardwise
 from shardwise.execution.memory.copy_in import DeviceLanding
 from shardwise.execution.memory.free import available_memory
-from shardwise.models.accelerators import settle
+from shardwise.models.torch_words import settle
 
 GIB = 1 << 30
 

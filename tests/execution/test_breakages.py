@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.execution.ranks.causes import is_of_a_collective, is_out_of_memory
-from shardwise.execution.ranks.watched_collectives import naming_the_lost
+from shardwise.execution.ranks.collectives import naming_the_lost
 from shardwise.execution.ranks.world import World
 
 GLOO = (

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tests.execution import rooms
 
-from shardwise.execution.memory.shared_memory import CommonMemory, enter
-from shardwise.execution.states.shared_assembly import _RoomAllocator, lay_out
+from shardwise.execution.memory.host_memory import CommonMemory, enter
+from shardwise.execution.states.assemble import _RoomAllocator, lay_out
 from shardwise.planning.moves.parcels import Parcel, Round
 from shardwise.tensors import Box
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from shardwise.conversion import Computed, ComputedBlock, Region, Stored, compute_tasks
-from shardwise.execution.reading.evaluating import evaluate, evaluate_into_places, move
-from shardwise.execution.reading.filled import FilledTensors
+from shardwise.execution.reading.filled import FilledTensors, evaluate, evaluate_into_places, move
 from shardwise.tensors import Box, DType, Strided
 
 SHAPE = (4, 6)

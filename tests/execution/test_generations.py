@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from shardwise.errors import RankLostError
-from shardwise.execution.processes.generations import store_of_generation
+from shardwise.execution.processes.launched import store_of_generation
 
 
 def test_a_generation_finds_nothing_of_those_before_it() -> None:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, DisagreementError, RankLostError
 from shardwise.execution.ranks.line import Line, Patience
-from shardwise.execution.ranks.liveness import ProcessPlace, keep_beating
 from shardwise.execution.ranks.messages import encode, packed, unpacked
+from shardwise.execution.ranks.whereabouts import ProcessPlace, keep_beating
 
 
 def meet(line: Line, message: bytes) -> list[bytes]:
@@ -239,7 +239,8 @@ def test_a_rank_that_was_given_up_comes_to_the_next_call_not_to_the_one_it_skipp
 def ended() -> ProcessPlace:
     """Where a process was that ended."""
     code = (
-        "from shardwise.execution.ranks.liveness import ProcessPlace; print(ProcessPlace.here().encode().decode())"
+        "from shardwise.execution.ranks.whereabouts import ProcessPlace; "
+        "print(ProcessPlace.here().encode().decode())"
     )
     return ProcessPlace.of(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
 
@@ -309,7 +310,7 @@ def test_a_rank_of_this_machine_that_runs_is_not_lost_though_its_pulse_pauses():
 def test_a_pulse_goes_on_until_its_store_or_its_process_ends(tmp_path):
     program = """if True:
         import sys, torch.distributed as dist
-        from shardwise.execution.ranks.liveness import keep_beating
+        from shardwise.execution.ranks.whereabouts import keep_beating
         store = dist.FileStore(sys.argv[1], 9)
         keep_beating(store, 5, 60.0)
     """

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import shardwise
 from shardwise.conversion import quantise
 from shardwise.execution.ranks.agreement import agree_on
-from shardwise.execution.ranks.processors import ProcessorSet, ProcessorShares
+from shardwise.execution.ranks.whereabouts import ProcessorSet, ProcessorShares
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.workers import computing
 from shardwise.storage import machine

@@ -9,7 +9,7 @@ from shardwise.errors import PlacementError
 from shardwise.execution.ranks.world import World
 from shardwise.execution.writing.marked_folder import marked_by_first
 from shardwise.execution.writing.renames import commit_written, tidy, undo
-from shardwise.execution.writing.whole_file import write_whole_file
+from shardwise.execution.writing.torch_states import write_whole_file
 
 
 def write(folder, tensors, objects):

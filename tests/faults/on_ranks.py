@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 import shardwise
-from shardwise.execution.moving import carriers
+from shardwise.execution.moving import exchange
 from shardwise.execution.ranks import world as world_module
 from shardwise.execution.ranks.line import Patience
 from shardwise.planning.moves.sharing_choice import InIntervals, OncePerGroup, Weighed
@@ -78,7 +78,7 @@ class Blow:
 def lay(blow: Blow, seat: Seat) -> None:
     """Have the blow fall once, on its rank."""
     if blow.stage == "send":  # by collectives, as ranks do that do not see one memory
-        carriers.open_windows = lambda *_: None  # type: ignore[assignment]
+        exchange.open_windows = lambda *_: None  # type: ignore[assignment]
     if seat.rank != blow.rank:
         return
     module, path = STAGES[blow.stage]

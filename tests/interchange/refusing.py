@@ -249,7 +249,7 @@ def fails_to_write(folder: str, form: str, failing: int) -> tuple[tuple[str, str
     what = {
         "full": "shardwise.execution.writing.torch_out.RoomyFile.write",
         "sharded": "shardwise.execution.writing.chunk_stream.ChunkStream.write",
-        "ranks": "shardwise.execution.writing.rank_files.torch.save",
+        "ranks": "shardwise.execution.writing.torch_states.torch.save",
     }[form]
     with mock.patch(what, broken) if dist.get_rank() == failing else contextlib.nullcontext():
         model = sharded("", 2)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shardwise
-from shardwise.execution.writing import whole_file
+from shardwise.execution.writing import torch_states
 from shardwise.options import DistributedFolder, EveryRank, FullState, OneFile, RankFiles
 
 SMALL = shardwise.options.StateOptions(budget_bytes=4096)
@@ -151,7 +151,7 @@ def batches(folder: str) -> tuple[list[int], list[int], int]:
     """Bytes that come to this rank at a time when one file is written, what it stages, and the model's bytes."""
     arrived: list[int] = []
     staged: list[int] = []
-    real = whole_file.hand_over
+    real = torch_states.hand_over
 
     def counted(world: Any, items: Any, **keywords: Any) -> Any:
         arrived.append(sum(item.into.local.nbytes for item in items if item.into is not None))
@@ -163,7 +163,7 @@ def batches(folder: str) -> tuple[list[int], list[int], int]:
     model = nn.Sequential(*(nn.Linear(64, 300, bias=False) for _ in range(4)))
     shardwise.shard(model, shardwise.Sharding(wrap=shardwise.options.WholeModel()))
     options = shardwise.options.StateOptions(budget_bytes=16384)
-    with mock.patch.object(whole_file, "hand_over", counted):
+    with mock.patch.object(torch_states, "hand_over", counted):
         shardwise.save_accelerate_model(model, folder, OneFile(), options=options)
     saved = torch.load(Path(folder, "pytorch_model_fsdp.bin"), weights_only=True)
     faults = differences(saved, whole_model(model))

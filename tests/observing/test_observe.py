@@ -17,7 +17,7 @@ import torch
 from tests.training import tiny
 
 import shardwise
-from shardwise.models import accelerators
+from shardwise.models import torch_words
 from shardwise.observing.own_memory import OwnMemory
 from shardwise.observing.phases import is_listened_to, phase, tell
 from shardwise.observing.rank_file import RankFile
@@ -417,10 +417,10 @@ class _Accelerator:
 
 def test_an_accelerator_is_looked_at_once_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     module = _Accelerator()
-    monkeypatch.setattr(accelerators, "module_of", lambda device: module)
-    assert accelerators.memory_in_use(torch.device("cuda")) == (0, 0, 0)
+    monkeypatch.setattr(torch_words, "module_of", lambda device: module)
+    assert torch_words.memory_in_use(torch.device("cuda")) == (0, 0, 0)
     module.is_begun = True
-    assert accelerators.memory_in_use(torch.device("cuda")) == (5, 8, 10)
+    assert torch_words.memory_in_use(torch.device("cuda")) == (5, 8, 10)
 
 
 def test_what_the_system_does_not_tell_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

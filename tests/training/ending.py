@@ -72,7 +72,7 @@ def train_stuck(seat: Seat, folder: str) -> None:
     quick = Patience(beat_s=0.1, silence_s=2.0, join_s=60.0)
     with (
         mock.patch("shardwise.execution.ranks.world.Patience", return_value=quick),
-        mock.patch("shardwise.execution.ranks.watched_collectives._STUCK_S", 0.5),
+        mock.patch("shardwise.execution.ranks.collectives._STUCK_S", 0.5),
         struck("nothing", 1, 4, seat.wait_to_be_stopped),
     ):
         train(model, step_loader(data, OPTIONS), OPTIONS, when_stuck=end)

@@ -19,9 +19,9 @@ import shardwise
 from shardwise.engines import streaming as stream
 from shardwise.engines.save_options import InternalNames
 from shardwise.engines.streaming import StreamOptions
-from shardwise.execution.moving import carriers
+from shardwise.execution.moving import exchange
 from shardwise.execution.ranks.line import Patience
-from shardwise.execution.states import shared_assembly as common_rooms
+from shardwise.execution.states import assemble as common_rooms
 from shardwise.execution.states.given_parts import Giver
 from shardwise.models.lora_weights import MergedAdapter
 from shardwise.models.view import raw_bytes
@@ -45,7 +45,7 @@ def through(way: str) -> Iterator[None]:
         if way != "rooms":
             stack.enter_context(patch.object(stream, "is_common", lambda world: False))
         if way == "collectives":
-            stack.enter_context(patch.object(carriers, "open_windows", lambda *_: None))
+            stack.enter_context(patch.object(exchange, "open_windows", lambda *_: None))
         yield
 
 

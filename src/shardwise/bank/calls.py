@@ -32,7 +32,7 @@ from shardwise.bank.tenant import Tenant, TokenMean, WeightedSum
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.models.placement import root_of
-from shardwise.models.sharded import forget_pass
+from shardwise.models.torch_words import forget_pass
 from shardwise.training.generation import evaluating
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from shardwise.bank.plain_json import from_json, to_json
 from shardwise.bank.tenant import Reduction, Tenant, TokenMean, WeightedSum
 from shardwise.errors import FormatError
 from shardwise.formats.strict_json import parse_object
-from shardwise.models.modules import original_class
 from shardwise.models.optimizers.optimizer_kind import class_name, unlike
+from shardwise.models.torch_words import original_class
 from shardwise.models.view import canonical
 from shardwise.storage.names import shown
 from shardwise.tuning.sites import ExpertsSite

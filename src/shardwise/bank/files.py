@@ -36,7 +36,6 @@ from shardwise.bank.state import (
 )
 from shardwise.bank.tenant import Tenant
 from shardwise.engines.adapters import weights_in
-from shardwise.engines.clock import Clock
 from shardwise.engines.model_files import set_from_files, stored_values
 from shardwise.engines.save_options import (
     MatricesOnly,
@@ -50,15 +49,15 @@ from shardwise.engines.save_options import (
 from shardwise.engines.save_plan import SaveRequest, TrainingBeside
 from shardwise.engines.saving import carry_out_save
 from shardwise.errors import ConfigError, FormatError
+from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import StateOptions
 from shardwise.formats.peft_adapter import TRAINING_KEY, training_beside
 from shardwise.formats.safetensors_header import read_header
 from shardwise.layout import TensorKind
 from shardwise.models.build import build_on_meta
-from shardwise.models.dtypes import in_memory
-from shardwise.models.modules import original_class
 from shardwise.models.selection import AdapterOnly, Everything, names_outside
+from shardwise.models.torch_words import in_memory, original_class
 from shardwise.models.view import look_inside
 from shardwise.planning.loads.load_plan import TakeFirst
 from shardwise.planning.states.matching import Tolerance

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardwise.errors import ConfigError, TrainingError
-from shardwise.models.modules import dropout_of, is_compiled_in_place, normalises_over_rows
-from shardwise.models.sharded import splitting_dim
+from shardwise.models.torch_words import dropout_of, is_compiled_in_place, normalises_over_rows, splitting_dim
 from shardwise.models.view import canonical
 from shardwise.models.wrapping.blocks import Compiled
 

@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.errors import DisagreementError
 from shardwise.execution.ranks.messages import Stopped
 from shardwise.execution.ranks.world import World
-from shardwise.models.sharded import Gather, gather_zeros, seeing_gathers
+from shardwise.models.torch_words import Gather, gather_zeros, seeing_gathers
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from shardwise.execution.states.replicas import (
     odd_circles,
 )
 from shardwise.execution.writing.chunk_plan import ArchivedChunk, TensorsPlan
-from shardwise.execution.writing.chunk_sources import views_of
+from shardwise.execution.writing.chunk_stream import views_of
 from shardwise.planning.moves.assembly import Common
 from shardwise.tensors import Box, Strided
 

@@ -46,17 +46,16 @@ from shardwise.checkpoints.state import (
     key_of,
     look,
 )
-from shardwise.engines.clock import Clock
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.moving.reshard import facts_of
+from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import refuse_meta
 from shardwise.execution.states.replicas import odd_circles, require_mode, settle_odd
 from shardwise.execution.states.replicas import tell as tell_of
 from shardwise.execution.writing.chunk_plan import plan_tensors
-from shardwise.execution.writing.chunk_sources import ChunkStaging, InPlace, places_of
-from shardwise.execution.writing.chunk_stream import ChunkSource
+from shardwise.execution.writing.chunk_stream import ChunkSource, ChunkStaging, InPlace, places_of
 from shardwise.models.optimizers.optimizer_kind import class_name
 from shardwise.models.selection import AdapterOnly, Everything, Selection
 from shardwise.planning.loads.load_plan import OnDiffering, Refuse, TakeFirst

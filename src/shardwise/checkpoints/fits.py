@@ -10,10 +10,10 @@ from shardwise.checkpoints.opened import Opened
 from shardwise.checkpoints.state import KeyPath, Looked, Stateful, TrainState, adapter_settings, in_words
 from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.memory.garbage import collected_later
-from shardwise.models.dtypes import in_memory
 from shardwise.models.optimizers.optimizer_kind import by_parameter, unlike
 from shardwise.models.optimizers.schedules import why_unlike
 from shardwise.models.selection import Selection
+from shardwise.models.torch_words import in_memory
 from shardwise.planning.states.matching import Tolerance
 from shardwise.planning.states.matching import in_words as faults_in_words
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError
-from shardwise.execution.memory.budget import require_budget
+from shardwise.execution.memory.free import require_budget
 from shardwise.execution.ranks.line import Patience
 
 

@@ -18,7 +18,6 @@ from shardwise.checkpoints.modes import CheckpointerOptions, Which
 from shardwise.checkpoints.opened import Opened, open_checkpoint, resolve
 from shardwise.checkpoints.state import KeyPath, Looked, TrainState, look
 from shardwise.conversion import Bindings, Expression
-from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.load_plan import LoadRequest
 from shardwise.engines.loading import carry_out
@@ -26,16 +25,16 @@ from shardwise.engines.opening import OpenSource
 from shardwise.engines.optimizer_fitting import Fitting, Ours, fit
 from shardwise.errors import CoverageError, PlacementError
 from shardwise.execution.memory.garbage import collected_later
-from shardwise.execution.ranks.progress import ProgressBar
+from shardwise.execution.ranks.progress import Clock, ProgressBar
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.checkpoint_copies import require_one_checkpoint
 from shardwise.execution.reading.place import Destination, Placer, arrange
 from shardwise.execution.states.supply import require_alike_models
-from shardwise.models.dtypes import in_memory, to_torch
 from shardwise.models.optimizers.optimizer_state import Given, read
 from shardwise.models.optimizers.rebind import Key
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.selection import Selection
+from shardwise.models.torch_words import in_memory, to_torch
 from shardwise.models.view import Held, local_boxes, local_tensor, look_inside
 from shardwise.planning.loads.comparing import SampledBlocks
 from shardwise.planning.loads.load_plan import Consent

@@ -13,7 +13,7 @@ from shardwise.conversion import Bindings
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.layout import ModelLayout
-from shardwise.models.modules import modules_in
+from shardwise.models.torch_words import modules_in
 from shardwise.models.view import Held
 
 

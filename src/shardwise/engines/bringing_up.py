@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardwise.engines.adapters import OpenAdapter, beside_adapter, beside_of, of_adapter, open_adapter
 from shardwise.engines.arguments import hints_of, require_known, require_meant
 from shardwise.engines.base_forms import forms_of
-from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions, load_words
 from shardwise.engines.load_plan import LoadRequest
 from shardwise.engines.loading import carry_out
@@ -26,14 +25,14 @@ from shardwise.engines.tuning_arguments import alike, made_ready, require_traina
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
 from shardwise.execution.ranks.agreement import require_same_settings
 from shardwise.execution.ranks.messages import OddRanks
-from shardwise.execution.ranks.progress import ProgressBar
+from shardwise.execution.ranks.progress import Clock, ProgressBar
 from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.audit import are_equal
 from shardwise.execution.reading.place import Placer
-from shardwise.execution.reading.tied_values import are_equal
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.models import pretrained
+from shardwise.models.additions import Drawn
 from shardwise.models.replicated import average_replicated_gradients
-from shardwise.models.vocabulary import Drawn
 from shardwise.models.wrapping import wrap
 from shardwise.models.wrapping.wrap import Sharding
 from shardwise.report.load_report import LoadReport

@@ -31,8 +31,8 @@ from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.quantisation import as_the_model_has_it
 from shardwise.layout import MeshShape, ModelLayout, Origin, TensorKind, TensorLayout, WorldLayout
-from shardwise.models.dtypes import from_torch
 from shardwise.models.initialize import Initialisers
+from shardwise.models.torch_words import from_torch
 from shardwise.models.view import Held, look_inside
 from shardwise.models.wrapping.forecast_layout import foresee
 from shardwise.models.wrapping.groups import MAX_PADDING

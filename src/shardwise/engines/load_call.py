@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from shardwise.engines.base_forms import BaseForms, forms_of
-from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions, load_words
 from shardwise.engines.load_plan import LoadRequest, tie_declared
 from shardwise.engines.loading import carry_out
 from shardwise.engines.opening import Source, open_source
+from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.ranks.world import World
 from shardwise.layout import Origin
 from shardwise.models import pretrained

@@ -9,18 +9,17 @@ import torch
 from torch import nn
 
 from shardwise.conversion import rows_stored
-from shardwise.engines.clock import Clock
 from shardwise.engines.load_plan import PreparedLoad
 from shardwise.errors import PlacementError
 from shardwise.execution.memory.garbage import collected_later
+from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.audit import audit
 from shardwise.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
-from shardwise.models.additions import RowNorms
+from shardwise.models.additions import MeanOfRows, RowNorms
 from shardwise.models.pretrained import mark_loaded
 from shardwise.models.programs import fill_from_program, program_of
 from shardwise.models.view import Held, meta_leftovers, strided_view
-from shardwise.models.vocabulary import MeanOfRows
 from shardwise.planning.loads.load_plan import Init, LoadPlan, Read
 from shardwise.tensors import Box
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 import torch
 import torch.distributed as dist
 
-from shardwise.execution.memory.budget import require_budget
+from shardwise.execution.memory.free import require_budget
 from shardwise.execution.ranks.line import Patience
 from shardwise.models.initialize import BufferRules
 from shardwise.planning.forecasts.own_forecast import MemoryCheck, RequireMemory

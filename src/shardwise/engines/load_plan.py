@@ -23,12 +23,11 @@ from shardwise.execution.reading.shared_reads import SharingPeers, peers_in
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import Origin, TensorKind
 from shardwise.models import pretrained
-from shardwise.models.additions import NOTHING_ADDED, Additions
+from shardwise.models.additions import NOTHING_ADDED, Additions, Drawn
 from shardwise.models.initialize import BufferRules, ComputedBuffer, Initialisers, unfit_programs
 from shardwise.models.placement import padded_numels, refuse_subclasses
 from shardwise.models.programs import Program
 from shardwise.models.view import Held, layout_of, look_inside
-from shardwise.models.vocabulary import Drawn
 from shardwise.planning.forecasts.own_forecast import Available, Homes, forecast_rank
 from shardwise.planning.loads.load_plan import Consent, Init, LoadPlan, ModelRules, plan_load
 from shardwise.report.forecast_parts import RankForecast

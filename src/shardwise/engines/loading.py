@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.conversion import computes, rows_stored, stored_leaves
 from shardwise.engines.base_forms import forms_of
-from shardwise.engines.clock import Clock
 from shardwise.engines.load_fill import average_rows, finish
 from shardwise.engines.load_plan import LoadRequest, PreparedLoad, prepare
 from shardwise.engines.opening import OpenSource
@@ -19,12 +18,11 @@ from shardwise.errors import CoverageError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.memory.materialize import materialize
 from shardwise.execution.ranks.agreement import agree_on
-from shardwise.execution.ranks.progress import ProgressBar
+from shardwise.execution.ranks.progress import Clock, ProgressBar
 from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.audit import require_equal_buffers
+from shardwise.execution.reading.audit import require_equal_buffers, unequal_twins
 from shardwise.execution.reading.place import Placer
 from shardwise.execution.reading.shared_reads import SharePlan, plan_sharing, read_shared
-from shardwise.execution.reading.tied_values import unequal_twins
 from shardwise.layout import TensorKind
 from shardwise.observing import phases
 from shardwise.planning.loads.load_plan import Init, Keep, LoadPlan, Recompute, Tie

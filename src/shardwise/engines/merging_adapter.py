@@ -18,9 +18,9 @@ from shardwise.engines.outline import ModelOptions, Outline, config_of
 from shardwise.engines.saved_in_four_bits import FourBitSave, four_bits_of, in_four_bits
 from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.reading.adapter_merge import edited
+from shardwise.execution.reading.audit import are_equal
 from shardwise.execution.reading.outgoing import Outgoing
 from shardwise.execution.reading.place import Placer
-from shardwise.execution.reading.tied_values import are_equal
 from shardwise.execution.writing.sink import WrittenTensors
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.joining import beside
@@ -29,9 +29,9 @@ from shardwise.layout import TensorKind
 from shardwise.models import pretrained
 from shardwise.models.conversions.key_conversions import assign_keys
 from shardwise.models.conversions.revert import Output
-from shardwise.models.dtypes import to_torch
 from shardwise.models.four_bits.quantization import FourBit
-from shardwise.models.module_weights import modules_of_columns, parameters_by_module
+from shardwise.models.lora_weights import modules_of_columns, parameters_by_module
+from shardwise.models.torch_words import to_torch
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.planning.saves.merge_plan import (
     Edit,

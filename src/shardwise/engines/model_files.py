@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from shardwise.engines import model_states
-from shardwise.engines.clock import Clock
 from shardwise.errors import FormatError
+from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import (
     StateOptions,

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.engines.clock import Clock
 from shardwise.engines.load_fill import give_value
 from shardwise.execution.memory.materialize import home_among, managers_of, materialize
 from shardwise.execution.moving.reshard import gather
+from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import StateOptions, Values, refuse_meta
 from shardwise.execution.states.replicas import equal_on_all
 from shardwise.execution.states.supply import require_alike_models
 from shardwise.layout import TensorKind
-from shardwise.models.dtypes import in_memory
 from shardwise.models.initialize import Initialisers
 from shardwise.models.placement import refuse_subclasses
 from shardwise.models.selection import Everything, Selection, names_outside
+from shardwise.models.torch_words import in_memory
 from shardwise.models.view import Held, look_inside
 from shardwise.planning.loads.load_plan import OnDiffering
 from shardwise.planning.states.forms import FullState, StateForm

@@ -24,7 +24,7 @@ from shardwise.layout import ModelLayout
 from shardwise.models.four_bits.four_bit_base import offered_in_four_bits
 from shardwise.models.four_bits.four_bit_files import layout_in_numbers
 from shardwise.models.four_bits.four_bit_linear import NESTED, OFFSET, SCALES, WHOLE_SCALES, is_in_four_bits
-from shardwise.models.modules import walk
+from shardwise.models.torch_words import walk
 from shardwise.models.view import Held, canonical, local_boxes, local_tensor
 from shardwise.planning.states.forms import FullState
 from shardwise.planning.states.sources import EveryRank

@@ -18,9 +18,9 @@ from shardwise.engines.outline import ModelOptions, Outline, outline
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.ranks.progress import ProgressBar
 from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.audit import are_equal
 from shardwise.execution.reading.outgoing import COMPUTED_BYTES, Outgoing
 from shardwise.execution.reading.place import Placer
-from shardwise.execution.reading.tied_values import are_equal
 from shardwise.execution.writing.sink import WrittenTensors
 from shardwise.execution.writing.stream_out import stream_out
 from shardwise.formats.checkpoint_index import CheckpointIndex

@@ -12,12 +12,12 @@ from torch import nn
 from shardwise.engines.optimizer_moments import GivenMoments
 from shardwise.errors import CoverageError, DisagreementError
 from shardwise.execution.ranks.world import World
-from shardwise.models.dtypes import in_memory, to_torch
 from shardwise.models.optimizers.blockwise import SCALE
 from shardwise.models.optimizers.factors import factor_like, factor_shape
 from shardwise.models.optimizers.optimizer_kind import by_parameter, entries_of, unlike
 from shardwise.models.optimizers.optimizer_state import Given, labelled, set_group
 from shardwise.models.optimizers.rebind import Bound, Key, Scalar, label, state_like
+from shardwise.models.torch_words import in_memory, to_torch
 from shardwise.models.view import Held
 from shardwise.planning.states.matching import (
     Brought,

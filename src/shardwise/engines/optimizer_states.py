@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.clock import Clock
 from shardwise.engines.optimizer_fitting import Ours, fit
 from shardwise.execution.memory.materialize import home_among
 from shardwise.execution.moving.reshard import gather
+from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import BroughtValues, StateOptions, Values, refuse_meta
 from shardwise.execution.states.replicas import as_bytes, equal_on_all

@@ -20,11 +20,11 @@ from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.quantisation import form_of
 from shardwise.layout import ModelLayout, Origin
 from shardwise.models import build, pretrained
+from shardwise.models.additions import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
 from shardwise.models.conversions.key_conversions import bind
-from shardwise.models.dtypes import to_torch
 from shardwise.models.four_bits.quantization import of_transformers
+from shardwise.models.torch_words import to_torch
 from shardwise.models.view import layout_of, look_inside
-from shardwise.models.vocabulary import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.storage.names import HubOptions
 from shardwise.tensors.dtypes import DType

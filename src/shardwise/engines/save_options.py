@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError
-from shardwise.execution.memory.budget import require_budget
+from shardwise.execution.memory.free import require_budget
 from shardwise.execution.ranks.line import Patience
 
 MAX_SHARD_SIZE = "50GB"

@@ -25,7 +25,6 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.states.given_parts import Shares
 from shardwise.layout import ModelLayout, Origin, TensorKind, place_of
 from shardwise.models.conversions.revert import Output, names_in_file, revert
-from shardwise.models.dtypes import from_torch, saved_dtype
 from shardwise.models.four_bits.four_bit_files import (
     has_four_bits,
     held_in_files,
@@ -33,6 +32,7 @@ from shardwise.models.four_bits.four_bit_files import (
     refuse_without_scales,
 )
 from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
+from shardwise.models.torch_words import from_torch, saved_dtype
 from shardwise.models.view import Held, layout_of, look_inside
 from shardwise.planning.loads.schedule import ReadRequest, Staging, staging_within
 from shardwise.planning.saves.save_plan import ADAPTER, MODEL, SavedTraining, SavePlan, arrange_writes, plan_save

@@ -17,12 +17,12 @@ from shardwise.conversion.packed import from_bytes, packed
 from shardwise.engines.offline import OfflineModel
 from shardwise.errors import ConfigError
 from shardwise.models.conversions.revert import Output
-from shardwise.models.dtypes import from_torch, to_torch
 from shardwise.models.four_bits.four_bit_base import choose_layers, notes_of
 from shardwise.models.four_bits.four_bit_files import ABSMAX, constants_of
 from shardwise.models.four_bits.four_bit_linear import WEIGHT
 from shardwise.models.four_bits.four_bit_product import Packing
 from shardwise.models.four_bits.quantization import FourBit, Fp4, NestedScales, Nf4, to_transformers
+from shardwise.models.torch_words import from_torch, to_torch
 from shardwise.tensors import DType, numel
 
 _NO_FORM = "files of bitsandbytes have no form for fused experts"

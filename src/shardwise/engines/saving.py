@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from shardwise.engines.arguments import world_of
-from shardwise.engines.clock import Clock
 from shardwise.engines.save_options import (
     CompareWithMemory,
     PeftNames,
@@ -22,7 +21,7 @@ from shardwise.engines.save_options import (
 from shardwise.engines.save_plan import PreparedSave, SaveRequest, chosen, prepare, tied_names
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.memory.materialize import home_of
-from shardwise.execution.ranks.progress import ProgressBar
+from shardwise.execution.ranks.progress import Clock, ProgressBar
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.given_parts import Giver, agree_on_shares
 from shardwise.execution.writing.committing import Begun, begin_save, commit_save, undo_save
@@ -30,9 +29,8 @@ from shardwise.execution.writing.owned_files import write_by_owners
 from shardwise.execution.writing.saving_lock import new_token, require_lock, take_lock
 from shardwise.execution.writing.write import Emitter
 from shardwise.models import pretrained
-from shardwise.models.dtypes import to_torch
 from shardwise.models.four_bits.four_bit_linear import is_in_four_bits
-from shardwise.models.modules import modules_in
+from shardwise.models.torch_words import modules_in, to_torch
 from shardwise.planning.loads.load_plan import OnDiffering
 from shardwise.planning.saves.save_plan import SavePlan
 from shardwise.report.save_report import SaveReport

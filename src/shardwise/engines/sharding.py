@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.engines.clock import Clock
 from shardwise.errors import ConfigError
-from shardwise.execution.memory.budget import require_budget
+from shardwise.execution.memory.free import require_budget
 from shardwise.execution.moving.distribute import distribute
 from shardwise.execution.moving.exchange import Traffic
 from shardwise.execution.ranks.line import Patience
+from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.arrivals import Arrivals, wrap_without_values
 from shardwise.execution.states.supply import compare, require_alike_models, survey

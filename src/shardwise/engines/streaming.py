@@ -15,16 +15,14 @@ from shardwise.conversion import Stored, computes
 from shardwise.engines.save_options import HubNames, InternalNames, WrittenNames
 from shardwise.engines.saved_in_four_bits import four_bits_of
 from shardwise.errors import ConfigError, CoverageError
+from shardwise.execution.memory.host_memory import is_common
 from shardwise.execution.memory.materialize import home_of
-from shardwise.execution.memory.shared_memory import is_common
 from shardwise.execution.ranks.line import Patience
 from shardwise.execution.ranks.world import World
-from shardwise.execution.states.assemble import assemble, part_of
+from shardwise.execution.states.assemble import CommonRooms, assemble, part_of, put_together
 from shardwise.execution.states.given_parts import Giver, MergingGiver, PackedRows, agree_on_shares, in_numbers
-from shardwise.execution.states.shared_assembly import CommonRooms, put_together
 from shardwise.layout import ModelLayout, Origin
 from shardwise.models.conversions.revert import Output, revert
-from shardwise.models.dtypes import saved_dtype, to_torch
 from shardwise.models.four_bits.four_bit_files import (
     held_in_files,
     in_shapes_of_files,
@@ -37,6 +35,7 @@ from shardwise.models.four_bits.four_bit_linear import SCALES, WEIGHT, is_in_fou
 from shardwise.models.four_bits.quantization import FourBit
 from shardwise.models.lora_weights import MergedAdapter, without_adapter
 from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters, names_outside
+from shardwise.models.torch_words import saved_dtype, to_torch
 from shardwise.models.view import Held, layout_of, look_inside
 from shardwise.planning.loads.load_plan import OnDiffering
 from shardwise.planning.moves.assembly import Boxes, WantedTensor, plan_assembly

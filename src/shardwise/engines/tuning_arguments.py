@@ -17,10 +17,10 @@ from shardwise.engines.outline import ModelOptions, Outline
 from shardwise.errors import ConfigError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
+from shardwise.models.additions import ResizeVocab
 from shardwise.models.four_bits.four_bit_base import put_base_into_four_bits
 from shardwise.models.four_bits.quantization import AsNumbers, Fp4, Nf4, Quantization, of_transformers
 from shardwise.models.trained_dtype import AsItIs, TrainedDtype, Upcast
-from shardwise.models.vocabulary import ResizeVocab
 from shardwise.tensors import DType
 from shardwise.tuning import configs
 from shardwise.tuning.existing import Adapter
@@ -42,7 +42,7 @@ class TunedOptions(ModelOptions, total=False):
         trained: the dtype of what is trained; with ``tuning``, ``Upcast()`` (float32) by default, else
             ``AsItIs()``. What is frozen stays as it is stored.
         resize_vocab: how many tokens the model is to have, or a
-            :class:`~shardwise.models.vocabulary.ResizeVocab`, which tells how new ones begin.
+            :class:`~shardwise.models.additions.ResizeVocab`, which tells how new ones begin.
         quantization: the weights of linear layers are kept in four bits: ``Nf4(...)`` or ``Fp4(...)``, packed while
             they are read; what is trained is a LoRA then. A checkpoint that is stored so stays so by default;
             ``AsNumbers()`` makes numbers of it.

@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.conversion import Expression
-from shardwise.engines.clock import Clock
 from shardwise.engines.model_states import set_values
 from shardwise.errors import ConfigError, PlacementError
+from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import BroughtValues, StateOptions, Values, by_canonical_names
 from shardwise.execution.states.stored_values import StoredValues

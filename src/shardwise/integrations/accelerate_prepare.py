@@ -16,11 +16,11 @@ from shardwise.errors import ConfigError, PlacementError
 from shardwise.execution.ranks.world import World
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations import ram_efficient
-from shardwise.models import sharded
-from shardwise.models.modules import modules_in
+from shardwise.models import torch_words
 from shardwise.models.optimizers.rebind import OfAnyForm, look_at
 from shardwise.models.placement import is_sharded
 from shardwise.models.replicated import average_replicated_gradients
+from shardwise.models.torch_words import modules_in
 from shardwise.models.view import look_inside, without_compile
 
 _BEFORE = OfAnyForm("prepare the optimizer before its first step")
@@ -183,8 +183,8 @@ def _mesh_of(model: nn.Module) -> Any:
 def _untaken(accelerator: Any, plugin: Any, model: nn.Module) -> list[str]:
     """What an accelerator is set to that the model is not, in words."""
     told: list[str] = []
-    managers = sharded.fsdp_params(model)
-    computes_in = sharded.computing_dtypes(model)
+    managers = torch_words.fsdp_params(model)
+    computes_in = torch_words.computing_dtypes(model)
     wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     if wanted is not None and computes_in and wanted not in computes_in:
         shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in computes_in))
@@ -195,7 +195,7 @@ def _untaken(accelerator: Any, plugin: Any, model: nn.Module) -> list[str]:
     if plugin is None:
         return told
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and not any(
-        sharded.is_offloaded(manager) for manager in managers.values()
+        torch_words.is_offloaded(manager) for manager in managers.values()
     ):
         told.append("cpu_offload (pass Sharding(offload_policy=CPUOffloadPolicy()))")
     if plugin.activation_checkpointing and not _recomputes(model):

@@ -30,7 +30,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.integrations.ram_efficient import without_ram_efficient_loading
 from shardwise.models import pretrained
-from shardwise.models.modules import buffers_of, modules_in, parameters_of, writes_to
+from shardwise.models.torch_words import buffers_of, modules_in, parameters_of, writes_to
 from shardwise.models.view import Held, look_inside
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import OpenStorage

@@ -17,7 +17,7 @@ from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.modes import KeepAll
 from shardwise.checkpoints.state import TrainState
 from shardwise.errors import ConfigError, CoverageError, RankLostError, ShardwiseError
-from shardwise.execution.ranks.watched_collectives import naming_the_lost
+from shardwise.execution.ranks.collectives import naming_the_lost
 from shardwise.execution.ranks.world import World
 from shardwise.execution.writing.marked_folder import Marked
 from shardwise.integrations import trainer_commit as committing

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engines import optimizer_states
-from shardwise.engines.clock import Clock
 from shardwise.engines.model_files import set_from_files, stored_values, with_read
 from shardwise.engines.optimizer_fitting import Ours
+from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import (
     BroughtValues,
@@ -25,10 +25,10 @@ from shardwise.execution.states.agreed import (
     require_same_call,
 )
 from shardwise.execution.states.stored_values import StoredValues
-from shardwise.execution.writing.rank_files import read_rank_file
 from shardwise.execution.writing.renames import finish_left
 from shardwise.execution.writing.saved_tree import SavedTree, read_distributed_tree, read_file_tree
 from shardwise.execution.writing.torch_out import Levels
+from shardwise.execution.writing.torch_states import read_rank_file
 from shardwise.formats.accelerate_names import (
     MODEL,
     OPTIMIZER,

@@ -20,10 +20,9 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import StateOptions, require_same_call
 from shardwise.execution.writing.distributed_folder import older_in, write_distributed_folder
 from shardwise.execution.writing.marked_folder import Saving, marked_by_first
-from shardwise.execution.writing.rank_files import write_rank_files
 from shardwise.execution.writing.renames import commit_written, tidy, undo
 from shardwise.execution.writing.torch_out import Levels
-from shardwise.execution.writing.whole_file import write_whole_file
+from shardwise.execution.writing.torch_states import write_rank_files, write_whole_file
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, SavedKind
 from shardwise.models.optimizers.rebind import ShapedAlike
 from shardwise.models.selection import AdapterOnly, Selection

@@ -25,7 +25,7 @@ from shardwise.formats.distributed import METADATA
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.torch_files import holds_optimizer, open_state
 from shardwise.interchange.named_outputs import OPTIMIZER_FILE, NamedOutputs, named_outputs, optimizer_outputs
-from shardwise.models.dtypes import to_torch
+from shardwise.models.torch_words import to_torch
 from shardwise.planning.saves.commit import look_at_folder
 from shardwise.planning.saves.save_plan import INDEX_FILE
 from shardwise.report.names import in_bytes

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.ranks.world import World
-from shardwise.execution.writing.rank_files import load_plain
+from shardwise.execution.writing.torch_states import load_plain
 from shardwise.interchange.trainer_folder import TrainerFolder
 from shardwise.models.optimizers.schedules import why_unlike
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.clock import Clock
 from shardwise.engines.load_call import LoadCall, load_checkpoint
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.model_files import set_from_files, stored_values
+from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import StateOptions, require_same_call
 from shardwise.interchange.accelerate_reading import FilesSource, read_model, read_optimizer

@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from shardwise.errors import ConfigError
 from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import buffers_of, is_temporary, parameters_of, take_after, walk
-from shardwise.models.dtypes import to_torch
+from shardwise.models.torch_words import to_torch
 from shardwise.tensors.dtypes import DType
 
 

@@ -1,4 +1,4 @@
-"""What a LoRA of PEFT's makes of a model's weights: which matrices belong to which, and the names without it."""
+"""What a LoRA of PEFT's makes of a model's weights, how its modules keep them, and the names without it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.errors import ConfigError
 from shardwise.layout import ModelLayout
+from shardwise.models._torch_private import parameters_of, walk
 from shardwise.models.four_bits.four_bit_linear import is_in_four_bits
 from shardwise.models.four_bits.quantization import FourBit
 from shardwise.models.view import canonical
@@ -134,3 +136,20 @@ def _why_not(layer: Any, adapter: str, linear: Any) -> str:
     if layer.lora_bias.get(adapter):
         return "has a bias of LoRA's"
     return ""
+
+
+def parameters_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """The parameters that sit in each module itself, in its order, by the module's name."""
+    return {
+        canonical(prefix): tuple(name for name, parameter in parameters_of(module).items() if parameter is not None)
+        for prefix, module in walk(model, every_name=True)
+    }
+
+
+def modules_of_columns(model: nn.Module) -> frozenset[str]:
+    """Modules whose weights are (in, out), or (experts, in, out), and not the other way round, as PEFT says."""
+    return frozenset(
+        canonical(prefix)
+        for prefix, module in walk(model, every_name=True)
+        if isinstance(module, Conv1D) or getattr(module, "is_transposed", False) is True
+    )

@@ -16,7 +16,7 @@ from shardwise.errors import PlacementError
 from shardwise.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import _torch_private
 from shardwise.models._torch_private import buffers_of, is_temporary, is_under_replicate, parameters_of, walk
-from shardwise.models.dtypes import from_torch, in_memory
+from shardwise.models.torch_words import from_torch, in_memory
 from shardwise.tensors import Box, Strided, contiguous_strides
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})

@@ -36,6 +36,9 @@ from shardwise.interchange.merging_weights import Safetensors as Safetensors
 from shardwise.interchange.merging_weights import TorchFile as TorchFile
 from shardwise.interchange.trainer_beside import LeaveRandom as LeaveRandom
 from shardwise.interchange.trainer_beside import RestoreRandom as RestoreRandom
+from shardwise.models.additions import Drawn as Drawn
+from shardwise.models.additions import MeanOfRows as MeanOfRows
+from shardwise.models.additions import ResizeVocab as ResizeVocab
 from shardwise.models.four_bits.quantization import AsNumbers as AsNumbers
 from shardwise.models.four_bits.quantization import Fp4 as Fp4
 from shardwise.models.four_bits.quantization import NestedScales as NestedScales
@@ -48,9 +51,6 @@ from shardwise.models.selection import AdapterOnly as AdapterOnly
 from shardwise.models.selection import Everything as Everything
 from shardwise.models.trained_dtype import AsItIs as AsItIs
 from shardwise.models.trained_dtype import Upcast as Upcast
-from shardwise.models.vocabulary import Drawn as Drawn
-from shardwise.models.vocabulary import MeanOfRows as MeanOfRows
-from shardwise.models.vocabulary import ResizeVocab as ResizeVocab
 from shardwise.models.wrapping.blocks import CompileBlocks as CompileBlocks
 from shardwise.models.wrapping.blocks import Off as Off
 from shardwise.models.wrapping.blocks import PerBlock as PerBlock

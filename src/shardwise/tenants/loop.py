@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.errors import DisagreementError, RankLostError, ShardwiseError
-from shardwise.execution.ranks.watched_collectives import naming_the_lost
+from shardwise.execution.ranks.collectives import naming_the_lost
 from shardwise.execution.ranks.world import World
 from shardwise.observing.phases import phase
 from shardwise.report.save_report import SaveReport

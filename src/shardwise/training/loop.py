@@ -16,9 +16,9 @@ from torch import nn
 
 from shardwise.checkpoints.state import TrainState
 from shardwise.errors import RankLostError, ShardwiseError, TrainingError
-from shardwise.execution.ranks.watched_collectives import naming_the_lost
+from shardwise.execution.ranks.collectives import naming_the_lost
 from shardwise.execution.ranks.world import World
-from shardwise.models.accelerators import module_of
+from shardwise.models.torch_words import module_of
 from shardwise.observing.phases import phase
 from shardwise.training.checkpoints import (
     Checkpointing,

@@ -20,9 +20,9 @@ from shardwise.engines.verifying_files import verify_files
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.world import World
-from shardwise.models.dtypes import to_torch
 from shardwise.models.four_bits.quantization import FourBit
 from shardwise.models.selection import has_adapters
+from shardwise.models.torch_words import to_torch
 from shardwise.models.wrapping.wrap import Sharding
 from shardwise.report.load_report import LoadReport
 from shardwise.report.save_report import SaveReport

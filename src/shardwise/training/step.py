@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.errors import TrainingError
 from shardwise.execution.ranks.world import World
-from shardwise.models import process_groups
+from shardwise.models import torch_words
 from shardwise.observing.phases import phase
 from shardwise.training.data.batches import Batch
 from shardwise.training.optimizing.clipping import clip_factor, norm_of, norm_share, reduced, scale_gradients
@@ -214,7 +214,7 @@ class _Counts:
         self._sums = torch.tensor(own)
         self._work: dist.Work | None = None
         if world.size > 1:
-            self._sums = self._sums.to(process_groups.object_device(world.group))
+            self._sums = self._sums.to(torch_words.object_device(world.group))
             self._work = dist.all_reduce(self._sums, group=world.group, async_op=True)
 
     def _wait(self) -> None:

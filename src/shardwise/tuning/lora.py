@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError
 from shardwise.models.additions import Additions, DrawnWhole, RowNorms
 from shardwise.models.four_bits.four_bit_experts import are_experts_in_four_bits
 from shardwise.models.four_bits.four_bit_linear import is_in_four_bits
-from shardwise.models.modules import parameters_in, walk
+from shardwise.models.torch_words import parameters_in, walk
 from shardwise.models.view import Held, look_inside
 from shardwise.tuning import peft_compat
 from shardwise.tuning.existing import Adapter, match_adapter

@@ -24,7 +24,7 @@ from torch import nn
 from shardwise.errors import ConfigError, KnownNames
 from shardwise.models import pretrained
 from shardwise.models.four_bits.four_bit_linear import is_in_four_bits
-from shardwise.models.modules import modules_in, original_class, walk
+from shardwise.models.torch_words import modules_in, original_class, walk
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

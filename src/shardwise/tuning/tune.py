@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings
 from shardwise.errors import ConfigError
-from shardwise.models.modules import parameters_of, take_after, walk
+from shardwise.models.torch_words import parameters_of, take_after, walk
 from shardwise.models.trained_dtype import TrainedDtype
 from shardwise.models.view import look_inside
 from shardwise.tuning.existing import Adapter

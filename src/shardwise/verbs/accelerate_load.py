@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engines.arguments import world_of
-from shardwise.engines.clock import Clock
+from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.states.agreed import StateOptions
 from shardwise.interchange.accelerate_reading import FilesSource, read_model, read_optimizer
 from shardwise.models.optimizers.optimizer_state import ByName, ParameterOrder

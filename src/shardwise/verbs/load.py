@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from torch import nn
 
 from shardwise.engines.arguments import agree_on_call, hints_of, require_meant, world_of
-from shardwise.engines.clock import Clock
 from shardwise.engines.load_call import LoadCall, load_checkpoint
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.opening import Source
+from shardwise.execution.ranks.progress import Clock
 from shardwise.models.initialize import BufferRules
 from shardwise.models.view import without_compile
 from shardwise.planning.loads.load_plan import Consent, OnMissing, OnUnexpected, Refuse

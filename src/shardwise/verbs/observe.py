@@ -11,7 +11,7 @@ from pathlib import Path
 from shardwise.errors import ConfigError
 from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.world import World
-from shardwise.models.accelerators import memory_in_use
+from shardwise.models.torch_words import memory_in_use
 from shardwise.observing.own_memory import OwnMemory
 from shardwise.observing.phases import is_listened_to
 from shardwise.observing.rank_file import RankFile

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engines.arguments import world_of
-from shardwise.engines.clock import Clock
 from shardwise.engines.optimizer_states import brought, set_values, take_out
+from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.states.agreed import StateOptions, require_same_call
 from shardwise.models.view import without_compile
 from shardwise.planning.loads.load_plan import Refuse

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from shardwise.engines.arguments import agree_on_call, world_of
 from shardwise.engines.bringing_up import bring_up, settle_call
-from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.pretrained_options import PretrainedOptions
+from shardwise.execution.ranks.progress import Clock
 from shardwise.report.load_report import LoadReport
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engines.arguments import hints_of, require_meant, world_of
-from shardwise.engines.clock import Clock
 from shardwise.engines.sharding import ShardCall, ShardOptions, carry_out_shard
+from shardwise.execution.ranks.progress import Clock
 from shardwise.models.four_bits.quantization import FourBit
 from shardwise.models.trained_dtype import AsItIs, TrainedDtype
 from shardwise.models.view import without_compile

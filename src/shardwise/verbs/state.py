@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shardwise.engines.arguments import world_of
-from shardwise.engines.clock import Clock
 from shardwise.engines.model_states import set_values, take_out
+from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.states.agreed import BroughtValues, StateOptions, by_canonical_names, require_same_call
 from shardwise.models.selection import Everything, Selection
 from shardwise.models.view import without_compile

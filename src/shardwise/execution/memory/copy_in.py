@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.models.accelerators import module_of
-from shardwise.models.dtypes import to_torch
+from shardwise.models.torch_words import module_of, to_torch
 from shardwise.models.view import strided_view
 from shardwise.planning.loads.schedule import Segment, staging_within
 from shardwise.tensors import Strided

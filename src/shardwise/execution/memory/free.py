@@ -1,15 +1,17 @@
-"""How much memory is free where this rank runs."""
+"""How much memory is free where this rank runs, and the least that a call can work with."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from shardwise.errors import ConfigError
 from shardwise.planning.forecasts.own_forecast import Available
 from shardwise.storage.machine import GROUPS, OWN_GROUP, ControlGroup, control_groups, text_of
 
 if TYPE_CHECKING:
     import torch
+
 
 _MEMINFO = Path("/proc/meminfo")
 _NO_LIMIT = 1 << 60
@@ -24,7 +26,7 @@ def available_memory(home: torch.device) -> Available:
     """
     device_bytes = None
     if home.type != "cpu":
-        from shardwise.models.accelerators import free_memory
+        from shardwise.models.torch_words import free_memory
 
         device_bytes = free_memory(home)
     pools = host_pools()
@@ -64,3 +66,16 @@ def _room(group: ControlGroup) -> int | None:
     statistics = dict(line.split() for line in group.text("memory.stat").splitlines())
     cache = sum(int(statistics.get(name, 0)) for name in ("inactive_file", "active_file"))
     return max(0, most - used + cache)  # the page cache gives way
+
+
+_PAGE_BYTES: Final = 4096
+
+
+def require_budget(budget_bytes: int) -> None:
+    """Raise for a budget, of any call, that no page goes into.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if budget_bytes < _PAGE_BYTES:
+        raise ConfigError(f"budget_bytes={budget_bytes} is less than a page ({_PAGE_BYTES})")

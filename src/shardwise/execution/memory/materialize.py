@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.execution.memory.host_memory import HostMemory
-from shardwise.models import sharded
-from shardwise.models.modules import take_after
+from shardwise.models import torch_words
+from shardwise.models.torch_words import take_after
 from shardwise.models.view import Held, local_tensor
 from shardwise.planning.loads.pages import MeasuredPages, Pages
 
@@ -44,7 +44,7 @@ Managers: TypeAlias = Mapping[nn.Parameter, Any]
 
 def managers_of(model: nn.Module) -> Managers:
     """What FSDP2 manages of a model. It stays true for what is on meta until it is materialised."""
-    return sharded.fsdp_params(model)
+    return torch_words.fsdp_params(model)
 
 
 def devices_of(held: Sequence[Held], managers: Managers, home: torch.device) -> dict[str, torch.device]:
@@ -93,9 +93,9 @@ class _WantedMemory:
         manager = managers.get(tensor) if isinstance(tensor, nn.Parameter) else None
         if manager is None:
             return cls(item, None, tuple(local_tensor(tensor).shape), home, is_pinned=False)
-        device = torch.device("cpu") if sharded.is_offloaded(manager) else home
-        pins = sharded.pins_memory(manager)
-        return cls(item, manager, sharded.padded_size(manager), device, is_pinned=pins)
+        device = torch.device("cpu") if torch_words.is_offloaded(manager) else home
+        pins = torch_words.pins_memory(manager)
+        return cls(item, manager, torch_words.padded_size(manager), device, is_pinned=pins)
 
     @property
     def is_on_host(self) -> bool:
@@ -117,8 +117,8 @@ class _WantedMemory:
         else:
             fresh = torch.empty_like(local_tensor(tensor), device=self.device)
         if self.manager is not None:
-            fresh = sharded.without_padding(self.manager, fresh)
-        made = sharded.sharded_as(tensor, fresh) if isinstance(tensor, DTensor) else fresh
+            fresh = torch_words.without_padding(self.manager, fresh)
+        made = torch_words.sharded_as(tensor, fresh) if isinstance(tensor, DTensor) else fresh
         if not isinstance(tensor, nn.Parameter):
             self.item.install(made)
             return fresh
@@ -128,10 +128,10 @@ class _WantedMemory:
         take_after(parameter, tensor)
         self.item.install(parameter)
         if self.manager is not None:
-            sharded.adopt_sharded(self.manager, parameter)
+            torch_words.adopt_sharded(self.manager, parameter)
         return fresh
 
 
 def offloads_shards(managers: Managers) -> bool:
     """Whether sharded parameters live on the CPU although the mesh is of another device."""
-    return any(sharded.is_offloaded(manager) for manager in managers.values())
+    return any(torch_words.is_offloaded(manager) for manager in managers.values())

@@ -3,7 +3,7 @@
 A step of FSDP2 gathers every group twice. Through sockets each byte is copied into the kernel and out of it, at a
 fraction of the speed of memory, and on a machine whose ranks compute on its processors, that is their time. In a
 window a rank puts its part down once, and the others copy it from where it lies ([Note: Windows] in
-:mod:`shardwise.execution.memory.shared_memory`). The bytes are the same.
+:mod:`shardwise.execution.memory.host_memory`). The bytes are the same.
 
 What is gathered into is fresh memory each time, which glibc gives back to the system and has anew, page by page,
 for the next group; over a step that is twice the model. So one block, as large as an ordinary group, is kept and
@@ -25,8 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.execution.memory.copy_in import memory_of
-from shardwise.execution.memory.host_memory import HostMemory
-from shardwise.execution.memory.shared_memory import open_windows
+from shardwise.execution.memory.host_memory import HostMemory, open_windows
 from shardwise.execution.ranks.world import World
 
 _KEPT_BYTES = 256 << 20

@@ -73,7 +73,7 @@ def at_own_gpu(rank: int, size: int) -> str:
     import torch
     from tqdm import tqdm
 
-    from shardwise.models.accelerators import accelerator, both_backends, is_forked_from_cuda, module_of
+    from shardwise.models.torch_words import accelerator, both_backends, is_forked_from_cuda, module_of
 
     # Else tqdm makes a lock for several processes, which outlives this one: a worker ends without ceremony.
     tqdm.set_lock(threading.RLock())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import DisagreementError
 from shardwise.execution.ranks.messages import OddRanks, digest_of
-from shardwise.execution.ranks.processors import ProcessorSet, ProcessorShares
+from shardwise.execution.ranks.whereabouts import ProcessorSet, ProcessorShares
 from shardwise.execution.ranks.world import World
 from shardwise.planning.forecasts.own_forecast import Available, MemoryCheck, require_fits
 from shardwise.planning.loads.load_plan import LoadPlan

@@ -10,7 +10,7 @@ Only when all ranks have met does a collective carry what is large.
 
 A rank says which call it is in as it comes. The n-th line of a rank meets the n-th of every other; where they are
 not in the same call, whoever comes last finds out, all of them raise the same error, and their next lines meet
-again. A rank that has not come yet is missed by its pulse ([Note: A pulse] in ``execution/ranks/liveness.py``).
+again. A rank that has not come yet is missed by its pulse ([Note: A pulse] in ``execution/ranks/whereabouts.py``).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
 from shardwise.errors import ConfigError, DisagreementError, RankLostError
-from shardwise.execution.ranks.keys import KeyStore
-from shardwise.execution.ranks.liveness import Pulses
 from shardwise.execution.ranks.lost_ranks import Talk
+from shardwise.execution.ranks.messages import KeyStore
+from shardwise.execution.ranks.whereabouts import Pulses
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.errors import CheckpointError, DisagreementError, RankLostError
-from shardwise.execution.ranks.keys import KeyStore
-from shardwise.execution.ranks.liveness import ProcessPlace, Pulse, Pulses
+from shardwise.execution.ranks.messages import KeyStore
+from shardwise.execution.ranks.whereabouts import ProcessPlace, Pulse, Pulses
 from shardwise.report.names import shown_ranks
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Encodes what ranks tell each other: values, failures, and the answer that follows from all of them.
+"""What ranks tell each other, as bytes in torch's key-value store: values, failures, and the answer to all of them.
 
 [Note: Meetings cost what was said] Each rank tells the first one what it has to tell, which may be nothing. The
 first rank makes one answer of it, and each rank reads that. So what a store carries is what was said, and as many
@@ -165,3 +165,41 @@ class OddRanks:
 def digest_of(value: object) -> bytes:
     """What ranks compare in place of a value: equal where it is printed alike."""
     return hashlib.sha256(repr(value).encode(errors="surrogatepass")).digest()
+
+
+class KeyStore:
+    """The store under a prefix. All values are bytes."""
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(f"{self._prefix}/{key}", value)
+
+    def has(self, key: str) -> bool:
+        return bool(self._store.check([f"{self._prefix}/{key}"]))
+
+    def find(self, key: str) -> bytes | None:
+        return self.get_all([key])[0] if self.has(key) else None
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """Values that are known to be there."""
+        names = [f"{self._prefix}/{key}" for key in keys]
+        if self._store.has_extended_api():
+            return [bytes(value) for value in self._store.multi_get(names)]
+        return [bytes(self._store.get(name)) for name in names]
+
+    def set_first(self, key: str, value: bytes) -> bytes:
+        """Set a key unless it is there; its value, whoever set it."""
+        return bytes(self._store.compare_set(f"{self._prefix}/{key}", "", value.decode()))
+
+    def count(self, key: str, more: int) -> int:
+        return int(self._store.add(f"{self._prefix}/{key}", more))
+
+    def forget(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._store.delete_key(f"{self._prefix}/{key}")
+
+    def below(self, name: str) -> KeyStore:
+        return KeyStore(self._store, f"{self._prefix}/{name}")

@@ -1,7 +1,11 @@
-"""Shows one progress bar, on the first rank, for what all ranks do."""
+"""How far a call is: one progress bar, on the first rank, for what all ranks do, and the times of its phases."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -9,6 +13,7 @@ from tqdm import tqdm
 
 from shardwise.execution.ranks.world import World
 from shardwise.models import pretrained
+from shardwise.observing import phases
 
 
 class Progress(Protocol):
@@ -58,3 +63,20 @@ class ProgressBar:
         self._world.while_waiting = None
         self._world.tell_progress(0)
         self._bar.close()
+
+
+@dataclass
+class Clock:
+    """Seconds by phase, in order. Those of a phase within another count for the inner one only."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _inner: float = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start, before, self._inner = time.perf_counter(), self._inner, 0.0
+        with phases.phase(name):
+            yield
+        elapsed = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inner
+        self._inner = before + elapsed

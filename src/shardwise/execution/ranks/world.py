@@ -22,7 +22,6 @@ import torch.distributed as dist
 from shardwise import errors
 from shardwise.errors import ConfigError, DisagreementError
 from shardwise.execution.ranks.line import ANY_CALL, Line, Patience
-from shardwise.execution.ranks.liveness import keep_beating
 from shardwise.execution.ranks.messages import (
     SILENT,
     Failure,
@@ -36,7 +35,8 @@ from shardwise.execution.ranks.messages import (
     packed,
     unpacked,
 )
-from shardwise.models import process_groups
+from shardwise.execution.ranks.whereabouts import keep_beating
+from shardwise.models import torch_words
 from shardwise.observing import phases
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class World:
             if around is not None:
                 name += f"/in {around.joined_line()}"
             patience = patience or Patience()
-            store = process_groups.default_store()
+            store = torch_words.default_store()
             keep_beating(store, dist.get_rank(), patience.beat_s)
             self._line = Line(store, name, rank, size, patience, dist.get_process_group_ranks(group), call)
             if around is not None:
@@ -244,7 +244,7 @@ class World:
         """Over all ranks, place by place, modulo 2**64. Collective: yes."""
         if self.size == 1:
             return [value % _WORD for value in values]
-        device = process_groups.object_device(self.group)
+        device = torch_words.object_device(self.group)
         signed = [(value + _WORD // 2) % _WORD - _WORD // 2 for value in values]
 
         def add() -> list[int]:
@@ -288,7 +288,7 @@ class World:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.01)
         except Stopped:
-            process_groups.keep_forever(self.group)
+            torch_words.keep_forever(self.group)
             raise
         work.wait()
 
@@ -400,7 +400,7 @@ class World:
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         if source == self.rank:
             buffer.numpy()[:] = memoryview(own)
-        buffer = buffer.to(process_groups.object_device(self.group))
+        buffer = buffer.to(torch_words.object_device(self.group))
         work = dist.broadcast(buffer, src=self._global_rank(source), group=self.group, async_op=True)
         assert work is not None
         self.wait_for(work)

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.conversion import Computed, ComputedBlock, Expression, aligned_blocks
 from shardwise.errors import FormatError
-from shardwise.models.dtypes import to_torch
+from shardwise.models.torch_words import to_torch
 from shardwise.planning.saves.merge_plan import Added, Edit, LowRank, Replaced, WeightForm
 from shardwise.storage.names import shown
 from shardwise.tensors import Box, DType, numel

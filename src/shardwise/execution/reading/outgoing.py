@@ -11,7 +11,7 @@ import torch
 from shardwise.conversion import Expression, SmallestBlocks, computed_leaves
 from shardwise.errors import CoverageError
 from shardwise.execution.reading.place import Placer
-from shardwise.models.dtypes import to_torch
+from shardwise.models.torch_words import to_torch
 from shardwise.planning.saves.save_plan import Saved
 from shardwise.report.names import in_bytes
 from shardwise.storage.names import shown

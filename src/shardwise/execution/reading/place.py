@@ -22,15 +22,14 @@ from shardwise.conversion import (
 from shardwise.errors import StorageError
 from shardwise.execution.memory.copy_in import Landing, as_stored, landings
 from shardwise.execution.memory.host_memory import HostMemory
-from shardwise.execution.ranks.processors import ProcessorSet
 from shardwise.execution.ranks.progress import Progress
+from shardwise.execution.ranks.whereabouts import ProcessorSet
 from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.evaluating import evaluate, evaluate_into_places, move
-from shardwise.execution.reading.filled import FilledTensors
+from shardwise.execution.reading.filled import FilledTensors, evaluate, evaluate_into_places, move
 from shardwise.execution.reading.workers import Workers, computing
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import LocalBox
-from shardwise.models.dtypes import to_torch
+from shardwise.models.torch_words import to_torch
 from shardwise.models.view import strided_view
 from shardwise.planning.loads.schedule import (
     ComputingShare,

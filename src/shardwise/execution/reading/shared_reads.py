@@ -20,7 +20,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.place import Destination, Placer
 from shardwise.execution.reading.workers import Ahead
 from shardwise.layout import place_of
-from shardwise.models.sharded import splitting_dim
+from shardwise.models.torch_words import splitting_dim
 from shardwise.models.view import Held, boxes_of_ranks, strided_view
 from shardwise.planning.moves.exchange import WantedBoxes, dealt, hull, rounds
 from shardwise.planning.moves.intervals import handed_over, intervals

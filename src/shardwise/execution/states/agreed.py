@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, CoverageError, PlacementError
-from shardwise.execution.memory.budget import require_budget
+from shardwise.execution.memory.free import require_budget
 from shardwise.execution.moving.exchange import Traffic
 from shardwise.execution.moving.reshard import (
     Handover,
@@ -24,7 +24,7 @@ from shardwise.execution.moving.reshard import (
 )
 from shardwise.execution.ranks.line import Patience
 from shardwise.execution.ranks.world import World
-from shardwise.models.dtypes import in_memory
+from shardwise.models.torch_words import in_memory
 from shardwise.models.view import canonical, local_tensor, raw_bytes
 from shardwise.planning.states.matching import Brought, Match, Taken
 from shardwise.report.names import collapse

@@ -14,9 +14,9 @@ from shardwise.execution.moving.distribute import LocalTensor, Shipment
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.supply import Supply
 from shardwise.layout import TensorKind
-from shardwise.models.modules import take_after
 from shardwise.models.optimizers.rebind import Bound, Key, state_like
 from shardwise.models.replicated import average_replicated_gradients
+from shardwise.models.torch_words import take_after
 from shardwise.models.view import Held, boxes_at, local_boxes, local_tensor, look_inside
 from shardwise.models.wrapping import wrap
 from shardwise.models.wrapping.wrap import Sharding

@@ -11,12 +11,12 @@ from shardwise.conversion import Expression, key_of
 from shardwise.errors import StorageError
 from shardwise.execution.moving.exchange import Traffic
 from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.audit import are_equal
 from shardwise.execution.reading.checkpoint_copies import require_one_checkpoint
 from shardwise.execution.reading.place import Destination, Placer, arrange
-from shardwise.execution.reading.tied_values import are_equal
 from shardwise.execution.states.agreed import untied
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.models.dtypes import to_torch
+from shardwise.models.torch_words import to_torch
 from shardwise.models.view import local_boxes, local_tensor
 from shardwise.planning.loads.comparing import SampledBlocks
 from shardwise.planning.states.matching import Brought, Match

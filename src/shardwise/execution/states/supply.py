@@ -12,8 +12,8 @@ from shardwise.errors import DisagreementError
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.checksum import checksum
 from shardwise.layout import TensorKind
-from shardwise.models.modules import sets_grad_dtype
 from shardwise.models.optimizers.rebind import Bound, Key, Scalar
+from shardwise.models.torch_words import sets_grad_dtype
 from shardwise.models.trained_dtype import TrainedDtype
 from shardwise.models.view import Held
 from shardwise.planning.states.sources import (

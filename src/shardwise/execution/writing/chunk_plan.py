@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from shardwise.errors import PlacementError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.moving.reshard import TensorFacts, require_same_tensors
-from shardwise.execution.writing.archive import envelope
-from shardwise.models.torch_files import stored_at
+from shardwise.execution.writing.torch_out import envelope
+from shardwise.models.torch_words import stored_at
 from shardwise.planning.moves.assembly import Boxes, shares_by_rank, shares_of_first
 from shardwise.report.names import collapse
 from shardwise.tensors import Box, numel

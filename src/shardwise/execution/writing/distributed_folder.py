@@ -15,8 +15,7 @@ from shardwise.errors import FormatError, PlacementError, StorageError
 from shardwise.execution.moving.reshard import TensorFacts, facts_of
 from shardwise.execution.ranks.world import World
 from shardwise.execution.writing.chunk_plan import TensorsPlan, data_file, key_of, metadata_of, plan_tensors
-from shardwise.execution.writing.chunk_sources import InPlace, places_of, views_of
-from shardwise.execution.writing.chunk_stream import ChunkStream
+from shardwise.execution.writing.chunk_stream import ChunkStream, InPlace, places_of, views_of
 from shardwise.execution.writing.committing import make_file
 from shardwise.execution.writing.marked_folder import Saving
 from shardwise.execution.writing.torch_out import Levels

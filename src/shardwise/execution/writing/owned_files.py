@@ -18,7 +18,7 @@ from shardwise.execution.states.assemble import assemble
 from shardwise.execution.states.given_parts import Giver
 from shardwise.execution.writing.sink import Sink, WrittenTensors
 from shardwise.formats.safetensors_header import NewFile
-from shardwise.models.dtypes import to_torch
+from shardwise.models.torch_words import to_torch
 from shardwise.planning.moves.assembly import Boxes, plan_assembly
 from shardwise.planning.moves.parcels import ALIGNMENT_BYTES, Round, staged
 from shardwise.planning.saves.save_plan import choose_owners, wanted_by_owners

@@ -11,12 +11,12 @@ import torch
 
 from shardwise.errors import FormatError
 from shardwise.execution.states.stored_values import StoredValues
-from shardwise.execution.writing.rank_files import load_plain
 from shardwise.execution.writing.torch_out import Levels, loaded, nested
+from shardwise.execution.writing.torch_states import load_plain
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.distributed import DistributedMetadata, read_metadata
 from shardwise.formats.torch_files import open_state
-from shardwise.models.dtypes import to_torch
+from shardwise.models.torch_words import to_torch
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown

@@ -1,4 +1,4 @@
-"""Writes a file as ``torch.save`` does, in blocks: its pickle first, then the bytes of every tensor."""
+"""Writes a file as ``torch.save`` does, in blocks: its pickle, then every tensor, and what is around it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import io
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,9 +18,8 @@ from shardwise.execution.writing.committing import let_count, remove_unnamed
 from shardwise.execution.writing.saving_lock import new_token, take_lock
 from shardwise.execution.writing.sink import Sink, WrittenTensors, write_extents
 from shardwise.execution.writing.stream_out import BLOCK_BYTES, Part, write_ahead
-from shardwise.formats.torch_file import read_torch_file
-from shardwise.models.dtypes import to_torch
-from shardwise.models.torch_files import save_without_data
+from shardwise.formats.torch_file import read_torch_file, read_torch_tensor
+from shardwise.models.torch_words import save_without_data, to_torch
 from shardwise.planning.saves.commit import Commit, Rename, on_its_way
 from shardwise.planning.saves.save_plan import Extent, Saved
 from shardwise.storage.contract import StorageWriter
@@ -194,3 +195,28 @@ def _around(places: Sequence[ByteRange], nbytes: int) -> Iterator[ByteRange]:
         for start in range(position, place.start, BLOCK_BYTES):
             yield ByteRange(start, min(start + BLOCK_BYTES, place.start))
         position = max(position, place.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The bytes before a tensor's own, and those after."""
+
+    before: bytes
+    after: bytes
+
+
+@lru_cache(maxsize=4096)
+def envelope(shape: tuple[int, ...], dtype: torch.dtype) -> Envelope:
+    """What is around a contiguous tensor of this shape, in an archive of its own.
+
+    torch writes it, into a file with a hole for the bytes of the tensor. So the checksum in it is that of nothing;
+    torch looks at it no more than when it loads what it wrote itself with ``skip_data``.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        place = Path(folder, "archive")
+        save_without_data(lambda: torch.empty(shape, dtype=dtype), place)
+        with LocalReader(folder) as reader:
+            nbytes = reader.size(place.name)
+            hole = read_torch_tensor(reader, place.name, ByteRange(0, nbytes), {}, what=str(place)).range
+            before, after = reader.read(place.name, 0, hole.start), reader.read(place.name, hole.stop, nbytes)
+        return Envelope(before, after)

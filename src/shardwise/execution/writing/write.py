@@ -16,7 +16,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.filled import bytes_of
 from shardwise.execution.reading.workers import Ahead, Workers
 from shardwise.formats.checkpoint_index import TensorEntry
-from shardwise.models.accelerators import settle
+from shardwise.models.torch_words import settle
 from shardwise.models.view import strided_view
 from shardwise.planning.loads.schedule import ReadRequest, Segment, Staging, aligned
 from shardwise.storage.contract import StorageReader, StorageWriter

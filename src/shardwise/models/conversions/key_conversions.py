@@ -34,8 +34,8 @@ from shardwise.conversion import (
 from shardwise.layout import ModelLayout
 from shardwise.models import transformers_compat as compat
 from shardwise.models.conversions.tracer import NotStructural, Recorded
-from shardwise.models.dtypes import from_torch, to_torch
 from shardwise.models.pretrained import base_model_prefix
+from shardwise.models.torch_words import from_torch, to_torch
 from shardwise.tensors import numel
 
 _NUMBER = re.compile(r"(\d+)")

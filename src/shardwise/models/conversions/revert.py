@@ -16,8 +16,8 @@ from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import tree_map, without_data
 from shardwise.models.conversions.key_conversions import ModelFacade
 from shardwise.models.conversions.tracer import NotStructural, Recorded
-from shardwise.models.dtypes import from_torch, to_torch
 from shardwise.models.pretrained import is_pretrained
+from shardwise.models.torch_words import from_torch, to_torch
 from shardwise.tensors import DType, numel
 
 

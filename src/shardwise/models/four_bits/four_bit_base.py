@@ -15,7 +15,6 @@ from transformers.utils.quantization_config import QuantizationMethod
 from shardwise.conversion import Bindings, Expression
 from shardwise.conversion.packed import nested_as_stored, packed, stored_form
 from shardwise.errors import ConfigError
-from shardwise.models.dtypes import from_torch
 from shardwise.models.four_bits.four_bit_experts import (
     are_experts_in_four_bits,
     put_experts_into_four_bits,
@@ -35,7 +34,7 @@ from shardwise.models.four_bits.four_bit_linear import (
 )
 from shardwise.models.four_bits.four_bit_product import Packing, has_bitsandbytes
 from shardwise.models.four_bits.quantization import FourBit, of_form, to_transformers
-from shardwise.models.modules import original_class, parameters_of, walk
+from shardwise.models.torch_words import from_torch, original_class, parameters_of, walk
 from shardwise.report.names import collapse
 from shardwise.tensors import DType
 

@@ -26,7 +26,7 @@ from torch import nn
 from shardwise.models import pretrained
 from shardwise.models.four_bits.four_bit_product import KeptScales, Packing, product
 from shardwise.models.four_bits.quantization import COMPUTED_IN, FourBit
-from shardwise.models.modules import parameters_of
+from shardwise.models.torch_words import parameters_of
 
 _SCALES = "_scales"
 

@@ -23,12 +23,11 @@ from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers
 from shardwise.errors import ConfigError, FormatError
 from shardwise.layout import ModelLayout, TensorKind, TensorLayout
 from shardwise.models.conversions.revert import Output
-from shardwise.models.dtypes import from_torch
 from shardwise.models.four_bits.four_bit_experts import are_experts_in_four_bits, scales_of
 from shardwise.models.four_bits.four_bit_linear import NESTED, OFFSET, SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.four_bits.four_bit_product import Packing
 from shardwise.models.four_bits.quantization import FourBit
-from shardwise.models.modules import modules_in
+from shardwise.models.torch_words import from_torch, modules_in
 from shardwise.models.view import Held, Slot
 from shardwise.tensors import numel
 

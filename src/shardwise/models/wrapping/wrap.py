@@ -19,15 +19,13 @@ from torch.distributed.tensor import Shard
 from shardwise.errors import PlacementError
 from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import parameters_in, walk
-from shardwise.models.accelerators import accelerator, has_collectives
+from shardwise.models.torch_words import accelerator, has_collectives
 from shardwise.models.view import canonical
 from shardwise.models.wrapping import blocks
-from shardwise.models.wrapping.accelerate_config import read_accelerate_config
-from shardwise.models.wrapping.accelerate_sharding import fields_of
+from shardwise.models.wrapping.accelerate_config import fields_of, read_accelerate_config
 from shardwise.models.wrapping.blocks import ActivationCheckpointing, Compiling, Off
-from shardwise.models.wrapping.foreign_policies import as_policy
 from shardwise.models.wrapping.groups import Grouping, group_parameters, shard_dim
-from shardwise.models.wrapping.policies import Automatic, WrapPolicy, repeated_blocks
+from shardwise.models.wrapping.policies import Automatic, WrapPolicy, as_policy, repeated_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Sharding:
     whatever the groups are, and without a mesh too.
 
     ``wrap`` may also be a class of modules or several, a policy of torch's for FSDP1 (or a partial of one), or a
-    function of a module: see :func:`~shardwise.models.wrapping.foreign_policies.as_policy`.
+    function of a module: see :func:`~shardwise.models.wrapping.policies.as_policy`.
     """
 
     mesh: DeviceMesh | None = None

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from shardwise.errors import ConfigError
 from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.world import World
-from shardwise.models.accelerators import accelerator
 from shardwise.models.four_bits.quantization import FourBit, Fp4, NestedScales, Nf4, PlainScales
+from shardwise.models.torch_words import accelerator
 from shardwise.models.wrapping.blocks import CompileBlocks, Off, PerBlock
 from shardwise.models.wrapping.policies import (
     Automatic,

@@ -13,8 +13,8 @@ from shardwise.checkpoints.modes import CheckpointerOptions
 from shardwise.engines.forecasting import Foreseen
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.layout import Stretch
-from shardwise.models.dtypes import from_torch, to_torch
 from shardwise.models.selection import Everything
+from shardwise.models.torch_words import from_torch, to_torch
 from shardwise.models.traced_activations import TracedModel
 from shardwise.models.wrapping.blocks import Off
 from shardwise.models.wrapping.policies import repeated_blocks

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError
-from shardwise.models import at_once, process_groups, sharded
+from shardwise.models import torch_words
 from shardwise.models.view import local_tensor
 
 _TINY = 1e-6
@@ -104,7 +104,7 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
             local = local_tensor(parameter.grad)
             alike.setdefault((local.device, local.dtype), []).append(local)
     for tensors in alike.values():
-        at_once.multiply(tensors, factor)
+        torch_words.multiply(tensors, factor)
 
 
 def _norm(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -127,7 +127,7 @@ def _copies(parameter: nn.Parameter, ranks: int) -> float:
     if not isinstance(parameter, DTensor):
         return ranks
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    return ranks / math.prod(size for size, place in sizes if sharded.splitting_dim(place) is not None)
+    return ranks / math.prod(size for size, place in sizes if torch_words.splitting_dim(place) is not None)
 
 
 def _without_partial(parameter: nn.Parameter) -> torch.Tensor:
@@ -149,6 +149,6 @@ def reduced(share: torch.Tensor, norm_type: float, group: dist.ProcessGroup | No
     """All ranks' shares in one. Collective: yes."""
     if _size(group) == 1:
         return share
-    total = share.to(process_groups.object_device(group))
+    total = share.to(torch_words.object_device(group))
     dist.all_reduce(total, dist.ReduceOp.SUM if norm_type == 2.0 else dist.ReduceOp.MAX, group=group)
     return total

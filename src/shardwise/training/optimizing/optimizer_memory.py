@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from shardwise.layout import Spread, TensorKind, WorldLayout
-from shardwise.models.dtypes import to_torch
 from shardwise.models.live_bytes import LiveBytes
+from shardwise.models.torch_words import to_torch
 from shardwise.training.optimizing.optimizers import OptimizerRecipe, optimizers_of, parameters_by_part
 from shardwise.training.options import TrainOptions
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.execution.processes.launched import this_device
-from shardwise.execution.ranks.agreed_collectives import in_agreed_collectives
+from shardwise.execution.ranks.collectives import in_agreed_collectives
 from shardwise.execution.ranks.world import World
 from shardwise.layout import TensorKind
 from shardwise.models.optimizers.blockwise import blockwise

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from shardwise.models.optimizers.block_codec import counts_of_shards
 from shardwise.models.optimizers.blockwise import OfBitsandbytes32, OfTorchao, blockwise, numbers_of
 from shardwise.models.optimizers.factors import factor_like
-from shardwise.models.sharded import splitting_dim
+from shardwise.models.torch_words import splitting_dim
 from shardwise.models.view import local_tensor
 
 
