@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import ConstantLR, LinearLR, MultiStepLR, Sequenti
 
 import shardwise
 import shardwise.engines.saving
-from shardwise.bank.moments import FlatSlices
+from shardwise.bank.optimizers import FlatSlices
 from shardwise.bank.plain_json import from_json, to_json
 from shardwise.execution.writing.committing import commit_save
 from shardwise.options import BeginsAnew, GoesOn, MatricesOnly, ShardedMoments, WholeMoments, WithTraining

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import trainer_utils
 
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER
-from shardwise.interchange import trainer_beside, trainer_folder
+from shardwise.interchange import trainer_folder
 from shardwise.models import pretrained, templates_compat
 from shardwise.models import transformers_compat as compat
 from shardwise.tuning import peft_compat
@@ -208,5 +208,5 @@ def test_files_of_accelerate_and_of_the_trainer() -> None:
     assert OPTIMIZER.stem == accelerate_names.OPTIMIZER_NAME
     assert transformers.trainer.TRAINER_STATE_NAME == trainer_folder.STATE_FILE
     assert transformers.trainer.OPTIMIZER_NAME == trainer_folder._OPTIMIZER_FILE
-    assert transformers.trainer.SCHEDULER_NAME == trainer_beside._SCHEDULER_FILE
+    assert transformers.trainer.SCHEDULER_NAME == trainer_folder._SCHEDULER_FILE
     assert trainer_utils.PREFIX_CHECKPOINT_DIR == "checkpoint"

@@ -21,10 +21,9 @@ from click.testing import CliRunner
 from tests.observing.made_runs import make_metrics
 from tests.training import tiny
 
-from shardwise.cli.live_bar import LiveBar
 from shardwise.cli.report import report_command
 from shardwise.cli.train import train_command
-from shardwise.cli.training_log import StepLog
+from shardwise.cli.training_log import LiveBar, StepLog
 from shardwise.observing.run_record import RunReader
 from shardwise.pictures import installed
 from shardwise.pictures.curves import Curves

@@ -17,8 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from shardwise.cli import main
-from shardwise.tenants.config_keys import config_keys
-from shardwise.tenants.sections import ManySection
+from shardwise.tenants.sections import ManySection, config_keys
 from shardwise.training.configuration.config import known_keys
 
 ROOT = Path(__file__).parents[2]

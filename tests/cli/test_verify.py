@@ -65,7 +65,7 @@ def test_a_difference_is_found_and_named(mixtral, monkeypatch):
 
 def test_a_buffer_that_differs_is_found(mixtral, monkeypatch):
     monkeypatch.setattr(
-        "shardwise.engines.verifying_load.reference_buffers",
+        "shardwise.engines.verifying.reference_buffers",
         lambda model: {name: torch.zeros_like(buffer) for name, buffer in model.named_buffers()},
     )
     assert verify_load(str(mixtral)).unequal == (

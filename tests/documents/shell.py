@@ -12,7 +12,7 @@ import click
 from tests.documents.blocks import ROOT
 
 from shardwise.cli import main
-from shardwise.tenants.config_keys import config_keys
+from shardwise.tenants.sections import config_keys
 
 _TENANT_WORDS = ("tenants", "sweep", "bank")
 

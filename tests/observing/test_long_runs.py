@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.observing.made_runs import GIB
 
+from shardwise.observing.bounded import PhaseSpan, PhaseTimes, extremes, merged, standing_out
 from shardwise.observing.metrics_lines import MetricsLines
-from shardwise.observing.phase_times import PhaseSpan, PhaseTimes
 from shardwise.observing.rank_record import RankRecord
 from shardwise.observing.run_record import RunReader
-from shardwise.observing.thinning import extremes, merged, standing_out
 from shardwise.pictures.rank_charts import RankCharts
 
 PEAK = 9 * GIB

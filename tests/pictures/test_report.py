@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tests.observing.made_runs import make_metrics, make_rank, make_run
 
 from shardwise.cli.report import report_command
-from shardwise.observing.thinning import extremes, merged
+from shardwise.observing.bounded import extremes, merged
 from shardwise.pictures import installed
 
 MIXES = "mix_stderr" in signature(CliRunner).parameters

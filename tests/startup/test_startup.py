@@ -21,9 +21,8 @@ from shardwise.errors import FormatError, StorageError
 from shardwise.execution.processes.local_ranks import RankError, RanksLateError
 from shardwise.observing.run_record import RunReader
 from shardwise.pictures import installed
-from shardwise.startup import figures, kinds, measuring, room
-from shardwise.startup.figures import ArmFigures, ArmRun, GrowthLimit
-from shardwise.startup.result import StartupResult
+from shardwise.startup import figures, kinds, measuring
+from shardwise.startup.figures import ArmFigures, ArmRun, GrowthLimit, StartupResult
 from shardwise.startup.values import BroughtUp, compared, run_starts, values_of
 from shardwise.tensors.boxes import Box
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
@@ -280,7 +279,7 @@ def test_ranks_that_hold_other_values_are_told() -> None:
 def test_the_picture_can_be_read_on_white_and_on_black(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
-    from shardwise.pictures.side_by_side import INK, write_side_by_side
+    from shardwise.pictures.images import INK, write_side_by_side
 
     samples = [(t / 100, int(200 * MIB + t * MIB + 20 * MIB * (t % 30 == 0)), 0) for t in range(300)]
     record = RunReader(made_run(tmp_path / "run", [samples] * 4)).read()
@@ -307,7 +306,7 @@ def test_two_arms_and_why_the_others_did_not_run(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(
         kinds.importlib.util, "find_spec", lambda name: None if name == "accelerate" else real(name)
     )
-    monkeypatch.setattr(room, "host_pools", lambda: {"": TINY.nbytes * 2 * 3 // 2})
+    monkeypatch.setattr(measuring, "host_pools", lambda: {"": TINY.nbytes * 2 * 3 // 2})
     out = tmp_path / "out"
     result = startup(write(TINY, tmp_path), "--ranks", 2, "--out", out)
     assert result.exit_code == 0, result.stderr

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.tenants.portions import OwnSteps, PassBudget, evaluation_portions, learned_in, tensors_of
+from shardwise.tenants.turns import OwnSteps, PassBudget, evaluation_portions, learned_in, tensors_of
 from shardwise.training.data.batches import Padded
 from shardwise.training.data.loader import StepLoader, StepSampler
 from shardwise.training.data.read_once import Examples, TrainData

@@ -27,7 +27,7 @@ from shardwise.models.view import local_tensor, raw_bytes
 from shardwise.options import EveryRank, FullState, Ignore, WholeModel
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders, SettingsAsked
 from shardwise.training.loop import train
-from shardwise.training.optimizing.optimizer_bytes import StateBytes
+from shardwise.training.optimizing.optimizer_memory import StateBytes
 from shardwise.training.optimizing.optimizers import SHORT_NAMES, class_named, optimizers_of
 from shardwise.training.optimizing.shard_steps import step_shards
 from shardwise.training.options import NamedOptimizer

@@ -30,7 +30,7 @@ from shardwise.training.loop import train
 from shardwise.training.optimizing.optimizer_trial import require_optimizer
 from shardwise.training.optimizing.optimizers import SHORT_NAMES
 from shardwise.training.options import NamedOptimizer, Steps, TrainOptions
-from shardwise.training.passes.accumulation import Accumulation, fitting_accumulation
+from shardwise.training.passes.forward import Accumulation, fitting_accumulation
 from shardwise.training.report import TrainReport
 from shardwise.training.stopping import StopRequest
 
@@ -173,7 +173,7 @@ def on_rank(file: str, folder: str) -> dict[str, Any]:
 def with_little_memory(model: nn.Module, chosen: TrainOptions) -> Accumulation:
     """Rank 1 has little."""
     free = Available(None, 1 << 14 if World.current().rank else 1 << 40)
-    with mock.patch("shardwise.training.passes.accumulation.available_memory", return_value=free):
+    with mock.patch("shardwise.training.passes.forward.available_memory", return_value=free):
         return fitting_accumulation(model, chosen, torch.float32)
 
 

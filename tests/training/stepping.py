@@ -28,14 +28,12 @@ from shardwise.models.wrapping.policies import MinSize, ModelPlan
 from shardwise.models.wrapping.wrap import Sharding
 from shardwise.training.data.batches import Batch
 from shardwise.training.generation import evaluating, generate
-from shardwise.training.optimizing.clipping import clip_gradients
-from shardwise.training.optimizing.scaling import GradientScaler
-from shardwise.training.optimizing.synchronised import require_synchronised
+from shardwise.training.optimizing.gradients import GradientScaler, clip_gradients
+from shardwise.training.optimizing.optimizer_trial import require_synchronised
 from shardwise.training.options import TrainOptions
-from shardwise.training.passes.accumulation import ShardedGradients, WholeGradients
-from shardwise.training.passes.forward import Forward
+from shardwise.training.parts import parts_of
+from shardwise.training.passes.forward import Forward, ShardedGradients, WholeGradients
 from shardwise.training.passes.losses import ChunkedLogits, WholeLogits, prepare_loss
-from shardwise.training.recipe import parts_of
 from shardwise.training.step import StepWork
 
 WORDS = 96

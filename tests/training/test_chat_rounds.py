@@ -12,7 +12,7 @@ from tests.training import shipped
 
 from shardwise.models.chat_templates import CompiledTemplate
 from shardwise.training.texts import chat_script
-from shardwise.training.texts.chat_options import Learn
+from shardwise.training.texts.chat_script import Learn
 from shardwise.training.texts.chat_turns import ChatReader, Rendering
 from shardwise.training.texts.rows import Chat, RowError
 

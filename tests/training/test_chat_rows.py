@@ -13,7 +13,7 @@ from shardwise.errors import ConfigError
 from shardwise.training.configuration.config_sections import TrainConfig
 from shardwise.training.data.read_once import read_data
 from shardwise.training.session import read_rows
-from shardwise.training.texts.chat_options import ChatOptions, Learn
+from shardwise.training.texts.chat_script import ChatOptions, Learn
 from shardwise.training.texts.masking import Encoder, Example
 from shardwise.training.texts.rows import Completion, RowError, RowFault, row_of
 

@@ -12,7 +12,7 @@ import pytest
 from tests.training import shipped
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from shardwise.training.texts.chat_options import ChatOptions, Learn
+from shardwise.training.texts.chat_script import ChatOptions, Learn
 from shardwise.training.texts.masking import Encoder, Example
 from shardwise.training.texts.rows import RowFault, row_of
 

@@ -38,7 +38,7 @@ from shardwise.training.configuration.config_values import (
 from shardwise.training.data.batches import Flattened, Packed, Padded
 from shardwise.training.foretelling.foreseeing import plan_training
 from shardwise.training.options import TrainOptions
-from shardwise.training.passes.accumulation import ShardedGradients, WholeGradients
+from shardwise.training.passes.forward import ShardedGradients, WholeGradients
 from shardwise.training.passes.losses import ChunkedLogits, WholeLogits
 from shardwise.training.prepare import ModelRequest, load_model
 from shardwise.tuning.modes import ExistingLora, Freeze, Full, InBlocks, Lora, Replicated

@@ -30,8 +30,7 @@ from shardwise.training.data.read_once import TrainData, read_data
 from shardwise.training.evaluation_rows import EndEarly, Evaluation, evaluate
 from shardwise.training.loop import train
 from shardwise.training.metrics import MetricsFile, RunLog, Trackers
-from shardwise.training.often import EachEpoch
-from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
+from shardwise.training.options import EachEpoch, Epochs, Ratio, Steps, TrainOptions
 from shardwise.training.passes.forward import Forward
 from shardwise.training.report import (
     CheckpointFacts,

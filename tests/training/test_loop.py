@@ -24,10 +24,10 @@ from shardwise.models.wrapping.policies import WholeModel
 from shardwise.training.data.loader import step_loader
 from shardwise.training.data.read_once import TrainData, read_data
 from shardwise.training.loop import train
-from shardwise.training.optimizing.clipping import clip_gradients
+from shardwise.training.optimizing.gradients import clip_gradients
 from shardwise.training.options import Ratio, Steps, TrainOptions
+from shardwise.training.parts import parts_of
 from shardwise.training.passes.forward import Forward
-from shardwise.training.recipe import parts_of
 from shardwise.training.report import StepFacts
 from shardwise.training.step import StepWork
 

@@ -19,8 +19,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from shardwise.models.chat_templates import CompiledTemplate
-from shardwise.training.texts.chat_options import ChatOptions, Learn
-from shardwise.training.texts.chat_script import Script
+from shardwise.training.texts.chat_script import ChatOptions, Learn, Script
 from shardwise.training.texts.masking import Encoder, Example
 from shardwise.training.texts.rows import Chat, Completion, Row, RowError, RowFault, Text
 from shardwise.training.texts.word_tokens import WordTokens

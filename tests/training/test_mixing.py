@@ -16,9 +16,9 @@ from shardwise.errors import ConfigError
 from shardwise.training.configuration.config import config_of
 from shardwise.training.data.batches import Packed, Padded
 from shardwise.training.data.loader import StepLoader, StepSampler
-from shardwise.training.data.mixing import ByWeight, RowOrder, held_out_rows
 from shardwise.training.data.read_once import HeldOut, RowsAsked, TrainData, read_and_hold_out, read_data
 from shardwise.training.data.sources import DataName
+from shardwise.training.data.train_data import ByWeight, RowOrder, held_out_rows
 from shardwise.training.options import Epochs, TrainOptions
 from shardwise.training.session import read_rows
 

@@ -16,8 +16,8 @@ from shardwise.errors import ConfigError
 from shardwise.training.configuration.config import read_config
 from shardwise.training.optimizing.optimizers import SHORT_NAMES
 from shardwise.training.options import NamedOptimizer, TrainOptions
-from shardwise.training.passes.accumulation import ShardedGradients, WholeGradients, fits_whole
-from shardwise.training.recipe import parts_of
+from shardwise.training.parts import parts_of
+from shardwise.training.passes.forward import ShardedGradients, WholeGradients, fits_whole
 from shardwise.training.session import Session
 
 REFUSED_ON_SHARDS = {

@@ -26,9 +26,9 @@ from shardwise.training.data.batches import (
     evaluation_batches,
     flatten,
     pack,
+    pack_rows,
 )
 from shardwise.training.data.loader import step_loader
-from shardwise.training.data.packing import pack_rows
 from shardwise.training.data.read_once import TrainData, read_data
 from shardwise.training.evaluation_rows import evaluate
 from shardwise.training.loop import train

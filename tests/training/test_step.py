@@ -12,9 +12,8 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
-from shardwise.training.optimizing.clipping import clip_gradients
-from shardwise.training.optimizing.scaling import GradientScaler, Unscaled
-from shardwise.training.optimizing.synchronised import require_synchronised
+from shardwise.training.optimizing.gradients import GradientScaler, Unscaled, clip_gradients
+from shardwise.training.optimizing.optimizer_trial import require_synchronised
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 

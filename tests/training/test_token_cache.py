@@ -29,7 +29,7 @@ from shardwise.training.data.sources import DataName
 from shardwise.training.data.token_cache import CacheFolder
 from shardwise.training.session import Session, read_rows
 from shardwise.training.stopping import StopRequest
-from shardwise.training.texts.chat_options import ChatOptions, Learn
+from shardwise.training.texts.chat_script import ChatOptions, Learn
 from shardwise.training.texts.layouts import RowWords
 
 

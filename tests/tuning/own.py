@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings
 from shardwise.models.selection import Everything, Selection
-from shardwise.tuning.existing import Adapter
+from shardwise.tuning.lora import Adapter
 from shardwise.tuning.ready_model import Tuned
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import shardwise
 from shardwise import ConfigError, CoverageError, PlacementError, Sharding
-from shardwise.engines.sharding_named import sharding_named, wrap_named
+from shardwise.engines.sharding import sharding_named, wrap_named
 from shardwise.models.view import raw_bytes
 from shardwise.models.wrapping.policies import Automatic, ModelPlan, ModuleListBlocks, NoSplitModules
 from shardwise.options import Classes, Ignore, Initialize, WholeModel

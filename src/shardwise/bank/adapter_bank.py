@@ -24,9 +24,7 @@ from shardwise.bank.culprits import train_together
 from shardwise.bank.facts import facts_of_base
 from shardwise.bank.files import config_of, find_training, outlined, read_tenant, save_tenant
 from shardwise.bank.hooks import SiteHooks
-from shardwise.bank.moments import Moments
-from shardwise.bank.names import require_name
-from shardwise.bank.optimizers import OptimizerMaker
+from shardwise.bank.optimizers import Moments, OptimizerMaker
 from shardwise.bank.results import BeginsAnew, FusedLosses, TenantLoss, TenantStart, TenantStep
 from shardwise.bank.routing import RouteSwitch
 from shardwise.bank.rows import RowTensors
@@ -37,6 +35,7 @@ from shardwise.bank.tenant import (
     Tenant,
     TenantOptions,
     TokenMean,
+    require_name,
 )
 from shardwise.engines.save_options import SavedState, SaveOptions, Trust, Verification, WithTraining
 from shardwise.errors import ConfigError

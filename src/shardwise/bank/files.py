@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.bank.facts import TenantFacts, differences, facts_in, facts_of, facts_of_base, to_text
-from shardwise.bank.moments import as_shard, mesh_of
+from shardwise.bank.optimizers import as_shard, mesh_of
 from shardwise.bank.results import BeginsAnew, GoesOn, TenantStart
 from shardwise.bank.state import (
     StateKey,

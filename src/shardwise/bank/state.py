@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.bank.facts import HOW_STEPPED, TenantFacts, differences, facts_of
-from shardwise.bank.moments import gathered
+from shardwise.bank.optimizers import gathered
 from shardwise.bank.tenant import Tenant, TenantWindow
 from shardwise.errors import ConfigError
 from shardwise.models.optimizers.optimizer_state import set_group

@@ -1,9 +1,10 @@
-"""One tenant: its matrices in one flat buffer, their gradient in another, its optimizer, its window."""
+"""One tenant: its name, its matrices in one flat buffer, their gradient in another, its optimizer, its window."""
 
 from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,11 +14,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.bank.backends import TenantPair
-from shardwise.bank.moments import FlatSlices, Moments, ShardedMoments, WholeMoments, gathered
-from shardwise.bank.optimizers import OptimizerMaker, adamw, made_optimizer
+from shardwise.bank.optimizers import (
+    FlatSlices,
+    Moments,
+    OptimizerMaker,
+    ShardedMoments,
+    WholeMoments,
+    adamw,
+    gathered,
+    made_optimizer,
+)
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
-from shardwise.training.optimizing.clipping import clip_factor, norm_of, norm_share, scale_gradients
+from shardwise.training.optimizing.gradients import clip_factor, norm_of, norm_share, scale_gradients
 from shardwise.training.parts import RateSchedule, TrainedPart, Unchanging
 from shardwise.tuning.sites import (
     AdaptedSite,
@@ -30,6 +39,7 @@ from shardwise.tuning.sites import (
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
 
 ScheduleMaker: TypeAlias = Callable[[Optimizer], RateSchedule]
 
@@ -298,3 +308,20 @@ def _rows_of_experts(A: torch.Tensor, experts: int) -> torch.Tensor:
 def _columns_of_experts(B: torch.Tensor, experts: int) -> torch.Tensor:
     """And (out, r * experts) rank by rank."""
     return B.view(len(B), -1, experts)
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def require_name(name: object) -> str:
+    """A name that is safe as that of a folder, of a file, and in a log.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name or name.endswith("."):
+        raise ConfigError(
+            f"{name!r} is no name of an adapter: up to 128 letters, digits, '.', '_' and '-', the first a letter "
+            "or a digit, the last no '.', and no '..'"
+        )
+    return name

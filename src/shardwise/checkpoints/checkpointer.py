@@ -23,8 +23,7 @@ from shardwise.checkpoints.agreed_save import (
     agreed_of,
     layout_signature,
 )
-from shardwise.checkpoints.background import Background, completed, done_now, promised
-from shardwise.checkpoints.facts import Facts
+from shardwise.checkpoints.facts import Facts, packed
 from shardwise.checkpoints.modes import (
     Asynchronous,
     CheckpointerOptions,
@@ -36,7 +35,6 @@ from shardwise.checkpoints.modes import (
     Synchronous,
     Which,
 )
-from shardwise.checkpoints.plain import packed
 from shardwise.checkpoints.state import (
     Looked,
     TrainState,
@@ -46,6 +44,7 @@ from shardwise.checkpoints.state import (
     key_of,
     look,
 )
+from shardwise.checkpoints.write import Background, completed, done_now, promised
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.moving.reshard import facts_of

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.checkpoints.plain import digest_of
+from shardwise.checkpoints.facts import digest_of
 from shardwise.errors import FormatError
 
 

@@ -13,8 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoints import randomness
-from shardwise.checkpoints.facts import as_json
-from shardwise.checkpoints.plain import digest_of
+from shardwise.checkpoints.facts import as_json, digest_of
 from shardwise.errors import ConfigError
 from shardwise.layout import TensorKind
 from shardwise.models.optimizers.optimizer_state import labelled, written_out

@@ -13,7 +13,7 @@ from shardwise.checkpoints.fingerprint_check import BLOCK_BYTES, Witness, mark_o
 from shardwise.checkpoints.fingerprints import FingerprintedRun, digest
 from shardwise.checkpoints.modes import AtStep
 from shardwise.checkpoints.opened import Opened, open_checkpoint, open_folder, resolve
-from shardwise.engines.verifying_files import verify_files
+from shardwise.engines.verifying import verify_files
 from shardwise.errors import FormatError
 from shardwise.execution.reading.workers import Workers
 from shardwise.formats.distributed import METADATA

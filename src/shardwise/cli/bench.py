@@ -16,9 +16,9 @@ import click
 from shardwise.cli.launch import fail, run_fresh
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.report.names import in_bytes
+from shardwise.startup.figures import StartupResult
 from shardwise.startup.kinds import KINDS, OURS
 from shardwise.startup.measuring import StartupOptions, measure_startup
-from shardwise.startup.result import StartupResult
 
 if TYPE_CHECKING:
     from rich.table import Table

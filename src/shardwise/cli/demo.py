@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.demo_part import DemoPart
-from shardwise.cli.demo_tenants import TenantsShown, show_tenants
+from shardwise.cli.demo_parts import DemoPart, TenantsShown, show_tenants
 from shardwise.cli.launch import TRAINING, Launched, fail, read_launch, run_ranks
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.training.options import Ratio, Steps, TrainOptions
@@ -25,8 +24,7 @@ from shardwise.training.report import StepFacts
 if TYPE_CHECKING:
     from shardwise.report.load_report import LoadReport
     from shardwise.report.save_report import SaveReport
-    from shardwise.training.demo_lora import Learned
-    from shardwise.training.example import Comparison
+    from shardwise.training.example import Comparison, Learned
     from shardwise.training.report import Event, TrainReport
 
 CORPUS = Path(str(resources.files("shardwise.cli"))) / "data" / "facts.jsonl"
@@ -177,7 +175,7 @@ class LessonOutcome:
 
 def run_lesson(out: Path) -> LessonOutcome:
     """Two more parts of the demo: a LoRA on two processes, of which one is killed; and on one, merged."""
-    from shardwise.training import demo_lora as lesson
+    from shardwise.training import example as lesson
     from shardwise.verbs.merge_adapter import merge_adapter
 
     rows, adapter, merged = out / "new.jsonl", out / "adapter", out / "merged"

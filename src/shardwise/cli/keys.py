@@ -11,7 +11,7 @@ from shardwise.cli.launch import fail
 from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shardwise.tenants.config_keys import ConfigKey
+    from shardwise.tenants.sections import ConfigKey
 
 _LEAST_OF_A_TABLE = 80
 """Columns. In fewer, three beside each other would be cut into syllables."""
@@ -22,7 +22,7 @@ def print_keys(context: click.Context, _parameter: click.Parameter, value: bool)
     if not value or context.resilient_parsing:
         return
     try:
-        from shardwise.tenants.config_keys import config_keys
+        from shardwise.tenants.sections import config_keys
     except ModuleNotFoundError as error:
         fail(
             ConfigError(

@@ -146,7 +146,7 @@ def _planned(said: PlanAsked) -> Forecast | TrainingPlan:
 
 def _load_options(said: PlanAsked) -> PlanOptions:
     """What is said of the load, and of what is tuned."""
-    from shardwise.engines.sharding_named import sharding_named
+    from shardwise.engines.sharding import sharding_named
     from shardwise.engines.tenant_forecasts import tenants_named
     from shardwise.engines.tuning_arguments import tuning_named
 

@@ -25,7 +25,7 @@ def report_command(runs: Sequence[Path], *, output: Path | None) -> None:
     training, as one page that needs no network, and as PNGs. The run may be on its way, ended, or killed.
     """
     from shardwise.cli.launch import fail
-    from shardwise.pictures.report_files import draw_report
+    from shardwise.pictures.page import draw_report
 
     folder = output or runs[0] / "report"
     try:

@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.live_bar import LiveBar
-from shardwise.cli.observed import curves_of, observed
-from shardwise.cli.training_log import STOPPED, Detail, StepLog, Told, count_of, describe_data, end_stuck
+from shardwise.cli.training_log import (
+    STOPPED,
+    Detail,
+    LiveBar,
+    StepLog,
+    Told,
+    count_of,
+    curves_of,
+    describe_data,
+    end_stuck,
+    observed,
+)
 
 if TYPE_CHECKING:
     from shardwise.report.load_report import LoadReport

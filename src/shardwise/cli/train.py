@@ -14,10 +14,18 @@ import click
 
 from shardwise.cli.keys import print_keys
 from shardwise.cli.launch import TRAINING, fail, run_ranks
-from shardwise.cli.live_bar import LiveBar
-from shardwise.cli.observed import curves_of, observed
 from shardwise.cli.tenants import TenantsOutcome, TenantsRequest, print_tenants, train_tenants_on_rank
-from shardwise.cli.training_log import STOPPED, Detail, StepLog, Told, count_of, end_stuck
+from shardwise.cli.training_log import (
+    STOPPED,
+    Detail,
+    LiveBar,
+    StepLog,
+    Told,
+    count_of,
+    curves_of,
+    end_stuck,
+    observed,
+)
 from shardwise.errors import ConfigError, ShardwiseError
 
 if TYPE_CHECKING:

@@ -1,15 +1,18 @@
-"""Tells of a training on the console, as it happens."""
+"""Tells of a training as it happens: on the console, in one live bar, and in what is observed and drawn."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import click
+from tqdm import tqdm
 
-from shardwise.cli.live_bar import LiveBar
 from shardwise.errors import RankLostError
 from shardwise.pictures.curves import Curves
 from shardwise.training.report import CheckpointFacts, EvaluationFacts, Remark, StepFacts
@@ -17,10 +20,74 @@ from shardwise.training.report import CheckpointFacts, EvaluationFacts, Remark, 
 if TYPE_CHECKING:
     from shardwise.observing.sampler import RankObserver
     from shardwise.report.load_report import LoadReport
-    from shardwise.training.configuration.config_sections import ShardingSection
+    from shardwise.training.configuration.config_sections import ShardingSection, TrainConfig
     from shardwise.training.data.read_once import TrainData
     from shardwise.training.report import Event
     from shardwise.training.session import Session
+
+
+_FORMAT = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
+"""What matters most comes first: a narrow terminal cuts off the end."""
+
+
+class LiveBar:
+    """Steps done, time gone and left, the last loss, epochs, tokens a second, memory of the fullest rank.
+
+    On the error stream of one rank; ``is_silent`` on the others. Lines that are told meanwhile go above it.
+    """
+
+    def __init__(self, *, is_silent: bool = False) -> None:
+        self._is_silent = is_silent
+        self._bar: tqdm[Any] | None = None
+
+    def begin(self, total: int) -> None:
+        """Show it, where somebody can see it, for so many steps."""
+        self._bar = tqdm(
+            total=total,
+            desc="training",
+            bar_format=_FORMAT,
+            disable=True if self._is_silent else None,  # None: unless stderr is a terminal
+            leave=False,
+            dynamic_ncols=True,
+            mininterval=0.2,
+            file=sys.stderr,
+        )
+
+    def go_on_after(self, steps: int) -> None:
+        """So many more steps have been done before."""
+        if self._bar is not None and not self._bar.disable:
+            self._bar.initial += steps
+            self._bar.n += steps
+            self._bar.refresh()
+
+    def step(self, facts: StepFacts) -> None:
+        if self._bar is None or self._bar.disable:
+            return
+        self._bar.set_postfix_str(
+            f"loss {facts.loss:.4f}, {facts.most_bytes / 2**30:.2f} GiB, {facts.tokens_per_second:,.0f} tokens/s, "
+            f"epoch {facts.epoch:.2f}",
+            refresh=False,
+        )
+        self._bar.update()
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Within the block, lines may be written; the bar is below them afterwards."""
+        if self._bar is None or self._bar.disable:
+            return contextlib.nullcontext()
+        mode: AbstractContextManager[object] = tqdm.external_write_mode(file=sys.stderr)
+        return mode
+
+    def close(self) -> None:
+        """Take it away."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 STOPPED = 75
 """The exit code of a training that was asked to stop and has kept its state: EX_TEMPFAIL, call again to go on."""
@@ -186,3 +253,17 @@ def _first_cause(data: TrainData) -> str:
 def count_of(number: int, word: str) -> str:
     """A number of things."""
     return f"{number:,} {word}" + ("" if number == 1 else "s")
+
+
+def observed(config: TrainConfig, directory: str) -> AbstractContextManager[RankObserver | None]:
+    """What writes down memory and phases of this rank, where that is asked for. Collective: yes, on entering."""
+    if config.observe is False:
+        return nullcontext()
+    from shardwise.verbs.observe import observe
+
+    return observe(directory) if config.observe is True else observe(directory, samples_per_second=config.observe)
+
+
+def curves_of(environment: Mapping[str, str]) -> Curves:
+    """What draws curves; not where ``SHARDWISE_CURVES`` is 0."""
+    return Curves(are_wanted=environment.get("SHARDWISE_CURVES") != "0")

@@ -15,7 +15,7 @@ from shardwise.storage.names import HubOptions
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import OpenStorage
 from shardwise.tuning import configs
-from shardwise.tuning.existing import Adapter
+from shardwise.tuning.lora import Adapter
 
 if TYPE_CHECKING:
     from peft import LoraConfig

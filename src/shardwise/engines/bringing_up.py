@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.engines.adapters import OpenAdapter, beside_adapter, beside_of, of_adapter, open_adapter
 from shardwise.engines.arguments import hints_of, require_known, require_meant
-from shardwise.engines.base_forms import forms_of
+from shardwise.engines.load_fill import forms_of
 from shardwise.engines.load_options import LoadOptions, load_words
 from shardwise.engines.load_plan import LoadRequest
 from shardwise.engines.loading import carry_out
@@ -41,7 +41,7 @@ from shardwise.storage.machine import file_space
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
 from shardwise.storage.reading.joined import Beside
 from shardwise.storage.reading.opening import OpenStorage, open_storage
-from shardwise.tuning.existing import Adapter
+from shardwise.tuning.lora import Adapter
 from shardwise.tuning.modes import Full
 from shardwise.tuning.ready_model import Tuned
 

@@ -58,7 +58,7 @@ from shardwise.storage.hub import resolve
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url
 from shardwise.storage.reading.opening import open_storage
 from shardwise.tensors import DType
-from shardwise.tuning.existing import Adapter
+from shardwise.tuning.lora import Adapter
 from shardwise.tuning.modes import Full
 from shardwise.tuning.ready_model import Tuned
 

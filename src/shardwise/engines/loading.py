@@ -1,19 +1,19 @@
-"""Loads a model: plan, agree, read, fill, audit, report."""
+"""Loads a model that is there already: what is asked for, plan, agree, read, fill, audit, report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.conversion import computes, rows_stored, stored_leaves
-from shardwise.engines.base_forms import forms_of
-from shardwise.engines.load_fill import average_rows, finish
-from shardwise.engines.load_plan import LoadRequest, PreparedLoad, prepare
-from shardwise.engines.opening import OpenSource
+from shardwise.engines.load_fill import BaseForms, average_rows, finish, forms_of
+from shardwise.engines.load_options import LoadOptions, load_words
+from shardwise.engines.load_plan import LoadRequest, PreparedLoad, prepare, tie_declared
+from shardwise.engines.opening import OpenSource, Source, open_source
 from shardwise.errors import CoverageError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.memory.materialize import materialize
@@ -23,10 +23,18 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.audit import require_equal_buffers, unequal_twins
 from shardwise.execution.reading.place import Placer
 from shardwise.execution.reading.shared_reads import SharePlan, plan_sharing, read_shared
-from shardwise.layout import TensorKind
+from shardwise.layout import Origin, TensorKind
+from shardwise.models import pretrained
+from shardwise.models.additions import Additions
+from shardwise.models.conversions.key_conversions import bind
+from shardwise.models.initialize import BufferRules
+from shardwise.models.view import layout_of, look_inside
 from shardwise.observing import phases
-from shardwise.planning.loads.load_plan import Init, Keep, LoadPlan, Recompute, Tie
+from shardwise.planning.loads.load_plan import Consent, Init, Keep, LoadPlan, Recompute, Tie
+from shardwise.planning.loads.stored import stored_tensors
 from shardwise.report.load_report import LoadReport, TouchedPages
+from shardwise.storage.contract import StorageReader
+from shardwise.storage.names import HubOptions, is_url
 
 
 def carry_out(
@@ -163,3 +171,53 @@ def make_report(
         },
         trained={item.fqn: item.dtype.label for item in trained} if ready.request.is_tuned else {},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCall:
+    """What :func:`~shardwise.verbs.load.load` is asked for, beside the model."""
+
+    checkpoint: Source
+    consent: Consent
+    key_mapping: Mapping[str, str] | None = None
+    buffers: BufferRules = field(default_factory=dict)
+    hub: HubOptions = field(default_factory=HubOptions)
+    options: LoadOptions = field(default_factory=LoadOptions)
+
+    def words(self) -> dict[str, str]:
+        """What of it ranks must have in common, in words."""
+        kind = "a reader" if isinstance(self.checkpoint, StorageReader) else "a path or a hub id"
+        return {
+            "the kind of checkpoint": "a URL" if is_url(self.checkpoint) else kind,
+            "key_mapping": repr(self.key_mapping),
+            **load_words(self.consent, self.buffers, self.options),
+        }
+
+
+def load_checkpoint(world: World, model: nn.Module, call: LoadCall, clock: Clock) -> LoadReport:
+    """Open a checkpoint and fill a model from it; ranks have agreed on the call. Collective: yes."""
+    options = call.options
+    transforms: list[Any] = []
+    base = BaseForms(())
+    with clock.phase("index"):
+        source = open_source(world, call.checkpoint, call.hub, options.copies, options.budget_bytes)
+
+    def ask() -> LoadRequest:
+        nonlocal base
+        base = forms_of(model)
+        transforms.extend(pretrained.conversion_transforms(model, call.key_mapping))
+        held = look_inside(model)
+        layout = base.in_numbers(layout_of(held, lambda item: Origin.NOWHERE), held)
+        bindings = bind(model, stored_tensors(source.index), layout, transforms)
+        tie_declared(model, held, bindings)
+        bindings = base.with_room(model, base.offered(model, bindings))
+        additions = Additions(nested=base.made_later(model))
+        return LoadRequest(bindings, call.consent, dict(call.buffers), options, additions=additions)
+
+    try:
+        with source.closing():
+            report = carry_out(world, model, source, ask, clock)
+    finally:
+        base.let_go(model)
+    pretrained.record_conversions(model, transforms)
+    return report

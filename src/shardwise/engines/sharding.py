@@ -1,13 +1,16 @@
-"""Shards a model in place: looks, agrees, wraps, and hands values over."""
+"""Shards a model in place, asked for by values or in words: looks, agrees, wraps, and hands values over."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -29,6 +32,16 @@ from shardwise.models.trained_dtype import TrainedDtype
 from shardwise.models.view import Held, look_inside
 from shardwise.models.wrapping import wrap
 from shardwise.models.wrapping.groups import group_parameters
+from shardwise.models.wrapping.policies import (
+    Automatic,
+    Classes,
+    MinSize,
+    ModelPlan,
+    ModuleListBlocks,
+    NoSplitModules,
+    WholeModel,
+    WrapPolicy,
+)
 from shardwise.models.wrapping.wrap import Sharding
 from shardwise.planning.states.sources import ValuesFrom
 from shardwise.report.state_report import ShardReport
@@ -176,3 +189,46 @@ def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock, do
 def _mesh_in_words(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
     return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+
+
+def sharding_named(wrap: str, *, param_dtype: str | None, offload: bool) -> Sharding:
+    """How a model is sharded, from words; see :func:`wrap_named`.
+
+    Raises:
+        ConfigError: when a word is unknown.
+    """
+    dtype = None if param_dtype is None else getattr(torch, param_dtype, None)
+    if param_dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"param_dtype={param_dtype!r} is not a floating dtype of torch, such as bfloat16")
+    return Sharding(
+        wrap=wrap_named(wrap),
+        mp_policy=MixedPrecisionPolicy(param_dtype=dtype),
+        offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+    )
+
+
+def wrap_named(text: str) -> WrapPolicy:
+    """The wrap policy of this name.
+
+    These are auto, model-plan, no-split, module-lists, whole, classes=NAME,NAME, and min-size=ELEMENTS.
+
+    Raises:
+        ConfigError: when there is none, with the nearest there is.
+    """
+    policies: dict[str, WrapPolicy] = {
+        "auto": Automatic(),
+        "model-plan": ModelPlan(),
+        "no-split": NoSplitModules(),
+        "module-lists": ModuleListBlocks(),
+        "whole": WholeModel(),
+    }
+    word, _, names = text.partition("=")
+    if word == "classes" and all(names.split(",")):
+        return Classes(tuple(names.split(",")))
+    if word == "min-size" and names.isdecimal():
+        return MinSize(int(names))
+    if text in policies:
+        return policies[text]
+    known = [*policies, "classes=NAME,NAME", "min-size=ELEMENTS"]
+    near = difflib.get_close_matches(text, known, n=1, cutoff=0.0)[0]
+    raise ConfigError(f"there is no wrap policy {text!r}; did you mean {near}? There are {', '.join(known)}")

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings
-from shardwise.engines.base_forms import forms_of
+from shardwise.engines.load_fill import forms_of
 from shardwise.engines.outline import ModelOptions, Outline
 from shardwise.errors import ConfigError
 from shardwise.execution.memory.garbage import collected_later
@@ -23,7 +23,7 @@ from shardwise.models.four_bits.quantization import AsNumbers, Fp4, Nf4, Quantiz
 from shardwise.models.trained_dtype import AsItIs, TrainedDtype, Upcast
 from shardwise.tensors import DType
 from shardwise.tuning import configs
-from shardwise.tuning.existing import Adapter
+from shardwise.tuning.lora import Adapter
 from shardwise.tuning.modes import AnyTuning, ExistingLora, Freeze, Full, Lora, Tuning
 from shardwise.tuning.ready_model import Tuned
 from shardwise.tuning.tune import tune

@@ -26,7 +26,7 @@ from shardwise.interchange.accelerate_folder import (
 from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters
 from shardwise.planning.loads.load_plan import TakeFirst
 from shardwise.planning.states.forms import DistributedFolder, FileForm, FullState, OneFile, RankFiles
-from shardwise.training.optimizing.clipping import clip_gradients
+from shardwise.training.optimizing.gradients import clip_gradients
 from shardwise.verbs.accelerate_load import load_accelerate_model, load_accelerate_optimizer
 from shardwise.verbs.state import model_state
 

@@ -23,8 +23,7 @@ from shardwise.execution.writing.marked_folder import Marked
 from shardwise.integrations import trainer_commit as committing
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
-from shardwise.integrations.trainer_events import AgreedEvents, BestFound
-from shardwise.integrations.trainer_meetings import MeetingPlace
+from shardwise.integrations.trainer_meetings import AgreedEvents, BestFound, MeetingPlace
 from shardwise.integrations.trainer_refusals import already_sharded, given_arguments, require_trainable
 from shardwise.integrations.trainer_runs import (
     FromFolder,
@@ -34,7 +33,7 @@ from shardwise.integrations.trainer_runs import (
     TrainerFacts,
     WhereFrom,
 )
-from shardwise.interchange.trainer_beside import LeaveRandom
+from shardwise.interchange.trainer_folder import LeaveRandom
 from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters
 from shardwise.verbs.trainer_checkpoint import load_trainer_checkpoint
 

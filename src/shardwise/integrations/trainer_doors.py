@@ -1,13 +1,19 @@
-"""``for_trainer``: what the Hugging Face Trainer, and TRL's, look for at a model that is sharded already.
+"""``for_trainer``: what the Hugging Face Trainer, and TRL's with their references, look for at a sharded model.
+
+[Note: References] DPO, GRPO and their kin put a second adapter "ref" into a PEFT model and copy the first one's
+values into it, parameter by parameter: ``model.get_parameter(name).data.copy_(value)``. What PEFT adds to a
+model that is sharded is whole on every rank, in no group of FSDP2's, and stays so: it is small, and never
+trained. Where the first adapter is sharded, its values are DTensors, and copying one into a whole tensor is an
+error. So for these names ``get_parameter`` answers with a stand-in that gathers the value first. TRL asks for
+all of them in one order on all ranks, so gathering is safe.
 
 [Note: Doors] The Trainer leaves a model alone that transformers itself has sharded while loading: it neither
 moves nor wraps it, and puts gradients off between micro-batches by FSDP2's own switch. It tells such a model by
 a mark. A model of ours has the same properties, so it gets the same mark, and three things more, which are
 attributes of the one object that the Trainer is given and hide the methods of its class: ``save_pretrained``,
 which would gather, and which PEFT has copy tensors that are elsewhere; for an adapter that is sharded
-``get_parameter``, by which TRL fills the frozen copy that it compares with ([Note: References] in
-``trl_reference``); and on each whole parameter whose gradient ranks average already, the mark that the Trainer
-need not.
+``get_parameter``, by which TRL fills the frozen copy that it compares with ([Note: References]);
+and on each whole parameter whose gradient ranks average already, the mark that the Trainer need not.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from __future__ import annotations
 import os
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -24,13 +31,36 @@ from shardwise.errors import ConfigError, PlacementError
 from shardwise.execution.moving.group_gather import gather_in_windows
 from shardwise.execution.ranks.world import World
 from shardwise.integrations import trainer_compat as compat
-from shardwise.integrations.trl_reference import fill_reference
 from shardwise.models.replicated import average_replicated_gradients, is_averaged
 from shardwise.models.selection import has_adapters
 from shardwise.models.view import without_compile
-from shardwise.training.optimizing.synchronised import few, require_synchronised
+from shardwise.training.optimizing.optimizer_trial import few, require_synchronised
 from shardwise.verbs.save import save
 from shardwise.verbs.save_adapter import save_adapter
+
+
+class _Filled:
+    """Stands for a whole parameter that takes the values of a sharded one."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+
+    @property
+    def data(self) -> _Filled:
+        return self
+
+    @torch.no_grad()
+    def copy_(self, values: torch.Tensor) -> None:
+        """Collective: yes, over the mesh of ``values``."""
+        whole = values.full_tensor() if isinstance(values, DTensor) else values
+        self._parameter.copy_(whole)
+
+
+def fill_reference(parameter: nn.Parameter, name: str) -> nn.Parameter | _Filled:
+    """The parameter; or, of a reference that is whole, what takes sharded values in its place."""
+    is_reference = f".{compat.REFERENCE}." in name and not isinstance(parameter, DTensor)
+    return _Filled(parameter) if is_reference else parameter
+
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

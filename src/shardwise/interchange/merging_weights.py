@@ -13,7 +13,7 @@ from typing import TypeAlias, assert_never
 
 from shardwise.engines import offline
 from shardwise.engines.companions import companions_of, config_content, templates_of, write_templates
-from shardwise.engines.verifying_files import verify_files
+from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.ranks.progress import ProgressBar
 from shardwise.execution.ranks.world import World

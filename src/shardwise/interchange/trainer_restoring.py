@@ -12,22 +12,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.load_call import LoadCall, load_checkpoint
 from shardwise.engines.load_options import LoadOptions
+from shardwise.engines.loading import LoadCall, load_checkpoint
 from shardwise.engines.model_files import set_from_files, stored_values
 from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import StateOptions, require_same_call
 from shardwise.interchange.accelerate_reading import FilesSource, read_model, read_optimizer
-from shardwise.interchange.trainer_beside import (
+from shardwise.interchange.trainer_folder import (
     RandomNumbers,
     SavedNumbers,
     Scheduler,
+    TrainerFolder,
     numbers_in,
     restore_schedule,
     schedule_in,
 )
-from shardwise.interchange.trainer_folder import TrainerFolder
 from shardwise.models.optimizers.optimizer_state import ParameterOrder
 from shardwise.models.selection import AdapterOnly, Everything, has_adapters
 from shardwise.planning.loads.load_plan import Consent

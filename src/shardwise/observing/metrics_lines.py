@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.observing.bounded import Floats, standing_out
 from shardwise.observing.growing_file import MOST_LINE, GrowingFile
 from shardwise.observing.plain import number_in
-from shardwise.observing.thinning import Floats, standing_out
 
 _MOST_STEP = 1 << 50
 _MOST_OF_ONE = 1 << 16

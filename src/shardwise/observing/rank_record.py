@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.observing.phase_times import NO_SAMPLE, PhaseSpan, PhaseTimes
+from shardwise.observing.bounded import NO_SAMPLE, Floats, PhaseSpan, PhaseTimes, standing_out
 from shardwise.observing.rank_file import SAMPLED, SHARED
-from shardwise.observing.thinning import Floats, standing_out
 
 _SAMPLES_OF_ALL = 1 << 21
 _LEAST_SAMPLES = 1 << 12

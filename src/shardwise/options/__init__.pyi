@@ -3,8 +3,8 @@
 from shardwise.bank.backends import FewestProducts as FewestProducts
 from shardwise.bank.backends import GroupedAlways as GroupedAlways
 from shardwise.bank.backends import LoopedAlways as LoopedAlways
-from shardwise.bank.moments import ShardedMoments as ShardedMoments
-from shardwise.bank.moments import WholeMoments as WholeMoments
+from shardwise.bank.optimizers import ShardedMoments as ShardedMoments
+from shardwise.bank.optimizers import WholeMoments as WholeMoments
 from shardwise.bank.results import BeginsAnew as BeginsAnew
 from shardwise.bank.results import GoesOn as GoesOn
 from shardwise.bank.tenant import TokenMean as TokenMean
@@ -34,8 +34,8 @@ from shardwise.interchange.merging_weights import KeepSource as KeepSource
 from shardwise.interchange.merging_weights import RemoveSource as RemoveSource
 from shardwise.interchange.merging_weights import Safetensors as Safetensors
 from shardwise.interchange.merging_weights import TorchFile as TorchFile
-from shardwise.interchange.trainer_beside import LeaveRandom as LeaveRandom
-from shardwise.interchange.trainer_beside import RestoreRandom as RestoreRandom
+from shardwise.interchange.trainer_folder import LeaveRandom as LeaveRandom
+from shardwise.interchange.trainer_folder import RestoreRandom as RestoreRandom
 from shardwise.models.additions import Drawn as Drawn
 from shardwise.models.additions import MeanOfRows as MeanOfRows
 from shardwise.models.additions import ResizeVocab as ResizeVocab

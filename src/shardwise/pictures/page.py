@@ -1,4 +1,4 @@
-"""One page of HTML that needs nothing but a browser: Plotly and the figures are inside.
+"""One page of HTML that needs nothing but a browser, Plotly and the figures inside, and its PNGs: as files.
 
 [Note: A page on its own] Plotly's library is five megabytes, and one and a half when packed, so that it is packed,
 and the browser unpacks it (DecompressionStream, in browsers since 2023). The page's own policy forbids requests.
@@ -13,14 +13,16 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardwise.pictures.chart import Bars, Chart, Floats, Look, Series, Table
-from shardwise.pictures.collection import Sheet
-from shardwise.pictures.colours import band_colours_of, colours_of
+from shardwise.pictures.chart import Bars, Chart, Floats, Look, Series, Table, band_colours_of, colours_of
+from shardwise.pictures.collection import Sheet, read_runs, sections_of
+from shardwise.pictures.images import write_png
 from shardwise.pictures.installed import require
+from shardwise.pictures.replacing import in_place_of
 
 _LEGEND_OF = 24
 """Series in a legend, at the most."""
@@ -229,3 +231,29 @@ td, th {{ padding: 3px 10px 3px 0; text-align: left; border-bottom: 1px solid va
 </body>
 </html>
 """
+
+
+def draw_report(runs: Sequence[Path], folder: Path) -> tuple[list[str], int]:
+    """Write the page and the PNGs of these runs; what is to be said of them, and how many PNGs there are.
+
+    Raises:
+        ShardwiseError: a folder is not of a run, what draws is not installed, or a file cannot be written.
+    """
+    require("plotly", "matplotlib")
+    found = read_runs(runs)
+    sections = sections_of(found)
+    page = page_of(", ".join(label for label, _ in found), sections)
+    write_text(folder / "report.html", page)
+    names: set[str] = set()
+    for section in sections:
+        for chart in section.charts:
+            name = chart.key if chart.key not in names else f"{chart.key}-{len(names)}"
+            names.add(name)
+            write_png(chart, folder / f"{name}.png")
+    return [f"{section.title}: {note}" for section in sections for note in section.notes], len(names)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Into a file, which is replaced in one go; raises StorageError."""
+    with in_place_of(path) as fresh:
+        fresh.write_text(text, "utf-8")

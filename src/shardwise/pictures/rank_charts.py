@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.observing.phase_times import PhaseSpan, PhaseTimes
+from shardwise.observing.bounded import PhaseSpan, PhaseTimes, extremes, merged
 from shardwise.observing.plain import number_in
 from shardwise.observing.rank_record import RankRecord, ToldFacts
 from shardwise.observing.run_record import RunRecord
-from shardwise.observing.thinning import extremes, merged
 from shardwise.pictures.chart import Band, Bars, Chart, Floats, Look, Series, Table
-from shardwise.pictures.foreseen_training import TrainingForeseen
+from shardwise.pictures.training_charts import TrainingForeseen
 from shardwise.report.names import in_bytes
 
 _POINTS = 60_000

@@ -1,4 +1,4 @@
-"""What the arms took, out of the files of their ranks. Needs no torch.
+"""What the arms took, out of the files of their ranks, and what a comparison has found. Needs no torch.
 
 [Note: Growth] A rank's level is its first sample, after everything has been imported. What it grows by is memory
 that is its own or shared (RssAnon, RssShmem) over that level; the machine's growth is the most of the sum over its
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import FormatError
+from shardwise.observing.bounded import extremes
 from shardwise.observing.rank_record import RankRecord
 from shardwise.observing.run_record import RunRecord
-from shardwise.observing.thinning import extremes
 from shardwise.pictures.chart import Band, Chart, Floats, Look, Series
-from shardwise.startup.kinds import PHASES
-from shardwise.startup.values import BroughtUp, values_of
+from shardwise.startup.kinds import KINDS, PHASES
+from shardwise.startup.values import BroughtUp, compared, values_of
 
 SLACK_BYTES = 32 << 20
 """What a rank of ours may take beside its shards and its budget."""
@@ -154,3 +154,37 @@ def _growth(record: RunRecord, rank: RankRecord, time: Floats, *names: str) -> F
 
 def _bytes(kib: Floats) -> int:
     return int(kib.max(initial=0.0)) * _KIB
+
+
+@dataclass(frozen=True)
+class StartupResult:
+    """All runs of all arms, and why those that are not among them did not run."""
+
+    model: str
+    ranks: int
+    dtype: str
+    runs: Sequence[ArmRun]
+    not_run: Mapping[str, str]
+    limit: GrowthLimit | None
+    """Of our run that grew most; None where ours is not among the arms."""
+    files: Sequence[str] = ()
+
+    def of(self, arm: str) -> list[ArmRun]:
+        return [run for run in self.runs if run.arm == arm]
+
+    def verdict(self, arm: str) -> str:
+        """Whether it made the model that ours made, or the first arm that ran."""
+        first = self.runs[0].values
+        found = [compared(run.values, first) for run in self.of(arm)]
+        return next((words for words in found if words != "same"), "same")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        arms = {
+            arm: {"does": KINDS[arm].does, "values": self.verdict(arm), "runs": [run.to_dict() for run in runs]}
+            for arm in KINDS
+            if (runs := self.of(arm))
+        }
+        limit = None if self.limit is None else {**asdict(self.limit), "holds": self.limit.holds}
+        place = {"model": self.model, "ranks": self.ranks, "dtype": self.dtype}
+        return {**place, "arms": arms, "not_run": dict(self.not_run), "limit": limit, "files": [*self.files]}

@@ -1,4 +1,4 @@
-"""Plans the arms, has ranks carry them out in turns, and concludes. Needs no torch: the ranks do."""
+"""Plans the arms for which there is room, has ranks carry them out in turns, and concludes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,43 @@ from pathlib import Path
 from typing import Protocol
 
 from shardwise.errors import ConfigError, ShardwiseError, StorageError
+from shardwise.execution.memory.free import host_pools
 from shardwise.execution.processes.local_ranks import RanksLateError
+from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
 from shardwise.observing.run_record import RunReader
 from shardwise.pictures.chart import Chart
+from shardwise.pictures.images import write_side_by_side
 from shardwise.pictures.installed import require
-from shardwise.pictures.report_files import draw_report, write_text
-from shardwise.pictures.side_by_side import write_side_by_side
-from shardwise.startup.figures import ArmRun, arm_run, chart_of, figures_of, limit_of
+from shardwise.pictures.page import draw_report, write_text
+from shardwise.report.names import in_bytes
+from shardwise.startup.figures import ArmRun, StartupResult, arm_run, chart_of, figures_of, limit_of
 from shardwise.startup.kinds import KINDS, OURS, arms_named, lacking
-from shardwise.startup.result import StartupResult
-from shardwise.startup.room import no_room
 from shardwise.startup.values import BroughtUp
 from shardwise.storage.hub import resolve
+
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number, of the dtypes that a model can be asked for in."""
+
+
+def no_room(arm: str, index: CheckpointIndex, ranks: int, dtype: str) -> str:
+    """Why an arm would not fit on this machine; "" where it does.
+
+    Values that are wanted as they are stored stay in mapped files, which take no memory from anybody.
+    """
+    tensors = index.tensors()
+    stored_bytes = sum(tensor.nbytes for tensor in tensors)
+    wanted_bytes = sum(tensor.nbytes // max(tensor.dtype.itemsize, 1) for tensor in tensors) * SIZES.get(dtype, 0)
+    if wanted_bytes in (0, stored_bytes):
+        return ""
+    needs = KINDS[arm].holder.at_once_bytes(wanted_bytes, ranks)
+    room = min(host_pools().values(), default=needs)
+    if needs <= room:
+        return ""
+    return (
+        f"{KINDS[arm].holder.value} holds the whole model: {in_bytes(needs)} in all, and {in_bytes(room)} are free"
+    )
+
 
 PICTURE = "startup.png"
 FIGURES = "startup.json"

@@ -12,8 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardwise.training.checkpoints import GroupSettings, settings_of, take_asked
 from shardwise.training.optimizing.optimizers import EVERYTHING, MATRICES, optimizers_of
 from shardwise.training.options import TrainOptions
-from shardwise.training.parts import TrainedPart
-from shardwise.training.recipe import make_schedule, schedule_from
+from shardwise.training.parts import TrainedPart, make_schedule, schedule_from
 
 
 class ScheduleOfLength:

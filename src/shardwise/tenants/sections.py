@@ -1,13 +1,18 @@
-"""What a configuration of many tenants has beside the keys of one training, as types."""
+"""What a configuration of many tenants has beside the keys of one training, and every key of either, as types."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, model_validator
+from pydantic.fields import FieldInfo
 
+from shardwise.training.configuration.config import sections_of, tag_of
 from shardwise.training.configuration.config_sections import Section, TrainConfig, as_yaml
 from shardwise.training.configuration.config_types import Count
 
@@ -59,3 +64,81 @@ class TenantsConfig:
     def to_yaml(self) -> str:
         """What was given, overrides included."""
         return as_yaml(self.values)
+
+
+_KINDS = {int: "integer", float: "number", str: "text", bool: "true | false"}
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigKey:
+    """One key. ``default`` is as YAML has it, ``required`` where there is none."""
+
+    path: str
+    type: str
+    default: str
+
+
+def config_keys() -> tuple[ConfigKey, ...]:
+    """Every key of a training, and what stands beside these where many LoRAs are trained."""
+    found: dict[str, ConfigKey] = {}
+    for root in (TrainConfig, ManySection):
+        for key in _keys(root, ""):
+            found.setdefault(key.path, key)  # `tuning.method` is in three sections: the first has the default
+    return tuple(found.values())
+
+
+def _keys(section: type[Section], prefix: str) -> Iterator[ConfigKey]:
+    for name, field in section.model_fields.items():
+        path = f"{prefix}{name}"
+        inner = list(sections_of(field.annotation))
+        if (told := _in_words(field.annotation, field.metadata)) != "keys":
+            yield ConfigKey(path, told, _default(field))
+        choices = [tag_of(each) for each in inner]
+        if all(choices) and choices:  # a union, told apart by one key
+            first = inner[0].model_fields["method"]
+            yield ConfigKey(f"{path}.method", " | ".join(map(str, choices)), _default(first))
+        for each in inner:
+            yield from _keys(each, f"{path}.")
+
+
+def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """``integer >= 1``, ``auto | never | text``, ``list of text``; ``keys`` for a section."""
+    origin, members = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _in_words(members[0], members[1:])
+    if origin is Literal:
+        return " | ".join(map(str, members))
+    if origin in (Union, UnionType):
+        told = [_in_words(member) for member in members if member is not NoneType]
+        return " | ".join(dict.fromkeys(told))
+    if origin is list:
+        return f"list of {_in_words(members[0])}"
+    if origin is dict:
+        return "keys with values"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "keys"
+    return " ".join([_KINDS[annotation], *_bounds(metadata)])
+
+
+def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
+    """Of numbers; how long a text has to be is not worth a word."""
+    for each in metadata:
+        for one in getattr(each, "metadata", (each,)):
+            match one:
+                case Ge(ge=bound):
+                    yield f">= {bound}"
+                case Gt(gt=bound):
+                    yield f"> {bound}"
+                case Le(le=bound):
+                    yield f"<= {bound}"
+                case Lt(lt=bound):
+                    yield f"< {bound}"
+                case _:
+                    pass
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if field.is_required():
+        return "required"
+    return value if isinstance(value, str) else json.dumps(value)

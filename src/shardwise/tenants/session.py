@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.bank.backends import BackendChoice, FewestProducts, GroupedAlways, LoopedAlways
-from shardwise.bank.moments import ShardedMoments, WholeMoments
+from shardwise.bank.optimizers import ShardedMoments, WholeMoments
 from shardwise.errors import (
     ConfigError,
     CoverageError,
@@ -27,10 +27,10 @@ from shardwise.models.placement import computing_device
 from shardwise.report.load_report import LoadReport
 from shardwise.tenants.keeping import TenantKeeper
 from shardwise.tenants.loop import TurnLoop
-from shardwise.tenants.portions import PassBudget
 from shardwise.tenants.report import Ended, TenantReport
 from shardwise.tenants.sections import BankSection, TenantsConfig
 from shardwise.tenants.trainee import CommonGround, TenantListener, Trainee
+from shardwise.tenants.turns import PassBudget
 from shardwise.training.configuration.config_sections import TrainConfig
 from shardwise.training.configuration.config_values import resolved, sharding_of
 from shardwise.training.configured_model import request_of, tokenizer_of

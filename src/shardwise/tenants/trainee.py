@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.bank.adapter_bank import AdapterBank, TenantKeywords
-from shardwise.bank.moments import Moments
+from shardwise.bank.optimizers import Moments
 from shardwise.bank.results import TenantLoss
 from shardwise.bank.rows import RowTensors
 from shardwise.engines.save_options import CompareWithMemory, MatricesOnly, SaveOptions
@@ -20,24 +20,24 @@ from shardwise.errors import TrainingError
 from shardwise.execution.ranks.world import World
 from shardwise.report.save_report import SaveReport
 from shardwise.tenants.keeping import KeptProgress, TenantKeeper
-from shardwise.tenants.portions import (
+from shardwise.tenants.recipe import OwnOptimizer
+from shardwise.tenants.report import Ended, TenantReport
+from shardwise.tenants.turns import (
     OwnSteps,
     PassBudget,
     Portion,
+    Waiting,
     evaluation_portions,
     learned_in,
     tensors_of,
 )
-from shardwise.tenants.recipe import OwnOptimizer
-from shardwise.tenants.report import Ended, TenantReport
-from shardwise.tenants.turns import Waiting
 from shardwise.training.checkpoints import TrainingProgress, changed, ended_early, overruled, settings_of
 from shardwise.training.configuration.config_sections import TrainConfig
 from shardwise.training.configuration.config_values import every_of, tuning_of
 from shardwise.training.data.read_once import TrainData
 from shardwise.training.loop import peak_memory
-from shardwise.training.often import is_time
-from shardwise.training.optimizing.clipping import reduced
+from shardwise.training.optimizing.gradients import reduced
+from shardwise.training.options import is_time
 from shardwise.training.report import (
     CheckpointFacts,
     EvaluationFacts,

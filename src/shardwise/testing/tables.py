@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from shardwise.engines.base_forms import BaseForm
+    from shardwise.engines.load_fill import BaseForm
     from shardwise.engines.nesting import FOUR_BITS
     from shardwise.formats import four_bit_tensors, quantised
     from shardwise.formats.contract import CheckpointFormat

@@ -15,7 +15,7 @@ from shardwise.checkpoints.folder import steps_in
 from shardwise.checkpoints.state import Stateful, TrainState
 from shardwise.errors import ConfigError
 from shardwise.models.optimizers.optimizer_state import set_group
-from shardwise.training.often import Every
+from shardwise.training.options import Every
 from shardwise.training.parts import TrainedPart
 
 

@@ -14,8 +14,8 @@ from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.training.data.batches import Batch
 from shardwise.training.generation import evaluating
-from shardwise.training.often import Every
-from shardwise.training.optimizing.clipping import reduced
+from shardwise.training.optimizing.gradients import reduced
+from shardwise.training.options import Every
 from shardwise.training.passes.forward import Forward
 from shardwise.training.report import EvaluationFacts
 

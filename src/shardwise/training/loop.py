@@ -45,12 +45,12 @@ from shardwise.training.evaluation_rows import (
     evaluate,
     rows_to_blame,
 )
-from shardwise.training.often import is_time
-from shardwise.training.optimizing.scaling import GradientScaler, Unscaled
-from shardwise.training.optimizing.synchronised import require_synchronised
+from shardwise.training.optimizing.gradients import GradientScaler, Unscaled
+from shardwise.training.optimizing.optimizer_trial import require_synchronised
+from shardwise.training.options import is_time
+from shardwise.training.parts import Recipe, parts_of, trained_parameters
 from shardwise.training.passes.forward import Forward, computing_in
 from shardwise.training.passes.losses import prepare_loss
-from shardwise.training.recipe import Recipe, parts_of, trained_parameters
 from shardwise.training.report import (
     CheckpointFacts,
     EvaluationFacts,

@@ -1,4 +1,4 @@
-"""How a model is trained, as a value."""
+"""How a model is trained, and how often something is done in it, as values."""
 
 from __future__ import annotations
 
@@ -171,3 +171,19 @@ class TrainOptions:
 
 def _one_of(value: str, choices: tuple[str, ...]) -> str | None:
     return None if value in choices else f"it must be one of {', '.join(choices)}"
+
+
+@dataclass(frozen=True, slots=True)
+class EachEpoch:
+    """At the end of each pass over the data."""
+
+
+Every: TypeAlias = int | EachEpoch | None
+"""Every so many steps, or each epoch; None: not on the way."""
+
+
+def is_time(every: Every, step: int, epochs_done: float) -> bool:
+    """Whether it is done after this step, of which ``epochs_done`` passes over the data are done."""
+    if isinstance(every, EachEpoch):
+        return step > 0 and epochs_done.is_integer()
+    return every is not None and step % every == 0

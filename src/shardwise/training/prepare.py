@@ -16,7 +16,7 @@ from shardwise.engines.opening import open_everywhere, read_index, resolve_every
 from shardwise.engines.pretrained_options import Later, PretrainedOptions
 from shardwise.engines.save_options import CompareWithMemory
 from shardwise.engines.saving import require_writable
-from shardwise.engines.verifying_files import verify_files
+from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.world import World
@@ -199,7 +199,7 @@ def require_blind_rows(model: PreTrainedModel, layout: BatchLayout, options: Tra
 
     It is tried: two rows in a pack, and again with another first row. What the model says of the second must not
     change, or by less than a tenth of what a change within the second does to it (experts are computed in other
-    batches, so that last digits may differ). See [Note: Packed rows] in :mod:`~shardwise.training.data.packing`.
+    batches, so that last digits may differ). See [Note: Packed rows] in :mod:`~shardwise.training.data.batches`.
 
     Collective: yes, over the default process group: three forward passes of two packs of sixteen tokens.
 
@@ -298,7 +298,7 @@ def keep(
 
     Raises:
         ShardwiseError: as :func:`~shardwise.verbs.save.save`, and
-            :func:`~shardwise.engines.verifying_files.verify_files`.
+            :func:`~shardwise.engines.verifying.verify_files`.
     """
     compared = CompareWithMemory()
     if has_adapters(model):

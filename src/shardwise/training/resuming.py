@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.modes import Asynchronous, KeepLast, Synchronous
-from shardwise.checkpoints.preview import CheckpointPreview, preview
+from shardwise.checkpoints.opened import CheckpointPreview, preview
 from shardwise.checkpoints.state import in_words
 from shardwise.errors import ConfigError, CoverageError, StorageError
 from shardwise.execution.ranks.world import World
@@ -18,8 +18,8 @@ from shardwise.models.selection import Selection
 from shardwise.training.checkpoints import KeptInFolders
 from shardwise.training.configuration.config_sections import TrainConfig
 from shardwise.training.data.loader import require_same_rows
-from shardwise.training.data.mixing import EVERY_ROW
 from shardwise.training.data.read_once import TrainData
+from shardwise.training.data.train_data import EVERY_ROW
 from shardwise.training.optimizing.optimizers import optimizers_of
 from shardwise.tuning.modes import Lora, Tuning
 

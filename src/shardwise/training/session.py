@@ -55,7 +55,7 @@ from shardwise.training.loop import train
 from shardwise.training.metrics import MetricsFile, RunLog, Trackers, available_trackers
 from shardwise.training.optimizing.optimizer_trial import require_optimizer
 from shardwise.training.options import TrainOptions
-from shardwise.training.passes.accumulation import SHARDED_FOR_LACK_OF_MEMORY, Accumulation, ShardedGradients
+from shardwise.training.passes.forward import SHARDED_FOR_LACK_OF_MEMORY, Accumulation, ShardedGradients
 from shardwise.training.prepare import (
     build_model,
     dtype_of_files,
@@ -72,7 +72,7 @@ from shardwise.training.pushing import Pushed, push, require_pushable
 from shardwise.training.report import EvaluationFacts, Event, TrainReport
 from shardwise.training.resuming import dated, kept_in, preview_of, require_same_data, require_same_kind
 from shardwise.training.stopping import StopRequest
-from shardwise.training.texts.chat_options import ChatOptions, Learn
+from shardwise.training.texts.chat_script import ChatOptions, Learn
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from shardwise.errors import RankLostError
 from shardwise.training.checkpoints import Checkpointing, NoCheckpoints
 from shardwise.training.data.batches import Batch
 from shardwise.training.evaluation_rows import Evaluating, NoEvaluation
-from shardwise.training.passes.accumulation import Accumulation, WholeGradients
+from shardwise.training.passes.forward import Accumulation, WholeGradients
 from shardwise.training.passes.losses import LossChoice, WholeLogits
 from shardwise.training.stopping import StopRequest
 

@@ -16,11 +16,17 @@ from shardwise.execution.ranks.world import World
 from shardwise.models import torch_words
 from shardwise.observing.phases import phase
 from shardwise.training.data.batches import Batch
-from shardwise.training.optimizing.clipping import clip_factor, norm_of, norm_share, reduced, scale_gradients
-from shardwise.training.optimizing.scaling import Scaling, Unscaled
+from shardwise.training.optimizing.gradients import (
+    Scaling,
+    Unscaled,
+    clip_factor,
+    norm_of,
+    norm_share,
+    reduced,
+    scale_gradients,
+)
 from shardwise.training.parts import TrainedPart
-from shardwise.training.passes.accumulation import Accumulation, WholeGradients, exchange_gradients
-from shardwise.training.passes.forward import Forward
+from shardwise.training.passes.forward import Accumulation, Forward, WholeGradients, exchange_gradients
 from shardwise.training.passes.losses import Loss
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from shardwise.conversion import Bindings
     from shardwise.models.selection import Selection
-    from shardwise.tuning.existing import Adapter
+    from shardwise.tuning.lora import Adapter
     from shardwise.tuning.ready_model import Tuned
 
 

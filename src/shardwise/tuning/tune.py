@@ -14,7 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.models.torch_words import parameters_of, take_after, walk
 from shardwise.models.trained_dtype import TrainedDtype
 from shardwise.models.view import look_inside
-from shardwise.tuning.existing import Adapter
+from shardwise.tuning.lora import Adapter
 from shardwise.tuning.modes import Tuning
 from shardwise.tuning.ready_model import Tuned
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from shardwise.engines.arguments import agree_on_call, hints_of, require_meant, world_of
-from shardwise.engines.load_call import LoadCall, load_checkpoint
 from shardwise.engines.load_options import LoadOptions
+from shardwise.engines.loading import LoadCall, load_checkpoint
 from shardwise.engines.opening import Source
 from shardwise.execution.ranks.progress import Clock
 from shardwise.models.initialize import BufferRules

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.execution.states.agreed import StateOptions
-from shardwise.interchange.trainer_beside import RandomNumbers, RestoreRandom, Scheduler
+from shardwise.interchange.trainer_folder import RandomNumbers, RestoreRandom, Scheduler
 from shardwise.interchange.trainer_restoring import TrainerCall, look, restore
 from shardwise.models.optimizers.optimizer_state import ByName, ParameterOrder
 from shardwise.models.view import without_compile

@@ -9,7 +9,7 @@ from shardwise.engines.arguments import agree_on_call, world_of
 from shardwise.engines.bringing_up import bring_up, settle_call
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.pretrained_options import PretrainedOptions
-from shardwise.engines.verifying_load import compare_with_reference
+from shardwise.engines.verifying import compare_with_reference
 from shardwise.execution.ranks.progress import Clock
 from shardwise.models.torch_words import original_class
 from shardwise.report.verify_report import VerifyReport

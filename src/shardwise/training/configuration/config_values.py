@@ -51,9 +51,8 @@ from shardwise.training.data.sources import DataName
 from shardwise.training.data.token_cache import CacheFolder, NoCache, TokenCaching
 from shardwise.training.data.tokenising import Effort
 from shardwise.training.evaluation_rows import EndEarly, ToItsEnd, TrainingEnd
-from shardwise.training.often import EachEpoch, Every
-from shardwise.training.options import Precision, TrainOptions
-from shardwise.training.passes.accumulation import (
+from shardwise.training.options import EachEpoch, Every, Precision, TrainOptions
+from shardwise.training.passes.forward import (
     Accumulation,
     ShardedGradients,
     WholeGradients,

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.training.data.batches import Batch, Batches, BatchLayout, Padded
-from shardwise.training.data.mixing import RowOrder
 from shardwise.training.data.read_once import TrainData
+from shardwise.training.data.train_data import RowOrder
 from shardwise.training.options import Epochs, TrainOptions
 
 
@@ -16,9 +16,9 @@ class StepSampler:
     """Which rows a rank takes: one item for each step, with the row numbers of each of its micro-batches.
 
     The rows are shuffled anew in every epoch, by ``seed`` and epoch alone (and, of several data sets, taken by
-    their weights: [Note: Weights] in :mod:`~shardwise.training.data.mixing`). A step takes the next rows of that
-    order and deals them to the ranks in turn, so which rows it takes depends on how many there are in all, not on
-    how ranks and micro-batches share them. The last step of an epoch takes what is left. Every rank has the same
+    their weights: [Note: Weights] in ``train_data.py``). A step takes the next rows of that order and deals
+    them to the ranks in turn, so which rows it takes depends on how many there are in all, not on how ranks and
+    micro-batches share them. The last step of an epoch takes what is left. Every rank has the same
     number of steps, and the same number of micro-batches in each; where rows run out, a micro-batch is empty.
 
     It has a position, which is that of all ranks together: steps given, epoch, and rows taken of that. From the

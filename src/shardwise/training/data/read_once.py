@@ -19,8 +19,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.observing.phases import phase
 from shardwise.storage.machine import file_space
 from shardwise.training.data.encoding import Encoding
-from shardwise.training.data.examples import Examples
-from shardwise.training.data.mixing import held_out_rows
+from shardwise.training.data.examples import Examples, TokenTable, gathered
 from shardwise.training.data.row_files import RowFile
 from shardwise.training.data.sources import DataName, each_shown, names_of, open_source
 from shardwise.training.data.token_cache import (
@@ -34,10 +33,9 @@ from shardwise.training.data.token_cache import (
     key_of,
     map_table,
 )
-from shardwise.training.data.token_table import TokenTable, gathered
 from shardwise.training.data.tokenising import Effort, encoded_blocks
-from shardwise.training.data.train_data import FoundData, TrainData, put_together
-from shardwise.training.texts.chat_options import ChatOptions
+from shardwise.training.data.train_data import FoundData, TrainData, held_out_rows, put_together
+from shardwise.training.texts.chat_script import ChatOptions
 from shardwise.training.texts.masking import Encoder
 from shardwise.training.texts.rows import RowFault, refuse
 

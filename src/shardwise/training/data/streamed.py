@@ -27,9 +27,8 @@ import numpy as np
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.workers import Ahead
-from shardwise.training.data.batches import Batch, BatchLayout, Padded, batch_of
+from shardwise.training.data.batches import Batch, BatchLayout, Padded, batch_of, pack_rows
 from shardwise.training.data.encoding import EncodedBlock, Encoding
-from shardwise.training.data.packing import pack_rows
 from shardwise.training.data.read_once import RowsAsked, SkipRows
 from shardwise.training.data.row_files import ByStat, RowFile
 from shardwise.training.data.sources import AsItComes, DataName, each_shown, open_source

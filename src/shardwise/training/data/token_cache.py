@@ -36,9 +36,8 @@ from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.writing.opening import open_writer
 from shardwise.tensors.dtypes import DType
-from shardwise.training.data.examples import Examples
+from shardwise.training.data.examples import Examples, PlacesOfFile, TokenTable
 from shardwise.training.data.row_files import ByStat, KnownBy, RowFile
-from shardwise.training.data.token_table import PlacesOfFile, TokenTable
 from shardwise.training.texts.rows import RowFault
 
 VERSION: Final = 1

@@ -15,7 +15,7 @@ from shardwise.training.configuration.config_sections import TrainConfig
 from shardwise.training.foretelling.foreseeing import foresee_training
 from shardwise.training.foretelling.step_memory import Machines
 from shardwise.training.loop import peak_memory
-from shardwise.training.passes.accumulation import SHARDED_FOR_LACK_OF_MEMORY
+from shardwise.training.passes.forward import SHARDED_FOR_LACK_OF_MEMORY
 from shardwise.training.report import TrainReport
 from shardwise.training.session import Session
 

@@ -6,7 +6,7 @@ it has looked at since the loop began, and what its namespaces say by now; it ha
 they have may itself change, or belong to one text, as another namespace does; from then on nothing is noted.) So
 the whole chat is written once, and noted for each round: how much is written, what namespaces say, how far has been
 looked, and what has been asked of the numbers that were set before ([Note: What a template has asked of a number]
-in ``watched_numbers``). Of a beginning the template then runs up to its loop. If it has written and set the same as
+in ``watched``). Of a beginning the template then runs up to its loop. If it has written and set the same as
 for the whole, but for numbers of which all that was asked has the same answer, the rounds up to the one that first
 looked behind the common messages would write what they have written; so it goes on from there. If not, it goes
 through all of them. Either way what comes out is what the template writes of these messages.
@@ -25,8 +25,7 @@ from typing import Any
 
 from shardwise.models.chat_templates import TemplateDoor
 from shardwise.models.template_loops import attributes, is_macro, is_undefined, set_round
-from shardwise.training.texts.watched import Message, Observer, WatchedMessages, first_of
-from shardwise.training.texts.watched_numbers import WatchedNumber
+from shardwise.training.texts.watched import Message, Observer, WatchedMessages, WatchedNumber, first_of
 
 _PLAIN = (str, int, float, bool, type(None))
 

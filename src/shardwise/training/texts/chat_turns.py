@@ -35,9 +35,15 @@ from functools import cache
 from typing import Any
 
 from shardwise.models.chat_templates import CompiledTemplate
-from shardwise.training.texts.chat_forms import REASONING, forms, unwritten, unwritten_answer
-from shardwise.training.texts.chat_options import Learn
-from shardwise.training.texts.chat_script import ChatText, Script
+from shardwise.training.texts.chat_script import (
+    REASONING,
+    ChatText,
+    Learn,
+    Script,
+    forms,
+    unwritten,
+    unwritten_answer,
+)
 from shardwise.training.texts.rows import Chat, RowError
 from shardwise.training.texts.watched import Message, Observer
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.errors import ConfigError
 from shardwise.models.chat_templates import CompiledTemplate
-from shardwise.training.texts.chat_options import ChatOptions
+from shardwise.training.texts.chat_script import ChatOptions
 from shardwise.training.texts.chat_turns import ChatReader, Rendering
 from shardwise.training.texts.rows import Chat, Completion, Row, RowError, RowFault, Text
 from shardwise.training.texts.token_spans import tokenise, tokens_within

@@ -1,19 +1,44 @@
-"""The demo's last part: three LoRAs at once on the model that the demo has trained, and one of them alone."""
+"""Tells of the parts of the demo; the last of them: three LoRAs at once on the model that it has trained."""
 
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.demo_part import DemoPart
+import click
+
 from shardwise.cli.launch import TRAINING, run_ranks
 
 if TYPE_CHECKING:
     from shardwise.tenants.report import TenantReport
     from shardwise.tenants.sections import TenantsConfig
     from shardwise.training.report import Event
+
+
+_PARTS = 9
+
+
+class DemoPart:
+    """One numbered part of the demo, told on the first rank: a heading, then results and seconds."""
+
+    def __init__(self, number: int, heading: str, *, rank: int = 0, started: float | None = None) -> None:
+        self.tells = rank == 0
+        self.started = time.time() if started is None else started
+        if self.tells:
+            click.echo(f"\n[{number}/{_PARTS}] {heading}")
+
+    def say(self, line: str) -> None:
+        if self.tells:
+            click.echo(f"      {line}")
+
+    def end(self, *results: str) -> None:
+        for line in results:
+            self.say(line)
+        self.say(f"{time.time() - self.started:.1f} s")
+
 
 _STEPS = 12
 _ROWS_PER_STEP = 8
