@@ -174,9 +174,9 @@ def test_a_reader_of_load_meets_contracts():
     for room, contracts in CONTRACTS.items():
         inside = f"{PACKAGE}.{room}."
         assert {name.removeprefix(inside) for name in met if name.startswith(inside)} <= {*contracts.split()}, room
-    assert len(met) <= 130
+    assert len(met) <= 92
     stays = walk(f"{PACKAGE}.verbs.load", "load", "model", trees())
-    assert len({stay.partition(":")[0] for stay in stays}) <= 12
+    assert len({stay.partition(":")[0] for stay in stays}) <= 10
 
 
 def test_every_word_of_the_glossary_is_where_it_says():

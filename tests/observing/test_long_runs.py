@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.observing.made_runs import GIB
 
 from shardwise.observing.bounded import PhaseSpan, PhaseTimes, extremes, merged, standing_out
-from shardwise.observing.metrics_lines import MetricsLines
+from shardwise.observing.lines_read import MetricsLines
 from shardwise.observing.rank_record import RankRecord
 from shardwise.observing.run_record import RunReader
 from shardwise.pictures.rank_charts import RankCharts

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.errors import ShardwiseError
-from shardwise.observing.plain import number_in
+from shardwise.observing.lines_read import number_in
 
 if TYPE_CHECKING:
     from rich.console import Console, Group

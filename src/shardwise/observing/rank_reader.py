@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.observing import rank_file
-from shardwise.observing.growing_file import MOST_LINE, GrowingFile
-from shardwise.observing.plain import words_of
+from shardwise.observing.lines_read import MOST_LINE, GrowingFile, words_of
 from shardwise.observing.rank_file import SAMPLED, SHARED, VERSION
 from shardwise.observing.rank_record import RankRecord
 

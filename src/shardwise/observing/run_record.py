@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.observing.metrics_lines import MetricsLines
-from shardwise.observing.plain import words_of
+from shardwise.observing.lines_read import MetricsLines, words_of
 from shardwise.observing.rank_file import FOLDER
 from shardwise.observing.rank_reader import RankReader
 from shardwise.observing.rank_record import RankRecord

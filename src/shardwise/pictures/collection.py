@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.observing.plain import words_of
+from shardwise.observing.lines_read import words_of
 from shardwise.observing.run_record import RunReader, RunRecord
 from shardwise.pictures.chart import Chart, Table
 from shardwise.pictures.rank_charts import RankCharts

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from shardwise.observing.metrics_lines import MetricsLines
+from shardwise.observing.lines_read import MetricsLines
 from shardwise.observing.run_record import METRICS
 from shardwise.pictures.installed import note_on_curves
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.observing.bounded import PhaseSpan, PhaseTimes, extremes, merged
-from shardwise.observing.plain import number_in
+from shardwise.observing.lines_read import number_in
 from shardwise.observing.rank_record import RankRecord, ToldFacts
 from shardwise.observing.run_record import RunRecord
 from shardwise.pictures.chart import Band, Bars, Chart, Floats, Look, Series, Table

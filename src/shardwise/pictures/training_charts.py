@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.observing.bounded import NO_SAMPLE, PhaseTimes, extremes
-from shardwise.observing.plain import number_in
+from shardwise.observing.lines_read import number_in
 from shardwise.observing.rank_record import RankRecord
 from shardwise.observing.run_record import RunRecord
 from shardwise.pictures.chart import Chart, Floats, Look, Series, Table
