@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError, FormatError
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.entries import TensorEntry
+from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.quantisation import as_the_model_has_it, form_of
 from shardwise.formats.quantised import dequantised_index

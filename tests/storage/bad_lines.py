@@ -12,10 +12,10 @@ from safetensors.torch import save
 from torch import nn
 
 import shardwise
-from shardwise.engines.base_forms import FORMS
+from shardwise.engines.load_fill import FORMS
 from shardwise.storage import MemoryReader
+from shardwise.storage.names import HubOptions
 from shardwise.storage.reading import opening
-from shardwise.storage.repositories import HubOptions
 
 TABLES = ("pinner", "opener", "repositories", "form")
 
