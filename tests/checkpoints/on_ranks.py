@@ -486,7 +486,8 @@ def save_adapter(folder: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     step_lora(model, optimizer, 0)
     report = Checkpointer(folder, only=AdapterOnly()).save(1, TrainState(model, optimizer))
-    return {"report": report.to_dict(), "losses": [step_lora(model, optimizer, seed) for seed in (1, 2)]}
+    losses = [step_lora(model, optimizer, seed) for seed in (1, 2)]
+    return {"report": report.to_dict(), "text": str(report), "losses": losses}
 
 
 def restore_adapter(folder: str, how: str) -> Any:
