@@ -486,8 +486,7 @@ def save_adapter(folder: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     step_lora(model, optimizer, 0)
     report = Checkpointer(folder, only=AdapterOnly()).save(1, TrainState(model, optimizer))
-    losses = [step_lora(model, optimizer, seed) for seed in (1, 2)]
-    return {"report": report.to_dict(), "text": str(report), "losses": losses}
+    return {"report": report.to_dict(), "losses": [step_lora(model, optimizer, seed) for seed in (1, 2)]}
 
 
 def restore_adapter(folder: str, how: str) -> Any:
@@ -503,7 +502,8 @@ def restore_adapter(folder: str, how: str) -> Any:
         only = shardwise.options.Everything() if how == "full" else AdapterOnly()
         return attempt(lambda: Checkpointer(folder, only=only).restore(state))
     report = Checkpointer(folder, only=AdapterOnly()).restore(state)
-    return {"report": report.to_dict(), "losses": [step_lora(model, optimizer, seed) for seed in (1, 2)]}
+    losses = [step_lora(model, optimizer, seed) for seed in (1, 2)]
+    return {"report": report.to_dict(), "text": str(report), "losses": losses}
 
 
 # Bringing a model up
