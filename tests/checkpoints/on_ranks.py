@@ -502,7 +502,8 @@ def restore_adapter(folder: str, how: str) -> Any:
         only = shardwise.options.Everything() if how == "full" else AdapterOnly()
         return attempt(lambda: Checkpointer(folder, only=only).restore(state))
     report = Checkpointer(folder, only=AdapterOnly()).restore(state)
-    return {"report": report.to_dict(), "losses": [step_lora(model, optimizer, seed) for seed in (1, 2)]}
+    losses = [step_lora(model, optimizer, seed) for seed in (1, 2)]
+    return {"report": report.to_dict(), "text": str(report), "losses": losses}
 
 
 # Bringing a model up

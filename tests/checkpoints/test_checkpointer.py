@@ -357,6 +357,7 @@ def test_an_adapter_is_stored_without_its_base(worlds, tmp_path):
         assert found["losses"] == pytest.approx(saved[0]["losses"], abs=1e-6)
         assert all("lora_" in name for name in found["report"]["model"])
         assert any("embed_tokens" in name for name in found["report"]["not_stored"])
+        assert "tensors are not in it, on purpose: those of the base" in found["text"]
 
 
 OTHER_TUNINGS = {

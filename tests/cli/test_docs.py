@@ -73,7 +73,14 @@ def test_a_page_that_is_not_there_is_answered_with_the_nearest():
     result = call("docs", "checkpoint")
     assert result.exit_code == 2
     assert "no such page; did you mean checkpoints?" in result.output
-    assert call("docs", "../README").exit_code == 2
+    assert "no such page; `shardwise docs --list`" in call("docs", "../README").output
+
+
+def test_a_command_that_is_not_there_is_answered_with_the_nearest():
+    result = call("trian")
+    assert result.exit_code == 2
+    assert "No such command 'trian'. Did you mean 'train'?" in result.output
+    assert "No such command 'xyz'." in call("xyz").output
 
 
 def test_a_page_on_a_terminal_is_rendered():

@@ -206,6 +206,19 @@ def test_errors_are_one_line_and_exit_code_two(checkpoint: Path) -> None:
     assert "no object named weight_map" in error_line(run(checkpoint))
 
 
+def test_an_adapter_has_its_folder_for_itself(tmp_path: Path) -> None:
+    last = tmp_path / "out" / "last"
+    last.mkdir(parents=True)
+    (last / "adapter_config.json").write_text("{}")
+    (last / "adapter_model.safetensors").write_bytes(
+        file_of({"layer.lora_A.weight": tensor("F32", [2, 3], 0, 24)}, bytes(24))
+    )
+    assert ["tensors", "1"] in lines(run(last))
+    outside = run(tmp_path / "out")
+    assert outside.exit_code == 2
+    assert outside.stderr.endswith(f"There are weights below: {last}\n")
+
+
 def test_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 

@@ -25,9 +25,10 @@ from tests.training.stub_hub import stub_hub
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.cli import launch
+from shardwise.cli import train as train_cli
 from shardwise.cli.launch import InThisProcess, Launch, Launched, Spawned, read_launch, run_ranks
 from shardwise.cli.train import NOT_PUSHED, STOPPED, StepLog, train_command
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.memory import first_touch
 from shardwise.planning.loads.pages import Way
 from shardwise.storage.names import HubOptions
@@ -327,6 +328,20 @@ def test_the_tokenizer_is_of_the_revision_of_the_model(monkeypatch: pytest.Monke
     assert "org/name: its tokenizer cannot be loaded (not here)" in message
     assert names == [("org/name", "v1")]
     assert asked == [{"revision": commit, "trust_remote_code": False}]
+
+
+def test_a_folder_that_is_not_there_is_told_before_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def begun(*_: object, **__: object) -> None:
+        raise AssertionError("ranks have been started")
+
+    monkeypatch.setattr(train_cli, "run_ranks", begun)
+    message = refusal(*needed(str(tmp_path / "absent"), "nothing.jsonl", tmp_path))
+    assert f"{tmp_path / 'absent'}: no such directory" in message
+
+
+def test_ranks_find_out_together_that_a_folder_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="absent: no such directory"):
+        prepare.load_tokenizer(str(tmp_path / "absent"))
 
 
 def test_a_tokenizer_of_another_model(checkpoint: Path, tmp_path: Path) -> None:

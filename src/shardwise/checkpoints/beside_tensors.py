@@ -63,7 +63,7 @@ class BesideTensors:
         else:
             lacking = randomness.draw_anew(self.common["rng", "rank_0"], facts.alike, world.rank, world.size, what)
             alike = f"{', '.join(facts.alike)}: as saved, alike on all ranks; others: " if facts.alike else ""
-            rng = f"{alike}seeded anew for {world.size} ranks in place of {facts.world_size}"
+            rng = f"{alike}seeded anew, as there were {facts.world_size} ranks, and are {world.size}"
         return rng + (f"; not on this machine: {', '.join(lacking)}" if lacking else "")
 
 

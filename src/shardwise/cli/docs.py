@@ -69,8 +69,8 @@ def page_file(name: str) -> Path:
     wanted, known = name.removesuffix(".md").replace("-", "_"), page_names()
     if wanted in known:
         return PAGES / f"{wanted}.md"
-    near = difflib.get_close_matches(wanted, known, 1, 0.5)
-    answer = f"; did you mean {near[0]}?" if near else ""
+    near = difflib.get_close_matches(wanted, known, 1)
+    answer = f"; did you mean {near[0]}?" if near else ";"
     raise ConfigError(f"{name!r}: there is no such page{answer} `shardwise docs --list` lists them")
 
 

@@ -17,6 +17,7 @@ import click
 from shardwise.errors import FormatError, ShardwiseError
 from shardwise.formats.checkpoint_index import CheckpointIndex, StoredTensor
 from shardwise.formats.opening import open_checkpoint
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardwise.report.names import collapse
 from shardwise.storage.hub import resolve
 from shardwise.storage.names import HubOptions, shown
@@ -24,6 +25,7 @@ from shardwise.storage.names import HubOptions, shown
 _CONFIG_FACTS = ("architectures", "model_type", "dtype", "tie_word_embeddings", "transformers_weights")
 _MAX_CONFIG_BYTES = 10_000_000
 _SHOWN_IGNORED = 10
+_SHOWN_BELOW = 5
 _DIGITS = re.compile(r"([0-9]+)")
 
 
@@ -60,18 +62,20 @@ def inspect_command(
 ) -> None:
     """Show what the checkpoint at PATH holds.
 
-    PATH is a folder, a safetensors, .bin or index file, or the name of a repository that is in the cache of
-    the Hugging Face hub. Only headers are read, nothing in them is run, and nothing is downloaded.
+    PATH is a folder (an adapter's, too), a safetensors, .bin or index file, or the name of a repository that is in
+    the cache of the Hugging Face hub. Only headers are read, nothing in them is run, and nothing is downloaded.
     """
     try:
         place = resolve(
             path, HubOptions(revision=revision, subfolder=subfolder, local_files_only=True), download=False
         )
         config = read_config_facts(place if place.is_dir() else place.parent)
-        named = weights_name or (config.get("transformers_weights") if place.is_dir() else None)
+        named = weights_name or (
+            config.get("transformers_weights") or _adapter_in(place) if place.is_dir() else None
+        )
         index = open_checkpoint(place, weights_name=named if isinstance(named, str) else None)
     except ShardwiseError as error:
-        _fail(error)
+        _fail(error, below=_weights_below(Path(path)))
     tensors = [tensor for tensor in index.tensors() if match is None or fnmatchcase(tensor.key, match)]
     if as_json:
         click.echo(json.dumps(as_json_object(index, config, tensors), indent=2))
@@ -83,9 +87,25 @@ def inspect_command(
         _print_groups(group_tensors(tensors))
 
 
-def _fail(error: ShardwiseError) -> NoReturn:
+def _fail(error: ShardwiseError, below: Sequence[Path]) -> NoReturn:
     click.echo(f"error: {error}", err=True)
+    if below:
+        click.echo(f"There are weights below: {', '.join(shown(str(folder)) for folder in below)}", err=True)
     sys.exit(2)
+
+
+def _adapter_in(folder: Path) -> str | None:
+    """The file of an adapter that has its folder for itself, as ``last/`` of a LoRA does."""
+    if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
+        return None
+    return next((name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+
+
+def _weights_below(folder: Path) -> list[Path]:
+    """The first folders right below that hold weights, as those of a training's output folder."""
+    if not folder.is_dir() or any(folder.glob("*.safetensors")):
+        return []
+    return sorted({found.parent for found in folder.glob("*/*.safetensors")})[:_SHOWN_BELOW]
 
 
 # Facts

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.storage.names import HubOptions
+from shardwise.storage.names import HubOptions, is_local, local_place
 
 if TYPE_CHECKING:
     from shardwise.engines.plan_options import PlanOptions
@@ -125,6 +125,10 @@ def _planned(said: PlanAsked) -> Forecast | TrainingPlan:
     Raises:
         ShardwiseError: the model cannot be loaded so, or options contradict each other.
     """
+    if is_local(said.model) and not said.model.endswith(
+        (".yaml", ".yml")
+    ):  # else it is told after seconds of imports
+        local_place(said.model, HubOptions())
     from shardwise.verbs.plan import plan
 
     about = _about_training(said)

@@ -144,6 +144,7 @@ def train_command(
         request = read_request(arguments, told, accelerate_config, observe=observe)
         request = replace(request, detail="whole" if verbose else "brief")
         is_of_many = isinstance(request, TenantsRequest)
+        _begin(request)
         function: Callable[..., Any] = train_tenants_on_rank if is_of_many else train_on_rank
         preloaded = (*TRAINING, "shardwise.tenants.session") if is_of_many else TRAINING
         outcomes = run_ranks(nproc_per_node, function, request, asks_first=True, preloaded=preloaded)
@@ -193,6 +194,26 @@ def read_request(
     if is_of_many(values):
         return TenantsRequest(tenants_of(values, where), told, cache_root(os.environ))
     return TrainRequest(config_of(values, where), told, cache_root(os.environ))
+
+
+def _begin(request: TrainRequest | TenantsRequest) -> None:
+    """Before the seconds of imports: whether the model's folder is there, and what is waited for.
+
+    Of ranks that a launcher has started, none says no by itself: they find out together, once they have met.
+
+    Raises:
+        StorageError: there is no such folder.
+    """
+    if "RANK" in os.environ:
+        return
+    from shardwise.storage.names import HubOptions, is_local, local_place
+
+    if isinstance(request, TrainRequest):
+        model = request.config.model
+        for name in filter(is_local, filter(None, (model.name, model.tokenizer))):
+            local_place(name, HubOptions())
+    if sys.stderr.isatty():
+        click.echo("starting: torch and transformers are imported first, which takes some seconds", err=True)
 
 
 def cache_root(environment: Mapping[str, str]) -> Path:

@@ -215,7 +215,9 @@ def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
         f"  files there: {listed(map(shown, names)) or 'none'}",
     ]
     if any(fnmatchcase(name, "adapter_model*") for name in names):
-        lines.append("  There is an adapter without its base model; open the base model's folder.")
+        lines.append(
+            "  There is an adapter without its base model; open the base's folder, or name the adapter's file."
+        )
     lines += [f"  {hint}" for item in _formats() for hint in item.hints(names)]
     others = [name for name in names if name.endswith(".gguf")]
     if others:

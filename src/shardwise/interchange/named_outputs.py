@@ -63,7 +63,12 @@ def named_outputs(
     """The hub's names where the model is known; else those of the checkpoint, with the reason."""
     config_folder = _config_folder(folder, base)
     if config_folder is None:
-        return _as_named(index, placer, dtype, f"no config.json in or above {folder}; pass base= for the hub's")
+        return _as_named(
+            index,
+            placer,
+            dtype,
+            f"no config.json in or above {folder}; name the base (--base, base=) for the hub's",
+        )
     try:
         config = config_of(config_folder, _options(dtype))
         class_of(config_folder, config, _options(dtype))

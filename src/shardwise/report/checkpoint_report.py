@@ -130,7 +130,8 @@ class RestoreReport:
         lines += [f"  {what}: {text}" for what, text in (("rng", self.rng), ("data", self.data)) if text]
         for pair in dict.fromkeys(self.cast.values()):
             lines += listing(f"{pair[0]}→{pair[1]}", [name for name, cast in self.cast.items() if cast == pair])
-        lines += listing("not stored", self.not_stored)
+        if self.not_stored:
+            lines.append(f"  {len(self.not_stored)} tensors are not in it, on purpose: those of the base")
         lines += listing("missing", self.missing)
         lines += listing("unexpected", self.unexpected)
         lines += listing("mismatched", self.mismatched)

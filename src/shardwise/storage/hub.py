@@ -341,7 +341,8 @@ def hub_errors_named(repo_id: str, options: HubOptions, *, download: bool) -> It
             f"{name}: the repository has no such revision; pass one of its branches, tags or commits"
         ) from error
     except LocalEntryNotFoundError as error:
-        raise StorageError(f"{name}: {_why_not_cached(options, error, download=download)}") from error
+        why = _why_not_cached(options, error, download=download)
+        raise StorageError(f"{name}: {why}; if a folder is meant, there is none of this name here") from error
     except Exception as error:
         # HTTP and connection errors, whose classes differ between versions of the library, a full disk, a
         # token that is asked for and not there.

@@ -27,7 +27,7 @@ from shardwise.models.wrapping.wrap import Sharding
 from shardwise.report.load_report import LoadReport
 from shardwise.report.save_report import SaveReport
 from shardwise.storage.hub import commit_of
-from shardwise.storage.names import HubOptions, is_local, is_url
+from shardwise.storage.names import HubOptions, is_local, is_url, local_place
 from shardwise.storage.reading.opening import open_storage
 from shardwise.tensors.dtypes import dtype_named
 from shardwise.training.data.batches import BatchLayout, Flattened, Padded, flatten, pack
@@ -53,13 +53,18 @@ def load_tokenizer(
 
     Raises:
         ConfigError: there is none; the same on every rank.
-        StorageError: the hub knows no such repository, or is not to be reached, and the cache has none.
+        StorageError: there is no such folder; the hub knows no such repository, or is not to be reached, and the
+            cache has none.
     """
     if not (is_local(name_or_path) or is_url(name_or_path)):
         named = HubOptions(revision=revision)
         revision = World.current().from_first(lambda: commit_of(name_or_path, named))
 
     def load() -> PreTrainedTokenizerBase:
+        if is_local(
+            name_or_path
+        ):  # transformers takes a folder that is not there for a name of the hub, and asks it
+            local_place(name_or_path, HubOptions())
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 name_or_path, revision=revision or "main", trust_remote_code=trust_remote_code
