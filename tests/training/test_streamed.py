@@ -17,7 +17,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.testing.world import run_world
 from shardwise.training.configuration.config import config_of
-from shardwise.training.data import streamed
+from shardwise.training.data import row_stream
 from shardwise.training.data.batches import Packed, Padded
 from shardwise.training.data.read_once import ReadOptions, RowsAsked, SkipRows
 from shardwise.training.data.sources import DataName
@@ -181,7 +181,7 @@ def test_who_is_stopped_while_the_first_rows_are_read_is_told_so(
         if is_read.is_set():
             raise Stopped
 
-    monkeypatch.setattr(streamed, "encoded_blocks", slowly)
+    monkeypatch.setattr(row_stream, "encoded_blocks", slowly)
     stream = loader(file)
     with monkeypatch.context() as stopping:
         stopping.setattr(World, "check", check)
