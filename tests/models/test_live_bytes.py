@@ -23,6 +23,7 @@ class Transposed(nn.Module):
     def __init__(self):
         super().__init__()
         self.words = nn.Parameter(torch.empty(WORDS, WIDTH))
+        self.seen = []
 
     def forward(self, ids):
         return F.linear(F.embedding(ids, self.words), self.words)
@@ -52,9 +53,8 @@ class NotBackward(Transposed):
         return (self.words.detach() * 2 + self.words.detach()).sum()
 
 
-def run(model, mode=None):
+def run(model):
     ids = torch.zeros(TOKENS, dtype=torch.int64)
-    model.seen = []
     loss = model(ids).sum()
     if loss.requires_grad:
         loss.backward()
@@ -86,4 +86,5 @@ def test_as_allocated(kind):
     model = kind()
     run(model)  # torch's own, once
     model.zero_grad(set_to_none=True)
+    model.seen.clear()  # what is let go while the profiler looks on would count
     assert counted(model) == pytest.approx(allocated(model), rel=0.01)
