@@ -32,6 +32,7 @@ from shardwise.training.configuration.config_values import (
 )
 from shardwise.training.data.batches import Batch
 from shardwise.training.foretelling.foreseeing import plan_training
+from shardwise.training.foretelling.memory_facts import MemoryFacts
 from shardwise.training.foretelling.step_memory import Measured
 from shardwise.training.loop import train
 from shardwise.training.prepare import ModelRequest, load_model
@@ -261,6 +262,23 @@ def test_a_large_batch_is_on_the_line_of_smaller_ones(folder):
     start = time.process_time()
     plan_of(configured(folder, training={"batch_size": 60_000}), ranks=1)
     assert time.process_time() - start < 20
+
+
+def test_one_total_is_told(folder):
+    plan = plan_of(configured(folder), ranks=1)
+    assert "activations come on top" in str(plan.load)
+    assert "activations come on top" not in str(plan), "they are in the plan of a training"
+    assert "model       " in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("needed", "ends"),
+    [(90 << 20, "is not foreseen"), (20 << 20, "loss)"), (19 << 20, "loss)"), (1 << 30, "loss)")],
+)
+def test_what_was_needed_beside_what_was_foreseen(needed, ends):
+    told = str(MemoryFacts(needed, 20 << 20, "loss"))
+    assert told.startswith("memory: the first rank needed")
+    assert told.endswith(ends)
 
 
 def test_a_batch_that_never_fits_says_by_how_much_and_what_is_largest(folder):

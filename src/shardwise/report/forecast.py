@@ -116,6 +116,11 @@ class Forecast:
         }
 
     def __str__(self) -> str:
+        return self.told()
+
+    def told(self, *, with_training: bool = True) -> str:
+        """The forecast in words; with what training with AdamW takes, unless somebody knows that better."""
+        is_trained = bool(self.training) and with_training
         stored = [
             in_bytes(self.checkpoint_bytes),
             _count(self.checkpoint_tensors, "tensor"),
@@ -144,7 +149,7 @@ class Forecast:
                 "imbalance",
                 f"{self.held_imbalance:.3f} held, {self.read_imbalance:.3f} read (most over mean)",
             ),
-            *([("training", str(max(self.training, key=lambda rank: rank.total_bytes)))] if self.training else []),
+            *([("training", str(max(self.training, key=lambda rank: rank.total_bytes)))] if is_trained else []),
             *([("bank", str(max(self.bank, key=lambda rank: rank.total_bytes)))] if self.bank else []),
             *([("each node", f"{in_bytes(self.node_host_bytes)} of host memory")] if self.nodes > 1 else []),
             *(("note", note) for note in self.notes),

@@ -137,7 +137,7 @@ class TrainingPlan:
         }
 
     def __str__(self) -> str:
-        return "\n".join([str(self.load), "", *self.lines()])
+        return "\n".join([self.load.told(with_training=False), "", *self.lines()])
 
     def lines(self) -> list[str]:
         """What is told of the training itself."""

@@ -19,6 +19,9 @@ from shardwise.training.passes.forward import SHARDED_FOR_LACK_OF_MEMORY
 from shardwise.training.report import TrainReport
 from shardwise.training.session import Session
 
+_UNFORESEEN_BYTES = 96 << 20
+"""About the most that libraries and the allocator of a rank take: of a small model, more than the model does."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
@@ -36,7 +39,10 @@ class MemoryFacts:
         needed = f"memory: the first rank needed {in_bytes(self.needed_bytes)}"
         if self.foreseen_bytes is None:
             return f"{needed}; not foreseen: {self.why_not}"
-        return f"{needed}, foreseen were {in_bytes(self.foreseen_bytes)} (most in: {self.phase})"
+        told = f"{needed}, foreseen were {in_bytes(self.foreseen_bytes)} (most in: {self.phase})"
+        if 0 < self.needed_bytes - self.foreseen_bytes <= _UNFORESEEN_BYTES:
+            return f"{told}; what libraries and the allocator take, some tens of MiB, is not foreseen"
+        return told
 
     def to_dict(self) -> dict[str, Any]:
         """The facts as plain JSON values."""
