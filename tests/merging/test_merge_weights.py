@@ -106,6 +106,16 @@ def test_without_a_config_names_stay_and_that_is_told(small, tmp_path: Path) -> 
         merge_weights(step, tmp_path / "out", base=tmp_path)
 
 
+def test_tensors_of_an_adapter_are_told_to_be_no_model(tmp_path: Path) -> None:
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_{}.default.weight"
+    state = {name.format(part): torch.ones(4, 4) for part in "AB"}
+    save_distributed({**state, "step": torch.zeros(1)}, tmp_path / "run")
+    report = merge_weights(tmp_path / "run", tmp_path / "out")
+    [note] = [note for note in report.notes if "adapter" in note]
+    assert note.startswith("2 of 3 tensors are an adapter's")
+    assert "adapter's" in str(report)
+
+
 def test_the_names_of_the_base_are_those_of_the_outcome(tmp_path: Path) -> None:
     model = zoo.build(specimen("qwen3_5_text"))
     zoo.save_original(model, tmp_path / "base", prefixes=True)

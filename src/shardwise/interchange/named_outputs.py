@@ -32,6 +32,9 @@ from shardwise.storage.reading.opening import OpenStorage
 
 OPTIMIZER_FILE = "optimizer.bin"
 
+_OF_AN_ADAPTER = ".lora_"
+"""Of names that PEFT gives to what it adds."""
+
 _PARENTS = 2
 """How far up from a checkpoint its config is looked for."""
 
@@ -97,8 +100,14 @@ def _as_named(index: CheckpointIndex, placer: Placer, dtype: str | None, why: st
     if dtype is not None:
         raise ConfigError(f"dtype={dtype!r} is applied as the model says, which is not known: {why}")
     outgoing = Outgoing({key: (item.dtype, item) for key, item in stored_tensors(index).items()}, placer)
-    notes = (f"not taken along: {', '.join(map(shown, index.ignored[:5]))}",) if index.ignored else ()
-    return NamedOutputs(outgoing, f"the checkpoint's own ({why})", notes=notes)
+    notes = [f"not taken along: {', '.join(map(shown, index.ignored[:5]))}"] if index.ignored else []
+    adapted = sum(_OF_AN_ADAPTER in key for key in outgoing.made)
+    if adapted:
+        notes.append(
+            f"{adapted:,} of {len(outgoing.made):,} tensors are an adapter's, and its base is not taken along: "
+            "save_adapter writes it as PEFT does, merge-adapter writes the model that they make together"
+        )
+    return NamedOutputs(outgoing, f"the checkpoint's own ({why})", notes=tuple(notes))
 
 
 def optimizer_outputs(
