@@ -221,12 +221,11 @@ class Talk:
             RankLostError, DisagreementError: the first verdict is everybody's.
         """
         line = self._line
-        try:
-            self.heed_verdict()
-        except (RankLostError, DisagreementError):
+        verdict = self._keys.find("lost")
+        if verdict is not None:
             if is_done():  # whoever has left has met this rank before
                 return
-            raise
+            self._follow(verdict)
         absent = [rank for rank, sign in self._watched.items() if not (sign.beat or self._keys.has(f"beat/{rank}"))]
         joined = [rank for rank in self._watched if rank not in absent]
         beats = dict(zip(joined, self._keys.get_all([f"beat/{rank}" for rank in joined]), strict=True))
