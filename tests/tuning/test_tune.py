@@ -13,6 +13,7 @@ from tests import zoo
 from tests.conftest import Worlds
 from tests.tuning import on_ranks, reference
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForSequenceClassification
+from transformers.models.auto import modeling_auto
 
 import shardwise
 from shardwise import ConfigError, Freeze, Full, Lora
@@ -326,6 +327,26 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
 def test_what_matches_nothing_or_cannot_be_done_is_refused(tuning: Any, message: str, tied: Path) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         shardwise.from_pretrained(tied, tuning=tuning)
+
+
+@pytest.mark.parametrize("model_type", ["llava", "qwen2_vl", "gemma3", "mllama"])
+def test_layers_are_those_of_the_language_model(model_type: str, tmp_path: Path) -> None:
+    class_name = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]
+    zoo.save_original(zoo.build(zoo.Specimen(model_type, model_type, class_name, "")), tmp_path)
+    for count, index in ((1, 1), (-1, 0)):
+        model = shardwise.from_pretrained(tmp_path, tuning=Freeze(count))
+        layer = f"model.language_model.layers.{index}."
+        assert _trained(model) == [name for name, _ in model.named_parameters() if name.startswith(layer)] != []
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3)])
+def test_lists_of_an_encoder_and_a_decoder_are_named(sizes: tuple[int, int], tmp_path: Path) -> None:
+    specimen = zoo.Specimen("bart", "bart", "BartForConditionalGeneration", "")
+    config = zoo.tiny_config(specimen)
+    config.encoder_layers, config.decoder_layers = sizes
+    zoo.save_original(zoo.build(specimen, config=config), tmp_path)
+    with pytest.raises(ConfigError, match=r"\(model.encoder.layers, model.decoder.layers\), and which"):
+        shardwise.from_pretrained(tmp_path, tuning=Freeze(1))
 
 
 def test_modes_refuse_what_makes_no_sense() -> None:

@@ -86,7 +86,8 @@ class Freeze(_OfTheModel):
     """Some layers, and modules outside of them; all else is frozen.
 
     Attributes:
-        trainable_layers: the last n of the model's layers, or the first n as ``-n``; 0 for none.
+        trainable_layers: the last n of the model's layers, or the first n as ``-n``; 0 for none. Of a
+            vision-language model, the language model's layers.
         trainable_modules: names of modules inside these layers, as in ``("self_attn", "mlp.down_proj")``; none for
             the layers whole.
         extra_modules: names of modules outside of the layers, as in ``("embed_tokens", "lm_head")``. What is tied
