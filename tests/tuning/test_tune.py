@@ -311,6 +311,7 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
             r"'eva' needs whole weights, or data",
         ),
         (Lora(LoraConfig(target_modules="(")), r"PEFT cannot put this LoRA"),
+        (Lora(LoraConfig(target_modules=["q_proj"], modules_to_save="lm_head")), r"'lm_head' is no list of names"),
         (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="olora")), r"'olora' changes"),
         (Lora(LoraConfig(target_modules=["q_proj"], use_dora=True, init_lora_weights=False)), r"use_dora with"),
         (Lora(LoraConfig(target_modules=["embed_tokens"], use_dora=True)), r"embed_tokens: use_dora.*Embedding"),
@@ -356,7 +357,17 @@ def test_modes_refuse_what_makes_no_sense() -> None:
         Freeze(extra_modules="lm_head")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="inside of trainable layers"):
         Freeze(0, ("mlp",), ("lm_head",))
-    for name in ("", "a.b", "lora_A"):
+    with pytest.raises(
+        ConfigError, match=r"extra_modules=3 must be a tuple of names: extra_modules=\('lm_head',\)"
+    ):
+        Freeze(extra_modules=3)  # type: ignore[arg-type]
+    for count in ("2", 1.0, True):
+        with pytest.raises(ConfigError, match=r"trainable_layers=.* must be a number of layers"):
+            Freeze(count)  # type: ignore[arg-type]
+    for placement in ("replicated", Replicated):
+        with pytest.raises(ConfigError, match=r"is neither InBlocks\(\) nor Replicated\(\)"):
+            Lora(ALL_LINEAR, adapters=placement)  # type: ignore[arg-type]
+    for name in ("", "a.b", "lora_A", 3):
         with pytest.raises(ConfigError, match="cannot name an adapter"):
             Lora(ALL_LINEAR, adapter=name)
 

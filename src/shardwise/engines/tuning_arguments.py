@@ -126,6 +126,7 @@ def base_in_four_bits(
             f"quantization={type(wanted).__name__}(...): the checkpoint has bytes of {kind.__name__}(...), as "
             "InternalNames() have written them; pass that, or leave it out"
         )
+    configs.let_merge_in_four_bits()
     return put_base_into_four_bits(model, bindings, wanted)
 
 

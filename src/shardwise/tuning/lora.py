@@ -149,10 +149,6 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
         _require_all_matched(config, everything, modules, parameters)  # where a name is at fault, with the nearest
         raise
     _require_all_matched(config, peft_compat.targets_of(model, name), modules, parameters)
-    if any(is_in_four_bits(module) for _, module in walk(base)):
-        from shardwise.tuning.four_bit_layers import let_merge  # PEFT is slow to import
-
-        let_merge(layer for _, layer in peft_compat.layers(model))
     return model
 
 

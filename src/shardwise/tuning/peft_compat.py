@@ -14,12 +14,13 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from shardwise.errors import ConfigError, KnownNames
 from shardwise.models import pretrained
@@ -86,9 +87,22 @@ def lora_config(**settings: Any) -> LoraConfig:
 
 
 def in_words(config: LoraConfig) -> str:
-    """A config in words that are the same in every process: sets in order."""
+    """A config in words that are the same in every process: sets in order.
+
+    Raises:
+        ConfigError: it is no config of a LoRA.
+    """
+    _require_lora(config)
     values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
     return repr(sorted(values.items(), key=lambda pair: pair[0]))
+
+
+def _require_lora(config: object) -> None:
+    from peft import LoraConfig
+
+    if type(config) is not LoraConfig:
+        what = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
+        raise ConfigError(f"config is {what}; pass a peft.LoraConfig")
 
 
 def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
@@ -97,11 +111,11 @@ def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
     Raises:
         ConfigError: naming each option.
     """
-    from peft import LoraConfig
-
-    if type(config) is not LoraConfig:
-        raise ConfigError(f"config is a {type(config).__name__}; pass a peft.LoraConfig")
+    _require_lora(config)
     faults = []
+    copied: object = config.modules_to_save
+    if isinstance(copied, str):
+        faults.append(f"modules_to_save={copied!r} is no list of names; pass a list")
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         default = field.default if field.default is not dataclasses.MISSING else None
@@ -158,6 +172,22 @@ def to_merge(layer: Any, adapters: Sequence[str] | None) -> list[str]:
     from peft.tuners.tuners_utils import check_adapters_to_merge
 
     return list(check_adapters_to_merge(layer, None if adapters is None else list(adapters)))
+
+
+@cache
+def let_merge_in_four_bits() -> None:
+    """Have layers of LoRA that are put around weights in four bits merge as such, whoever puts them there.
+
+    Once in a process. Such a layer has the other as ``base_layer``, before it looks at the config.
+    """
+    register_module_module_registration_hook(_put_around)
+
+
+def _put_around(layer: nn.Module, name: str, inside: nn.Module | None) -> None:
+    if name == "base_layer" and inside is not None and is_in_four_bits(inside):
+        from shardwise.tuning.four_bit_layers import let_merge
+
+        let_merge(layer)
 
 
 def _require_names() -> None:
