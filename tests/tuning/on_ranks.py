@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from tests import truth
 from tests.tuning import reference
 from torch import nn
@@ -94,6 +95,12 @@ def train(
     set_values(model, reference.unsettle(whole_values(model)))
     losses = reference.train(model, steps, rows, *place())
     return losses, whole_values(model)
+
+
+def merged_tensors(directory: str, targets: list[str]) -> tuple[str, str]:
+    """The error that the tensors of a merged model raise."""
+    model = bring_up(directory, {"tuning": shardwise.Lora(LoraConfig(r=2, target_modules=targets))})
+    return attempt(lambda: list(shardwise.iter_hf_tensors(model, only=shardwise.options.MergedAdapter())))
 
 
 def what_is_sharded(directory: str, keywords: dict[str, Any]) -> dict[str, str]:

@@ -297,6 +297,19 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
         (Lora(LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_hed"])), r"modules_to_save.*lm_head"),
         (Lora(LoraConfig(target_modules=[], target_parameters=["mlp.expert.up"])), r"target_parameters: nothing"),
         (Lora(LoraConfig(target_modules=["q_proj"], exclude_modules=["k_prj"])), r"exclude_modules.*k_proj"),
+        (
+            Lora(LoraConfig(target_modules=["q_proj", "k_proj"], exclude_modules=["k_proj"])),
+            r"target_modules: 'k_proj' is there, and PEFT does not adapt it",
+        ),
+        (
+            Lora(LoraConfig(target_modules=["q_proj"], rank_pattern={"k_proj": 4}, alpha_pattern={"q_prj": 3})),
+            r"rank_pattern: 'k_proj' matches nothing that is adapted.*\n  alpha_pattern: 'q_prj' matches nothing",
+        ),
+        (Lora(LoraConfig(target_modules=["q_proj"], rank_pattern={"(": 4})), r"PEFT cannot put .* unterminated"),
+        (
+            Lora(LoraConfig(target_modules=["q_proj"], layers_to_transform=[1, 9])),
+            r"layers_to_transform: nothing is adapted in layer 9",
+        ),
         (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")), r"'pissa' changes the base"),
         (
             Lora(LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights="orthogonal")),
