@@ -185,6 +185,25 @@ def test_an_adapter_of_a_tied_head_is_not_merged_as_if_it_were_none(tied: Path, 
         assert "embed_tokens, which a merge would change, too; take it out of target_modules" in text
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("tuning", "safe", "told"),
+    [
+        (Lora(NARROW), False, ""),
+        (Lora(NARROW), True, "q_proj is sharded, and safe_merge=True sets another weight in its place"),
+        (Lora(DORA), False, "q_proj is sharded, and a variant of LoRA, such as DoRA, sets another"),
+        (Lora(NARROW, adapters=Replicated()), False, "its adapter is whole on every rank; save the adapter"),
+    ],
+)
+def test_peft_merges_into_shards_or_says_that_it_cannot(
+    tuning: Lora, safe: bool, told: str, tied: Path, worlds: Worlds
+) -> None:
+    for (kind, text), apart in worlds(2).run(on_ranks.merge_in_place, str(tied), {"tuning": tuning}, safe):
+        assert kind == ("ConfigError" if told else ""), text
+        assert told in text
+        assert apart < 1e-6
+
+
 def test_an_adapter_of_pickles_is_read_too(tied: Path, adapter: Path) -> None:
     wanted = on_ranks.values_after_load(str(tied), {"tuning": ExistingLora(adapter)})
     file = adapter / "adapter_model.safetensors"

@@ -106,7 +106,7 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
             if why := _why_not(module, adapter, Linear):
                 raise ConfigError(f"{name} {why}, which cannot be merged here; merge the adapter with PEFT first")
             tied = [other for other in owners[id(module.get_base_layer().weight)] if other != f"{name}.base_layer"]
-            if tied and adapter in module.lora_A:
+            if tied and adapter in layers[name].lora_A:
                 raise ConfigError(
                     f"{name} is tied to {tied[0]}, which a merge would change, too; take it out of target_modules, "
                     "or merge the saved adapter with shardwise.merge_adapter, which changes both and says so"

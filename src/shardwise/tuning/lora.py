@@ -303,7 +303,7 @@ def _without_effect(config: LoraConfig, adapted: Sequence[str]) -> list[str]:
     layers = config.layers_to_transform
     return faults + [
         f"layers_to_transform: nothing is adapted in layer {index}; leave it out"
-        for index in (layers if isinstance(layers, list) else ())
+        for index in (layers if isinstance(layers, (list, tuple)) else ())
         if not any(re.search(rf"(^|\.){index}\.", name) for name in adapted)
     ]
 
