@@ -45,7 +45,7 @@ from shardwise.models.wrapping.policies import (
 from shardwise.models.wrapping.wrap import Sharding
 from shardwise.planning.states.sources import ValuesFrom
 from shardwise.report.state_report import ShardReport
-from shardwise.tuning.configs import let_merge_in_four_bits
+from shardwise.tuning.lora import let_merge_in_four_bits
 
 
 @dataclass(frozen=True, slots=True)

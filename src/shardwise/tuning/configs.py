@@ -1,4 +1,4 @@
-"""Configs of adapters, made, read and written by PEFT; and what PEFT does to a model."""
+"""Configs of adapters, made, read and written by PEFT; and what PEFT has done to a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from shardwise.tuning.peft_compat import (
     config_in,
     copied_names,
     layer_among,
-    let_merge_in_four_bits,
     lora_config,
     save_config,
     tensors_of_layer,
@@ -18,7 +17,6 @@ __all__ = [
     "config_in",
     "copied_names",
     "layer_among",
-    "let_merge_in_four_bits",
     "lora_config",
     "save_config",
     "tensors_of_layer",

@@ -6,10 +6,12 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings, Expression
@@ -157,6 +159,22 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
         found = replace(found, modules=tuple(modules))
     _require_all_matched(config, found, modules, parameters, faults)
     return model
+
+
+@cache
+def let_merge_in_four_bits() -> None:
+    """Have layers of LoRA that are put around weights in four bits merge as such, whoever puts them there.
+
+    Once in a process. Such a layer has the other as ``base_layer``, before it looks at the config.
+    """
+    register_module_module_registration_hook(_put_around)
+
+
+def _put_around(layer: nn.Module, name: str, inside: nn.Module | None) -> None:
+    if name == "base_layer" and inside is not None and is_in_four_bits(inside):
+        from shardwise.tuning.four_bit_layers import let_merge  # PEFT is slow to import
+
+        let_merge(layer)
 
 
 def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:

@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from shardwise.errors import ConfigError, KnownNames
 from shardwise.models import pretrained
@@ -220,22 +219,6 @@ def to_merge(layer: Any, adapters: Sequence[str] | None) -> list[str]:
     from peft.tuners.tuners_utils import check_adapters_to_merge
 
     return list(check_adapters_to_merge(layer, None if adapters is None else list(adapters)))
-
-
-@cache
-def let_merge_in_four_bits() -> None:
-    """Have layers of LoRA that are put around weights in four bits merge as such, whoever puts them there.
-
-    Once in a process. Such a layer has the other as ``base_layer``, before it looks at the config.
-    """
-    register_module_module_registration_hook(_put_around)
-
-
-def _put_around(layer: nn.Module, name: str, inside: nn.Module | None) -> None:
-    if name == "base_layer" and inside is not None and is_in_four_bits(inside):
-        from shardwise.tuning.four_bit_layers import let_merge
-
-        let_merge(layer)
 
 
 def _require_names() -> None:
