@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from tests.peers import use_peers
 from tests.quantised.four_bits import answers_of, our_model, stock_model
 from tests.verbs.on_ranks import attempt
@@ -47,6 +47,8 @@ def faults(folder: str) -> dict[str, Any]:
     lora = shardwise.Lora(LoraConfig(r=2, target_modules=["q_proj"]))
     adapted = our_model(folder, "nf4", torch.float32, "flat", PlainScales(), tuning=lora)
     told["merged"] = attempt(adapted.merge_and_unload)
+    plain = our_model(folder, "nf4", torch.float32, "flat", PlainScales())
+    told["merged by PEFT"] = attempt(get_peft_model(plain, LoraConfig(target_modules=["q_proj"])).merge_adapter)
 
     live = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if rank == 1:

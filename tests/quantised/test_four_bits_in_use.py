@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from tests.quantised import four_bits_in_use
 from tests.quantised.four_bits import layers_of
@@ -44,6 +44,7 @@ def test_what_goes_wrong_on_one_rank_is_everybodys(worlds, plain):
     require(
         first["merged"], "ConfigError", r"is sharded is not merged into in its place; iter_hf_tensors\(.*MergedAd"
     )
+    require(first["merged by PEFT"], "ConfigError", "a layer in four bits that is sharded is not merged into")
     require(first["not finite"], "ConfigError", r"layers\.1\.mlp\.up_proj\.weight: row 3 has values that are not")
     assert first["unchanged"]
 
@@ -166,6 +167,35 @@ def test_what_peft_has_merged_is_taken_off_again(plain):
     broken.data[3] = torch.inf
     with pytest.raises(shardwise.ConfigError, match="the merged weight: row 3 has values that are not finite"):
         model.merge_and_unload()
+
+
+def test_what_peft_puts_on_by_itself_is_merged_as_what_a_tuning_has(plain, tmp_path):
+    model = adapted(plain, Nf4(), dtype=torch.float32)
+    shardwise.save_adapter(model, tmp_path)
+    wanted = model.merge_and_unload().state_dict()
+    base = shardwise.from_pretrained(str(plain), quantization=Nf4(), dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, tmp_path).merge_and_unload()
+    found = merged.state_dict()
+    assert found.keys() == wanted.keys()
+    assert [name for name in found if not torch.equal(found[name], wanted[name])] == []
+    with pytest.raises(shardwise.ConfigError, match=r"DoraLinearVariant needs the numbers .*; leave out use_dora"):
+        get_peft_model(merged, LoraConfig(target_modules=["q_proj"], use_dora=True))
+
+
+def test_adapters_that_transformers_puts_on_are_saved_and_merged(plain, tmp_path):
+    base = live(plain)
+    shardwise.shard(base, quantization=Nf4())
+    base.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    base.save_pretrained(tmp_path)
+    again = live(plain)
+    shardwise.shard(again, quantization=Nf4())
+    PeftModel.from_pretrained(again, tmp_path).merge_and_unload()
+
+
+def test_nothing_in_four_bits_is_dequantised_in_its_place(plain):
+    model = shardwise.from_pretrained(str(plain), quantization=Nf4())
+    with pytest.raises(shardwise.ConfigError, match=r"dequantize: .*from_pretrained\(folder, quantization=AsNumb"):
+        model.dequantize()
 
 
 def test_transformers_says_who_saves_it(plain, tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from tests import truth
 from tests.tuning import reference
 from torch import nn
@@ -94,6 +95,25 @@ def train(
     set_values(model, reference.unsettle(whole_values(model)))
     losses = reference.train(model, steps, rows, *place())
     return losses, whole_values(model)
+
+
+def merged_tensors(directory: str, targets: list[str]) -> tuple[str, str]:
+    """The error that the tensors of a merged model raise."""
+    model = bring_up(directory, {"tuning": shardwise.Lora(LoraConfig(r=2, target_modules=targets))})
+    return attempt(lambda: list(shardwise.iter_hf_tensors(model, only=shardwise.options.MergedAdapter())))
+
+
+def merge_in_place(directory: str, keywords: dict[str, Any], safe: bool) -> tuple[tuple[str, str], float]:
+    """The error of PEFT's merge, and how far the answers are from those before it."""
+    model: Any = bring_up(directory, keywords)
+    set_values(model, reference.unsettle(whole_values(model)))
+    tokens = reference.batch(2, seed=5)
+    with torch.no_grad():
+        before = model(input_ids=tokens, use_cache=False).logits
+        error = attempt(lambda: model.merge_adapter(safe_merge=safe))
+        after = model(input_ids=tokens, use_cache=False).logits
+        told = attempt(lambda: model.merge_and_unload(safe_merge=safe))
+    return (error if error == told else ("two errors", f"{error} {told}")), float((after - before).abs().max())
 
 
 def what_is_sharded(directory: str, keywords: dict[str, Any]) -> dict[str, str]:

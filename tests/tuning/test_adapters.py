@@ -167,6 +167,43 @@ def test_an_existing_adapter_goes_on_under_another_name(tied: Path, adapter: Pat
     assert all(torch.equal(value, stored[name.replace(".mine", "")]) for name, value in trained.items())
 
 
+def test_an_adapter_of_all_linear_layers_but_some_is_taken_up_again(tied: Path, tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules="all-linear", exclude_modules=["down_proj"])
+    model = shardwise.from_pretrained(tied, tuning=Lora(config))
+    shardwise.save_adapter(model, tmp_path)
+    again = shardwise.from_pretrained(tied, tuning=ExistingLora(tmp_path))
+    wanted, found = reference.values_of(model), reference.values_of(again)
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.mark.distributed
+def test_an_adapter_of_a_tied_head_is_not_merged_as_if_it_were_none(tied: Path, worlds: Worlds) -> None:
+    for kind, text in worlds(2).run(on_ranks.merged_tensors, str(tied), ["q_proj", "lm_head"]):
+        assert kind == "ConfigError"
+        assert "lm_head is tied to" in text
+        assert "embed_tokens, which a merge would change, too; take it out of target_modules" in text
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("tuning", "safe", "told"),
+    [
+        (Lora(NARROW), False, ""),
+        (Lora(NARROW), True, "q_proj is sharded, and safe_merge=True sets another weight in its place"),
+        (Lora(DORA), False, "q_proj is sharded, and a variant of LoRA, such as DoRA, sets another"),
+        (Lora(NARROW, adapters=Replicated()), False, "its adapter is whole on every rank; save the adapter"),
+    ],
+)
+def test_peft_merges_into_shards_or_says_that_it_cannot(
+    tuning: Lora, safe: bool, told: str, tied: Path, worlds: Worlds
+) -> None:
+    for (kind, text), apart in worlds(2).run(on_ranks.merge_in_place, str(tied), {"tuning": tuning}, safe):
+        assert kind == ("ConfigError" if told else ""), text
+        assert told in text
+        assert apart < 1e-6
+
+
 def test_an_adapter_of_pickles_is_read_too(tied: Path, adapter: Path) -> None:
     wanted = on_ranks.values_after_load(str(tied), {"tuning": ExistingLora(adapter)})
     file = adapter / "adapter_model.safetensors"

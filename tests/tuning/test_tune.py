@@ -13,6 +13,7 @@ from tests import zoo
 from tests.conftest import Worlds
 from tests.tuning import on_ranks, reference
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForSequenceClassification
+from transformers.models.auto import modeling_auto
 
 import shardwise
 from shardwise import ConfigError, Freeze, Full, Lora
@@ -296,6 +297,19 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
         (Lora(LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_hed"])), r"modules_to_save.*lm_head"),
         (Lora(LoraConfig(target_modules=[], target_parameters=["mlp.expert.up"])), r"target_parameters: nothing"),
         (Lora(LoraConfig(target_modules=["q_proj"], exclude_modules=["k_prj"])), r"exclude_modules.*k_proj"),
+        (
+            Lora(LoraConfig(target_modules=["q_proj", "k_proj"], exclude_modules=["k_proj"])),
+            r"target_modules: 'k_proj' is there, and PEFT does not adapt it",
+        ),
+        (
+            Lora(LoraConfig(target_modules=["q_proj"], rank_pattern={"k_proj": 4}, alpha_pattern={"q_prj": 3})),
+            r"rank_pattern: 'k_proj' matches nothing that is adapted.*\n  alpha_pattern: 'q_prj' matches nothing",
+        ),
+        (Lora(LoraConfig(target_modules=["q_proj"], rank_pattern={"(": 4})), r"PEFT cannot put .* unterminated"),
+        (
+            Lora(LoraConfig(target_modules=["q_proj"], layers_to_transform=[1, 9])),
+            r"layers_to_transform: nothing is adapted in layer 9",
+        ),
         (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")), r"'pissa' changes the base"),
         (
             Lora(LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights="orthogonal")),
@@ -310,6 +324,7 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
             r"'eva' needs whole weights, or data",
         ),
         (Lora(LoraConfig(target_modules="(")), r"PEFT cannot put this LoRA"),
+        (Lora(LoraConfig(target_modules=["q_proj"], modules_to_save="lm_head")), r"'lm_head' is no list of names"),
         (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="olora")), r"'olora' changes"),
         (Lora(LoraConfig(target_modules=["q_proj"], use_dora=True, init_lora_weights=False)), r"use_dora with"),
         (Lora(LoraConfig(target_modules=["embed_tokens"], use_dora=True)), r"embed_tokens: use_dora.*Embedding"),
@@ -328,6 +343,26 @@ def test_what_matches_nothing_or_cannot_be_done_is_refused(tuning: Any, message:
         shardwise.from_pretrained(tied, tuning=tuning)
 
 
+@pytest.mark.parametrize("model_type", ["llava", "qwen2_vl", "gemma3", "mllama"])
+def test_layers_are_those_of_the_language_model(model_type: str, tmp_path: Path) -> None:
+    class_name = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]
+    zoo.save_original(zoo.build(zoo.Specimen(model_type, model_type, class_name, "")), tmp_path)
+    for count, index in ((1, 1), (-1, 0)):
+        model = shardwise.from_pretrained(tmp_path, tuning=Freeze(count))
+        layer = f"model.language_model.layers.{index}."
+        assert _trained(model) == [name for name, _ in model.named_parameters() if name.startswith(layer)] != []
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3)])
+def test_lists_of_an_encoder_and_a_decoder_are_named(sizes: tuple[int, int], tmp_path: Path) -> None:
+    specimen = zoo.Specimen("bart", "bart", "BartForConditionalGeneration", "")
+    config = zoo.tiny_config(specimen)
+    config.encoder_layers, config.decoder_layers = sizes
+    zoo.save_original(zoo.build(specimen, config=config), tmp_path)
+    with pytest.raises(ConfigError, match=r"\(model.encoder.layers, model.decoder.layers\), and which"):
+        shardwise.from_pretrained(tmp_path, tuning=Freeze(1))
+
+
 def test_modes_refuse_what_makes_no_sense() -> None:
     with pytest.raises(ConfigError, match="trains nothing"):
         Freeze()
@@ -335,7 +370,17 @@ def test_modes_refuse_what_makes_no_sense() -> None:
         Freeze(extra_modules="lm_head")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="inside of trainable layers"):
         Freeze(0, ("mlp",), ("lm_head",))
-    for name in ("", "a.b", "lora_A"):
+    with pytest.raises(
+        ConfigError, match=r"extra_modules=3 must be a tuple of names: extra_modules=\('lm_head',\)"
+    ):
+        Freeze(extra_modules=3)  # type: ignore[arg-type]
+    for count in ("2", 1.0, True):
+        with pytest.raises(ConfigError, match=r"trainable_layers=.* must be a number of layers"):
+            Freeze(count)  # type: ignore[arg-type]
+    for placement in ("replicated", Replicated):
+        with pytest.raises(ConfigError, match=r"is neither InBlocks\(\) nor Replicated\(\)"):
+            Lora(ALL_LINEAR, adapters=placement)  # type: ignore[arg-type]
+    for name in ("", "a.b", "lora_A", 3):
         with pytest.raises(ConfigError, match="cannot name an adapter"):
             Lora(ALL_LINEAR, adapter=name)
 

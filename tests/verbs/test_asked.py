@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig
 from tests import truth
 from tests.verbs import asking
 from tests.verbs.conftest import small_qwen3
@@ -113,6 +114,9 @@ def test_a_variant_is_the_one_that_is_read(qwen3, tmp_path):
         ({"options": {"seed": 1}}, "options is .*, a dict; what is meant is LoadOptions"),
         ({"options": LoadOptions(shared_reads=shardwise.options.Alone)}, "options.shared_reads is the class Alone"),
         ({"options": LoadOptions(device="cuda")}, "options.device is 'cuda', a str; what is meant is device"),
+        ({"hub": {"cache_dir": "x"}, "revision": "main"}, "hub is .*, a dict; what is meant is HubOptions"),
+        ({"tuning": shardwise.Lora({"r": 4})}, "config is a dict; pass a peft.LoraConfig"),
+        ({"tuning": shardwise.Lora(LoraConfig)}, "config is the class LoraConfig; pass a peft.LoraConfig"),
         ({"weights": False}, "weights is False"),
     ],
 )
@@ -141,6 +145,8 @@ def test_so_for_the_other_verbs(qwen3, tmp_path):
         (lambda: shardwise.load(model, 5), "checkpoint is 5, an int"),
         (lambda: shardwise.save(model, tmp_path / "out", options=LoadOptions()), "options is a LoadOptions"),
         (lambda: shardwise.from_pretrained(nn.Linear(1, 1)), "name_or_path is a Linear"),
+        (lambda: shardwise.plan(qwen3, ranks="2"), "ranks='2': a model"),
+        (lambda: LoadOptions(budget_bytes="1GB"), "budget_bytes='1GB' is no number of bytes"),
     ]
     for ask, said in asked:
         with pytest.raises(ConfigError, match=said):

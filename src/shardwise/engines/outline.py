@@ -104,7 +104,7 @@ def settled(options: Options) -> Options:
             )
     hub = given.get("hub", HubOptions())
     for name in ("revision", "cache_dir", "token", "local_files_only", "subfolder", "variant"):
-        if name in given:
+        if name in given and isinstance(hub, HubOptions):  # what else it is will be told
             value = given.pop(name)
             if getattr(hub, name) not in (getattr(HubOptions(), name), value):
                 raise ConfigError(f"{name} is given twice, as a keyword and in hub=HubOptions(...); pass one")

@@ -45,8 +45,9 @@ def mesh_of(ranks: int, options: PlanOptions) -> MeshShape:
         ConfigError: so many ranks make none, or are dealt to no nodes.
     """
     nodes = options.get("nodes", 1)
-    if ranks < 1:
-        raise ConfigError(f"ranks={ranks}: a model is loaded on one rank at least")
+    count: object = ranks
+    if not isinstance(count, int) or count < 1:
+        raise ConfigError(f"ranks={ranks!r}: a model is loaded on one rank at least; pass a number of ranks")
     if nodes < 1 or ranks % nodes:
         fitting = [count for count in range(1, ranks + 1) if ranks % count == 0]
         nearest = min(fitting, key=lambda count: abs(count - nodes))

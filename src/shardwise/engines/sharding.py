@@ -45,6 +45,7 @@ from shardwise.models.wrapping.policies import (
 from shardwise.models.wrapping.wrap import Sharding
 from shardwise.planning.states.sources import ValuesFrom
 from shardwise.report.state_report import ShardReport
+from shardwise.tuning.lora import let_merge_in_four_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
         notes: tuple[str, ...] = ()
         if (kind := call.quantization) is not None:
             chosen = world.together(lambda: choose_to_pack(model, kind, call.optimizers))
+            let_merge_in_four_bits()
             held, bounds = [], []  # so that each weight is let go of when it has been packed
             notes = world.together(lambda: pack_model(model, chosen, kind))
             held = world.together(lambda: look_inside(model))

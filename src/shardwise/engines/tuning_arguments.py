@@ -23,7 +23,7 @@ from shardwise.models.four_bits.quantization import AsNumbers, Fp4, Nf4, Quantiz
 from shardwise.models.trained_dtype import AsItIs, TrainedDtype, Upcast
 from shardwise.tensors import DType
 from shardwise.tuning import configs
-from shardwise.tuning.lora import Adapter
+from shardwise.tuning.lora import Adapter, let_merge_in_four_bits
 from shardwise.tuning.modes import AnyTuning, ExistingLora, Freeze, Full, Lora, Tuning
 from shardwise.tuning.ready_model import Tuned
 from shardwise.tuning.tune import tune
@@ -126,6 +126,7 @@ def base_in_four_bits(
             f"quantization={type(wanted).__name__}(...): the checkpoint has bytes of {kind.__name__}(...), as "
             "InternalNames() have written them; pass that, or leave it out"
         )
+    let_merge_in_four_bits()
     return put_base_into_four_bits(model, bindings, wanted)
 
 

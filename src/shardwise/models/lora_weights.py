@@ -94,6 +94,10 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
     modules = {canonical(name): module for name, module in model.named_modules()}
     prefix = next(f"{name}." for name, module in modules.items() if module is base)
     layers: dict[str, Any] = {}
+    owners: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        for parameter in parameters_of(module).values():
+            owners.setdefault(id(parameter), []).append(name)
     for name, module in modules.items():
         if isinstance(module, AuxiliaryTrainingWrapper):
             raise ConfigError(f"{name} is trained whole (modules_to_save), and cannot be merged; use PEFT's merge")
@@ -101,6 +105,12 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
             layers[name] = module
             if why := _why_not(module, adapter, Linear):
                 raise ConfigError(f"{name} {why}, which cannot be merged here; merge the adapter with PEFT first")
+            tied = [other for other in owners[id(module.get_base_layer().weight)] if other != f"{name}.base_layer"]
+            if tied and adapter in layers[name].lora_A:
+                raise ConfigError(
+                    f"{name} is tied to {tied[0]}, which a merge would change, too; take it out of target_modules, "
+                    "or merge the saved adapter with shardwise.merge_adapter, which changes both and says so"
+                )
     inside: dict[str, str] = {}
     for name in names:
         owner = next((layer for layer in _parents(name) if layer in layers), None)

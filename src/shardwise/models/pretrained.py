@@ -48,7 +48,9 @@ __all__ = [
     "dtype_of_load",
     "eager_experts",
     "forget_tie",
+    "has_other_parts",
     "ignore_patterns",
+    "is_encoder_decoder",
     "is_plain_load",
     "is_pretrained",
     "kept_dtypes",
@@ -63,6 +65,7 @@ __all__ = [
     "record_conversions",
     "save_small_files",
     "settings_of",
+    "text_decoder",
     "text_layers",
     "tie",
 ]
@@ -94,10 +97,32 @@ def settings_of(model: nn.Module) -> dict[str, str]:
 
 def text_layers(model: nn.Module) -> int | None:
     """How many layers the model's text part has, by its config; None where that does not say."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
-    found = getattr(text, "num_hidden_layers", None)
+    found = getattr(_text_config(model), "num_hidden_layers", None)
     return found if isinstance(found, int) else None
+
+
+def text_decoder(model: nn.Module) -> nn.Module:
+    """The module that has the layers of the model's text part (``get_decoder``); other models are their own."""
+    return model.get_decoder() if isinstance(model, PreTrainedModel) else model
+
+
+def has_other_parts(model: nn.Module) -> bool:
+    """Whether the config has parts beside the text, such as that of a vision tower."""
+    return _text_config(model) is not getattr(model, "config", None)
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether the layers are those of an encoder and of a decoder."""
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
+
+
+def _text_config(model: nn.Module) -> object:
+    """The config of the text part; None where there are several."""
+    config = getattr(model, "config", None)
+    try:
+        return config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+    except ValueError:
+        return None
 
 
 def kept_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:

@@ -7,7 +7,6 @@ neither. Imported when there is such a layer: PEFT is slow to import.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from peft.tuners import lora
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError
-from shardwise.models.four_bits.four_bit_linear import is_in_four_bits
 from shardwise.models.four_bits.four_bit_live import pack_again
 from shardwise.tuning import peft_compat
 
@@ -54,6 +52,20 @@ class MergesInFourBits:
         for name in names:
             self._add(name, 1.0)
             self.merged_adapters.append(name)
+
+    def resolve_lora_variant(self, **settings: Any) -> Any:
+        """The variant that a config asks for, as PEFT has it: none.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        found = super().resolve_lora_variant(**settings)  # type: ignore[misc]
+        if found is not None:
+            raise ConfigError(
+                f"{type(found).__name__} needs the numbers of a weight that is in four bits; leave out use_dora "
+                "and its kin, or quantization"
+            )
+        return None
 
     def unmerge(self) -> None:
         """Take merged adapters off again, but for what packing has rounded."""
@@ -96,8 +108,6 @@ if (_Linear4bit := getattr(lora, "Linear4bit", None)) is not None:
     _KINDS[_Linear4bit] = Linear4bitOnFourBits
 
 
-def let_merge(layers: Iterable[Any]) -> None:
-    """Have PEFT's layers on weights in four bits merge as such; in place."""
-    for layer in layers:
-        if is_in_four_bits(layer.get_base_layer()):
-            layer.__class__ = _KINDS.get(type(layer), type(layer))
+def let_merge(layer: Any) -> None:
+    """Have a layer of PEFT's, which is being put around a weight in four bits, merge as such; in place."""
+    layer.__class__ = _KINDS.get(type(layer), type(layer))

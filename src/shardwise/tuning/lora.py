@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings, Expression
@@ -148,12 +151,30 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
         everything = peft_compat.AdaptedNames(tuple(modules), tuple(parameters), tuple(modules))
         _require_all_matched(config, everything, modules, parameters)  # where a name is at fault, with the nearest
         raise
-    _require_all_matched(config, peft_compat.targets_of(model, name), modules, parameters)
-    if any(is_in_four_bits(module) for _, module in walk(base)):
+    found = peft_compat.targets_of(model, name)
+    faults: list[str] = []
+    if adapter is None:
+        faults = _without_effect(config, (*found.modules, *found.parameters))
+    else:  # of "all-linear" a stored config names every layer, also excluded ones; its tensors are all matched
+        found = replace(found, modules=tuple(modules))
+    _require_all_matched(config, found, modules, parameters, faults)
+    return model
+
+
+@cache
+def let_merge_in_four_bits() -> None:
+    """Have layers of LoRA that are put around weights in four bits merge as such, whoever puts them there.
+
+    Once in a process. Such a layer has the other as ``base_layer``, before it looks at the config.
+    """
+    register_module_module_registration_hook(_put_around)
+
+
+def _put_around(layer: nn.Module, name: str, inside: nn.Module | None) -> None:
+    if name == "base_layer" and inside is not None and is_in_four_bits(inside):
         from shardwise.tuning.four_bit_layers import let_merge  # PEFT is slow to import
 
-        let_merge(layer for _, layer in peft_compat.layers(model))
-    return model
+        let_merge(layer)
 
 
 def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
@@ -258,22 +279,28 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
 
 
 def _require_all_matched(
-    config: LoraConfig, targets: peft_compat.AdaptedNames, modules: Sequence[str], parameters: Sequence[str]
+    config: LoraConfig,
+    targets: peft_compat.AdaptedNames,
+    modules: Sequence[str],
+    parameters: Sequence[str],
+    others: Sequence[str] = (),
 ) -> None:
     """Every name in a config has matched something: PEFT is content when one of them has.
 
     Raises:
-        ConfigError: naming all that match nothing, with the nearest names.
+        ConfigError: naming all that match nothing, with the nearest names, and ``others``.
     """
-    faults: list[str] = []
+    faults = list(others)
 
     def check(option: str, wanted: object, found: Sequence[str], known: Sequence[str]) -> None:
         names = sorted(wanted) if isinstance(wanted, (list, tuple, set)) else []
-        faults.extend(
-            f"{option}: nothing is named {name!r}{near(name, known)}"
-            for name in names
-            if not any(matches(target, name) for target in found)
-        )
+        for name in names:
+            if any(matches(target, name) for target in found):
+                continue
+            if any(matches(there, name) for there in known):
+                faults.append(f"{option}: {name!r} is there, and PEFT does not adapt it; leave it out")
+            else:
+                faults.append(f"{option}: nothing is named {name!r}{near(name, known)}")
 
     check("target_modules", config.target_modules, targets.modules, modules)
     check("target_parameters", config.target_parameters, targets.parameters, parameters)
@@ -281,6 +308,22 @@ def _require_all_matched(
     check("exclude_modules", config.exclude_modules, modules, modules)
     if faults:
         raise ConfigError("the LoRA names what the model does not have:\n  " + "\n  ".join(faults))
+
+
+def _without_effect(config: LoraConfig, adapted: Sequence[str]) -> list[str]:
+    """What a config says of modules or parameters that are not adapted."""
+    faults = [
+        f"{option}: {pattern!r} matches nothing that is adapted; correct it, or leave it out"
+        for option in ("rank_pattern", "alpha_pattern")
+        for pattern in getattr(config, option) or ()
+        if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted)
+    ]
+    layers = config.layers_to_transform
+    return faults + [
+        f"layers_to_transform: nothing is adapted in layer {index}; leave it out"
+        for index in (layers if isinstance(layers, (list, tuple)) else ())
+        if not any(re.search(rf"(^|\.){index}\.", name) for name in adapted)
+    ]
 
 
 def replicated(made: Tuned) -> Tuned:

@@ -86,7 +86,8 @@ class Freeze(_OfTheModel):
     """Some layers, and modules outside of them; all else is frozen.
 
     Attributes:
-        trainable_layers: the last n of the model's layers, or the first n as ``-n``; 0 for none.
+        trainable_layers: the last n of the model's layers, or the first n as ``-n``; 0 for none. Of a
+            vision-language model, the language model's layers.
         trainable_modules: names of modules inside these layers, as in ``("self_attn", "mlp.down_proj")``; none for
             the layers whole.
         extra_modules: names of modules outside of the layers, as in ``("embed_tokens", "lm_head")``. What is tied
@@ -98,10 +99,14 @@ class Freeze(_OfTheModel):
     extra_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        count: object = self.trainable_layers
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise ConfigError(f"trainable_layers={count!r} must be a number of layers, as in trainable_layers=2")
         for name in ("trainable_modules", "extra_modules"):
             value: object = getattr(self, name)
-            if isinstance(value, str):
-                raise ConfigError(f"{name}={value!r} must be a tuple of names: {name}=({value!r},)")
+            if not isinstance(value, (tuple, list)) or not all(isinstance(item, str) for item in value):
+                example = value if isinstance(value, str) else "lm_head"
+                raise ConfigError(f"{name}={value!r} must be a tuple of names: {name}=({example!r},)")
         if self.trainable_modules and not self.trainable_layers:
             raise ConfigError(
                 f"trainable_modules={self.trainable_modules!r} are inside of trainable layers, of which there are "
@@ -149,7 +154,7 @@ class Lora:
     adapters: AdapterPlacement = field(default_factory=InBlocks)
 
     def __post_init__(self) -> None:
-        _require_name(self.adapter)
+        _require_placed(self.adapter, self.adapters)
 
     def folders(self) -> Mapping[str, str | os.PathLike[str]]:
         return {}
@@ -185,7 +190,7 @@ class ExistingLora:
     adapters: AdapterPlacement = field(default_factory=InBlocks)
 
     def __post_init__(self) -> None:
-        _require_name(self.adapter)
+        _require_placed(self.adapter, self.adapters)
 
     def folders(self) -> Mapping[str, str | os.PathLike[str]]:
         return {self.adapter: self.directory}
@@ -218,8 +223,10 @@ def _adapter_only(adapter: str) -> Selection:
     return AdapterOnly(adapter)
 
 
-def _require_name(adapter: str) -> None:
-    if not adapter or "." in adapter or "/" in adapter or "lora_" in adapter:
+def _require_placed(adapter: object, placement: object) -> None:
+    if not isinstance(placement, (InBlocks, Replicated)):
+        raise ConfigError(f"adapters={placement!r} is neither InBlocks() nor Replicated(); pass one of these")
+    if not isinstance(adapter, str) or not adapter or "." in adapter or "/" in adapter or "lora_" in adapter:
         raise ConfigError(
             f"adapter={adapter!r} cannot name an adapter: it becomes a part of its tensors' names, so it is not "
             "empty and has neither a dot, a slash nor lora_ in it"

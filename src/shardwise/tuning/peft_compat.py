@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, KnownNames
 from shardwise.models import pretrained
@@ -86,9 +88,22 @@ def lora_config(**settings: Any) -> LoraConfig:
 
 
 def in_words(config: LoraConfig) -> str:
-    """A config in words that are the same in every process: sets in order."""
+    """A config in words that are the same in every process: sets in order.
+
+    Raises:
+        ConfigError: it is no config of a LoRA.
+    """
+    _require_lora(config)
     values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
     return repr(sorted(values.items(), key=lambda pair: pair[0]))
+
+
+def _require_lora(config: object) -> None:
+    from peft import LoraConfig
+
+    if type(config) is not LoraConfig:
+        what = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
+        raise ConfigError(f"config is {what}; pass a peft.LoraConfig")
 
 
 def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
@@ -97,11 +112,11 @@ def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
     Raises:
         ConfigError: naming each option.
     """
-    from peft import LoraConfig
-
-    if type(config) is not LoraConfig:
-        raise ConfigError(f"config is a {type(config).__name__}; pass a peft.LoraConfig")
+    _require_lora(config)
     faults = []
+    copied: object = config.modules_to_save
+    if isinstance(copied, str):
+        faults.append(f"modules_to_save={copied!r} is no list of names; pass a list")
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         default = field.default if field.default is not dataclasses.MISSING else None
@@ -149,8 +164,54 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bo
     if tuple(map(int, peft_version.split(".")[:2])) < (0, 21):
         # It calls the model's forward, past the hooks by which FSDP2 gathers.
         model.base_model.forward = partial(_called, model.base_model)  # a method of its own could not be pickled
+    tuner: Any = model.base_model
+    tuner.merge_adapter = partial(_merged, tuner)
+    tuner._unload_and_optionally_merge = partial(_unloaded, tuner)
     model.train(base.training)
     return model
+
+
+def _merged(tuner: Any, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:  # noqa: FBT001, FBT002
+    """``BaseTuner.merge_adapter``, where it can be done."""
+    _require_in_place(tuner, safe_merge=safe_merge)
+    type(tuner).merge_adapter(tuner, adapter_names, safe_merge)
+
+
+def _unloaded(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = False, **options: Any) -> Any:  # noqa: FBT001, FBT002
+    """``BaseTuner._unload_and_optionally_merge``, where it can be done."""
+    if merge:
+        _require_in_place(tuner, safe_merge=safe_merge)
+    group = next((name for name, layer in layers(tuner) if isinstance(layer, FSDPModule)), None)
+    if group is not None:
+        raise ConfigError(
+            f"{group} is a group of FSDP2's with its adapter, which is not taken out of it; {_INSTEAD}"
+        )
+    return type(tuner)._unload_and_optionally_merge(tuner, merge, *args, safe_merge=safe_merge, **options)
+
+
+def _require_in_place(tuner: Any, *, safe_merge: bool) -> None:
+    """Refuse what would set a weight that FSDP2 keeps: it would go on with the old one.
+
+    Raises:
+        ConfigError: naming the first such layer.
+    """
+    for name, layer in layers(tuner):
+        base = layer.get_base_layer()
+        if is_in_four_bits(base) or not any(isinstance(each, DTensor) for each in base.parameters(recurse=False)):
+            continue
+        own = [getattr(*found) for adapter in layer.r for found in matrices(layer, adapter)]
+        if not all(isinstance(each, DTensor) for each in own):
+            why = "its adapter is whole on every rank"
+        elif safe_merge:
+            why = "safe_merge=True sets another weight in its place"
+        elif layer.lora_variant:
+            why = "a variant of LoRA, such as DoRA, sets another weight in its place"
+        else:
+            continue
+        raise ConfigError(f"{name} is sharded, and {why}; {_INSTEAD}")
+
+
+_INSTEAD = "save the adapter by shardwise.save_adapter, and merge the files by shardwise.merge_adapter"
 
 
 def to_merge(layer: Any, adapters: Sequence[str] | None) -> list[str]:
@@ -172,6 +233,8 @@ def _require_names() -> None:
             (LoraLayer, "reset_lora_parameters"),
             (ModulesToSaveWrapper, "forward"),
             (tuners_utils, "check_adapters_to_merge"),
+            (tuners_utils.BaseTuner, "merge_adapter"),
+            (tuners_utils.BaseTuner, "_unload_and_optionally_merge"),
         ):
             getattr(owner, name)
 

@@ -42,24 +42,36 @@ def freeze(model: nn.Module, mode: Freeze) -> None:
 
 
 def _layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
-    """Names of the model's layers, in order: of several lists, that of the text model.
+    """Names of the model's layers, in order: of several lists, that of the text model's decoder.
 
     Raises:
         ConfigError: there is no such list, or several that could be meant.
     """
+    decoder, wanted = pretrained.text_decoder(model), pretrained.text_layers(model)
+    prefix = next((f"{name}." for name, module in model.named_modules() if name and module is decoder), "")
     lists: dict[str, list[str]] = {}
     for name in listed_blocks(model):
         lists.setdefault(name.rpartition(".")[0], []).append(name)
-    wanted = pretrained.text_layers(model)
-    fitting = {name: members for name, members in lists.items() if len(members) == wanted}
-    candidates = fitting if len(fitting) == 1 else lists
-    if len(candidates) == 1 or may_lack:
-        return [name for members in candidates.values() for name in members]
+    for name, module in decoder.named_children():
+        if isinstance(module, nn.ModuleList) and len(module) == wanted:  # also one layer, or each of another class
+            lists.setdefault(prefix + name, [f"{prefix}{name}.{index}" for index in range(wanted)])
+    of_decoder = {name: members for name, members in lists.items() if name.startswith(prefix)}
+    own = {name: members for name, members in of_decoder.items() if "." not in name.removeprefix(prefix)}
+    nearest = [own, of_decoder] if pretrained.has_other_parts(model) else [own, of_decoder, lists]
+    if pretrained.is_encoder_decoder(model):
+        nearest = [lists]  # the last layers are the decoder's, and the first ones the encoder's
+    else:
+        nearest = [{name: near[name] for name in near if len(near[name]) == wanted} for near in nearest] + nearest
+    for candidates in nearest:
+        if len(candidates) == 1:
+            return next(iter(candidates.values()))
+    if may_lack:
+        return [name for members in lists.values() for name in members]
     if not lists:
         raise ConfigError(f"{type(model).__name__} has no list of layers; name what is trained as extra_modules")
     raise ConfigError(
-        f"{type(model).__name__} has several lists of layers ({', '.join(lists)}); name what is trained of them as "
-        "extra_modules"
+        f"{type(model).__name__} has several lists of layers ({', '.join(lists)}), and which are the language "
+        "model's is not known; name what is trained of them as extra_modules"
     )
 
 

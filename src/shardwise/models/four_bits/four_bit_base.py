@@ -222,6 +222,17 @@ class _Quantiser:
     is_compileable: bool = False
     is_serializable: bool = True
 
+    def dequantize(self, _model: nn.Module, dtype: object = None) -> nn.Module:  # noqa: ARG002 - transformers' own
+        """Refuse: numbers are made while the files are read."""
+        raise ConfigError(
+            "dequantize: layers in four bits are not made numbers in their place; save the model by "
+            "shardwise.save, and bring it up with shardwise.from_pretrained(folder, quantization=AsNumbers())"
+        )
+
+    def get_state_dict_and_metadata(self, _model: nn.Module) -> tuple[None, dict[str, str]]:
+        """What transformers saves of an adapter that it has put on: the model's own state, and no more."""
+        return None, {}
+
 
 def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None:
     """Let PEFT, accelerate and the Trainer see a model of bitsandbytes; ``config`` goes into the model's config."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 import torch
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from shardwise.errors import ConfigError
 from shardwise.tensors import Form4
@@ -96,11 +97,16 @@ def of_transformers(config: Any) -> FourBit:
     """What a ``BitsAndBytesConfig``, or the ``quantization_config`` of a model's config, asks for.
 
     Raises:
-        ConfigError: it is another kind of quantisation, or makes no sense.
+        ConfigError: it is neither, another kind of quantisation, or makes no sense.
     """
-    told = dict(config) if isinstance(config, dict) else config.to_dict()
+    if not isinstance(config, (dict, QuantizationConfigMixin)):
+        raise ConfigError(
+            f"quantization_config is {config!r:.80}, and neither a BitsAndBytesConfig nor a dict; pass "
+            "BitsAndBytesConfig(load_in_4bit=True), or quantization=Nf4()"
+        )
+    told = config if isinstance(config, dict) else config.to_dict()
     given = told.get("quant_method", "bitsandbytes" if "load_in_4bit" in told or "load_in_8bit" in told else None)
-    method = str(getattr(given, "value", given))
+    method = "a config without quant_method" if given is None else str(getattr(given, "value", given))
     if method != "bitsandbytes":
         raise ConfigError(
             f"quantization_config: {method} is not known for a base that is quantised while it is read; pass "
@@ -118,13 +124,16 @@ def of_transformers(config: Any) -> FourBit:
             stacklevel=2,
         )
     named = told.get("bnb_4bit_compute_dtype") or "float32"
-    dtype = named if isinstance(named, torch.dtype) else getattr(torch, str(named).removeprefix("torch."), None)
+    dtype: Any = named
+    if not isinstance(named, torch.dtype):
+        dtype = getattr(torch, str(named).removeprefix("torch."), named)
+    stay = told.get("llm_int8_skip_modules") or ()
     made = Nf4 if kind == "nf4" else Fp4
     return made(
         block_size=told.get("bnb_4bit_blocksize") or 64,
         scales=NestedScales() if told.get("bnb_4bit_use_double_quant") else PlainScales(),
         compute_dtype=dtype,
-        stay=tuple(told.get("llm_int8_skip_modules") or ()),
+        stay=tuple(stay) if isinstance(stay, list) else stay,
     )
 
 
