@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.checkpoints import bases
@@ -15,6 +18,10 @@ from tests.verbs.conftest import small_qwen3
 import shardwise
 from shardwise import Checkpointer, TrainState
 from shardwise.checkpoints import facts
+from shardwise.checkpoints.base_identity import BaseSamples, _samples_in
+from shardwise.layout import LocalBox
+from shardwise.models.view import local_boxes, look_inside
+from shardwise.tensors import Box, Strided, numel
 
 SAME = "nothing differs; samples of 25 tensors compared"
 
@@ -38,20 +45,59 @@ def change_config(base: Path, **settings: object) -> None:
     (base / "config.json").write_text(json.dumps(config | settings))
 
 
-def identity(run: Path) -> object:
-    return json.loads((run / "step-1" / facts.FACTS).read_text())["base"]
+def identity(run: str) -> dict[str, dict[str, object]]:
+    return json.loads(Path(run, "step-1", facts.FACTS).read_text())["base"]
 
 
 @pytest.mark.distributed
 def test_a_base_is_the_same_on_any_number_of_ranks(worlds, base, tmp_path):
-    runs = {size: tmp_path / f"on-{size}" for size in (1, 2, 3)}
-    bases.save(str(base), str(runs[1]))
-    for size in (2, 3):
-        worlds(size).run(bases.save, str(base), str(runs[size]))
-        assert identity(runs[size]) == identity(runs[1])
-        assert worlds(size).run(bases.restore, str(base), str(runs[1])) == [SAME] * size
-    assert len(identity(runs[1])["samples"]) == 25
-    assert bases.restore(str(base), str(runs[3])) == SAME
+    one, three = str(tmp_path / "one"), str(tmp_path / "three")
+    bases.save(str(base), one)
+    worlds(3).run(bases.save, str(base), three)
+    assert identity(three) == identity(one)
+    assert len(identity(one)["samples"]) == 25
+    assert worlds(2).run(bases.restore, str(base), three) == [SAME] * 2
+    assert bases.restore(str(base), three) == SAME
+
+
+@given(
+    shape=st.lists(st.integers(1, 40), min_size=0, max_size=3).map(tuple),
+    cuts=st.lists(st.integers(0, 40), max_size=3),
+    data=st.data(),
+)
+def test_samples_are_each_in_one_shard_and_of_its_values(shape, cuts, data):
+    whole = torch.arange(numel(shape)).reshape(shape)
+    dim = data.draw(st.integers(0, len(shape) - 1)) if shape else 0
+    edges = sorted({0, *(min(cut, shape[dim]) for cut in cuts), shape[dim]}) if shape else [0, 1]
+    _, _, everywhere = _samples_in(shape, local_boxes(whole, "w"))
+    found = {}
+    for start, stop in pairwise(edges):
+        part = whole.narrow(dim, start, stop - start).contiguous() if shape else whole
+        offsets = tuple(start if at == dim else 0 for at in range(len(shape)))
+        held = LocalBox(Box(offsets, tuple(part.shape)), Strided(0, tuple(part.shape), part.stride()))
+        _, which, places = _samples_in(shape, (held,))
+        assert not found.keys() & set(which.tolist())
+        found |= dict(zip(which.tolist(), part.flatten()[places].tolist(), strict=True))
+    assert [found[number] for number in range(len(everywhere))] == everywhere.tolist()
+
+
+def test_what_several_ranks_hold_counts_once():
+    model = torch.nn.Linear(30, 20, dtype=torch.float16)
+    samples = BaseSamples.of(look_inside(model))
+    once = samples.taken()
+    nothing = BaseSamples.of(look_inside(torch.nn.Linear(30, 20, device="meta"))).taken()
+    assert samples.sums([once]) == samples.sums([once, nothing, once])
+    assert samples.sums([nothing]) == [None, None]
+    with torch.no_grad():
+        model.bias[7] += 1
+    assert [
+        one == other for one, other in zip(samples.sums([once]), samples.sums([samples.taken()]), strict=True)
+    ] == [
+        False,
+        True,
+    ]
+    with pytest.raises(shardwise.errors.DisagreementError, match="frozen parameters"):
+        samples.sums([once, b""])
 
 
 @pytest.mark.distributed
@@ -65,7 +111,7 @@ def test_weights_that_were_replaced_in_place_are_refused_on_all_ranks(worlds, ba
     assert kind == "CoverageError"
     assert "belongs to another base model" in text
     assert f"values: of 25 tensors sampled, 1 differ: base_model.model.{name}\n" in text
-    assert "Load the base that the adapter was trained on, or pass on_other_base=Ignore()" in text
+    assert "Load the base that it was trained on, or pass on_other_base=Ignore()" in text
     told = worlds(2).run(bases.restore, str(base), str(tmp_path / "run"), "", ("values",))
     assert all("another, as allowed (of 25 tensors sampled, 1 differ" in text for text in told)
     kind, text = bases.restore(str(base), str(tmp_path / "run"))

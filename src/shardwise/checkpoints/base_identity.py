@@ -46,6 +46,12 @@ _NOT_OF_A_BASE: Final = re.compile(
 )
 """Keys of configs that say where a model came from, how it is loaded, or how it is trained."""
 
+ALLOW_OTHER_BASE: Final = (
+    "Load the base that it was trained on, or pass on_other_base=Ignore() (in a configuration "
+    "checkpoints.on_other_base=ignore) to go on with this one."
+)
+"""What to do about a base that was refused."""
+
 
 @dataclass(frozen=True, slots=True)
 class BaseIdentity:
@@ -152,7 +158,8 @@ def base_config(model: nn.Module) -> dict[str, Any]:
     told = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
     if not isinstance(told, Mapping):
         return {}
-    plain = json.loads(json.dumps(dict(told), default=lambda value: type(value).__name__, skipkeys=True))
+    text = json.dumps(dict(told), default=lambda value: type(value).__name__, skipkeys=True)
+    plain = json.loads(text, parse_constant=str)  # JSON of others has no infinite numbers
     return dict(_of_the_base(plain))
 
 
@@ -230,7 +237,7 @@ class BaseSamples:
         return cls(kinds, [min(item.tensor.numel(), _MOST_ELEMENTS) for item in chosen], part, found)
 
     def taken(self) -> bytes:
-        """The fingerprints of what this rank holds, for :meth:`identity`: 16 bytes a tensor. Collective: no.
+        """The fingerprints of what this rank holds, for :meth:`sums`: 16 bytes a tensor. Collective: no.
 
         Memory: 24 bytes for each sample.
         """
@@ -246,8 +253,8 @@ class BaseSamples:
             part["sum"][list(own)] = np.add.reduceat(words, starts)
         return bytes(part.tobytes())
 
-    def identity(self, model: nn.Module, taken: Sequence[bytes]) -> BaseIdentity:
-        """Put together what each rank has taken. A tensor of which samples are nowhere is left out. Collective: no.
+    def sums(self, taken: Sequence[bytes]) -> list[int | None]:
+        """Add up what each rank has taken; None for a tensor of which samples are nowhere. Collective: no.
 
         Raises:
             DisagreementError: ranks have different bases.
@@ -255,11 +262,17 @@ class BaseSamples:
         if {len(part) for part in taken} != {self._part.nbytes}:
             raise DisagreementError("frozen parameters are not the same on all ranks; load one base on every rank")
         told = np.stack([np.frombuffer(part, dtype=_TOLD) for part in taken])
-        samples: dict[str, str] = {}
-        for row, (name, kind) in enumerate(self.kinds.items()):
+        found: list[int | None] = []
+        for row, wanted in enumerate(self._wanted):
             _, firsts = np.unique(told["mark"][:, row], return_index=True)  # what several ranks hold counts once
-            if int(told["count"][firsts, row].sum()) == self._wanted[row]:
-                samples[name] = f"{kind} {int(np.add.reduce(told['sum'][firsts, row])):016x}"
+            is_whole = int(told["count"][firsts, row].sum()) == wanted
+            found.append(int(np.add.reduce(told["sum"][firsts, row])) if is_whole else None)
+        return found
+
+    def identity(self, model: nn.Module, sums: Sequence[int | None]) -> BaseIdentity:
+        """The identity of a model whose samples have these :meth:`sums`. Collective: no."""
+        found = zip(self.kinds.items(), sums, strict=True)
+        samples = {name: f"{kind} {total:016x}" for (name, kind), total in found if total is not None}
         return BaseIdentity(base_config(model), samples)
 
 

@@ -387,7 +387,8 @@ class Checkpointer:
             agreed = agreed_of(told)
             if has_base:
                 looked = taken[0].looked
-                bases.append(looked.base.identity(looked.model, [item.base for item in told]))
+                sums = looked.base.sums([item.base for item in told])
+                bases.append(looked.base.identity(looked.model, sums))
             return agreed
 
         agreed = world.all_reduce(tell, conclude)

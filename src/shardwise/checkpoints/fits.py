@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.checkpoints.base_identity import BaseMatch
+from shardwise.checkpoints.base_identity import ALLOW_OTHER_BASE, BaseMatch
 from shardwise.checkpoints.opened import Opened
 from shardwise.checkpoints.state import KeyPath, Looked, Stateful, TrainState, adapter_settings, in_words
 from shardwise.errors import CoverageError, FormatError
@@ -126,10 +126,7 @@ def _require_same_tuning(opened: Opened, looked: Looked, only: Selection, base: 
         )
     if base.refused:
         faults = "\n  ".join(base.refused)
-        raise CoverageError(
-            f"{opened.folder}: belongs to another base model:\n  {faults}\nLoad the base that the adapter was "
-            "trained on, or pass on_other_base=Ignore() to go on with this one."
-        )
+        raise CoverageError(f"{opened.folder}: belongs to another base model:\n  {faults}\n{ALLOW_OTHER_BASE}")
 
 
 def _compare_model(opened: Opened, looked: Looked, faults: _Misfits) -> dict[str, str]:

@@ -109,7 +109,7 @@ def _match_bases(world: World, opened: Opened, looked: Looked, tolerance: Tolera
         return BaseMatch()
 
     def conclude(taken: list[bytes]) -> BaseMatch:
-        here = looked.base.identity(looked.model, taken)
+        here = looked.base.identity(looked.model, looked.base.sums(taken))
         return compare_bases(facts.base, here, tolerance.base, are_shapes_same=facts.others == looked.others)
 
     return world.all_reduce(looked.base.taken, conclude)
