@@ -112,7 +112,7 @@ def _match_bases(world: World, opened: Opened, looked: Looked, tolerance: Tolera
         here = looked.base.identity(looked.model, looked.base.sums(taken))
         return compare_bases(facts.base, here, tolerance.base, are_shapes_same=facts.others == looked.others)
 
-    return world.all_reduce(looked.base.taken, conclude)
+    return world.all_reduce(lambda: looked.base.taken(), conclude)
 
 
 @dataclass(frozen=True, slots=True)
