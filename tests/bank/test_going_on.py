@@ -26,7 +26,7 @@ import shardwise.engines.saving
 from shardwise.bank.optimizers import FlatSlices
 from shardwise.bank.plain_json import from_json, to_json
 from shardwise.execution.writing.committing import commit_save
-from shardwise.options import BeginsAnew, GoesOn, MatricesOnly, ShardedMoments, WholeMoments, WithTraining
+from shardwise.options import BeginsAnew, GoesOn, Ignore, MatricesOnly, ShardedMoments, WholeMoments, WithTraining
 from shardwise.storage.writing.opening import open_writer
 from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new
 
@@ -452,10 +452,12 @@ def test_another_base_is_refused_by_name(base, tmp_path, saved):
     with pytest.raises(shardwise.ConfigError, match=r"(?s)it was trained on /.*Qwen3ForCausalLM.*other names or"):
         bank_of(tmp_path / "untied", {}).load("ada", tmp_path, schedule=stepped)
     file = next(tmp_path.glob("adapter_training.*"))
-    for path in (base, tmp_path):  # a folder that was moved; and two names of the hub
+    for path in (base, tmp_path):  # a folder that was moved; and two names of the hub, in a state without values
         header = header_of(file)
         text = json.loads(header["__metadata__"]["shardwise.training"])
         text["base"]["name"] = "org/one" if path == tmp_path else "/somewhere/else"
+        if path == tmp_path:
+            del text["base"]["identity"]
         header["__metadata__"]["shardwise.training"] = json.dumps(text)
         rewrite(file, header)
         bank = bank_of(base, {})
@@ -465,6 +467,35 @@ def test_another_base_is_refused_by_name(base, tmp_path, saved):
                 bank.load("ada", tmp_path, schedule=stepped)
         else:
             bank.load("ada", tmp_path, schedule=stepped)
+
+
+def test_a_base_whose_values_were_replaced_is_refused_unless_it_is_allowed(base, tmp_path, saved):
+    for name, content in saved.items():
+        (tmp_path / name).write_bytes(content)
+    bank = bank_of(base, {})
+    told = bank.load("same", tmp_path, schedule=stepped)
+    assert told.base == "nothing differs; samples of 24 tensors compared"
+    state = bank.state_dict("same")
+    with torch.no_grad():
+        bank._model.model.norm.weight.mul_(2)
+    refused = (
+        r"(?s)this is another base, .*values: of 24 tensors sampled, 1 differ: model\.norm\.weight\. Load the base"
+    )
+    with pytest.raises(shardwise.ConfigError, match=refused):
+        bank.load("ada", tmp_path, schedule=stepped)
+    with pytest.raises(shardwise.ConfigError, match=refused):
+        bank.load_state_dict("same", state)
+    with pytest.raises(shardwise.ConfigError, match="on_other_base"):
+        bank.load("ada", tmp_path, schedule=stepped, on_other_base="ignore")
+    assert bank.names == ("same",)
+    told = bank.load("ada", tmp_path, schedule=stepped, on_other_base=Ignore())
+    assert told.base.startswith("another, as allowed (of 24 tensors sampled, 1 differ")
+    bank.load_state_dict("same", state, on_other_base=Ignore(only=("values",)))
+    del state["base"]["identity"]
+    bank.load_state_dict("same", state)
+    change(next(tmp_path.glob("adapter_training.*")), base={"identity": "{}"})
+    with pytest.raises(shardwise.errors.FormatError, match="holds no identity of a base"):
+        bank.load("forged", tmp_path, schedule=stepped)
 
 
 def change(path: Path, **facts: Any) -> None:

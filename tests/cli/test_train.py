@@ -19,7 +19,7 @@ import torch
 from click.testing import CliRunner, Result
 from huggingface_hub import constants
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.training import tiny
 from tests.training.stub_hub import stub_hub
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -445,6 +445,25 @@ def test_what_a_checkpoint_will_not_go_on_with_is_refused_before_a_model_is_load
         assert told in refusal(*place, *arguments, "training.max_steps=2")
     with pytest.raises(AssertionError, match="a model is loaded"):
         RUNNER.invoke(train_command, [*map(str, place), *LORA, "training.max_steps=2"], catch_exceptions=False)
+
+
+@pytest.mark.slow
+def test_a_lora_goes_on_on_its_own_base_unless_another_is_allowed(
+    checkpoint: Path, chats: Path, tmp_path: Path
+) -> None:
+    base = shutil.copytree(checkpoint, tmp_path / "base")
+    place = (*needed(base, chats, tmp_path), *LORA)
+    assert run(*place, "training.max_steps=1").exit_code == 0
+    assert "base: nothing differs" in run(*place, "training.max_steps=2").stdout
+    file = base / "model.safetensors"
+    save_file({name: values * 2 for name, values in load_file(file).items()}, file, metadata={"format": "pt"})
+    refused = run(*place, "training.max_steps=3")
+    assert refused.exit_code == 2
+    assert "belongs to another base model:\n  values: of " in refused.stderr
+    assert "checkpoints.on_other_base=ignore" in refused.stderr
+    result = run(*place, "training.max_steps=3", "checkpoints.on_other_base=ignore")
+    assert result.exit_code == 0, result.stderr
+    assert "base: another, as allowed" in result.stdout
 
 
 def test_what_another_run_has_left_is_not_written_over_unasked(

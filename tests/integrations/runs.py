@@ -35,6 +35,7 @@ class Run:
         on_rank: whose.
         asks_for: "generation" or "save", after the training.
         tells: a file for the first rank's error.
+        keywords: of ``train``, beside ``resume``.
     """
 
     folder: str
@@ -49,6 +50,7 @@ class Run:
     on_rank: int | None = None
     asks_for: str = ""
     tells: str = ""
+    keywords: dict[str, Any] = field(default_factory=dict)
 
     def but(self, **changes: Any) -> Run:
         return replace(self, **changes)
@@ -302,7 +304,7 @@ def train(run: Run) -> Outcome:
     torch.manual_seed(0)
     with launched():
         trainer = made(run)
-        trainer.train(resume_from_checkpoint=run.resume)
+        trainer.train(resume_from_checkpoint=run.resume, **run.keywords)
         history = trainer.state.log_history
         model = trainer.model
         weights = {

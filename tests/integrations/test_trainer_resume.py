@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.integrations.doors import require_doors
 from tests.integrations.runs import Outcome, Run, caught, require_same, train
 
 from shardwise.execution.processes.local_ranks import LocalRanks, RankError
+from shardwise.options import Ignore
 
 require_doors()
 
@@ -70,9 +72,30 @@ def test_goes_on_from_a_checkpoint_on_other_ranks(
             assert torch.equal(value, whole[0].weights[name]), name
 
 
+@pytest.mark.slow
+def test_another_base_is_refused_unless_it_is_allowed(one: LocalRanks, folder: Path, tmp_path: Path) -> None:
+    """The files of the base are replaced between two trainings; a model that is stored whole is gone on with."""
+    models = shutil.copytree(folder, tmp_path / "models")
+    runs = {
+        model: saving(models, tmp_path / model, model=model, max_steps=2).but(resume=True)
+        for model in ("lora", "frozen")
+    }
+    for run in runs.values():
+        one.run(train, run.but(resume=None))
+    file = models / "causal" / "model.safetensors"
+    save_file({name: values * 1.5 for name, values in load_file(file).items()}, file, metadata={"format": "pt"})
+    more = {model: run.but(arguments=run.arguments | {"max_steps": 3}) for model, run in runs.items()}
+    (error,) = one.run(caught, more["lora"])
+    assert error.startswith("CoverageError")
+    assert "belongs to another base model:\n  values: of " in error
+    (found,) = one.run(train, more["lora"].but(keywords={"on_other_base": Ignore()}))
+    assert found.last_step == 3
+    (found,) = one.run(train, more["frozen"])
+    assert found.last_step == 3
+
+
 def test_what_a_checkpoint_is(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     """Its model is one of transformers', its adapter one of PEFT's; limits and the best one keep their meaning."""
-    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     given = {

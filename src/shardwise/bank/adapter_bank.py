@@ -37,14 +37,20 @@ from shardwise.bank.tenant import (
     TokenMean,
     require_name,
 )
+from shardwise.engines.arguments import require_meant
 from shardwise.engines.save_options import SavedState, SaveOptions, Trust, Verification, WithTraining
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.models.placement import computing_device
+from shardwise.planning.loads.load_plan import Refuse
+from shardwise.planning.states.matching import OnFault
 from shardwise.report.save_report import SaveReport
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+
+_PERMISSION = {"on_other_base": OnFault}
 
 
 class TenantKeywords(TypedDict, total=False):
@@ -260,16 +266,25 @@ class AdapterBank:
         self._world.require_equal(
             self._world.together(lambda: self._tenant(name)).name, "the tenant that is asked for"
         )
-        return tenant_state(self._tenant(name), facts_of_base(self._model))
+        return tenant_state(self._tenant(name), facts_of_base(self._world, self._model))
 
-    def load_state_dict(self, name: str, state: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self,
+        name: str,
+        state: Mapping[str, Any],
+        *,
+        on_other_base: OnFault = Refuse(),  # noqa: B008 - frozen
+    ) -> None:
         """Give a tenant, created with the same config and optimizer, the state of one. Collective: yes.
+
+        ``on_other_base`` is as of :meth:`load`.
 
         Raises:
             ConfigError: it is that of another, naming what differs; nothing is changed then.
         """
+        self._world.together(lambda: require_meant(_PERMISSION, {"on_other_base": on_other_base}))
         tenant = self._world.together(lambda: self._tenant(name))
-        load_tenant_state(tenant, state, facts_of_base(self._model))
+        load_tenant_state(tenant, state, facts_of_base(self._world, self._model), on_other_base)
 
     # ── files ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -310,6 +325,7 @@ class AdapterBank:
             self._model,
             tenant,
             directory,
+            facts_of_base(self._world, self._model),
             state=state,
             tokenizer=tokenizer,
             dtype=dtype,
@@ -323,6 +339,7 @@ class AdapterBank:
         directory: str | os.PathLike[str],
         *,
         state: SavedState = WithTraining(),  # noqa: B008 - frozen
+        on_other_base: OnFault = Refuse(),  # noqa: B008
         **keywords: Unpack[TenantKeywords],
     ) -> TenantStart:
         """Add a tenant whose config and matrices are in a folder of PEFT's, that all ranks see.
@@ -336,6 +353,8 @@ class AdapterBank:
             name: as of :meth:`create`.
             directory: with ``adapter_config.json``, and a file of tensors.
             state: ``MatricesOnly()`` begins anew in any case.
+            on_other_base: ``Ignore()`` where a training may go on on another base than it was saved with;
+                ``Ignore(only=...)`` of "config", "shapes" (and names) and "values" for what may differ.
             keywords: as of :meth:`create`. What the state of a training has counts: learning rate and other
                 settings, ``max_grad_norm``. The class of the optimizer, accumulation, reduction and seed are taken
                 from it where they are not given; a schedule is to be given as it was.
@@ -346,10 +365,19 @@ class AdapterBank:
             ConfigError, DisagreementError: as of :meth:`create`; the training is of another adapter, base,
                 optimizer or schedule, naming what differs.
         """
+        self._world.together(lambda: require_meant(_PERMISSION, {"on_other_base": on_other_base}))
         config = self._world.together(lambda: config_of(directory))
         found = find_training(self._world, name, directory, state)
         options: Any = keywords if isinstance(found, BeginsAnew) else {**found.facts.options, **keywords}
         tenant = self._agreed(name, config, options)
-        started = read_tenant(self._world, self._model, tenant, directory, found)
+        started = read_tenant(
+            self._world,
+            self._model,
+            tenant,
+            directory,
+            found,
+            facts_of_base(self._world, self._model),
+            on_other_base,
+        )
         self._admit(tenant)
         return started

@@ -18,11 +18,21 @@ from transformers import PreTrainedModel
 from shardwise.bank.optimizers import maker_of
 from shardwise.bank.plain_json import from_json, to_json
 from shardwise.bank.tenant import Reduction, Tenant, TokenMean, WeightedSum
+from shardwise.checkpoints.base_identity import (
+    ALLOW_OTHER_BASE,
+    BaseIdentity,
+    BaseMatch,
+    BaseSamples,
+    base_of,
+    compare_bases,
+)
 from shardwise.errors import FormatError
+from shardwise.execution.ranks.world import World
 from shardwise.formats.strict_json import parse_object
 from shardwise.models.optimizers.optimizer_kind import class_name, unlike
 from shardwise.models.torch_words import original_class
-from shardwise.models.view import canonical
+from shardwise.models.view import canonical, look_inside
+from shardwise.planning.states.matching import OnFault
 from shardwise.storage.names import shown
 from shardwise.tuning.sites import ExpertsSite
 
@@ -41,7 +51,8 @@ class TenantFacts:
     """All of a tenant's state but tensors; the same on every rank, and for any number of them.
 
     Attributes:
-        base: "name", as PEFT has it, "architecture", and a digest of the names and "shapes" of its parameters.
+        base: "name", as PEFT has it, "architecture", a digest of the names and "shapes" of its
+            parameters, and its "identity" as JSON ([Note: The identity of a base]), which older states do not have.
         config: by layer, (rank, scaling, dropout).
         matrices: their shapes, in the order in which they lie in flat tensors.
         optimizer: its class.
@@ -90,13 +101,16 @@ class TenantFacts:
         }
 
 
-def facts_of_base(model: PreTrainedModel) -> dict[str, str]:
-    """What a base is told apart by. Collective: no."""
+def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
+    """What a base is told apart by. Collective: yes; two short meetings."""
+    samples = world.together(lambda: BaseSamples.of(base_of(look_inside(model), {})))
+    identity = samples.identity(model, world.all_reduce(samples.taken, samples.sums))
     shapes = sorted((canonical(name), tuple(own.shape)) for name, own in model.named_parameters())
     return {
         "name": str(getattr(model, "name_or_path", "") or ""),
         "architecture": original_class(model).__name__,
         "shapes": hashlib.sha256(repr(shapes).encode()).hexdigest()[:32],
+        "identity": json.dumps(identity.to_dict()),
     }
 
 
@@ -201,8 +215,9 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
+_OF_A_BASE = {"name", "architecture", "shapes"}
 _IS_SOUND: Mapping[str, Callable[[Any], bool]] = {
-    "base": lambda value: _is_dict(_is_text)(value) and value.keys() == {"name", "architecture", "shapes"},
+    "base": lambda value: _is_dict(_is_text)(value) and value.keys() - {"identity"} == _OF_A_BASE,
     "config": _is_dict(_is_row(_is_number, 3)),
     "matrices": _is_dict(_is_row(_is_count, 2)),
     "optimizer": _is_text,
@@ -220,10 +235,10 @@ _IS_SOUND: Mapping[str, Callable[[Any], bool]] = {
 # ── compared ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def differences(tenant: Tenant, there: TenantFacts, base: Mapping[str, str]) -> list[str]:
+def differences(tenant: Tenant, there: TenantFacts, base: Mapping[str, str], on_other_base: OnFault) -> list[str]:
     """Why a tenant cannot go on from a state, in sentences; nothing where it can."""
     here = facts_of(tenant, base)
-    faults = [*_of_bases(there.base, here.base), *_of_shapes(there.matrices, here.matrices)]
+    faults = [*_of_bases(there.base, here.base, on_other_base), *_of_shapes(there.matrices, here.matrices)]
     if not faults:
         for site in sorted({*there.config, *here.config}):
             one, other = there.config.get(site), here.config.get(site)
@@ -241,14 +256,38 @@ def differences(tenant: Tenant, there: TenantFacts, base: Mapping[str, str]) -> 
     return [*faults, *_of_optimizers(tenant.name, there, here), *_of_schedules(tenant, there, here)]
 
 
-def _of_bases(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+def match_bases(there: Mapping[str, str], here: Mapping[str, str], on_other_base: OnFault) -> BaseMatch:
+    """Compare two bases by what :func:`facts_of_base` tells of them.
+
+    Raises:
+        FormatError: what is told of the first is no identity.
+    """
+    identities = [_identity_in(told.get("identity")) for told in (there, here)]
+    assert identities[1] is not None, "it is of the base that is there"
+    are_shapes_same = there["shapes"] == here["shapes"]
+    return compare_bases(identities[0], identities[1], on_other_base, are_shapes_same=are_shapes_same)
+
+
+def _identity_in(text: str | None) -> BaseIdentity | None:
+    what = "the base of a tenant's state"
+    return (
+        None
+        if text is None
+        else BaseIdentity.from_dict(parse_object(text.encode("utf-8", "surrogatepass"), what=what), what)
+    )
+
+
+def _of_bases(there: Mapping[str, str], here: Mapping[str, str], on_other_base: OnFault) -> list[str]:
     known = f"{there['name'] or 'a base without a name'} ({there['architecture']})"
     own = f"{here['name'] or 'a base without a name'} ({here['architecture']})"
     if there["architecture"] != here["architecture"]:
         return [f"it was trained on {known}, and this is {own}"]
-    if there["shapes"] != here["shapes"]:
-        return [f"it was trained on {known}, and this is {own}, whose parameters have other names or shapes"]
-    if there["name"] != here["name"] and all(_is_of_hub(each["name"]) for each in (there, here)):
+    match = match_bases(there, here, on_other_base)
+    if match.refused:
+        why = "; ".join(match.refused)
+        return [f"it was trained on {known}, and this is another base, {own}: {why}. {ALLOW_OTHER_BASE}"]
+    is_known = "identity" in there or on_other_base.covers("values")
+    if not is_known and there["name"] != here["name"] and all(_is_of_hub(each["name"]) for each in (there, here)):
         return [f"it was trained on {known}, and this is {own}; they may have the same shapes, but not the values"]
     return []  # a folder may have been moved
 

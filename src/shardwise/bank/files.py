@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.bank.facts import TenantFacts, differences, facts_in, facts_of, facts_of_base, to_text
+from shardwise.bank.facts import TenantFacts, differences, facts_in, facts_of, match_bases, to_text
 from shardwise.bank.optimizers import as_shard, mesh_of
 from shardwise.bank.results import BeginsAnew, GoesOn, TenantStart
 from shardwise.bank.state import (
@@ -60,7 +60,7 @@ from shardwise.models.selection import AdapterOnly, Everything, names_outside
 from shardwise.models.torch_words import in_memory, original_class
 from shardwise.models.view import look_inside
 from shardwise.planning.loads.load_plan import TakeFirst
-from shardwise.planning.states.matching import Tolerance
+from shardwise.planning.states.matching import OnFault, Tolerance
 from shardwise.report.save_report import SaveReport
 from shardwise.storage.names import shown
 from shardwise.storage.reading.local import LocalReader
@@ -114,6 +114,7 @@ def save_tenant(
     model: PreTrainedModel,
     tenant: Tenant,
     directory: str | os.PathLike[str],
+    base: Mapping[str, str],
     *,
     state: SavedState,
     tokenizer: Any,
@@ -135,7 +136,7 @@ def save_tenant(
     if not isinstance(state, MatricesOnly):
         gradient = window_gradient(tenant)
         mesh = mesh_of(world, tenant.flat.device) if tenant.has_slices else None
-        training = world.together(lambda: _beside(model, tenant, gradient, mesh, resolved_dtype(dtype)))
+        training = world.together(lambda: _beside(tenant, base, gradient, mesh, resolved_dtype(dtype)))
 
     def request(token: str) -> SaveRequest:
         return SaveRequest.of(
@@ -165,8 +166,8 @@ def _agree(world: World, name: str, state: SavedState) -> None:
 
 
 def _beside(
-    model: PreTrainedModel,
     tenant: Tenant,
+    base: Mapping[str, str],
     gradient: torch.Tensor | None,
     mesh: DeviceMesh | None,
     dtype: torch.dtype | None,
@@ -176,7 +177,7 @@ def _beside(
         tensors[_GRADIENT] = gradient
     if dtype not in (None, tenant.flat.dtype):  # what is trained is not what is served
         tensors[_MATRICES] = tenant.flat.detach()
-    text = to_text(facts_of(tenant, facts_of_base(model)), repr(tenant.name))
+    text = to_text(facts_of(tenant, base), repr(tenant.name))
     return TrainingBeside(_module_of(tensors), text)
 
 
@@ -260,6 +261,8 @@ def read_tenant(
     tenant: Tenant,
     folder: str | os.PathLike[str],
     found: StoredTenant | BeginsAnew,
+    base: Mapping[str, str],
+    on_other_base: OnFault,
 ) -> TenantStart:
     """Give a tenant, of which nobody knows yet, what is in a folder, all of it. Collective: yes.
 
@@ -271,7 +274,7 @@ def read_tenant(
     path = Path(folder)
     room: dict[StateKey, torch.Tensor] = {}
     if isinstance(found, StoredTenant):
-        room = world.together(lambda: _room(model, tenant, path, found))
+        room = world.together(lambda: _room(tenant, path, found, base, on_other_base))
     whole = world.together(lambda: _with_scratch(lent(model, tenant), set(tenant.shapes)))
     _read(world, whole, path, world.together(lambda: weights_in(path)), AdapterOnly())
     if isinstance(found, BeginsAnew):
@@ -286,18 +289,19 @@ def read_tenant(
     world.together(lambda: take_facts(tenant, found.facts))
     take_moments(tenant, room)
     window = tenant.window
-    return GoesOn(tenant.steps, tenant.windows, window.micro_batches, window.learned_tokens)
+    told = match_bases(found.facts.base, base, on_other_base).told
+    return GoesOn(tenant.steps, tenant.windows, window.micro_batches, window.learned_tokens, told)
 
 
 def _room(
-    model: PreTrainedModel, tenant: Tenant, folder: Path, found: StoredTenant
+    tenant: Tenant, folder: Path, found: StoredTenant, base: Mapping[str, str], on_other_base: OnFault
 ) -> dict[StateKey, torch.Tensor]:
     """Memory for what the optimizer is to keep, once all is known to fit.
 
     Raises:
         ConfigError: naming what does not.
     """
-    faults = differences(tenant, found.facts, facts_of_base(model))
+    faults = differences(tenant, found.facts, base, on_other_base)
     room = {} if faults else room_for_moments(tenant, found.facts)
     if not faults:
         faults = _misfits(tenant, room, found)

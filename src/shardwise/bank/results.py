@@ -63,6 +63,8 @@ class GoesOn:
     """In the window that is open."""
     learned_tokens: int
     """In it, on all ranks."""
+    base: str = field(default="", compare=False)
+    """How the base compares with the one it was trained on, in words."""
 
 
 @dataclass(frozen=True, slots=True)

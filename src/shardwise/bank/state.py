@@ -22,6 +22,7 @@ from shardwise.bank.optimizers import gathered
 from shardwise.bank.tenant import Tenant, TenantWindow
 from shardwise.errors import ConfigError
 from shardwise.models.optimizers.optimizer_state import set_group
+from shardwise.planning.states.matching import OnFault
 
 StateKey = tuple[str, str]
 """A parameter of a tenant's optimizer by its name, and what is kept of it: ("", "exp_avg")."""
@@ -181,7 +182,9 @@ def take_moments(tenant: Tenant, room: Mapping[StateKey, torch.Tensor]) -> None:
             state[parameter] = own
 
 
-def load_tenant_state(tenant: Tenant, state: Mapping[str, Any], base: Mapping[str, str]) -> None:
+def load_tenant_state(
+    tenant: Tenant, state: Mapping[str, Any], base: Mapping[str, str], on_other_base: OnFault
+) -> None:
     """Have a tenant go on from a state, whatever it has gathered itself. Collective: yes.
 
     Raises:
@@ -190,7 +193,7 @@ def load_tenant_state(tenant: Tenant, state: Mapping[str, Any], base: Mapping[st
 
     def check() -> tuple[TenantFacts, dict[StateKey, torch.Tensor]]:
         facts = _facts_in(state)
-        if facts is None or (faults := _differences(tenant, facts, state, base)):
+        if facts is None or (faults := _differences(tenant, facts, state, base, on_other_base)):
             lacks = [key for key, kind in _KEYS.items() if not isinstance(state.get(key), kind)]
             faults = [f"it has no {', '.join(lacks)}"] if facts is None else faults
             raise ConfigError(f"this is no state of {tenant.name!r}:\n  " + "\n  ".join(faults[:20]))
@@ -234,9 +237,13 @@ def _facts_in(state: Mapping[str, Any]) -> TenantFacts | None:
 
 
 def _differences(
-    tenant: Tenant, facts: TenantFacts, state: Mapping[str, Any], base: Mapping[str, str]
+    tenant: Tenant,
+    facts: TenantFacts,
+    state: Mapping[str, Any],
+    base: Mapping[str, str],
+    on_other_base: OnFault,
 ) -> list[str]:
-    if faults := differences(tenant, facts, base):
+    if faults := differences(tenant, facts, base, on_other_base):
         return faults
     gradient = {key: tuple(values.shape) for key, values in state["gradient"].items()}
     if facts.micro_batches and gradient != tenant.shapes:

@@ -70,6 +70,8 @@ class SaveWords:
     replicas: DigestWords | None
     data: str
     random: dict[str, str]
+    base: bytes
+    """Of samples of what the checkpoint takes for granted; empty where it holds everything."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from shardwise.checkpoints.agreed_save import (
     agreed_of,
     layout_signature,
 )
+from shardwise.checkpoints.base_identity import BaseIdentity
 from shardwise.checkpoints.facts import Facts, packed
 from shardwise.checkpoints.modes import (
     Asynchronous,
@@ -45,6 +46,7 @@ from shardwise.checkpoints.state import (
     look,
 )
 from shardwise.checkpoints.write import Background, completed, done_now, promised
+from shardwise.engines.arguments import hints_of, require_meant
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.moving.reshard import facts_of
@@ -205,6 +207,7 @@ class Checkpointer:
         on_missing: OnFault = Refuse(),  # noqa: B008
         on_unexpected: OnFault = Refuse(),  # noqa: B008
         on_mismatched: OnFault = Refuse(),  # noqa: B008
+        on_other_base: OnFault = Refuse(),  # noqa: B008
     ) -> RestoreReport:
         """Bring a training back to where it was when a checkpoint was saved, on these ranks.
 
@@ -221,8 +224,11 @@ class Checkpointer:
                 or "optimizers", "schedulers", "scaler", "data" for all of one.
             on_unexpected: ``Ignore(only=...)`` for what it may have beside.
             on_mismatched: ``Ignore(only=...)`` for what may have another shape or form.
+            on_other_base: ``Ignore()`` where an adapter may go on on another base than it was saved with;
+                ``Ignore(only=...)`` of "config", "shapes" (and names) and "values" for what may differ.
 
         Raises:
+            ConfigError: an argument is none of these.
             CoverageError: the checkpoint is of another kind of tuning, of another base or adapter, or does not fit.
             FormatError: it is damaged, or another's.
             StorageError: there is none, or it cannot be read.
@@ -233,8 +239,11 @@ class Checkpointer:
         Every error is the same on every rank. What does not fit is told before anything is changed.
         """
         self.wait()
-        tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
+        tolerance = Tolerance(on_missing, on_unexpected, on_mismatched, on_other_base)
+        given = {"on_missing": on_missing, "on_unexpected": on_unexpected}
+        given |= {"on_mismatched": on_mismatched, "on_other_base": on_other_base}
         with self._world("restore") as world:
+            world.together(lambda: require_meant(hints_of(Checkpointer.restore), given))
             asked = repr((which, tolerance, self._only))
             world.require_equal(asked, "what is asked to be restored (which, only, on_...)")
             report = restoring.restore(world, self._root, state, which, self._only, tolerance, self._options)
@@ -319,7 +328,7 @@ class Checkpointer:
     def _job(self, world: World, clock: Clock, step: int, state: TrainState) -> tuple[write.Job, CheckpointReport]:
         """What is to be written, and what will be told of it, agreed on by all ranks. Collective: yes."""
         with clock.phase("look"):
-            own, agreed = self._agree(world, step, state)
+            own, agreed, base = self._agree(world, step, state)
         with clock.phase("plan"):
             planned = self._planned = self._plan(world, own, agreed)
         with clock.phase("compare"):
@@ -328,7 +337,7 @@ class Checkpointer:
         def content() -> write.RankContent:
             return write.RankContent(self._source(planned), own.stored(agreed, world.rank))
 
-        about = self._about(step, world.size, own, agreed)
+        about = self._about(step, world.size, own, agreed, base)
         job = write.Job(self._root, step, self._newest, self._keep, planned.plan, content, about)
         return job, replace(promised(world, job), differing_buffers=differing)
 
@@ -339,7 +348,9 @@ class Checkpointer:
             return InPlace(planned.views, self._options.budget_bytes)
         return self._staging.copy(planned.views)
 
-    def _about(self, step: int, world_size: int, own: OwnState, agreed: AgreedSave) -> Facts:
+    def _about(
+        self, step: int, world_size: int, own: OwnState, agreed: AgreedSave, base: BaseIdentity | None
+    ) -> Facts:
         return Facts(
             step=step,
             world_size=world_size,
@@ -350,21 +361,38 @@ class Checkpointer:
             data=agreed.data,
             user=own.contents.user,
             optimizers=[[class_name(bound.optimizer), len(bound.groups)] for bound in own.looked.bounds],
+            base=base,
         )
 
-    def _agree(self, world: World, step: int, state: TrainState) -> tuple[OwnState, AgreedSave]:
-        """What there is, what all ranks have in common, and whether the plan of the last checkpoint still holds."""
+    def _agree(
+        self, world: World, step: int, state: TrainState
+    ) -> tuple[OwnState, AgreedSave, BaseIdentity | None]:
+        """What there is, what all ranks have in common, and whether the plan of the last checkpoint still holds.
+
+        Beside these, on the first rank, the identity of a base that is not stored.
+        """
         call = repr((step, self._keep, self._mode, self._only))
+        has_base = isinstance(self._only, AdapterOnly)
         taken: list[OwnState] = []
+        bases: list[BaseIdentity] = []
 
         def tell() -> SaveWords:
             own = self._take_down(step, state, world.rank)
             taken.append(own)
             replicas = None if own.planned is None else tell_of(own.planned.replicas, self._on_differing_buffers)
-            return SaveWords(call, replicas, own.contents.data, dict(own.contents.random))
+            base = own.looked.base.taken() if has_base else b""
+            return SaveWords(call, replicas, own.contents.data, dict(own.contents.random), base)
 
-        agreed = world.all_reduce(tell, agreed_of)
-        return taken[0], agreed
+        def conclude(told: Sequence[SaveWords]) -> AgreedSave:
+            agreed = agreed_of(told)
+            if has_base:
+                looked = taken[0].looked
+                sums = looked.base.sums([item.base for item in told])
+                bases.append(looked.base.identity(looked.model, sums))
+            return agreed
+
+        agreed = world.all_reduce(tell, conclude)
+        return taken[0], agreed, bases[0] if bases else None
 
     def _compare(self, world: World, planned: PlannedSave, agreed: AgreedSave) -> tuple[str, ...]:
         """Look at what several ranks hold; names of buffers that differ."""

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from shardwise.checkpoints.base_identity import BaseIdentity
 from shardwise.errors import ConfigError, FormatError
 
 FACTS: Final = "shardwise.checkpoint.json"
@@ -39,6 +40,7 @@ class Facts:
         metadata_sha256: of the file ``.metadata`` that belongs to this one.
         fingerprints_sha256: of the file of fingerprints; "" where there is none (before there were any).
         optimizers: the class of each optimizer and the number of its parameter groups; None where it is not known.
+        base: what the model's tensors that are not stored are known by; None where all are, or it is not known.
     """
 
     step: int
@@ -53,6 +55,7 @@ class Facts:
     metadata_sha256: str = ""
     fingerprints_sha256: str = ""
     optimizers: list[list[Any]] | None = None
+    base: BaseIdentity | None = None
 
     def to_bytes(self) -> bytes:
         content = {"kind": _KIND, "version": _VERSION, **asdict(self)}
@@ -84,7 +87,8 @@ class Facts:
             or not all(isinstance(name, str) for name in found["alike"])
         ):
             raise FormatError(f"{what}: {', '.join(wrong) or 'files'} is not what belongs there; it is damaged")
-        return cls(**values)
+        base = values.pop("base")
+        return cls(**values, base=None if base is None else BaseIdentity.from_dict(base, what))
 
 
 _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
@@ -100,8 +104,9 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
     "user": (dict,),
     "fingerprints_sha256": (str,),
     "optimizers": (list, type(None)),
+    "base": (dict, type(None)),
 }
-_LATER: Final[Mapping[str, Any]] = {"fingerprints_sha256": "", "optimizers": None}
+_LATER: Final[Mapping[str, Any]] = {"fingerprints_sha256": "", "optimizers": None, "base": None}
 """What facts of earlier versions do not tell."""
 
 _SEAL: Final = "sha256"

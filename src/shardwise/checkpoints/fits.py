@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.checkpoints.base_identity import ALLOW_OTHER_BASE, BaseMatch
 from shardwise.checkpoints.opened import Opened
 from shardwise.checkpoints.state import KeyPath, Looked, Stateful, TrainState, adapter_settings, in_words
 from shardwise.errors import CoverageError, FormatError
@@ -38,13 +39,14 @@ def compare(
     common: Mapping[KeyPath, Any],
     world_size: int,
     tolerance: Tolerance,
+    base: BaseMatch,
 ) -> Fits:
-    """Compare all but the optimizers' state with what there is.
+    """Compare all but the optimizers' state with what there is; ``base`` is what came of comparing bases.
 
     Raises:
         CoverageError: the checkpoint is of another kind of tuning, or does not fit; all faults at once.
     """
-    _require_same_tuning(opened, looked, only)
+    _require_same_tuning(opened, looked, only, base)
     faults = _Misfits(tolerance)
     model = _compare_model(opened, looked, faults)
     wanted = {"rng"}
@@ -106,7 +108,7 @@ class _Misfits:
             raise CoverageError(faults_in_words(head, self._refused))
 
 
-def _require_same_tuning(opened: Opened, looked: Looked, only: Selection) -> None:
+def _require_same_tuning(opened: Opened, looked: Looked, only: Selection, base: BaseMatch) -> None:
     facts, here = opened.facts, in_words(only)
     if facts.holds != here:
         raise CoverageError(
@@ -122,11 +124,9 @@ def _require_same_tuning(opened: Opened, looked: Looked, only: Selection) -> Non
         raise CoverageError(
             f"{opened.folder}: holds an adapter of another config: {shown}; make the adapter as it was made before"
         )
-    if here != "everything" and facts.others != looked.others:
-        raise CoverageError(
-            f"{opened.folder}: belongs to another base model: names or shapes of what is not stored (the base) are "
-            "not those of this model; load the base that the adapter was trained on"
-        )
+    if base.refused:
+        faults = "\n  ".join(base.refused)
+        raise CoverageError(f"{opened.folder}: belongs to another base model:\n  {faults}\n{ALLOW_OTHER_BASE}")
 
 
 def _compare_model(opened: Opened, looked: Looked, faults: _Misfits) -> dict[str, str]:

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.checkpoints.base_identity import BaseMatch, compare_bases
 from shardwise.checkpoints.beside_tensors import BesideTensors, common_paths, own_paths
 from shardwise.checkpoints.fingerprint_check import Witness
 from shardwise.checkpoints.fits import Fits, compare
 from shardwise.checkpoints.modes import CheckpointerOptions, Which
 from shardwise.checkpoints.opened import Opened, open_checkpoint, resolve
-from shardwise.checkpoints.state import KeyPath, Looked, TrainState, look
+from shardwise.checkpoints.state import KeyPath, Looked, TrainState, in_words, look
 from shardwise.conversion import Bindings, Expression
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.load_plan import LoadRequest
@@ -33,7 +34,7 @@ from shardwise.execution.states.supply import require_alike_models
 from shardwise.models.optimizers.optimizer_state import Given, read
 from shardwise.models.optimizers.rebind import Key
 from shardwise.models.replicated import average_replicated_gradients
-from shardwise.models.selection import Selection
+from shardwise.models.selection import Everything, Selection
 from shardwise.models.torch_words import in_memory, to_torch
 from shardwise.models.view import Held, local_boxes, local_tensor, look_inside
 from shardwise.planning.loads.comparing import SampledBlocks
@@ -77,6 +78,7 @@ class _Decided:
     """What there is, and what of the checkpoint goes where in it."""
 
     looked: Looked
+    base: BaseMatch
     beside: BesideTensors
     fits: Fits
     ours: Ours
@@ -91,12 +93,26 @@ def _decide(
     looked = world.together(lambda: look(state, only))
     require_alike_models(world, looked.held, looked.bounds)
     beside = BesideTensors.read(world, placer.reader, opened)
-    fits = world.together(lambda: compare(opened, looked, state, only, beside.common, world.size, tolerance))
+    base = _match_bases(world, opened, looked, tolerance)
+    fits = world.together(lambda: compare(opened, looked, state, only, beside.common, world.size, tolerance, base))
     ours = Ours.of(looked.held, looked.bounds)
     fitting = None
     if "optimizers" in fits.parts:
         fitting = _fit_optimizers(world, opened, placer, ours, beside.common, tolerance)
-    return _Decided(looked, beside, fits, ours, fitting)
+    return _Decided(looked, base, beside, fits, ours, fitting)
+
+
+def _match_bases(world: World, opened: Opened, looked: Looked, tolerance: Tolerance) -> BaseMatch:
+    """Compare what a checkpoint takes for granted with what there is. Collective: yes, where it does so."""
+    facts = opened.facts
+    if facts.holds == in_words(Everything()):
+        return BaseMatch()
+
+    def conclude(taken: list[bytes]) -> BaseMatch:
+        here = looked.base.identity(looked.model, looked.base.sums(taken))
+        return compare_bases(facts.base, here, tolerance.base, are_shapes_same=facts.others == looked.others)
+
+    return world.all_reduce(lambda: looked.base.taken(), conclude)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +186,7 @@ def _report(
         unexpected=(*fits.unexpected, *(fitting.unexpected if fitting else ())),
         mismatched=(*fits.mismatched, *(fitting.matched.mismatched if fitting else ())),
         afresh=tuple(done.afresh),
+        base=found.base.told,
         cast=fitting.matched.cast if fitting else {},
         rng=done.told["rng"],
         data=done.told["data"],

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoints import randomness
+from shardwise.checkpoints.base_identity import BaseSamples, base_of
 from shardwise.checkpoints.facts import as_json, digest_of
 from shardwise.errors import ConfigError
 from shardwise.layout import TensorKind
@@ -97,6 +98,11 @@ class Looked:
             if item.kind.is_saved and item.fqn not in self.stored
         ]
         return hashlib.sha256(repr(others).encode()).hexdigest()[:32]
+
+    @cached_property
+    def base(self) -> BaseSamples:
+        """Samples of those parameters that it does not hold."""
+        return BaseSamples.of(base_of(self.held, self.stored))
 
     @cached_property
     def others_of(self) -> dict[KeyPath, KeyPath]:

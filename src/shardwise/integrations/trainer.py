@@ -35,6 +35,8 @@ from shardwise.integrations.trainer_runs import (
 )
 from shardwise.interchange.trainer_folder import LeaveRandom
 from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters
+from shardwise.planning.loads.load_plan import Refuse
+from shardwise.planning.states.matching import OnFault
 from shardwise.verbs.trainer_checkpoint import load_trainer_checkpoint
 
 if TYPE_CHECKING:
@@ -89,6 +91,7 @@ class ShardwiseTrainer(_Trainer):
         self._best = BestFound()
         self.add_callback(self._best)
         self._saved_step: int | None = None
+        self._on_other_base: OnFault = Refuse()
         self._numbers: dict[str, Any] | None = None
         """States of generators of random numbers, to be set once the data are where they were."""
 
@@ -113,12 +116,20 @@ class ShardwiseTrainer(_Trainer):
 
     # Training
 
-    def train(self, resume_from_checkpoint: Any = None, *others: Any, **keywords: Any) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: Any = None,
+        *others: Any,
+        on_other_base: OnFault = Refuse(),  # noqa: B008 - frozen
+        **keywords: Any,
+    ) -> Any:
         """As the Trainer does. Collective: yes.
 
         Args:
             resume_from_checkpoint: True goes on from the newest checkpoint in ``output_dir`` that was completed.
             *others: as of the Trainer's.
+            on_other_base: ``Ignore()`` where an adapter may go on on another base than it was saved with; see
+                :meth:`~shardwise.checkpoints.checkpointer.Checkpointer.restore`.
             **keywords: as of the Trainer's.
 
         Raises:
@@ -140,7 +151,7 @@ class ShardwiseTrainer(_Trainer):
                 self._best.folder = world.from_first(lambda: folders.best_of(source))
             if beginning.left:
                 world.from_first(lambda: committing.remove_left(run))
-        self._saved_step = None
+        self._saved_step, self._on_other_base = None, on_other_base
         watched = World.current(call="the Trainer's steps")
         if watched.size > 1:
             watched.together(lambda: None)
@@ -287,7 +298,7 @@ class ShardwiseTrainer(_Trainer):
         if checkpoint is None or not (Path(checkpoint) / folders.STATE_FOLDER).is_dir():
             return
         with Checkpointer(Path(checkpoint) / folders.STATE_FOLDER, keep=KeepAll(), only=self._only()) as keeper:
-            report = keeper.restore(self._training_state())
+            report = keeper.restore(self._training_state(), on_other_base=self._on_other_base)
         self._numbers = randomness.take_down()
         _log.info("%s", report)
 

@@ -80,6 +80,7 @@ class RestoreReport:
         unexpected: what it has beside, and has been left out.
         mismatched: what it has in another form, and has stayed as it was.
         afresh: trained parameters that are without state in the optimizers, as before their first step.
+        base: how the base compares with the one it was saved with, in words; "" where the checkpoint holds all.
         cast: state of optimizers to ("dtype stored", "dtype now").
         rng: what became of the generators of random numbers, in words.
         data: what became of the position in the data, in words.
@@ -104,6 +105,7 @@ class RestoreReport:
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
     afresh: tuple[str, ...] = ()
+    base: str = ""
     cast: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     rng: str = ""
     data: str = ""
@@ -127,7 +129,8 @@ class RestoreReport:
         ]
         if self.passed_over:
             lines.append(f"  passed over, as files are gone or cut: step {', '.join(map(str, self.passed_over))}")
-        lines += [f"  {what}: {text}" for what, text in (("rng", self.rng), ("data", self.data)) if text]
+        told = (("base", self.base), ("rng", self.rng), ("data", self.data))
+        lines += [f"  {what}: {text}" for what, text in told if text]
         for pair in dict.fromkeys(self.cast.values()):
             lines += listing(f"{pair[0]}→{pair[1]}", [name for name, cast in self.cast.items() if cast == pair])
         if self.not_stored:

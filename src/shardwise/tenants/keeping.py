@@ -21,6 +21,7 @@ from shardwise.checkpoints.folder import name_of
 from shardwise.engines.save_options import SaveOptions
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.ranks.world import World
+from shardwise.planning.states.matching import OnFault
 from shardwise.storage.writing.opening import open_writer
 from shardwise.training.checkpoints import TrainingProgress
 
@@ -97,17 +98,22 @@ class TenantKeeper:
         """
         return world.from_first(lambda: _read_progress(place / PROGRESS))
 
-    def restore(self, bank: AdapterBank, name: str, place: Path, keywords: TenantKeywords) -> None:
-        """Add a tenant that goes on from what is kept there. Collective: yes. If it fails, there is no such tenant.
+    def restore(
+        self, bank: AdapterBank, name: str, place: Path, keywords: TenantKeywords, on_other_base: OnFault
+    ) -> str:
+        """Add a tenant that goes on from what is kept there; what is told of its base.
+
+        Collective: yes. If it fails, there is no such tenant.
 
         Raises:
             FormatError: nothing of a training is kept there.
             ShardwiseError: as of :meth:`~shardwise.bank.adapter_bank.AdapterBank.load`.
         """
-        started = bank.load(name, place, **keywords)
+        started = bank.load(name, place, on_other_base=on_other_base, **keywords)
         if isinstance(started, BeginsAnew):
             bank.remove(name)
             raise FormatError(f"{place}: there is no state of a training to go on from ({started.why})")
+        return started.base
 
 
 def kept_steps(folder: Path) -> list[int]:

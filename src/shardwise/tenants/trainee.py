@@ -33,7 +33,7 @@ from shardwise.tenants.turns import (
 )
 from shardwise.training.checkpoints import TrainingProgress, changed, ended_early, overruled, settings_of
 from shardwise.training.configuration.config_sections import TrainConfig
-from shardwise.training.configuration.config_values import every_of, tuning_of
+from shardwise.training.configuration.config_values import every_of, on_other_base_of, tuning_of
 from shardwise.training.data.read_once import TrainData
 from shardwise.training.loop import peak_memory
 from shardwise.training.optimizing.gradients import reduced
@@ -173,14 +173,18 @@ class Trainee:
         self.kept_step, self.total = self.step, len(self.steps)
         self._next_step = iter(self.steps)
         own = OwnOptimizer(self.name, self.options, self.total)
+        base = ""
         if source is None:
             self._begin(bank, own)
         else:
-            self.keeper.restore(bank, self.name, source, self._keywords(own))
+            permission = on_other_base_of(self.config.checkpoints)
+            base = self.keeper.restore(bank, self.name, source, self._keywords(own), permission)
         self.trained_count = bank.trained_counts()[self.name]
         self._began = time.perf_counter()
         if source is not None:
-            self._tell(CheckpointFacts(self.step, self._began - start, "restored", f"restored {source}"))
+            self._tell(
+                CheckpointFacts(self.step, self._began - start, "restored", f"restored {source}; base: {base}")
+            )
             before = settings_of([own.part])
             if self.config.checkpoints.optimizer_settings == "config":
                 own.take_asked()

@@ -15,6 +15,8 @@ from shardwise.checkpoints.folder import steps_in
 from shardwise.checkpoints.state import Stateful, TrainState
 from shardwise.errors import ConfigError
 from shardwise.models.optimizers.optimizer_state import set_group
+from shardwise.planning.loads.load_plan import Refuse
+from shardwise.planning.states.matching import OnFault
 from shardwise.training.options import Every
 from shardwise.training.parts import TrainedPart
 
@@ -113,12 +115,13 @@ class KeptInFolders:
     """States are kept by a checkpointer, and restored by the same or, of another training, by another.
 
     ``source`` is None where there is nothing to go on from. ``about`` is kept beside the loop's own, for whoever
-    looks before there is a model.
+    looks before there is a model. ``on_other_base`` is as of :meth:`Checkpointer.restore`.
     """
 
     checkpointer: Checkpointer
     source: Checkpointer | None
     about: Mapping[str, Any] = field(default_factory=dict)
+    on_other_base: OnFault = field(default_factory=Refuse)
 
     def save(self, step: int, state: TrainState) -> object:
         return self.checkpointer.save(step, replace(state, user={**(state.user or {}), **self.about}))
@@ -126,7 +129,7 @@ class KeptInFolders:
     def restore(self, state: TrainState) -> Restored | None:
         if self.source is None:
             return None
-        report = self.source.restore(state)
+        report = self.source.restore(state, on_other_base=self.on_other_base)
         return Restored(report.user, str(report))
 
     def wait(self) -> object:

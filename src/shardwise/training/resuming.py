@@ -17,6 +17,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.models.selection import Selection
 from shardwise.training.checkpoints import KeptInFolders
 from shardwise.training.configuration.config_sections import TrainConfig
+from shardwise.training.configuration.config_values import on_other_base_of
 from shardwise.training.data.loader import require_same_rows
 from shardwise.training.data.read_once import TrainData
 from shardwise.training.data.train_data import EVERY_ROW
@@ -39,7 +40,7 @@ def kept_in(config: TrainConfig, output: Path, only: Selection) -> KeptInFolders
     own = World.current().together(
         lambda: Checkpointer(output / "checkpoints", keep=KeepLast(section.keep), mode=mode, only=only)
     )
-    about = {"tuning": config.tuning.method}
+    about, permission = {"tuning": config.tuning.method}, on_other_base_of(section)
     step = own.latest()
     if step is not None and section.resume == "never":
         raise ConfigError(
@@ -47,14 +48,14 @@ def kept_in(config: TrainConfig, output: Path, only: Selection) -> KeptInFolders
             "resume=auto goes on from it, and another output.directory begins anew"
         )
     if step is not None:
-        return KeptInFolders(own, own, about)
+        return KeptInFolders(own, own, about, permission)
     require_free(config, output)
     if section.resume in ("auto", "never"):
         return KeptInFolders(own, None, about)
     other = World.current().together(lambda: Checkpointer(section.resume, only=only))
     if other.latest() is None:
         raise StorageError(f"checkpoints.resume={section.resume!r}: there is no complete checkpoint in this folder")
-    return KeptInFolders(own, other, about)
+    return KeptInFolders(own, other, about, permission)
 
 
 def require_free(config: TrainConfig, output: Path) -> None:

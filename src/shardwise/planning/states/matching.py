@@ -26,11 +26,15 @@ OnFault: TypeAlias = Refuse | Ignore
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What need not fit. What is ignored keeps the values it has."""
+    """What need not fit. What is ignored keeps the values it has.
+
+    ``base`` is asked about "config", "shapes" and "values" of what a checkpoint takes for granted.
+    """
 
     missing: OnFault = field(default_factory=Refuse)
     unexpected: OnFault = field(default_factory=Refuse)
     mismatched: OnFault = field(default_factory=Refuse)
+    base: OnFault = field(default_factory=Refuse)
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,7 +312,8 @@ class CheckpointSection(Section):
 
     ``every`` null: only then. ``resume``: ``auto`` goes on from the latest of the output folder, if there is one;
     ``never`` wants none to be there; a path is a checkpoint folder of another training. ``optimizer_settings``:
-    whose learning rate, decay and betas a training that goes on has.
+    whose learning rate, decay and betas a training that goes on has. ``on_other_base``: whether an adapter may
+    go on on another base than it was saved with.
     """
 
     every: Often | None = "epoch"
@@ -320,6 +321,7 @@ class CheckpointSection(Section):
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
     resume: Literal["auto", "never"] | Words = "auto"
     optimizer_settings: Literal["checkpoint", "config"] = "checkpoint"
+    on_other_base: Literal["refuse", "ignore"] = "refuse"
 
 
 class EvaluationSection(Section):

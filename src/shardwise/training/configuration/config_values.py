@@ -28,6 +28,8 @@ from shardwise.models.wrapping.policies import (
     WrapPolicy,
 )
 from shardwise.models.wrapping.wrap import Sharding
+from shardwise.planning.loads.load_plan import Ignore, Refuse
+from shardwise.planning.states.matching import OnFault
 from shardwise.tensors.byte_sizes import in_bytes_of
 from shardwise.training.checkpoints import OptimizerSettings, SettingsAsked, SettingsOfCheckpoint
 from shardwise.training.configuration.config_sections import (
@@ -257,6 +259,11 @@ def ending_of(section: EvaluationSection) -> TrainingEnd:
 def settings_of_resumed(section: CheckpointSection) -> OptimizerSettings:
     """Whose settings an optimizer has that goes on."""
     return SettingsAsked() if section.optimizer_settings == "config" else SettingsOfCheckpoint()
+
+
+def on_other_base_of(section: CheckpointSection) -> OnFault:
+    """Whether an adapter may go on on another base than it was saved with."""
+    return Ignore() if section.on_other_base == "ignore" else Refuse()
 
 
 def accumulation_of(

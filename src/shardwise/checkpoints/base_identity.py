@@ -1,0 +1,303 @@
+"""Tells the base that an adapter was trained on from another: by its config, and by samples of its values.
+
+[Note: The identity of a base] A checkpoint of an adapter does not hold the base. What it says of it is a config
+without what changes from load to load, and fingerprints of samples: of at most 256 frozen parameters, chosen by
+their names, at most 256 elements each, chosen by the shape. A fingerprint is a sum over elements, so each rank adds
+up those of its own shard, and the sum is the same for any number of ranks and any sharding. What several ranks hold
+is counted once. Names and shapes of all parameters are compared by a digest that the callers keep. Buffers, and
+other adapters, are not part of a base. Codes of nested scales are left out: their last bit depends on the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any, Final, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardwise.errors import DisagreementError, FormatError
+from shardwise.layout import LocalBox, TensorKind
+from shardwise.models.four_bits.four_bit_linear import SCALES
+from shardwise.models.view import Held, local_boxes, local_tensor, strided_view
+from shardwise.planning.states.matching import OnFault
+from shardwise.tensors import Strided, numel
+from shardwise.tensors.fingerprint import lane_weights
+
+_MOST_TENSORS: Final = 256
+_MOST_ELEMENTS: Final = 256
+_SHOWN: Final = 5
+_SAMPLE: Final = re.compile(r"[a-z0-9_]{1,32} [0-9a-f]{16}")
+_TOLD: Final = np.dtype([("mark", "<u4"), ("count", "<u4"), ("sum", "<u8")])
+"""Of one tensor: which boxes of it a rank holds, how many samples lie in them, and their fingerprint."""
+_WORDS_BY_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_NOT_OF_A_BASE: Final = re.compile(
+    r"_.*|output_.*|.*_token_id|.*_coef|.*drop.*|initializer_.*|transformers_version|(torch_)?dtype|name_or_path"
+    r"|architectures|auto_map|use_cache|return_dict|id2label|label2id|problem_type|quantization_config|torchscript"
+    r"|tokenizer_class|gradient_checkpointing|chunk_size_feed_forward|loss_type|task_specific_params|pruned_heads"
+)
+"""Keys of configs that say where a model came from, how it is loaded, or how it is trained."""
+
+ALLOW_OTHER_BASE: Final = (
+    "Load the base that it was trained on, or pass on_other_base=Ignore() (in a configuration "
+    "checkpoints.on_other_base=ignore) to go on with this one."
+)
+"""What to do about a base that was refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseIdentity:
+    """What a base is known by beside the names and shapes of its parameters; plain data, the same on every rank.
+
+    Attributes:
+        config: of the model, as JSON; empty where it has none.
+        samples: "dtype fingerprint" of sampled parameters, by FQN.
+    """
+
+    config: Mapping[str, Any]
+    samples: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: object, what: str) -> Self:
+        """Raises FormatError for what is no identity; ``what`` names where it stands."""
+        if isinstance(values, dict) and values.keys() == {"config", "samples"}:
+            config, samples = values["config"], values["samples"]
+            if isinstance(config, dict) and isinstance(samples, dict):
+                texts = [text for text in samples.values() if isinstance(text, str) and _SAMPLE.fullmatch(text)]
+                if len(texts) == len(samples):
+                    return cls(config, samples)
+        raise FormatError(f"{what}: holds no identity of a base; it is damaged or forged")
+
+
+@dataclass(frozen=True, slots=True)
+class BaseMatch:
+    """A comparison of two bases.
+
+    Attributes:
+        refused: sentences on what differs and is not allowed to.
+        told: the outcome in words, for a report.
+    """
+
+    refused: tuple[str, ...] = ()
+    told: str = ""
+
+
+def compare_bases(
+    there: BaseIdentity | None, here: BaseIdentity, on_other_base: OnFault, *, are_shapes_same: bool
+) -> BaseMatch:
+    """Compare the base of a checkpoint (None: it does not tell) with the one that is there.
+
+    ``on_other_base`` is asked for "config", "shapes" and "values". Settings that only one config has, as another
+    version of transformers does, and values in another dtype, are not compared.
+    """
+    found: dict[str, str] = {}
+    notes: list[str] = []
+    if there is None:
+        notes.append("config and values not compared: the checkpoint was saved before it told of them")
+    elif settings := list(_differing(there.config, here.config, "")):
+        found["config"] = _few(settings, "; ")
+    if not are_shapes_same:
+        odd = [] if there is None else _odd_kinds(there, here)
+        found["shapes"] = "frozen parameters have other names or shapes" + (f": {_few(odd, '; ')}" if odd else "")
+    elif there is not None:
+        pairs = {name: (text, here.samples[name]) for name, text in there.samples.items() if name in here.samples}
+        cast = {name: pair for name, pair in pairs.items() if pair[0].split()[0] != pair[1].split()[0]}
+        if values := [name for name, (one, other) in pairs.items() if name not in cast and one != other]:
+            found["values"] = f"of {len(pairs)} tensors sampled, {len(values)} differ: {_few(sorted(values), ', ')}"
+        notes.append(f"samples of {len(pairs) - len(cast)} tensors compared")
+        if cast:
+            was, now = (text.split()[0] for text in next(iter(cast.values())))
+            notes.append(f"values of {len(cast)} not compared: their dtype was {was}, and is {now}")
+    refused = tuple(f"{what}: {text}" for what, text in found.items() if not on_other_base.covers(what))
+    verdict = f"another, as allowed ({'; '.join(found.values())})" if found else "nothing differs"
+    return BaseMatch(refused, "; ".join([verdict, *notes]))
+
+
+def _few(items: Sequence[str], between: str) -> str:
+    return between.join(items[:_SHOWN]) + (f"{between}and {len(items) - _SHOWN} more" if items[_SHOWN:] else "")
+
+
+def _differing(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key in sorted(there.keys() & here.keys()):
+        one, other = there[key], here[key]
+        if isinstance(one, dict) and isinstance(other, dict):
+            yield from _differing(one, other, f"{prefix}{key}.")
+        elif one != other:
+            yield f"{prefix}{key} was {one!r:.80}, is {other!r:.80}"
+
+
+def _odd_kinds(there: BaseIdentity, here: BaseIdentity) -> list[str]:
+    """Sampled parameters of other dtypes, which a base has that is in four bits, and those that are not there."""
+    is_all = len(there.samples) < _MOST_TENSORS and len(here.samples) < _MOST_TENSORS
+    kinds = [{name: text.split()[0] for name, text in own.samples.items()} for own in (there, here)]
+    return [
+        f"{name} was {was}, is {now}"
+        for name in sorted(kinds[0].keys() | kinds[1].keys() if is_all else kinds[0].keys() & kinds[1].keys())
+        if (was := kinds[0].get(name, "not there")) != (now := kinds[1].get(name, "not there"))
+    ]
+
+
+# The base that is there
+
+
+def base_config(model: nn.Module) -> dict[str, Any]:
+    """The model's config as JSON, without what is not of the base; empty where there is none."""
+    config: Any = getattr(model, "config", None)
+    told = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
+    if not isinstance(told, Mapping):
+        return {}
+    text = json.dumps(dict(told), default=lambda value: type(value).__name__, skipkeys=True)
+    plain = json.loads(text, parse_constant=str)  # JSON of others has no infinite numbers
+    return dict(_of_the_base(plain))
+
+
+def _of_the_base(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _of_the_base(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if not _NOT_OF_A_BASE.fullmatch(key)
+    }
+
+
+def base_of(held: Sequence[Held], stored: Mapping[str, object]) -> list[Held]:
+    """The parameters that a checkpoint of these tensors takes for granted."""
+    return [
+        item
+        for item in held
+        if item.kind is TensorKind.PARAMETER
+        and item.fqn not in stored
+        and "lora_" not in item.fqn  # a second adapter, such as a reference, is no part of the base
+        and ".modules_to_save." not in item.fqn
+        and not any(slot.name == SCALES and getattr(slot.module, "is_nested", False) for slot in item.slots)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """This rank's samples of one tensor, whose memory stays where it is."""
+
+    span: torch.Tensor
+    """Its memory, flat, as integers."""
+    places: torch.Tensor
+    weights: Any
+
+    @classmethod
+    def of(cls, local: torch.Tensor, which: Any, places: Any) -> Self:
+        span = strided_view(local, Strided(0, (int(places.max()) + 1,), (1,)))
+        words = span.view(_WORDS_BY_SIZE[local.element_size()])
+        return cls(words, torch.from_numpy(places).to(local.device), lane_weights()[which])
+
+
+@dataclass(frozen=True, slots=True)
+class BaseSamples:
+    """Samples of a base's values as they lie on this rank. They can be taken as long as the tensors stay.
+
+    Attributes:
+        kinds: the dtypes of sampled tensors, by FQN.
+    """
+
+    kinds: Mapping[str, str]
+    _wanted: Sequence[int]
+    """How many samples there are of each, on all ranks."""
+    _part: Any
+    """What this rank tells of each, but for the sums."""
+    _found: Mapping[int, _Sampled]
+    """Those of which this rank has any, by position."""
+
+    @classmethod
+    def of(cls, base: Sequence[Held]) -> Self:
+        """Choose samples. Collective: no."""
+        chosen = heapq.nsmallest(
+            _MOST_TENSORS,
+            (item for item in base if item.tensor.numel() and item.tensor.element_size() in _WORDS_BY_SIZE),
+            key=lambda item: hashlib.sha256(item.fqn.encode()).digest(),
+        )
+        chosen.sort(key=lambda item: item.fqn)
+        part = np.zeros(len(chosen), dtype=_TOLD)
+        found: dict[int, _Sampled] = {}
+        for row, item in enumerate(chosen):
+            boxes = () if item.tensor.is_meta else local_boxes(item.tensor, item.fqn)
+            mark, which, places = _samples_in(tuple(item.tensor.shape), boxes)
+            part[row] = mark, len(which), 0
+            if len(which):
+                found[row] = _Sampled.of(local_tensor(item.tensor), which, places)
+        kinds = {item.fqn: str(item.tensor.dtype).removeprefix("torch.") for item in chosen}
+        return cls(kinds, [min(item.tensor.numel(), _MOST_ELEMENTS) for item in chosen], part, found)
+
+    def taken(self) -> bytes:
+        """The fingerprints of what this rank holds, for :meth:`sums`: 16 bytes a tensor. Collective: no.
+
+        Memory: 24 bytes for each sample.
+        """
+        part = self._part.copy()
+        by_kind: dict[tuple[torch.dtype, torch.device], dict[int, _Sampled]] = {}
+        for row, item in self._found.items():
+            by_kind.setdefault((item.span.dtype, item.span.device), {})[row] = item
+        for own in by_kind.values():
+            values = torch.cat([item.span.index_select(0, item.places) for item in own.values()]).cpu().numpy()
+            weights = np.concatenate([item.weights for item in own.values()])
+            words = values.view(f"<u{values.itemsize}").astype(np.uint64) * weights
+            starts = np.cumsum([0, *(len(item.weights) for item in own.values())])[:-1]
+            part["sum"][list(own)] = np.add.reduceat(words, starts)
+        return bytes(part.tobytes())
+
+    def sums(self, taken: Sequence[bytes]) -> list[int | None]:
+        """Add up what each rank has taken; None for a tensor of which samples are nowhere. Collective: no.
+
+        Raises:
+            DisagreementError: ranks have different bases.
+        """
+        if {len(part) for part in taken} != {self._part.nbytes}:
+            raise DisagreementError("frozen parameters are not the same on all ranks; load one base on every rank")
+        told = np.stack([np.frombuffer(part, dtype=_TOLD) for part in taken])
+        found: list[int | None] = []
+        for row, wanted in enumerate(self._wanted):
+            _, firsts = np.unique(told["mark"][:, row], return_index=True)  # what several ranks hold counts once
+            is_whole = int(told["count"][firsts, row].sum()) == wanted
+            found.append(int(np.add.reduce(told["sum"][firsts, row])) if is_whole else None)
+        return found
+
+    def identity(self, model: nn.Module, sums: Sequence[int | None]) -> BaseIdentity:
+        """The identity of a model whose samples have these :meth:`sums`. Collective: no."""
+        found = zip(self.kinds.items(), sums, strict=True)
+        samples = {name: f"{kind} {total:016x}" for (name, kind), total in found if total is not None}
+        return BaseIdentity(base_config(model), samples)
+
+
+@lru_cache(maxsize=4096)
+def _samples_in(shape: tuple[int, ...], boxes: tuple[LocalBox, ...]) -> tuple[int, Any, Any]:
+    """A mark of these boxes; which samples of a tensor of this shape lie in them, and where in memory."""
+    count = numel(shape)
+    flat = np.arange(count) if count <= _MOST_ELEMENTS else _drawn(count)
+    indices = np.unravel_index(flat, shape) if shape else ()
+    which = [np.zeros(0, dtype=np.int64)]
+    places = [np.zeros(0, dtype=np.int64)]
+    for part in boxes:
+        inside = np.ones(len(flat), dtype=bool)
+        at = np.full(len(flat), part.local.offset, dtype=np.int64)
+        for index, start, size, stride in zip(
+            indices, part.box.offsets, part.box.sizes, part.local.strides, strict=True
+        ):
+            inside &= (index >= start) & (index < start + size)
+            at += (index - start) * stride
+        which.append(np.flatnonzero(inside))
+        places.append(at[inside])
+    mark = hashlib.sha256(repr([(part.box.offsets, part.box.sizes) for part in boxes]).encode()).digest()[:4]
+    return int.from_bytes(mark, "little"), np.concatenate(which), np.concatenate(places)
+
+
+def _drawn(count: int) -> Any:
+    """Places of samples in a large tensor: the same for every tensor of this size."""
+    return ((lane_weights()[:_MOST_ELEMENTS] >> np.uint64(1)) % np.uint64(count)).astype(np.int64)
