@@ -68,8 +68,8 @@ class FourBits:
     Attributes:
         values: the packed bytes, row by row.
         scales: one for each block.
-        shape: of the elements; rows are whole blocks.
-        block: elements of a row with one scale.
+        shape: of the elements.
+        block: elements in a row with one scale; blocks go on from row to row, and the last may be smaller.
         form: what four bits stand for.
         dtype: that numbers had before they were packed.
         nested: where scales are bytes, what these stand for.
