@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,9 +141,9 @@ def is_quantised(key: str, tensor: torch.Tensor) -> bool:
     return tensor.ndim == 2 and key.endswith("proj.weight")
 
 
-def quantise(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+def quantise(folder: Path, kind: str, kinds: Mapping[str, Any] = KINDS) -> dict[str, torch.Tensor]:
     """Rewrite a checkpoint in place; its tensors as numbers. Scales stand in a file of their own."""
-    make, config = KINDS[kind]
+    make, config = kinds[kind]
     numbers: dict[str, torch.Tensor] = {}
     scales: dict[str, torch.Tensor] = {}
     where: dict[str, str] = {}

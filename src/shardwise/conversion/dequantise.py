@@ -58,6 +58,7 @@ class Dequantise:
         overall: of an input with one number for the whole tensor: scales are multiplied by it to this power.
         has_zeros: an input has a zero point for each scale.
         has_groups: an input has the block for each index of the last dimension.
+        rounds_to: each result is rounded to this dtype, before it is cast to any other: F32, BF16 or F16.
     """
 
     shape: Shape
@@ -67,6 +68,7 @@ class Dequantise:
     overall: int = 0
     has_zeros: bool = False
     has_groups: bool = False
+    rounds_to: DType = DType.F32
     label: str = "dequantising"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
@@ -127,7 +129,7 @@ class Dequantise:
         return min(_MOST_ELEMENTS, (most_bytes - _STRIP_BYTES * _STRIP_ELEMENTS) // an_element)
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        numbers = values[0].new_empty(0).float().new_empty(block.gives[_OUT].sizes)
+        numbers = self._rounded(values[0].new_empty(0).float()).new_empty(block.gives[_OUT].sizes)
         self.evaluate_into(block, values, {_OUT: numbers})
         return {_OUT: numbers}
 
@@ -155,7 +157,16 @@ class Dequantise:
             if factors is not None:
                 by_block, spread = self._spread(numbers, self._of_strip(factors, strip, box), strip, mine)
                 by_block.mul_(spread)
-            _part(outputs[_OUT], strip, box).copy_(numbers)
+            _part(outputs[_OUT], strip, box).copy_(self._rounded(numbers))
+
+    def _rounded(self, numbers: Any) -> Any:
+        match self.rounds_to:
+            case DType.BF16:
+                return numbers.bfloat16()
+            case DType.F16:
+                return numbers.half()
+            case _:
+                return numbers
 
     def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
         """The codes; scales and zero points as float32, and groups, or None."""
@@ -256,8 +267,9 @@ def dequantised(
     overall: tuple[Expression, int] | None = None,
     zeros: Expression | None = None,
     groups: Expression | None = None,
+    rounds_to: DType = DType.F32,
 ) -> Expression:
-    """Elements less their zero points, times their scales, as float32; see :class:`Dequantise`.
+    """Elements less their zero points, times their scales; see :class:`Dequantise`.
 
     Args:
         values: as many bytes as ``shape`` needs, row by row, under any shape.
@@ -270,6 +282,7 @@ def dequantised(
         zeros: numbers of any dtype, one for each block, that are subtracted; only from codes that are integers.
         groups: integers, one for each index of the last dimension: the block along it, in place of that which its
             size says.
+        rounds_to: the dtype of the result. Products are made in float32 whatever it is.
 
     Raises:
         ValueError: there are not as many scales, or zero points, as blocks, not as many bytes as elements, or not
@@ -286,6 +299,7 @@ def dequantised(
         0 if overall is None else overall[1],
         zeros is not None,
         groups is not None,
+        rounds_to,
     )
     sources = [codes]
     for found in (scales, zeros):
@@ -304,7 +318,7 @@ def dequantised(
                 f"{groups} has {groups.shape}, and one group for each of {shape[-1]} columns is wanted"
             )
         sources.append(reshape(groups, shape[-1:]))
-    return Computed(operation, _OUT, shape, DType.F32, tuple(sources))
+    return Computed(operation, _OUT, shape, rounds_to, tuple(sources))
 
 
 def _bytes(values: Expression, shape: Sequence[int], code: Code) -> Expression:

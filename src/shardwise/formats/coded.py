@@ -92,3 +92,45 @@ class FourBits:
     def moved(self, to: Callable[[str], str]) -> FourBits:
         nested = None if self.nested is None else replace(self.nested, scales=Whole(to(self.nested.scales.key)))
         return replace(self, values=Whole(to(self.values.key)), scales=Whole(to(self.scales.key)), nested=nested)
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """A weight (out, in) of integers in words of 32 bits, less zero points, times scales of groups of inputs.
+
+    Attributes:
+        values: bytes of words: of eight outputs each, in AWQ's order (in, out / 8); or, with ``in_rows``, of
+            inputs (in * bits / 32, out).
+        zeros: bytes of words (groups, out * bits / 32).
+        scales: (groups, out).
+        shape: of the weight.
+        group: so many inputs have one scale.
+        dtype: of the scales, to which products are rounded.
+        bits: of an integer.
+        in_rows: words go along the inputs.
+        is_less_one: zero points are stored less 1.
+        numbers: the group of each input, where it is another than its place says.
+    """
+
+    values: Whole
+    zeros: Whole
+    scales: Whole
+    shape: tuple[int, int]
+    group: int
+    dtype: DType
+    bits: int = 4
+    in_rows: bool = False
+    is_less_one: bool = False
+    numbers: Whole | None = None
+
+    kind: ClassVar[str] = "grouped"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        beside = () if self.numbers is None else (self.numbers.key,)
+        return (self.values.key, self.zeros.key, self.scales.key, *beside)
+
+    def moved(self, to: Callable[[str], str]) -> Grouped:
+        values, zeros, scales = (Whole(to(item.key)) for item in (self.values, self.zeros, self.scales))
+        numbers = None if self.numbers is None else Whole(to(self.numbers.key))
+        return replace(self, values=values, zeros=zeros, scales=scales, numbers=numbers)

@@ -16,6 +16,7 @@ MakeNode: TypeAlias = Callable[[Any, Callable[[str], Expression]], Expression]
 NODES: Final[dict[str, str]] = {
     "scaled": "shardwise.planning.loads.coded:scaled",
     "four bits": "shardwise.planning.loads.coded:four_bits",
+    "grouped": "shardwise.planning.loads.coded:grouped",
 }
 """By kind, where its :data:`MakeNode` is, as ``package.module:name``."""
 
