@@ -256,6 +256,8 @@ class _Pairing:
     def _made_of(self, entry: TensorEntry) -> _ScaledParts | None:
         """The key of what an entry is the elements of, with its scales; None where it is no such elements."""
         key, entries = entry.key, self.index.entries
+        if key.endswith(f"_{_ZERO_POINT}"):
+            return None
         match self.scheme:
             case MicroscalingFloat4():
                 if entry.dtype in _BYTES and key.endswith("_blocks"):
