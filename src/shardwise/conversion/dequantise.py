@@ -141,7 +141,7 @@ class Dequantise:
         most = max(strip.numel for strip in strips)
         decoder = Decoder(self.code, stored, most)
         memory, unit = stored.new_empty(0).float().new_empty(most), decoder.unit
-        if factors is not None:
+        if factors is not None and zeros is None:
             factors, unit = _taken_in(factors, unit)
         for strip in strips:
             numbers = memory[: strip.numel].view(strip.sizes)
@@ -279,7 +279,7 @@ def dequantised(
         code: what the bytes stand for.
         has_exponents: scales of bytes are exponents.
         overall: a tensor of one element, and 1 or -1: by which scales are multiplied, or divided.
-        zeros: numbers of any dtype, one for each block, that are subtracted; only from codes that are integers.
+        zeros: numbers of any dtype, one for each block, that are subtracted.
         groups: integers, one for each index of the last dimension: the block along it, in place of that which its
             size says.
         rounds_to: the dtype of the result. Products are made in float32 whatever it is.
@@ -309,8 +309,6 @@ def dequantised(
     if overall is not None:
         sources.append(reshape(overall[0], (1,)))
     if zeros is not None:
-        if not code.is_integer:
-            raise ValueError(f"{zeros} is a zero point of {code.value}, which is no code of integers")
         sources.append(reshape(zeros, counts))
     if groups is not None:
         if numel(groups.shape) != shape[-1]:

@@ -11,11 +11,24 @@ from shardwise.tensors import Code, DType, Form4
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
-    """Elements that are stored in few bits, times the scales of their blocks.
+class Zeros:
+    """Zero points, one for each scale.
 
     Attributes:
-        values: the elements, row by row.
+        values: the zero points; as numbers, or bytes of words.
+        in_a_word: 0, or so many of a column of them, in the code of the elements, are in a word of 32 bits.
+    """
+
+    values: Whole
+    in_a_word: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Elements that are stored in few bits, less their zero points, times the scales of their blocks.
+
+    Attributes:
+        values: the elements, row by row; rows may have further bytes at their end.
         scales: one for each block.
         shape: of the elements.
         unit: sizes of a block, by dimension; those at an end may be smaller.
@@ -23,6 +36,8 @@ class Scaled:
         has_exponents: scales are exponents of 2, counted from -127.
         overall: one number, and 1 or -1: all scales are multiplied by it, or divided.
         swaps: the last two dimensions are exchanged in the end.
+        zeros: a zero point for each block.
+        groups: which block of a row each column belongs to, where this is not told by its place.
     """
 
     values: Whole
@@ -33,17 +48,30 @@ class Scaled:
     has_exponents: bool = False
     overall: tuple[Whole, int] | None = None
     swaps: bool = False
+    zeros: Zeros | None = None
+    groups: Whole | None = None
 
     kind: ClassVar[str] = "scaled"
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return (self.values.key, self.scales.key, *([] if self.overall is None else [self.overall[0].key]))
+        overall = None if self.overall is None else self.overall[0]
+        zeros = None if self.zeros is None else self.zeros.values
+        further = (part.key for part in (overall, zeros, self.groups) if part is not None)
+        return (self.values.key, self.scales.key, *further)
 
     def moved(self, to: Callable[[str], str]) -> Scaled:
-        overall = None if self.overall is None else (Whole(to(self.overall[0].key)), self.overall[1])
-        values, scales = Whole(to(self.values.key)), Whole(to(self.scales.key))
-        return replace(self, values=values, scales=scales, overall=overall)
+        def there(part: Whole) -> Whole:
+            return Whole(to(part.key))
+
+        return replace(
+            self,
+            values=there(self.values),
+            scales=there(self.scales),
+            overall=None if self.overall is None else (there(self.overall[0]), self.overall[1]),
+            zeros=None if self.zeros is None else replace(self.zeros, values=there(self.zeros.values)),
+            groups=None if self.groups is None else there(self.groups),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,11 +130,6 @@ class Code(enum.Enum):
         return _NUMBERS[self]
 
     @property
-    def is_integer(self) -> bool:
-        """Whether every code stands for an integer."""
-        return all(number.is_integer() for number in self.numbers)
-
-    @property
     def per_byte(self) -> int:
         return 2 if len(self.numbers) == 16 else 1
 
