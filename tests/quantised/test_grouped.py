@@ -10,10 +10,12 @@ import torch
 from click.testing import CliRunner
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from tests import zoo
 from tests.merging.adapters import save_adapter
 from tests.quantised import grouped, quantising
 from tests.quantised.test_loading import plain  # noqa: F401 - a fixture
 from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import shardwise
 from shardwise.cli.inspect import inspect_command
@@ -125,6 +127,30 @@ def test_one_group_for_all_inputs(of_packages, tmp_path):
 
     numbers = of_packages("gptq", {**GPTQ, "group_size": -1}, halve)
     assert torch.equal(loaded(tmp_path)[:, :32], numbers[:, :32])
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq in any order"])
+def test_experts_that_become_one_stack(tmp_path, kind):
+    config = Qwen3MoeConfig(
+        vocab_size=97,
+        hidden_size=32,
+        moe_intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=3,
+        num_experts_per_tok=2,
+        dtype="bfloat16",
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    zoo.fill(model)
+    zoo.save_original(model, tmp_path, max_shard_size="30KB")
+    numbers = quantising.quantise(tmp_path, kind, grouped.KINDS)
+    assert sum("experts" in key for key in numbers) == 9
+    found = shardwise.from_pretrained(tmp_path, options=shardwise.options.LoadOptions(budget_bytes=1 << 15))
+    assert found.model.layers[0].mlp.experts.gate_up_proj.shape == (3, 48, 32)
+    assert quantising.differing(found, {key: value.bfloat16() for key, value in numbers.items()}) == []
 
 
 def drop(name):

@@ -17,7 +17,7 @@ from typing import Any
 from shardwise.conversion.computed import BadValues, Computed, ComputedBlock, aligned_blocks
 from shardwise.conversion.dequantise import decoded, dequantised
 from shardwise.conversion.expression import Expression, Shape, permute, reshape
-from shardwise.tensors import Box, Code, DType
+from shardwise.tensors import Box, Code, DType, numel
 
 _OUT = "numbers"
 _WORD_BYTES = 4
@@ -48,7 +48,7 @@ class AddToWords:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ChosenRows:
     """``out[i, j] = rows[numbers[i], j]``, as float32.
 
     Attributes:
@@ -61,10 +61,16 @@ class Rows:
     label: str = "choosing rows"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in aligned_blocks(wanted[_OUT], self.shape, (1, 1), max(1, most_bytes // 8)):
-            (row, column), (rows, columns) = box.offsets, box.sizes
-            needs = Box((0, column), (self.count, columns)), Box((row,), (rows,))
-            yield ComputedBlock(needs, {_OUT: box}, 4 * box.numel + 8 * needs[0].numel + 16 * rows)
+        at_once = max(1, most_bytes // (16 * self.count))  # columns, whatever the rows
+        for whole in aligned_blocks(wanted[_OUT], self.shape, (1, 1), numel(self.shape)):
+            (first, start), (count, width) = whole.offsets, whole.sizes
+            for column in range(start, start + width, at_once):
+                columns = min(at_once, start + width - column)
+                rows = max(1, most_bytes // (8 * columns + 32))
+                for row in range(first, first + count, rows):
+                    box = Box((row, column), (min(rows, first + count - row), columns))
+                    needs = Box((0, column), (self.count, columns)), Box((row,), box.sizes[:1])
+                    yield ComputedBlock(needs, {_OUT: box}, 4 * box.numel + 8 * needs[0].numel + 16 * box.sizes[0])
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         """Raises :class:`BadValues` for numbers of rows that there are not."""
@@ -79,9 +85,9 @@ class Rows:
 
 
 def _rows(source: Expression, numbers: Expression) -> Expression:
-    """See :class:`Rows`; ``source`` is (count, columns), ``numbers`` are integers (rows,)."""
+    """See :class:`ChosenRows`; ``source`` is (count, columns), ``numbers`` are integers (rows,)."""
     shape = (numbers.shape[0], source.shape[1])
-    return Computed(Rows(source.shape[0], shape), _OUT, shape, DType.F32, (source, numbers))
+    return Computed(ChosenRows(source.shape[0], shape), _OUT, shape, DType.F32, (source, numbers))
 
 
 def columns_in_words(

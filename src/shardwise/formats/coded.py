@@ -123,7 +123,7 @@ class FourBits:
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
+class GroupedIntegers:
     """A weight (out, in) of integers in words of 32 bits, less zero points, times scales of groups of inputs.
 
     Attributes:
@@ -158,7 +158,7 @@ class Grouped:
         beside = () if self.numbers is None else (self.numbers.key,)
         return (self.values.key, self.zeros.key, self.scales.key, *beside)
 
-    def moved(self, to: Callable[[str], str]) -> Grouped:
+    def moved(self, to: Callable[[str], str]) -> GroupedIntegers:
         values, zeros, scales = (Whole(to(item.key)) for item in (self.values, self.zeros, self.scales))
         numbers = None if self.numbers is None else Whole(to(self.numbers.key))
         return replace(self, values=values, zeros=zeros, scales=scales, numbers=numbers)

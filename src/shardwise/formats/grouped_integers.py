@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from shardwise.errors import FormatError
 from shardwise.formats.checkpoint_index import CheckpointIndex, Composed, TensorEntry, Whole
-from shardwise.formats.coded import Grouped
+from shardwise.formats.coded import GroupedIntegers
 from shardwise.formats.contract import FormatFaults, QuantisedForm, unknown_form
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
@@ -43,7 +43,7 @@ _FAULTS: Final = "quantised layers whose tensors do not go together"
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
+class _LayersInWords:
     """How the layers of a checkpoint are stored.
 
     Attributes:
@@ -84,7 +84,7 @@ class _Words:
         faults.raise_if_any()
         return replace(index, entries=entries, composed=composed)
 
-    def _part(self, parts: Mapping[str, TensorEntry], groups: bytes | None) -> Grouped:
+    def _part(self, parts: Mapping[str, TensorEntry], groups: bytes | None) -> GroupedIntegers:
         """Raises FormatError where what is stored of a layer makes no sense."""
         if _WEIGHT in parts:
             raise FormatError(f"{_WEIGHT} is stored, too")
@@ -104,7 +104,7 @@ class _Words:
                 f"{'more than one' if fitting else 'none'} of what quantization_config says: {sizes}"
             )
         ((bits, group, shape),) = fitting
-        return Grouped(
+        return GroupedIntegers(
             Whole(values.key),
             Whole(zeros.key),
             Whole(scales.key),
@@ -169,7 +169,7 @@ def _groups_in(reader: StorageReader, parts: Mapping[str, TensorEntry]) -> bytes
     return reader.read(entry.file, entry.start, entry.stop)
 
 
-@lru_cache
+@lru_cache(maxsize=8)
 def _by_place(columns: int, group: int) -> bytes:
     """The groups of inputs that are in groups one after the other."""
     return struct.pack(f"<{columns}i", *(column // group for column in range(columns)))
@@ -199,7 +199,7 @@ def awq(config: Mapping[str, Any]) -> QuantisedForm:
     version = config.get("version") or config.get("format") or config.get("checkpoint_format") or "gemm"
     if str(version).lower() != "gemm" or config.get("backend") == "llm-awq":
         raise unknown_form(f"AWQ with version={shown(repr(version))}, and only 'gemm' is read")
-    return _Words(frozenset({_sizes(config, "AWQ", (4,))}))
+    return _LayersInWords(frozenset({_sizes(config, "AWQ", (4,))}))
 
 
 def gptq(config: Mapping[str, Any]) -> QuantisedForm:
@@ -220,4 +220,4 @@ def gptq(config: Mapping[str, Any]) -> QuantisedForm:
         raise unknown_form(f"GPTQ with dynamic={shown(repr(rules))}")
     told = [config, *({**config, **rule} for name, rule in rules.items() if not name.startswith("-:"))]
     sizes = frozenset(_sizes(item, "GPTQ", (4, 8)) for item in told)
-    return _Words(sizes, in_rows=True, is_less_one=version == "gptq")
+    return _LayersInWords(sizes, in_rows=True, is_less_one=version == "gptq")

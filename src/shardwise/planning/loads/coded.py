@@ -8,7 +8,7 @@ from shardwise.conversion import Expression, permute, reshape, slice_dim
 from shardwise.conversion.dequantise import decoded, dequantised
 from shardwise.conversion.grouped import columns_in_words, rows_in_words
 from shardwise.conversion.packed import unnested, unpacked
-from shardwise.formats.coded import FourBits, Grouped, Scaled, Zeros
+from shardwise.formats.coded import FourBits, GroupedIntegers, Scaled, Zeros
 from shardwise.tensors import numel
 
 
@@ -58,7 +58,7 @@ def four_bits(part: FourBits, leaf: Callable[[str], Expression]) -> Expression:
     return unpacked(leaf(part.values.key), factors, part.shape, part.form, part.block, part.dtype)
 
 
-def grouped(part: Grouped, leaf: Callable[[str], Expression]) -> Expression:
+def grouped(part: GroupedIntegers, leaf: Callable[[str], Expression]) -> Expression:
     """Integers in words, with scales and zero points of groups of inputs."""
     values, zeros, scales = (leaf(item.key) for item in (part.values, part.zeros, part.scales))
     if not part.in_rows:
