@@ -199,6 +199,12 @@ _FURTHER_SUFFIXES = ("_scales", "_scale_2", ".absmax", ".SCB")
 _FURTHER_OF_WEIGHTS = ("SCB",)
 _ZERO_POINT, _GROUPS = "zero_point", "g_idx"
 
+_OF_CODES = re.compile(
+    r".+(_scale|_scale_inv|_scale_2|_scales|\.scales?|qscale_weight|_global_scale|_packed|_blocks|_shape|_zero_point|"
+    r"g_idx|qweight|qzeros|SCB|weight_format|\.(nested_)?absmax|quant_map|quant_state\..+)"
+    rf"|{_OF_ACTIVATIONS.pattern}"
+)
+
 
 def _names_beside(key: str, suffixes: tuple[str, ...], of_weights: tuple[str, ...]) -> list[str]:
     names = [f"{key}{suffix}" for suffix in suffixes]
@@ -208,6 +214,16 @@ def _names_beside(key: str, suffixes: tuple[str, ...], of_weights: tuple[str, ..
 def scale_names(key: str) -> list[str]:
     """The keys under which any quantiser would store the scales of codes with this key."""
     return _names_beside(key, _SCALE_SUFFIXES + _FURTHER_SUFFIXES, _SCALES_OF_WEIGHTS + _FURTHER_OF_WEIGHTS)
+
+
+def packed_names(key: str) -> list[str]:
+    """The keys under which any quantiser would store codes in place of a tensor with this key."""
+    return _names_beside(key, ("_packed", "_blocks"), ("qweight",))
+
+
+def belongs_to_codes(key: str) -> bool:
+    """Whether a key is one that quantisers have for codes, or for what lies beside them."""
+    return _OF_CODES.fullmatch(key) is not None
 
 
 _ScaledParts: TypeAlias = tuple[str, TensorEntry, TensorEntry | None, tuple[TensorEntry, int] | None]

@@ -35,6 +35,11 @@ def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
     }
 
 
+def spare_tensors(index: CheckpointIndex) -> dict[str, Expression]:
+    """What is loaded only into a model that has a tensor of that name, by key."""
+    return {key: Stored(key, index.entries[key].shape, index.entries[key].dtype) for key in sorted(index.spare)}
+
+
 def _expression(index: CheckpointIndex, part: ComposedPart) -> Expression:
     def leaf(key: str) -> Stored:
         entry = index.entries[key]
