@@ -7,14 +7,25 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.conversion import Stored
+from shardwise.conversion import (
+    Expression,
+    Region,
+    Stored,
+    compute_tasks,
+    computes,
+    copies_and_computed,
+    permute,
+    reshape,
+    stored_leaves,
+)
 from shardwise.conversion import dequantise as room
 from shardwise.conversion.computed import Computed
-from shardwise.conversion.dequantise import dequantised
-from shardwise.tensors import Box, Code, DType
+from shardwise.conversion.dequantise import decoded, dequantised
+from shardwise.errors import FormatError
+from shardwise.tensors import Box, Code, DType, Strided
 
 
 @st.composite
@@ -35,21 +46,30 @@ def cases(draw):
     factors = 2.0 ** (scales.float() - 127) if exponents else torch.rand(counts, generator=generator)
     power = draw(st.sampled_from([0, 1, -1]))
     whole = torch.tensor([3.0])
-    inputs = [packed, scales if exponents else factors, *([whole] if power else [])]
-    dtypes = [DType.U8, DType.U8 if exponents else DType.F32, DType.F32]
-    stored = [Stored(str(n), tuple(t.shape), dtypes[n]) for n, t in enumerate(inputs)]
+    zeros = torch.randint(-8, 9, counts, generator=generator, dtype=torch.int8)
+    groups = torch.randint(0, counts[-1], shape[-1:], generator=generator, dtype=torch.int32)
+    has_zeros, has_groups = draw(st.booleans()), draw(st.booleans())
+    inputs = [packed, scales if exponents else factors]
+    inputs += [whole] * bool(power) + [zeros] * has_zeros + [groups] * has_groups
+    dtypes = {torch.uint8: DType.U8, torch.float32: DType.F32, torch.int8: DType.I8, torch.int32: DType.I32}
+    stored = [Stored(str(n), tuple(t.shape), dtypes[t.dtype]) for n, t in enumerate(inputs)]
+    rest = stored[2:]
     node = dequantised(
         *stored[:2],
         shape,
         unit,
         code,
         has_exponents=exponents,
-        overall=(stored[2], power) if power else None,
+        overall=(rest.pop(0), power) if power else None,
+        zeros=rest.pop(0) if has_zeros else None,
+        groups=rest.pop(0) if has_groups else None,
     )
     factors = factors * whole if power > 0 else factors / whole if power else factors
     wanted = torch.empty(shape)
     for place in itertools.product(*map(range, shape)):
-        wanted[place] = numbers[place] * factors[tuple(at // step for at, step in zip(place, unit, strict=True))]
+        at = tuple(at // step for at, step in zip(place, unit, strict=True))
+        at = (*at[:-1], int(groups[place[-1]])) if has_groups else at
+        wanted[place] = (numbers[place] - zeros[at] * has_zeros) * factors[at]
     starts = [draw(st.integers(0, size - 1)) for size in shape]
     sizes = [draw(st.integers(1, size - at)) for size, at in zip(shape, starts, strict=True)]
     return node, inputs, wanted, Box(tuple(starts), tuple(sizes)), draw(st.sampled_from([1, 50, 10_000]))
@@ -111,7 +131,7 @@ def test_numbers_are_written_where_they_go_and_cast_once(case, dtype, strip, tur
         room._STRIP_ELEMENTS = before
 
 
-@pytest.mark.parametrize("scale", [1.0, 3e-39, 2.0**120, 3e38, math.inf, math.nan, -0.0])
+@pytest.mark.parametrize("scale", [1.0, 3e-39, 2.0**120, 3e38, -0.0])
 @pytest.mark.parametrize(("code", "dtype"), [("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2)])
 def test_every_byte_with_scales_at_the_ends(code, dtype, scale):
     stored = torch.arange(256).to(torch.uint8).repeat(3)
@@ -134,14 +154,156 @@ def test_blocks_are_no_larger_than_they_may_be(case, most):
         assert held <= block.nbytes
 
 
-def test_an_exponent_that_is_none():
-    values, scales = Stored("v", (1, 2), DType.U8), Stored("s", (1, 1), DType.U8)
-    node = dequantised(values, scales, (1, 4), (1, 4), Code.E2M1, has_exponents=True)
-    (block,) = node.operation.blocks({node.output: [Box.whole((1, 4))]}, 1000)
-    found = node.operation.evaluate(
-        block, [torch.ones(1, 2, dtype=torch.uint8), torch.full((1, 1), 255, dtype=torch.uint8)]
+U8, F32 = (lambda *values: torch.tensor(values, dtype=torch.uint8)), (lambda *values: torch.tensor(values))
+
+
+@pytest.mark.parametrize(
+    ("scales", "overall", "groups", "told"),
+    [
+        (U8(127, 255), None, None, "s: dequantising: a scale is NaN or infinite"),
+        (F32(1.0, math.nan), None, None, "s: dequantising: a scale is NaN or infinite"),
+        (F32(math.inf, 1.0), None, None, "s: dequantising: a scale is NaN or infinite"),
+        (F32(1.0, 2.0), (0.0, -1), None, "o: dequantising: the scale of the whole tensor is 0.0"),
+        (F32(1.0, 2.0), (0.0, 1), None, "o: dequantising: the scale of the whole tensor is 0.0"),
+        (F32(1.0, 2.0), (math.nan, 1), None, "o: dequantising: the scale of the whole tensor is nan"),
+        (F32(1.0, 2.0), None, (0, 1, 2, 0), "g: dequantising: groups of columns are 0 to 2, and there are"),
+        (F32(1.0, 2.0), None, (0, 1, -1, 0), "g: dequantising: groups of columns are -1 to 1, and there are"),
+    ],
+)
+def test_scales_that_are_none_are_an_error_that_names_them(scales, overall, groups, told):
+    dtype = DType.U8 if scales.dtype is torch.uint8 else DType.F32
+    node = dequantised(
+        Stored("v", (2,), DType.U8),
+        Stored("s", (2,), dtype),
+        (4,),
+        (2,),
+        Code.E2M1,
+        has_exponents=dtype is DType.U8,
+        overall=None if overall is None else (Stored("o", (1,), DType.F32), overall[1]),
+        groups=None if groups is None else Stored("g", (4,), DType.I32),
     )
-    assert found[node.output].isnan().all()
+    (task,) = compute_tasks([(0, node, Region.of(Box.whole((4,)), Strided.contiguous((4,))))], 1 << 20)
+    values = [U8(1, 2), scales]
+    values += [] if overall is None else [F32(overall[0])]
+    values += [] if groups is None else [torch.tensor(groups)]
+    with pytest.raises(FormatError, match=told):
+        task.evaluate(values)
+    with pytest.raises(FormatError, match=told):
+        task.evaluate_into(values, {node.output: torch.empty(4)})
+
+
+def evaluated(expression: Expression, tensors: dict[str, torch.Tensor], box: Box, most: int) -> torch.Tensor:
+    """A box of an expression, blocks of what it computes within ``most`` bytes."""
+    out = torch.full(box.sizes, math.nan, dtype=torch.float32 if computes(expression) else None)
+    out = out if computes(expression) else out.to(tensors[next(stored_leaves(expression)).key].dtype)
+    copied, computed = copies_and_computed(expression, box)
+    for copy in copied:
+        source = (
+            tensors[copy.leaf.key].view(-1).as_strided(copy.source.sizes, copy.source.strides, copy.source.offset)
+        )
+        out.view(-1).as_strided(copy.target.sizes, copy.target.strides, copy.target.offset).copy_(source)
+    for task in compute_tasks([(0, item.leaf, item.region) for item in computed], most):
+        values = [
+            evaluated(source, tensors, need, most)
+            for source, need in zip(task.inputs, task.block.needs, strict=True)
+        ]
+        made = task.evaluate(values)
+        for move in task.moves:
+            source = (
+                made[move.output]
+                .contiguous()
+                .view(-1)
+                .as_strided(move.source.sizes, move.source.strides, move.source.offset)
+            )
+            out.view(-1).as_strided(move.place.sizes, move.place.strides, move.place.offset).copy_(source)
+    return out
+
+
+def in_words(codes: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Eight codes of 4 bits along ``dim`` in a word, the ``order[n]``-th at bit 4 n; words as bytes."""
+    by_word = codes.movedim(dim, -1).unflatten(-1, (-1, 8))[..., list(order)].long()
+    words = (by_word << (4 * torch.arange(8))).sum(-1)
+    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).movedim(-1, dim).contiguous()
+    return words.view(torch.uint8)
+
+
+def stored_as(tensors: dict[str, torch.Tensor]) -> dict[str, Stored]:
+    dtypes = {torch.uint8: DType.U8, torch.float32: DType.F32, torch.int32: DType.I32}
+    return {key: Stored(key, tuple(tensor.shape), dtypes[tensor.dtype]) for key, tensor in tensors.items()}
+
+
+def awq(codes, zeros, scales, size):
+    """Columns in words, in an order of their own; (in, out / 8), and a scale for ``size`` rows of a column."""
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    rows, columns = codes.shape
+    tensors = {"q": in_words(codes, 1, order), "z": in_words(zeros, 1, order), "s": scales}
+    leaf = stored_as(tensors)
+    words, groups = columns // 8, rows // size
+    factors = reshape(permute(reshape(leaf["s"], (groups, words, 4, 2)), (0, 1, 3, 2)), (groups, columns))
+    made = dequantised(
+        leaf["q"],
+        factors,
+        (rows, columns),
+        (size, 1),
+        Code.OFFSET4,
+        zeros=decoded(leaf["z"], (groups, columns), Code.OFFSET4),
+    )
+    return tensors, reshape(permute(reshape(made, (rows, words, 2, 4)), (1, 3, 2, 0)), (columns, rows))
+
+
+def gptq(codes, zeros, scales, size):
+    """Rows in words: (in / 8, out); zero points in words along the columns: (groups, out / 8)."""
+    rows, columns = codes.shape
+    tensors = {"q": in_words(codes, 0), "z": in_words(zeros, 1), "s": scales}
+    leaf = stored_as(tensors)
+    made = dequantised(
+        leaf["q"],
+        leaf["s"],
+        (rows // 8, columns, 8),
+        (size // 8, 1, 8),
+        Code.OFFSET4,
+        zeros=decoded(leaf["z"], (rows // size, columns), Code.OFFSET4),
+    )
+    return tensors, reshape(permute(made, (1, 0, 2)), (columns, rows))
+
+
+def gptq_by_group(codes, zeros, scales, size):
+    """The same with a group for each row."""
+    rows, columns = codes.shape
+    groups = torch.arange(rows, dtype=torch.int32) // size
+    tensors = {"q": in_words(codes, 0), "z": in_words(zeros, 1), "s": scales, "g": groups}
+    leaf = stored_as(tensors)
+    by_column = permute(reshape(leaf["q"], (rows // 8, columns, 4)), (1, 0, 2))
+    made = dequantised(
+        by_column,
+        permute(leaf["s"], (1, 0)),
+        (columns, rows),
+        (1, size),
+        Code.OFFSET4,
+        zeros=permute(decoded(leaf["z"], (rows // size, columns), Code.OFFSET4), (1, 0)),
+        groups=leaf["g"],
+    )
+    return tensors, made
+
+
+@pytest.mark.parametrize("layout", [awq, gptq, gptq_by_group])
+@given(data=st.data())
+@settings(max_examples=30)
+def test_other_orders_of_codes_are_said_around_the_node(layout, data):
+    """Rows of inputs, columns of outputs in files; the model has the transpose."""
+    size = data.draw(st.sampled_from([8, 16]))
+    rows, columns = size * data.draw(st.integers(1, 3)), 8 * data.draw(st.integers(1, 3))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    codes = torch.randint(0, 16, (rows, columns), generator=generator)
+    zeros = torch.randint(0, 16, (rows // size, columns), generator=generator)
+    scales = torch.rand(rows // size, columns, generator=generator)
+    tensors, made = layout(codes, zeros, scales, size)
+    wanted = ((codes - zeros.repeat_interleave(size, 0)).float() * scales.repeat_interleave(size, 0)).T
+    starts = [data.draw(st.integers(0, length - 1)) for length in wanted.shape]
+    sizes = [data.draw(st.integers(1, length - at)) for length, at in zip(wanted.shape, starts, strict=True)]
+    box = Box(tuple(starts), tuple(sizes))
+    found = evaluated(made, tensors, box, data.draw(st.sampled_from([1, 500, 10_000])))
+    assert torch.equal(found, part(wanted, box))
 
 
 @pytest.mark.parametrize(
@@ -156,3 +318,23 @@ def test_an_exponent_that_is_none():
 def test_what_does_not_go_together(values, scales, shape, unit, code):
     with pytest.raises(ValueError, match="has"):
         dequantised(Stored("v", values, DType.U8), Stored("s", scales, DType.F32), shape, unit, code)
+
+
+@pytest.mark.parametrize(
+    ("zeros", "groups", "code", "told"),
+    [
+        ((2, 3), None, Code.INT8, "has"),
+        (None, (3,), Code.INT8, "one group for each of 4 columns"),
+    ],
+)
+def test_zero_points_and_groups_that_do_not_go_together(zeros, groups, code, told):
+    with pytest.raises(ValueError, match=told):
+        dequantised(
+            Stored("v", (4, 4), DType.U8),
+            Stored("s", (2, 2), DType.F32),
+            (4, 4),
+            (2, 2),
+            code,
+            zeros=None if zeros is None else Stored("z", zeros, DType.I8),
+            groups=None if groups is None else Stored("g", groups, DType.I32),
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,14 +84,35 @@ def int8_rows(shape: torch.Size, seed: int) -> Made:
     return Made({"weight": values, "weight_scale": scales}, values.float() * scales)
 
 
-def int4_groups(shape: torch.Size, seed: int) -> Made:
+def int8_zeros(shape: torch.Size, seed: int) -> Made:
+    values = torch.randint(-128, 128, shape, generator=_generator(seed), dtype=torch.int8)
+    zeros = torch.randint(-128, 128, (shape[0], 1), generator=_generator(seed + 2), dtype=torch.int8)
+    scales = _scales([shape[0], 1], seed + 1)
+    stored = {"weight": values, "weight_scale": scales, "weight_zero_point": zeros}
+    return Made(stored, (values.float() - zeros.float()) * scales)
+
+
+def in_words(numbers: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """Integers along the last dimension in words of 32 bits, counted from the least; zeros fill the last word."""
+    count = 32 // bits
+    counted = torch.nn.functional.pad(numbers.long() + 2 ** (bits - 1), (0, -numbers.shape[-1] % count))
+    words = (counted.unflatten(-1, (-1, count)) << (bits * torch.arange(count))).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def int4_groups(shape: torch.Size, seed: int, *, has_zeros: bool = False, in_order: bool = True) -> Made:
     numbers = torch.randint(-8, 8, shape, generator=_generator(seed))
-    words = (numbers + 8).view(shape[0], -1, 8) << (4 * torch.arange(8))
-    packed = words.sum(-1).to(torch.int64)
-    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
     scales = _scales([shape[0], shape[1] // 8], seed + 1)
-    stored = {"weight_packed": packed, "weight_scale": scales, "weight_shape": torch.tensor(shape)}
-    return Made(stored, by_global_index(numbers, scales, (1, 8)))
+    stored = {"weight_packed": in_words(numbers), "weight_scale": scales, "weight_shape": torch.tensor(shape)}
+    zeros = torch.zeros(scales.shape)
+    if has_zeros:
+        zeros = torch.randint(-8, 8, scales.shape, generator=_generator(seed + 2))
+        stored["weight_zero_point"] = in_words(zeros.T).T
+    groups = torch.arange(shape[1]) // 8
+    if not in_order:
+        groups = groups[torch.randperm(shape[1], generator=_generator(seed + 3))]
+        stored["weight_g_idx"] = groups.int()
+    return Made(stored, (numbers.float() - zeros[:, groups].float()) * scales[:, groups])
 
 
 def _fp4(shape: torch.Size, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,6 +151,34 @@ KINDS: dict[str, tuple[Callable[[torch.Size, int], Made], dict[str, Any]]] = {
         int4_groups,
         _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8),
     ),
+    "int8 with zero points": (
+        int8_zeros,
+        _compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
+    ),
+    "int4 with zero points": (
+        lambda shape, seed: int4_groups(shape, seed, has_zeros=True),
+        _compressed(
+            "pack-quantized",
+            num_bits=4,
+            type="int",
+            strategy="group",
+            group_size=8,
+            symmetric=False,
+            actorder="static",
+        ),
+    ),
+    "int4 in any order": (
+        lambda shape, seed: int4_groups(shape, seed, has_zeros=True, in_order=False),
+        _compressed(
+            "pack-quantized",
+            num_bits=4,
+            type="int",
+            strategy="group",
+            group_size=8,
+            symmetric=False,
+            actorder="group",
+        ),
+    ),
     "nvfp4": (
         nvfp4,
         _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=8),
@@ -141,9 +190,9 @@ def is_quantised(key: str, tensor: torch.Tensor) -> bool:
     return tensor.ndim == 2 and key.endswith("proj.weight")
 
 
-def quantise(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+def quantise(folder: Path, kind: str, kinds: Mapping[str, Any] = KINDS) -> dict[str, torch.Tensor]:
     """Rewrite a checkpoint in place; its tensors as numbers. Scales stand in a file of their own."""
-    make, config = KINDS[kind]
+    make, config = kinds[kind]
     numbers: dict[str, torch.Tensor] = {}
     scales: dict[str, torch.Tensor] = {}
     where: dict[str, str] = {}

@@ -17,6 +17,8 @@ from shardwise.formats.quantised import dequantised_index
 from shardwise.storage import MemoryReader
 from shardwise.tensors import DType, Form4, numel
 
+NOTHING = MemoryReader({})
+
 
 def index_of(*told: tuple[str, DType, tuple[int, ...]]) -> CheckpointIndex:
     entries = {
@@ -37,7 +39,7 @@ def packed(**weights: Any) -> dict[str, Any]:
 def test_integers_are_packed_into_words_of_32_bits_and_nothing_else(dtype: DType) -> None:
     index = index_of(("m.weight_packed", dtype, (8, 8)), ("m.weight_scale", DType.F32, (8, 1)))
     with pytest.raises(FormatError, match=rf"m.weight_packed is stored as {dtype.label} .8, 8., and I32"):
-        dequantised_index(index, packed())
+        dequantised_index(NOTHING, index, packed())
 
 
 INT8 = packed(num_bits=8, strategy="group", group_size=8)
@@ -56,7 +58,7 @@ def test_one_number_is_no_matrix_in_blocks(config: dict[str, Any], dtype: DType,
     if dtype is DType.U8:
         told.append(("m.weight_scale_2", DType.F32, (1,)))
     with pytest.raises(FormatError, match=r"m.weight, \(\) in blocks of"):
-        dequantised_index(index_of(*told), config)
+        dequantised_index(NOTHING, index_of(*told), config)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_what_is_said_of_activations_is_passed_over_quickly() -> None:
         *((f"{name}.input_scale", DType.F32, ()) for name in matrices),
     )
     before = time.process_time()
-    found = dequantised_index(index, {"quant_method": "fp8"})
+    found = dequantised_index(NOTHING, index, {"quant_method": "fp8"})
     assert time.process_time() - before < 6
     assert len(found.composed) == len(found.ignored) == len(matrices)
 

@@ -227,7 +227,7 @@ def test_the_plan_is_of_numbers(quantised, plain):
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "is quantised in a way that is not known here"),
+        ({"quant_method": "aqlm"}, "is quantised in a way that is not known here"),
         ({"quant_method": "fp8", "weight_block_size": [16]}, "makes no sense"),
         ({"quant_method": "fp8", "weight_block_size": [16, 16]}, "blocks of 16 x 16, wants"),
     ],

@@ -18,6 +18,7 @@ from transformers import (
 from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.formats.quantised import dequantised_index
 from shardwise.models.build import build_on_meta
+from shardwise.storage import MemoryReader
 from shardwise.tensors import DType
 
 
@@ -99,7 +100,7 @@ def in_float8(index: CheckpointIndex, block: int = 128) -> CheckpointIndex:
             files[entry.file] += math.prod(shape) * dtype.itemsize
             entries[key] = TensorEntry(key, dtype, shape, entry.file, start, files[entry.file])
     stored = CheckpointIndex(index.root, files, entries, {}, index.layout)
-    return dequantised_index(stored, {"quant_method": "fp8", "weight_block_size": [block, block]})
+    return dequantised_index(MemoryReader({}), stored, {"quant_method": "fp8", "weight_block_size": [block, block]})
 
 
 def sixty_layers_of_experts() -> Shapes:

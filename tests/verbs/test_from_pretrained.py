@@ -415,7 +415,7 @@ def test_a_directory_without_a_config_is_refused(tmp_path):
 
 
 def test_quantised_checkpoints_are_refused(qwen3, changed):
-    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    quantised = {"quantization_config": {"quant_method": "aqlm"}}
     with pytest.raises(ConfigError, match="quantised"):
         shardwise.from_pretrained(changed(qwen3, lambda tensors: tensors, **quantised))
 

@@ -10,6 +10,7 @@ dtype that is wanted there.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -38,8 +39,15 @@ class ComputedBlock:
 class BadValues(FormatError):
     """An operation cannot make anything of the values that it was given.
 
-    It does not know whose they are; :meth:`ComputeTask.evaluate` does, and says so.
+    It does not know whose they are; :class:`ComputeTask` does, and names the input.
+
+    Args:
+        source: the number of the input.
     """
+
+    def __init__(self, message: str, source: int = 0) -> None:
+        super().__init__(message)
+        self.source = source
 
 
 class Operation(Hashable, Protocol):
@@ -175,12 +183,27 @@ class ComputeTask:
         """What the block gives, by output, for the boxes that it needs (:meth:`Operation.evaluate`).
 
         Raises:
-            FormatError: with the names of the inputs, where the operation finds bad values in them.
+            FormatError: with the name of an input, where the operation finds bad values in it.
         """
-        try:
+        with self._naming():
             return self.operation.evaluate(self.block, values)
+
+    def evaluate_into(self, values: Sequence[Any], outputs: Mapping[str, Any]) -> None:
+        """Write what the block gives into ``outputs`` (:meth:`PlacingOperation.evaluate_into`).
+
+        Raises:
+            FormatError: as of :meth:`evaluate`.
+        """
+        assert isinstance(self.operation, PlacingOperation)
+        with self._naming():
+            self.operation.evaluate_into(self.block, values, outputs)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
         except BadValues as error:
-            raise FormatError(f"{', '.join(map(str, self.inputs))}: {self.operation.label}: {error}") from error
+            raise FormatError(f"{self.inputs[error.source]}: {self.operation.label}: {error}") from error
 
 
 def compute_tasks(parts: Iterable[tuple[int, Computed, Region]], most_bytes: int) -> Iterator[ComputeTask]:

@@ -1,4 +1,15 @@
-"""A node that makes numbers of elements that are stored in few bits: each times the scale of its block."""
+"""A node that makes numbers of elements that are stored in few bits: decoded, less a zero point, times a scale.
+
+[Note: Layouts] Formats store codes in different orders, and this node knows only one: row by row, the first of
+two codes in the lower half of a byte. An order that is a permutation of dimensions is said around it, by
+``reshape`` and ``permute`` of its inputs and of its result, with scales and zero points in the order of the codes:
+
+- AWQ has eight columns in a word of 32 bits, in the order 0, 2, 4, 6, 1, 3, 5, 7: dequantised as they are stored,
+  columns are (words, 2, 4), and permuted to (words, 4, 2).
+- GPTQ has eight rows of one column in a word: dequantised as (words, columns, 8).
+
+Zero points that are packed are numbers of a node of their own (:func:`decoded`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.conversion.computed import Computed, ComputedBlock, aligned_blocks
+from shardwise.conversion.computed import BadValues, Computed, ComputedBlock, aligned_blocks
 from shardwise.conversion.decoding import BYTES_AN_ELEMENT, Decoder
 from shardwise.conversion.expression import Expression, Shape, reshape
 from shardwise.tensors import Box, Code, DType, numel
@@ -22,24 +33,32 @@ _STRIP_ELEMENTS = 1 << 18
 """What is evaluated at once, within a core's cache or nearly so. With less, several threads would wait for each
 other between any two steps, more often than it is worth."""
 
+_GROUP_BYTES = 16
+"""Of memory for the group of a column, as it is stored and as an index."""
+
 _STRIP_BYTES = 8 + BYTES_AN_ELEMENT
 """Of memory for each element of a strip: as float32, a scale where each needs its own, and what decoding takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dequantise:
-    """``out[i, j, ...] = numbers[i, j, ...] * scales[i // unit[0], j // unit[1], ...]``, in float32.
+    """``out[i, j] = (codes[i, j] - zeros[i // unit[0], group(j)]) * scales[i // unit[0], group(j)]``, in float32.
 
-    Indices are those of the whole tensor, so that any part of it has the scales that are its own. Blocks at the end
-    of a dimension may be smaller than the unit.
+    ``group(j)`` is ``j // unit[1]``, or what an input says; the same for any number of dimensions. Indices are
+    those of the whole tensor, so that any part of it has the scales that are its own. Blocks at the end of a
+    dimension may be smaller than the unit. Inputs are codes, scales, and those of the last three that there are,
+    in their order.
 
     Attributes:
         shape: of the result.
-        unit: how many elements have one scale, by dimension.
+        unit: how many elements have one scale, by dimension; empty where there are no scales.
         code: what stored bytes stand for.
         has_exponents: scales are bytes ``b`` that stand for ``2 ** (b - 127)`` (E8M0 of OCP's microscaling
             formats; 255 is NaN).
-        overall: of a third input, one number for the whole tensor: scales are multiplied by it to this power.
+        overall: of an input with one number for the whole tensor: scales are multiplied by it to this power.
+        has_zeros: an input has a zero point for each scale.
+        has_groups: an input has the block for each index of the last dimension.
+        rounds_to: each result is rounded to this dtype, before it is cast to any other: F32, BF16 or F16.
     """
 
     shape: Shape
@@ -47,13 +66,24 @@ class Dequantise:
     code: Code
     has_exponents: bool = False
     overall: int = 0
+    has_zeros: bool = False
+    has_groups: bool = False
+    rounds_to: DType = DType.F32
     label: str = "dequantising"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         for box in aligned_blocks(wanted[_OUT], self.shape, self._whole_bytes, self._most_elements(most_bytes)):
-            values, scales = self._bytes_of(box), self._scales_of(box)
-            needs = (values, scales) if not self.overall else (values, scales, Box((0,), (1,)))
-            yield ComputedBlock(needs, {_OUT: box}, self._nbytes(box.numel, scales.numel))
+            needs = [self._bytes_of(box)]
+            if self.unit:
+                needs.append(self._scales_of(box))
+            if self.overall:
+                needs.append(Box((0,), (1,)))
+            if self.has_zeros:
+                needs.append(needs[1])
+            if self.has_groups:
+                needs.append(Box(box.offsets[-1:], box.sizes[-1:]))
+            scales = needs[1].numel if self.unit else 0
+            yield ComputedBlock(tuple(needs), {_OUT: box}, self._nbytes(box.numel, scales, box.sizes[-1]))
 
     @property
     def _whole_bytes(self) -> Shape:
@@ -67,63 +97,128 @@ class Dequantise:
     def _scales_of(self, box: Box) -> Box:
         starts = [at // size for at, size in zip(box.offsets, self.unit, strict=True)]
         stops = [-(-(at + size) // unit) for at, size, unit in zip(box.offsets, box.sizes, self.unit, strict=True)]
+        if self.has_groups:
+            starts[-1], stops[-1] = 0, self._group_count
         return Box(tuple(starts), tuple(b - a for a, b in zip(starts, stops, strict=True)))
 
-    def _nbytes(self, elements: int, scales: int) -> int:
-        """Of a block: stored, its numbers as float32, its scales three times, and what a strip takes."""
-        return 5 * elements + 12 * scales + _STRIP_BYTES * min(elements, _STRIP_ELEMENTS)
+    @property
+    def _group_count(self) -> int:
+        return -(-self.shape[-1] // self.unit[-1])
+
+    @property
+    def _a_scale(self) -> int:
+        """Bytes of memory that a scale takes: three times itself, and its zero point as often."""
+        return 24 if self.has_zeros else 12
+
+    def _nbytes(self, elements: int, scales: int, columns: int) -> int:
+        """Of a block: stored, its numbers as float32, its scales, their groups twice, and what a strip takes."""
+        groups = _GROUP_BYTES * columns if self.has_groups else 0
+        return 5 * elements + self._a_scale * scales + groups + _STRIP_BYTES * min(elements, _STRIP_ELEMENTS)
 
     def _most_elements(self, most_bytes: int) -> int:
         """Of a block of at most so many bytes, whose rows are whole or of which each is of one row."""
-        an_element = 5 + -(-12 // self.unit[-1])
+        an_element = 5
+        if self.has_groups:  # a part of a row has the scales of all of it
+            most_bytes = max(0, most_bytes - self._a_scale * self._group_count)
+            an_element += self._a_scale + _GROUP_BYTES
+        elif self.unit:
+            an_element += -(-self._a_scale // self.unit[-1])
         small = most_bytes // (an_element + _STRIP_BYTES)
         if small < _STRIP_ELEMENTS:
             return small
         return min(_MOST_ELEMENTS, (most_bytes - _STRIP_BYTES * _STRIP_ELEMENTS) // an_element)
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        numbers = values[0].new_empty(0).float().new_empty(block.gives[_OUT].sizes)
+        numbers = self._rounded(values[0].new_empty(0).float()).new_empty(block.gives[_OUT].sizes)
         self.evaluate_into(block, values, {_OUT: numbers})
         return {_OUT: numbers}
 
     def evaluate_into(self, block: ComputedBlock, values: Sequence[Any], outputs: Mapping[str, Any]) -> None:
+        """Raises :class:`BadValues` for scales that are not finite, a number for all that is 0, and groups."""
         box = block.gives[_OUT]
-        factors = values[1].float()
-        if self.has_exponents and not values[1].is_floating_point():
-            factors = factors.new_tensor(_POWERS)[values[1].int()]
-        if self.overall:
-            whole = values[2].float()
-            factors = factors * whole if self.overall > 0 else factors / whole
+        stored, factors, zeros, groups = self._inputs(values)
         strips = list(aligned_blocks([box], self.shape, self._whole_bytes, _STRIP_ELEMENTS))
         most = max(strip.numel for strip in strips)
-        decoder, memory = Decoder(self.code, values[0], most), factors.new_empty(most)
-        factors, unit = _taken_in(factors, decoder.unit)
+        decoder = Decoder(self.code, stored, most)
+        memory, unit = stored.new_empty(0).float().new_empty(most), decoder.unit
+        if factors is not None and zeros is None:
+            factors, unit = _taken_in(factors, unit)
         for strip in strips:
             numbers = memory[: strip.numel].view(strip.sizes)
-            decoder.decode(_part(values[0], self._bytes_of(strip), self._bytes_of(box)), numbers)
+            decoder.decode(_part(stored, self._bytes_of(strip), self._bytes_of(box)), numbers)
             if unit != 1:
                 numbers.mul_(unit)
-            self._scale(numbers, _part(factors, self._scales_of(strip), self._scales_of(box)), strip)
-            _part(outputs[_OUT], strip, box).copy_(numbers)
+            mine = (
+                None if groups is None else groups.narrow(0, strip.offsets[-1] - box.offsets[-1], strip.sizes[-1])
+            )
+            if zeros is not None:
+                by_block, spread = self._spread(numbers, self._of_strip(zeros, strip, box), strip, mine)
+                by_block.sub_(spread)
+            if factors is not None:
+                by_block, spread = self._spread(numbers, self._of_strip(factors, strip, box), strip, mine)
+                by_block.mul_(spread)
+            _part(outputs[_OUT], strip, box).copy_(self._rounded(numbers))
 
-    def _scale(self, numbers: Any, factors: Any, box: Box) -> None:
+    def _rounded(self, numbers: Any) -> Any:
+        match self.rounds_to:
+            case DType.BF16:
+                return numbers.bfloat16()
+            case DType.F16:
+                return numbers.half()
+            case _:
+                return numbers
+
+    def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+        """The codes; scales and zero points as float32, and groups, or None."""
+        stored, *rest = values
+        if not self.unit:
+            return stored, None, None, None
+        scales, *rest = rest
+        factors = scales.float()
+        if self.has_exponents and not scales.is_floating_point():
+            factors = factors.new_tensor(_POWERS)[scales.int()]
+        if not factors.isfinite().all():
+            raise BadValues("a scale is NaN or infinite. Download or write the checkpoint again.", 1)
+        if self.overall:
+            whole, *rest = rest
+            factors = factors * whole.float() if self.overall > 0 else factors / whole.float()
+            if not whole.float().isfinite().all() or not whole.all() or not factors.isfinite().all():
+                raise BadValues(
+                    f"the scale of the whole tensor is {float(whole)}, with which scales are 0 or not finite. "
+                    "Download or write the checkpoint again.",
+                    2,
+                )
+        zeros = rest.pop(0).float() if self.has_zeros else None
+        groups = rest.pop(0).long() if self.has_groups else None
+        if groups is not None and bool(((groups < 0) | (groups >= self._group_count)).any()):
+            raise BadValues(
+                f"groups of columns are {int(groups.min())} to {int(groups.max())}, and there are scales for 0 to "
+                f"{self._group_count - 1}. Download or write the checkpoint again.",
+                len(values) - 1,
+            )
+        return stored, factors, zeros, groups
+
+    def _of_strip(self, scales: Any, strip: Box, box: Box) -> Any:
+        return _part(scales, self._scales_of(strip), self._scales_of(box))
+
+    def _spread(self, numbers: Any, scales: Any, box: Box, groups: Any) -> tuple[Any, Any]:
+        """Numbers by block, and a scale (or a zero point) of each, of shapes that go together."""
         *outer, last = range(len(box.sizes))
         for dim in outer:
-            factors = self._repeated(factors, dim, box)
+            scales = self._repeated(scales, dim, box)
+        if groups is not None:
+            return numbers, scales.index_select(last, groups)
         unit, at, width = self.unit[last], box.offsets[last], box.sizes[last]
         if at % unit == 0 and width % unit == 0:
-            numbers = numbers.view(*box.sizes[:-1], width // unit, unit)
-            factors = factors.unsqueeze(-1)
-        else:
-            factors = self._repeated(factors, last, box)
-        numbers.mul_(factors)
+            return numbers.view(*box.sizes[:-1], width // unit, unit), scales.unsqueeze(-1)
+        return numbers, self._repeated(scales, last, box)
 
-    def _repeated(self, factors: Any, dim: int, box: Box) -> Any:
+    def _repeated(self, scales: Any, dim: int, box: Box) -> Any:
         """A scale for each element along a dimension; as it is where one is everybody's."""
         unit, at, size = self.unit[dim], box.offsets[dim], box.sizes[dim]
-        if unit == 1 or factors.shape[dim] == 1:
-            return factors
-        return factors.repeat_interleave(unit, dim).narrow(dim, at % unit, size)
+        if unit == 1 or scales.shape[dim] == 1:
+            return scales
+        return scales.repeat_interleave(unit, dim).narrow(dim, at % unit, size)
 
 
 _POWERS = (*(2.0 ** (byte - _EXPONENT_BIAS) for byte in range(255)), float("nan"))
@@ -145,6 +240,22 @@ def _taken_in(factors: Any, unit: float) -> tuple[Any, float]:
     return (both, 1.0) if bool((both.isinf() == factors.isinf()).all()) else (factors, unit)
 
 
+def decoded(values: Expression, shape: Sequence[int], code: Code) -> Expression:
+    """The numbers that codes stand for, as float32, without scales.
+
+    Args:
+        values: as many bytes as ``shape`` needs, row by row, under any shape.
+        shape: of the result.
+        code: what the bytes stand for.
+
+    Raises:
+        ValueError: there are not as many bytes as elements.
+    """
+    return Computed(
+        Dequantise(tuple(shape), (), code), _OUT, tuple(shape), DType.F32, (_bytes(values, shape, code),)
+    )
+
+
 def dequantised(
     values: Expression,
     scales: Expression,
@@ -154,8 +265,11 @@ def dequantised(
     *,
     has_exponents: bool = False,
     overall: tuple[Expression, int] | None = None,
+    zeros: Expression | None = None,
+    groups: Expression | None = None,
+    rounds_to: DType = DType.F32,
 ) -> Expression:
-    """Elements times their scales, as float32; see :class:`Dequantise`.
+    """Elements less their zero points, times their scales; see :class:`Dequantise`.
 
     Args:
         values: as many bytes as ``shape`` needs, row by row, under any shape.
@@ -165,19 +279,48 @@ def dequantised(
         code: what the bytes stand for.
         has_exponents: scales of bytes are exponents.
         overall: a tensor of one element, and 1 or -1: by which scales are multiplied, or divided.
+        zeros: numbers of any dtype, one for each block, that are subtracted.
+        groups: integers, one for each index of the last dimension: the block along it, in place of that which its
+            size says.
+        rounds_to: the dtype of the result. Products are made in float32 whatever it is.
 
     Raises:
-        ValueError: there are not as many scales as blocks, or not as many bytes as elements.
+        ValueError: there are not as many scales, or zero points, as blocks, not as many bytes as elements, or not
+            as many groups as columns.
     """
-    operation = Dequantise(tuple(shape), tuple(unit), code, has_exponents, 0 if overall is None else overall[1])
-    per_byte = code.per_byte
+    shape, unit = tuple(shape), tuple(unit)
+    codes = _bytes(values, shape, code)
     counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
-    if not shape or shape[-1] % per_byte or numel(values.shape) * per_byte != numel(shape):
-        raise ValueError(f"{values} has {values.shape}, which is not {tuple(shape)}, {per_byte} in a byte")
-    if numel(scales.shape) != numel(counts):
-        raise ValueError(f"{scales} has {scales.shape}, and blocks of {tuple(unit)} want {counts}")
-    packed = (*shape[:-1], shape[-1] // per_byte)
-    sources = [reshape(values, packed), reshape(scales, counts)]
+    operation = Dequantise(
+        shape,
+        unit,
+        code,
+        has_exponents,
+        0 if overall is None else overall[1],
+        zeros is not None,
+        groups is not None,
+        rounds_to,
+    )
+    sources = [codes]
+    for found in (scales, zeros):
+        if found is not None and numel(found.shape) != numel(counts):
+            raise ValueError(f"{found} has {found.shape}, and blocks of {unit} want {counts}")
+    sources.append(reshape(scales, counts))
     if overall is not None:
         sources.append(reshape(overall[0], (1,)))
-    return Computed(operation, _OUT, tuple(shape), DType.F32, tuple(sources))
+    if zeros is not None:
+        sources.append(reshape(zeros, counts))
+    if groups is not None:
+        if numel(groups.shape) != shape[-1]:
+            raise ValueError(
+                f"{groups} has {groups.shape}, and one group for each of {shape[-1]} columns is wanted"
+            )
+        sources.append(reshape(groups, shape[-1:]))
+    return Computed(operation, _OUT, shape, rounds_to, tuple(sources))
+
+
+def _bytes(values: Expression, shape: Sequence[int], code: Code) -> Expression:
+    per_byte = code.per_byte
+    if not shape or shape[-1] % per_byte or numel(values.shape) * per_byte != numel(shape):
+        raise ValueError(f"{values} has {values.shape}, which is not {tuple(shape)}, {per_byte} in a byte")
+    return reshape(values, (*shape[:-1], shape[-1] // per_byte))

@@ -135,18 +135,24 @@ def unpacked(
 ) -> Expression:
     """Numbers, rounded to the ``dtype`` that they had, of packed bytes and float32 scales, row by row in any shape.
 
+    Where rows are not whole blocks, blocks go on from row to row: all numbers are computed as one row.
+
     Raises:
         ValueError: there are not as many of them as ``shape`` has elements and blocks.
     """
-    if not shape or shape[-1] % block_size or numel(values.shape) * 2 != numel(shape):
+    if not shape or numel(values.shape) != -(-numel(shape) // 2):
         raise ValueError(
             f"{values} has {values.shape}, which is not {shape} in four bits, in blocks of {block_size}"
         )
-    if numel(scales.shape) * block_size != numel(shape):
+    if numel(scales.shape) != -(-numel(shape) // block_size):
         raise ValueError(f"{scales} has {scales.shape}, and {shape} in blocks of {block_size} wants others")
-    *outer, columns = shape
-    sources = (reshape(values, (*outer, columns // 2)), reshape(scales, (*outer, columns // block_size)))
-    return Computed(Unpack(shape, block_size, form, dtype), _NUMBERS, shape, dtype, sources)
+    *outer, columns = shape if shape[-1] % block_size == 0 else (numel(shape),)
+    computed = (*outer, columns)
+    sources = tuple(
+        reshape(source, (*outer, -(-columns // step))) for source, step in ((values, 2), (scales, block_size))
+    )
+    made = Computed(Unpack(computed, block_size, form, dtype), _NUMBERS, computed, dtype, sources)
+    return reshape(made, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +160,7 @@ class Unpack:
     """``code[nibble] * scale`` for each half of a byte, in float32, rounded once; see [Note: Four bits].
 
     Attributes:
-        shape: of the numbers (.., out, in).
+        shape: of the numbers (.., out, in); or all of them in one row, whose last block may be smaller.
         block_size: so many in a row have one scale.
         form: what four bits stand for.
         dtype: of the numbers.
@@ -170,7 +176,7 @@ class Unpack:
         unit = (*(1 for _ in self.shape[:-1]), self.block_size)
         for box in aligned_blocks(wanted[_NUMBERS], self.shape, unit, max(1, most_bytes // _BYTES_A_NUMBER)):
             needs = tuple(
-                Box((*box.offsets[:-1], box.offsets[-1] // step), (*box.sizes[:-1], box.sizes[-1] // step))
+                Box((*box.offsets[:-1], box.offsets[-1] // step), (*box.sizes[:-1], -(-box.sizes[-1] // step)))
                 for step in (2, self.block_size)
             )
             yield ComputedBlock(needs, {_NUMBERS: box}, _BYTES_A_NUMBER * box.numel)
@@ -179,9 +185,14 @@ class Unpack:
         packed, scales = values
         none = scales.new_empty(0)
         kinds = {DType.BF16: none.bfloat16, DType.F16: none.half}
-        out = kinds.get(self.dtype, none.float)().new_empty(block.gives[_NUMBERS].sizes)
+        *outer, columns = block.gives[_NUMBERS].sizes
+        whole = -(-columns // self.block_size) * self.block_size
+        if whole != columns:  # the end of a row of all numbers
+            stored, packed = packed, packed.new_zeros(whole // 2)
+            packed[: stored.numel()] = stored
+        out = kinds.get(self.dtype, none.float)().new_empty((*outer, whole))
         four_bit.dequantise_rows(packed, scales, self.block_size, self.form, out)
-        return {_NUMBERS: out}
+        return {_NUMBERS: out[..., :columns]}
 
 
 def nested_as_stored(numbers: Expression, form: Form4, block_size: int) -> NestedParts | None:

@@ -49,9 +49,9 @@ def config_content(
     """``config.json`` as it fits what is written: dtype, whether it is tied, usual names, how it is quantised."""
     content = _parsed_config(folder)
     content.pop("transformers_weights", None)
-    content.pop("quantization_config", None)  # of what was read
     parts = [content, *(value for value in content.values() if isinstance(value, dict))]
     for part in parts:
+        part.pop("quantization_config", None)  # of what was read
         for name in ("dtype", "torch_dtype"):
             if dtype is not None and name in part:
                 part[name] = dtype

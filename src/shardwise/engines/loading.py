@@ -31,7 +31,7 @@ from shardwise.models.initialize import BufferRules
 from shardwise.models.view import layout_of, look_inside
 from shardwise.observing import phases
 from shardwise.planning.loads.load_plan import Consent, Init, Keep, LoadPlan, Recompute, Tie
-from shardwise.planning.loads.stored import stored_tensors
+from shardwise.planning.loads.stored import spare_tensors, stored_tensors
 from shardwise.report.load_report import LoadReport, TouchedPages
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import HubOptions, is_url
@@ -161,7 +161,7 @@ def make_report(
             if sharded and item.kind is TensorKind.PARAMETER and item.placement == "whole"
         ),
         wrapper=index.wrapper,
-        not_loaded=index.ignored,
+        not_loaded=plan.not_loaded(index),
         notes=(*source.copies.notes, *ready.request.notes),
         trainable_parameters=sum(item.numel for item in trained),
         resized={
@@ -208,7 +208,8 @@ def load_checkpoint(world: World, model: nn.Module, call: LoadCall, clock: Clock
         transforms.extend(pretrained.conversion_transforms(model, call.key_mapping))
         held = look_inside(model)
         layout = base.in_numbers(layout_of(held, lambda item: Origin.NOWHERE), held)
-        bindings = bind(model, stored_tensors(source.index), layout, transforms)
+        spare = spare_tensors(source.index)
+        bindings = bind(model, stored_tensors(source.index), layout, transforms, spare=spare)
         tie_declared(model, held, bindings)
         bindings = base.with_room(model, base.offered(model, bindings))
         additions = Additions(nested=base.made_later(model))

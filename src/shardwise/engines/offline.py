@@ -168,8 +168,8 @@ def _notes_on(plan: LoadPlan, index: CheckpointIndex) -> list[str]:
             f"{len(plan.ignored_keys)} tensors that the model does not have are carried along, such as "
             f"{shown(plan.ignored_keys[0])}"
         )
-    if index.ignored:
-        notes.append(f"not taken along: {', '.join(shown(item) for item in index.ignored[:5])}")
+    if ignored := plan.not_loaded(index):
+        notes.append(f"not taken along: {', '.join(shown(item) for item in ignored[:5])}")
     return notes
 
 

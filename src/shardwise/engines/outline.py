@@ -25,7 +25,7 @@ from shardwise.models.conversions.key_conversions import bind
 from shardwise.models.four_bits.quantization import of_transformers
 from shardwise.models.torch_words import to_torch
 from shardwise.models.view import layout_of, look_inside
-from shardwise.planning.loads.stored import stored_tensors
+from shardwise.planning.loads.stored import spare_tensors, stored_tensors
 from shardwise.storage.names import HubOptions
 from shardwise.tensors.dtypes import DType
 
@@ -186,14 +186,13 @@ def _forget_quantiser(config: PreTrainedConfig) -> None:
     Raises:
         ConfigError: it is quantised in a way that is not known.
     """
-    found: Any = getattr(config, "quantization_config", None)
-    if found is None:
-        return
-    told = found if isinstance(found, Mapping) else found.to_dict()
-    if form_of(told).is_kept:
-        config.quantization_config = dict(told)
-    else:
-        del config.quantization_config
+    for part in pretrained.quantised_parts(config):
+        found = part.quantization_config
+        told = found if isinstance(found, Mapping) else found.to_dict()
+        if form_of(told).is_kept:
+            part.quantization_config = dict(told)
+        else:
+            del part.quantization_config
 
 
 def class_of(
@@ -241,7 +240,7 @@ def outline_of(
     def dtype_of(name: str) -> torch.dtype:
         return kept(name) or to_torch(layout.by_name[name].dtype)
 
-    bindings = bind(model, stored_tensors(index), layout, transforms, dtype_of)
+    bindings = bind(model, stored_tensors(index), layout, transforms, dtype_of, spare_tensors(index))
     if resize is not None:
         bindings = resized(bindings, vocabulary_tensors(model, held), resize.size)
     build.keep_dtypes(model, dtype, bindings.leaders)
@@ -253,7 +252,7 @@ def _dtypes_in_order(index: CheckpointIndex) -> list[DType]:
     entries = sorted(
         index.entries.values(), key=lambda entry: (entry.file, entry.key if _is_safetensors(entry.file) else "")
     )
-    return [entry.dtype for entry in entries]
+    return [entry.dtype for entry in entries if entry.key not in index.spare]
 
 
 def _is_safetensors(file: str) -> bool:

@@ -115,7 +115,8 @@ def base_in_four_bits(
     """
     wanted = options.get("quantization")
     stored: Any = model.config.__dict__.pop("quantization_config", None)
-    if wanted is None and stored is not None:
+    is_stored = wanted is None and stored is not None
+    if is_stored:
         wanted = of_transformers(stored)
         require_trainable({**options, "quantization": wanted})
     if wanted is None or isinstance(wanted, AsNumbers):
@@ -127,7 +128,7 @@ def base_in_four_bits(
             "InternalNames() have written them; pass that, or leave it out"
         )
     let_merge_in_four_bits()
-    return put_base_into_four_bits(model, bindings, wanted)
+    return put_base_into_four_bits(model, bindings, wanted, must_match=not is_stored)
 
 
 def require_trainable(options: TunedOptions) -> None:

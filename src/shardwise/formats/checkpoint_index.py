@@ -119,7 +119,9 @@ class CheckpointIndex:
     by key, file by file in the order of their bytes; ``metadata`` that of the files' headers and of the index file,
     whose values count where both have one. ``composed`` are the tensors that are made of several entries, or of
     parts of one; these entries are no tensors by themselves. ``wrapper`` is where in a nest of dicts the model was
-    found, as in "model"; ``ignored`` is what else was there, which is not loaded.
+    found, as in "model"; ``ignored`` is what else was there, which is not loaded. ``quantised`` is the
+    ``quant_method`` of a checkpoint that is. ``spare`` are entries that are loaded into a model that has a tensor
+    of that name, and ignored otherwise.
     """
 
     root: str
@@ -130,6 +132,8 @@ class CheckpointIndex:
     composed: Mapping[str, Composed] = field(default_factory=dict)
     wrapper: str = ""
     ignored: tuple[str, ...] = ()
+    quantised: str = ""
+    spare: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -149,7 +153,7 @@ class CheckpointIndex:
         simple = [
             StoredTensor(key, entry.dtype, entry.shape, (entry,))
             for key, entry in self.entries.items()
-            if key not in parts
+            if key not in parts and key not in self.spare
         ]
         return simple + [
             StoredTensor(key, item.dtype, item.shape, tuple(self.entries[part] for part in entries_of(item.part)))

@@ -176,7 +176,7 @@ def unknown_form(what: str) -> ConfigError:
     """The weights are stored in a way that nobody knows."""
     return ConfigError(
         f"the checkpoint is quantised in a way that is not known here ({what}); use one in a floating dtype, in "
-        "FP8, MXFP4 or NVFP4, or of compressed-tensors"
+        "FP8, MXFP4 or NVFP4, or of compressed-tensors, bitsandbytes (4 bits), AWQ or GPTQ"
     )
 
 

@@ -4,25 +4,36 @@
 rows in blocks of 128 have two scales, as 128 rows in blocks of 80 would. The names of scales are those in use:
 ``weight_scale_inv`` (DeepSeek, Qwen, GLM), ``weight_scale`` (compressed-tensors, modelopt), ``scale`` and
 ``qscale_weight`` (Mistral) beside ``weight``; of stacked experts the parameter's name with ``_scale_inv`` or
-``_scale``, and ``_blocks`` and ``_scales`` for MXFP4.
+``_scale``, and ``_blocks`` and ``_scales`` for MXFP4. compressed-tensors has a zero point for each scale in
+``weight_zero_point``, and a group for each column in ``weight_g_idx``: both count wherever they are stored.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 from shardwise.errors import ConfigError, FormatError
 from shardwise.formats.checkpoint_index import CheckpointIndex, Composed, TensorEntry, Whole
-from shardwise.formats.coded import Scaled
+from shardwise.formats.coded import Scaled, Zeros
 from shardwise.formats.contract import QuantisedForm, unknown_form
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Code, DType, numel
 
 _FLOAT8: Final = (DType.F8_E4M3, DType.F8_E5M2)
+_BYTES: Final = (DType.U8, DType.I8)
+_MX_BYTES: Final = 16
+"""A block of MXFP4 has 32 numbers."""
+
+_INTEGERS: Final = (DType.I32, DType.I64)
+_WORD_BITS: Final = 32
+_MOST_SHAPE_BYTES: Final = 64
+_SHAPES_APART: Final = 1 << 16
+"""Bytes between two shapes that are read with one request."""
 _SCALE_DTYPES: Final = (DType.F32, DType.BF16, DType.F16, DType.F8_E8M0, DType.U8)
 _SHOWN = 5
 
@@ -54,6 +65,8 @@ class PackedIntegers:
 
     bits: int
     block: int | None
+    needs: tuple[str, ...] = ()
+    """Names of what is stored beside each, but for elements and scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,7 @@ class Integers:
     """Integers of 8 bits as they are, a scale for so many along the columns; None: for a row or a tensor."""
 
     block: int | None = None
+    needs: tuple[str, ...] = ()
 
 
 Scheme: TypeAlias = Float8 | MicroscalingFloat4 | Float4 | PackedIntegers | Integers
@@ -109,22 +123,28 @@ def _of_group(group: Any, form: object) -> Scheme:
         raise unknown_form("compressed-tensors without weights")
     kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
     form = group.get("format") or form
-    if weights.get("symmetric") is False or weights.get("actorder"):
-        raise unknown_form("compressed-tensors with zero points or another order of columns")
     size = weights.get("group_size")
     block = size if strategy in ("group", "tensor_group") else None
     if block is not None and (type(block) is not int or block < 1):
         raise unknown_form(f"compressed-tensors with group_size {shown(repr(size))}")
     width = bits if type(bits) is int else 0
+    needs: tuple[str, ...] = (_ZERO_POINT,) if weights.get("symmetric") is False else ()
+    order = weights.get("actorder")
+    if order not in (None, False, "weight", "static"):  # these are of calibration, and columns as they were
+        if order not in (True, "group", "dynamic") or block is None:
+            raise unknown_form(f"compressed-tensors with actorder {shown(repr(order))}")
+        needs += (_GROUPS,)
+    if needs and kind != "int":
+        raise unknown_form(f"compressed-tensors with {needs[0]} of {shown(repr(kind))}")
     match (kind, width, form):
         case ("float", 8, _):
             return Float8(_pair(weights.get("block_structure")) if strategy == "block" else None)
         case ("float", 4, "nvfp4-pack-quantized"):
             return Float4() if block is None else Float4(block)
         case ("int", 4 | 8, "pack-quantized"):
-            return PackedIntegers(width, block)
+            return PackedIntegers(width, block, needs)
         case ("int", 8, _):
-            return Integers(block)
+            return Integers(block, needs)
         case _:
             raise unknown_form(
                 f"compressed-tensors with {shown(repr(kind))} of {bits!r} bits as {shown(repr(form))}"
@@ -146,8 +166,8 @@ class _WithScales:
     config: Mapping[str, Any]
     is_kept: bool = False
 
-    def as_numbers(self, _reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
-        return dequantised_index(index, self.config)
+    def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+        return dequantised_index(reader, index, self.config)
 
 
 def form_of(config: Mapping[str, Any]) -> QuantisedForm:
@@ -175,6 +195,35 @@ _OF_WEIGHTS = re.compile(
 
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _SCALES_OF_WEIGHTS = ("scale", "qscale_weight")
+_FURTHER_SUFFIXES = ("_scales", "_scale_2", ".absmax", ".SCB")
+_FURTHER_OF_WEIGHTS = ("SCB",)
+_ZERO_POINT, _GROUPS = "zero_point", "g_idx"
+
+_OF_CODES = re.compile(
+    r".+(_scale|_scale_inv|_scale_2|_scales|\.scales?|qscale_weight|_global_scale|_packed|_blocks|_shape|_zero_point|"
+    r"g_idx|qweight|qzeros|SCB|weight_format|\.(nested_)?absmax|quant_map|quant_state\..+)"
+    rf"|{_OF_ACTIVATIONS.pattern}"
+)
+
+
+def _names_beside(key: str, suffixes: tuple[str, ...], of_weights: tuple[str, ...]) -> list[str]:
+    names = [f"{key}{suffix}" for suffix in suffixes]
+    return names + [f"{key.removesuffix('weight')}{name}" for name in of_weights if key.endswith(".weight")]
+
+
+def scale_names(key: str) -> list[str]:
+    """The keys under which any quantiser would store the scales of codes with this key."""
+    return _names_beside(key, _SCALE_SUFFIXES + _FURTHER_SUFFIXES, _SCALES_OF_WEIGHTS + _FURTHER_OF_WEIGHTS)
+
+
+def packed_names(key: str) -> list[str]:
+    """The keys under which any quantiser would store codes in place of a tensor with this key."""
+    return _names_beside(key, ("_packed", "_blocks"), ("qweight",))
+
+
+def belongs_to_codes(key: str) -> bool:
+    """Whether a key is one that quantisers have for codes, or for what lies beside them."""
+    return _OF_CODES.fullmatch(key) is not None
 
 
 _ScaledParts: TypeAlias = tuple[str, TensorEntry, TensorEntry | None, tuple[TensorEntry, int] | None]
@@ -183,8 +232,11 @@ _ScaledParts: TypeAlias = tuple[str, TensorEntry, TensorEntry | None, tuple[Tens
 
 @dataclass
 class _Pairing:
+    """``shapes`` are those of the elements by key, where they are stored beside them."""
+
     index: CheckpointIndex
     scheme: Scheme
+    shapes: Mapping[str, tuple[int, ...]]
     composed: dict[str, Composed] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     faults: list[str] = field(default_factory=list)
@@ -193,12 +245,9 @@ class _Pairing:
         for entry in self.index.entries.values():
             if (made := self._made_of(entry)) is not None:
                 key, values, scales, overall = made
-                if isinstance(self.scheme, PackedIntegers) and (entry.dtype is not DType.U8 or not entry.shape):
+                if (fault := self._fault_of(key, entry)) is not None:
                     self.used |= set() if scales is None else {scales.key}
-                    self.faults.append(
-                        f"{shown(entry.key)} is stored as {entry.dtype.label} {entry.shape}, and I32 (or its "
-                        "bytes) with columns is wanted"
-                    )
+                    self.faults.append(fault)
                     continue
                 if scales is None:
                     self.faults.append(f"{shown(entry.key)} is stored as {entry.dtype.label}, and has no scale")
@@ -208,12 +257,26 @@ class _Pairing:
             if entry.key not in self.used and _is_scale(entry.key):
                 self.faults.append(f"{shown(entry.key)} is a scale of nothing that is stored")
 
+    def _fault_of(self, key: str, entry: TensorEntry) -> str | None:
+        """What is wrong with elements themselves."""
+        told = f"{shown(entry.key)} is stored as {entry.dtype.label} {entry.shape}, and"
+        match self.scheme:
+            case PackedIntegers() if entry.dtype is not DType.U8 or not entry.shape:
+                return f"{told} I32 (or its bytes) with columns is wanted"
+            case MicroscalingFloat4() if entry.shape[-1:] != (_MX_BYTES,):
+                return f"{told} blocks of {_MX_BYTES} bytes, the last dimension, are wanted"
+        if key != entry.key and key in self.index.entries:
+            return f"{shown(key)} is stored beside {shown(entry.key)}, and one of the two is wanted"
+        return None
+
     def _made_of(self, entry: TensorEntry) -> _ScaledParts | None:
         """The key of what an entry is the elements of, with its scales; None where it is no such elements."""
         key, entries = entry.key, self.index.entries
+        if key.endswith(f"_{_ZERO_POINT}"):
+            return None
         match self.scheme:
             case MicroscalingFloat4():
-                if entry.dtype is DType.U8 and key.endswith("_blocks"):
+                if entry.dtype in _BYTES and key.endswith("_blocks"):
                     whole = key.removesuffix("_blocks")
                     return whole, entry, entries.get(f"{whole}_scales"), None
             case Float8() if entry.dtype in _FLOAT8:
@@ -223,10 +286,10 @@ class _Pairing:
             case PackedIntegers() if key.endswith("_packed"):
                 whole = key.removesuffix("_packed")
                 return whole, entry, entries.get(f"{whole}_scale"), None
-            case Float4() if entry.dtype is DType.U8 and key.endswith("weight_packed"):
+            case Float4() if entry.dtype in _BYTES and key.endswith("weight_packed"):
                 whole = key.removesuffix("_packed")
                 return self._of_two_scales(entry, whole, f"{whole}_global_scale", -1)
-            case Float4() if entry.dtype is DType.U8 and key.endswith("weight"):
+            case Float4() if entry.dtype in _BYTES and key.endswith("weight"):
                 return self._of_two_scales(entry, key, f"{key}_scale_2", 1)
         return None
 
@@ -237,9 +300,7 @@ class _Pairing:
         return whole, entry, self.index.entries.get(f"{whole}_scale"), (found, power)
 
     def _scale_of(self, key: str) -> TensorEntry | None:
-        names = [f"{key}{suffix}" for suffix in _SCALE_SUFFIXES]
-        if key.endswith(".weight"):
-            names += [f"{key.removesuffix('weight')}{name}" for name in _SCALES_OF_WEIGHTS]
+        names = _names_beside(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
         found = [self.index.entries[name] for name in names if name in self.index.entries]
         if len(found) > 1:
             self.faults.append(f"{shown(key)} has several scales: {', '.join(shown(item.key) for item in found)}")
@@ -255,7 +316,7 @@ class _Pairing:
         if scales.dtype not in wanted:
             self.faults.append(f"{shown(scales.key)}: scales of {scales.dtype.label} are not known")
             return
-        shape, unit = self._shape_and_unit(values, scales)
+        shape, unit = self._shape_and_unit(key, values, scales)
         counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
         if not shape or numel(counts) != numel(scales.shape) or _bare(counts) != _bare(scales.shape):
             blocks = " x ".join(map(str, unit))
@@ -268,6 +329,12 @@ class _Pairing:
             self.faults.append(
                 f"{shown(overall[0].key)} has the shape {overall[0].shape}, and one number is wanted"
             )
+            return
+        try:
+            self._check_columns(key, values, shape, unit)
+            zeros, groups = self._zeros(key, shape, counts), self._groups(key, shape)
+        except FormatError as error:
+            self.faults.append(str(error))
             return
         swaps = isinstance(self.scheme, MicroscalingFloat4)
         self.composed[key] = Composed(
@@ -282,8 +349,63 @@ class _Pairing:
                 scales.dtype is DType.U8,
                 None if overall is None else (Whole(overall[0].key), overall[1]),
                 swaps,
+                zeros,
+                groups,
             ),
         )
+
+    def _beside(self, key: str, name: str) -> TensorEntry | None:
+        """What is stored of elements beside their scales; only integers and floats of 8 bits have that."""
+        if isinstance(self.scheme, MicroscalingFloat4 | Float4):
+            return None
+        found = self.index.entries.get(f"{key}_{name}")
+        if found is not None:
+            self.used.add(found.key)
+        elif isinstance(self.scheme, PackedIntegers | Integers) and name in self.scheme.needs:
+            raise FormatError(f"{shown(key)} has no {shown(key)}_{name}, which quantization_config says there is")
+        return found
+
+    def _zeros(self, key: str, shape: tuple[int, ...], counts: tuple[int, ...]) -> Zeros | None:
+        found = self._beside(key, _ZERO_POINT)
+        if found is None:
+            return None
+        if found.dtype is not DType.U8 or not isinstance(self.scheme, PackedIntegers):
+            if _bare(found.shape) != _bare(counts) or found.dtype is DType.BOOL:
+                raise FormatError(
+                    f"{shown(found.key)} has {found.dtype.label} {found.shape}, and {shown(key)} wants {counts}"
+                )
+            return Zeros(Whole(found.key))
+        in_a_word = _WORD_BITS // self.scheme.bits
+        words = (*counts[:-2], -(-shape[-2] // in_a_word), 4 * counts[-1]) if len(shape) > 1 else ()
+        if found.shape != words or counts[-2:-1] != shape[-2:-1]:
+            raise FormatError(
+                f"{shown(found.key)} has the shape {found.shape} in bytes, and {shown(key)}, {in_a_word} rows in a "
+                f"word, wants {words}"
+            )
+        return Zeros(Whole(found.key), in_a_word)
+
+    def _groups(self, key: str, shape: tuple[int, ...]) -> Whole | None:
+        found = self._beside(key, _GROUPS)
+        if found is None:
+            return None
+        if found.dtype not in _INTEGERS or found.shape != shape[-1:]:
+            raise FormatError(
+                f"{shown(found.key)} is {found.dtype.label} {found.shape}, and {shown(key)} wants an integer for "
+                f"each of {shape[-1]} columns"
+            )
+        return Whole(found.key)
+
+    def _check_columns(self, key: str, values: TensorEntry, shape: tuple[int, ...], unit: tuple[int, ...]) -> None:
+        """Words may be filled in part at the end of a row."""
+        if not isinstance(self.scheme, PackedIntegers):
+            return
+        nbytes = -(-shape[-1] * self.scheme.bits // _WORD_BITS) * 4
+        if (*shape[:-1], nbytes) != values.shape or shape[-1] < 1:
+            raise FormatError(
+                f"{shown(key)}_shape says {shape}, and {shown(values.key)} has {values.shape} in bytes"
+            )
+        if shape[-1] * self.scheme.bits % 8 and self.scheme.block is not None:
+            raise FormatError(f"{shown(key)} has {shape[-1]} columns in groups of {unit[-1]}, which is not known")
 
     def _code(self, values: TensorEntry) -> Code:
         match self.scheme:
@@ -298,7 +420,9 @@ class _Pairing:
             case _:
                 return Code[values.dtype.name]
 
-    def _shape_and_unit(self, values: TensorEntry, scales: TensorEntry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _shape_and_unit(
+        self, key: str, values: TensorEntry, scales: TensorEntry
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         stored = values.shape
         match self.scheme:
             case MicroscalingFloat4(block):
@@ -307,7 +431,7 @@ class _Pairing:
             case Float4(block):
                 shape = (*stored[:-1], stored[-1] * 2) if stored else ()
             case PackedIntegers(bits, block):
-                shape = (*stored[:-1], stored[-1] * 8 // bits) if stored else ()
+                shape = self.shapes.get(key, (*stored[:-1], stored[-1] * 8 // bits))
             case Integers(block):
                 shape = stored
             case Float8((rows, columns)) if len(stored) > 1:
@@ -337,32 +461,73 @@ def _is_scale(key: str) -> bool:
     return _OF_WEIGHTS.fullmatch(key) is not None
 
 
-def dequantised_index(index: CheckpointIndex, config: Mapping[str, Any]) -> CheckpointIndex:
+def dequantised_index(reader: StorageReader, index: CheckpointIndex, config: Mapping[str, Any]) -> CheckpointIndex:
     """The same checkpoint with the tensors that a model has in place of elements and scales.
 
-    ``config`` is its ``quantization_config``. What is said of activations is no tensor of it any more.
+    ``config`` is its ``quantization_config``. What is said of activations is a tensor only of a model that has one
+    of that name.
 
     Raises:
         ConfigError: as of :func:`scheme_of`.
         FormatError: naming elements without scales, scales without elements, and shapes that do not go together.
+        StorageError: shapes that are stored as tensors cannot be read.
     """
     scheme = scheme_of(config)
-    dropped = {key for key in index.entries if _OF_ACTIVATIONS.fullmatch(key)}
-    entries = {key: entry for key, entry in index.entries.items() if key not in dropped}
+    spare = {key for key in index.entries if _OF_ACTIVATIONS.fullmatch(key)}
+    entries = {key: entry for key, entry in index.entries.items() if key not in spare}
+    shapes: Mapping[str, tuple[int, ...]] = {}
     if isinstance(scheme, PackedIntegers):
-        entries = {key: _as_bytes(entry) if key.endswith("_packed") else entry for key, entry in entries.items()}
-    pairing = _Pairing(replace(index, entries=entries), scheme)
+        entries = {
+            key: _as_bytes(entry) if key.endswith(("_packed", f"_{_ZERO_POINT}")) else entry
+            for key, entry in entries.items()
+        }
+        shapes = _stored_shapes(reader, index)
+    pairing = _Pairing(replace(index, entries=entries), scheme, shapes)
     pairing.pair()
     if pairing.faults:
         told = "\n  ".join([*pairing.faults[:_SHOWN], *_more(pairing.faults)])
         raise FormatError(f"{index.root}: the quantised weights do not go with their scales:\n  {told}")
     read = {item.part.values.key for item in pairing.composed.values() if isinstance(item.part, Scaled)}
+    entries = {key: replace(entry, dtype=DType.U8) if key in read else entry for key, entry in entries.items()}
     return replace(
         index,
-        entries={key: replace(entry, dtype=DType.U8) if key in read else entry for key, entry in entries.items()},
+        entries={key: entries.get(key, entry) for key, entry in index.entries.items()},
         composed={**index.composed, **pairing.composed},
-        ignored=(*index.ignored, *sorted(dropped)),
+        spare=frozenset(spare),
+        ignored=(*index.ignored, *sorted(spare)),
     )
+
+
+def _stored_shapes(reader: StorageReader, index: CheckpointIndex) -> dict[str, tuple[int, ...]]:
+    """Of packed elements by key, where they are stored beside these. They lie together, and are read so."""
+    found = sorted(
+        (
+            entry
+            for key, entry in index.entries.items()
+            if key.endswith("_shape") and f"{key.removesuffix('_shape')}_packed" in index.entries
+        ),
+        key=lambda entry: (entry.file, entry.start),
+    )
+    runs: list[list[TensorEntry]] = []
+    for entry in found:
+        if entry.dtype not in _INTEGERS or len(entry.shape) != 1 or entry.nbytes > _MOST_SHAPE_BYTES:
+            raise FormatError(
+                f"{index.root}: {shown(entry.key)} is {entry.dtype.label} {entry.shape}, and a shape is wanted"
+            )
+        last = runs[-1][-1] if runs else None
+        if last is not None and last.file == entry.file and entry.start - last.stop <= _SHAPES_APART:
+            runs[-1].append(entry)
+        else:
+            runs.append([entry])
+    shapes: dict[str, tuple[int, ...]] = {}
+    for run in runs:
+        start = run[0].start
+        content = reader.read(run[0].file, start, max(entry.stop for entry in run))
+        for entry in run:
+            sizes = memoryview(content)[entry.start - start : entry.stop - start]
+            kind = "<q" if entry.dtype is DType.I64 else "<i"
+            shapes[entry.key.removesuffix("_shape")] = tuple(size for (size,) in struct.iter_unpack(kind, sizes))
+    return shapes
 
 
 def _as_bytes(words: TensorEntry) -> TensorEntry:

@@ -293,6 +293,12 @@ class _WithConversions:
         return getattr(self._model, name)
 
 
+def quantised_parts(config: Any) -> list[Any]:
+    """The config and its parts, such as ``text_config``, as far as these have a ``quantization_config``."""
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    return [part for part in parts if getattr(part, "quantization_config", None) is not None]
+
+
 def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
     """What ``save_pretrained`` writes beside the weights: config, generation config, and code of the model's own.
 
@@ -306,8 +312,9 @@ def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) 
     config.architectures = [kind.__name__]
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
-    if not getattr(model, "is_quantized", False) and getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config
+    if not getattr(model, "is_quantized", False):
+        for part in quantised_parts(config):
+            del part.quantization_config
     if kind.is_remote_code():
         custom_object_save(model, str(folder), config=config)
     config.save_pretrained(folder)

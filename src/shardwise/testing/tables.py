@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
     from shardwise.engines.load_fill import BaseForm
     from shardwise.engines.nesting import FOUR_BITS
-    from shardwise.formats import four_bit_tensors, quantised
+    from shardwise.formats import four_bit_tensors, grouped_integers, quantised
     from shardwise.formats.contract import CheckpointFormat
     from shardwise.formats.distributed_folders import FORMAT as FOLDERS
     from shardwise.formats.quantisation import FormOf
     from shardwise.formats.safetensors_files import FORMAT as SAFETENSORS
     from shardwise.formats.torch_files import FORMAT as TORCH
-    from shardwise.planning.loads.coded import four_bits, scaled
+    from shardwise.planning.loads.coded import four_bits, grouped, scaled
     from shardwise.planning.loads.stored import MakeNode
     from shardwise.storage import hub
     from shardwise.storage.contract import StorageReader
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     _folders: Callable[[str | os.PathLike[str]], StorageReader] = LocalReader
     _repositories: Repositories = hub
     _formats: tuple[CheckpointFormat, ...] = (SAFETENSORS, TORCH, FOLDERS)
-    _quantised: tuple[FormOf, ...] = (quantised.form_of, four_bit_tensors.form_of)
-    _nodes: tuple[MakeNode, ...] = (scaled, four_bits)
+    _quantised: tuple[FormOf, ...] = (
+        quantised.form_of,
+        four_bit_tensors.form_of,
+        grouped_integers.awq,
+        grouped_integers.gptq,
+    )
+    _nodes: tuple[MakeNode, ...] = (scaled, four_bits, grouped)
     _base_forms: tuple[BaseForm, ...] = (FOUR_BITS,)

@@ -98,6 +98,6 @@ def evaluate_into_places(item: ComputeTask, values: Sequence[torch.Tensor], fill
             straight = torch.empty(box.sizes, dtype=dtypes[name].pop(), device="cpu")
             beside += moves
         outputs[name] = straight
-    operation.evaluate_into(block, values, outputs)
+    item.evaluate_into(values, outputs)
     move(beside, outputs, filling)
     return True

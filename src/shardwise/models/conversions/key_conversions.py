@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -105,10 +106,12 @@ def bind(
     layout: ModelLayout,
     transforms: Sequence[Any],
     dtype_of: Callable[[str], torch.dtype] | None = None,
+    spare: Mapping[str, Expression] = MappingProxyType({}),
 ) -> Bindings:
     """Every expression the checkpoint offers for the model's tensors, under ``transforms``.
 
-    ``stored`` are the checkpoint's tensors by key: leaves, or what is composed of leaves.
+    ``stored`` are the checkpoint's tensors by key: leaves, or what is composed of leaves; ``spare`` are further
+    ones, which are taken where they lead to a tensor of the model, and passed over where not.
     ``dtype_of`` tells the dtype in which a conversion that computes is to run, by the first tensor it makes; the
     default is that tensor's dtype in ``layout``.
     """
@@ -118,6 +121,11 @@ def bind(
     leaves = {key: _known_by(key, item) for key, item in stored.items()}
     composed = {key for key, item in stored.items() if key_of(item) is None}
     assignment = assign_keys(model, list(stored), names, transforms)
+    ends = {name.rpartition(".")[2] for name in names}
+    if wanted := [key for key in spare if key.rpartition(".")[2] in ends]:
+        stored = {**stored, **spare}
+        for name, keys in assign_keys(model, wanted, names, transforms).plain.items():
+            assignment.plain.setdefault(name, []).extend(keys)
     offers = {name: [stored[key] for key in keys] for name, keys in assignment.plain.items()}
     leaders = {name: name for name in assignment.plain}
     unmatched = dict(assignment.unmatched)

@@ -50,21 +50,25 @@ class Chosen:
         layers: by name.
         stacks: stacked weights of experts, as (module, local name), by name.
         stay: names of linear layers, and of stacked weights of experts, that stay, to the reason.
+        absent: names that were given, and match nothing.
     """
 
     layers: Mapping[str, nn.Linear]
     stacks: Mapping[str, tuple[nn.Module, str]]
     stay: Mapping[str, str]
+    absent: tuple[str, ...] = ()
 
 
-def choose_layers(model: nn.Module, quantization: FourBit, offered: Callable[[str], bool]) -> Chosen:
+def choose_layers(
+    model: nn.Module, quantization: FourBit, offered: Callable[[str], bool], *, must_match: bool = True
+) -> Chosen:
     """The linear layers and the experts of a model on meta, tied, that are to be in four bits.
 
     What computes logits stays, whatever is tied, routers, experts that are not computed one by one, what the
     checkpoint does not hold (``offered`` is asked by the name of a weight), and what is named.
 
     Raises:
-        ConfigError: something named matches nothing, or nothing is left.
+        ConfigError: something named matches nothing, or nothing is left; not without ``must_match``.
     """
     uses = Counter(
         id(parameter) for _, module in walk(model, every_name=True) for parameter in parameters_of(module).values()
@@ -89,15 +93,16 @@ def choose_layers(model: nn.Module, quantization: FourBit, offered: Callable[[st
             layers[told] = item.module
         else:
             stacks[told] = (item.module, item.local)
-    if wrong := [pattern for pattern in quantization.stay if pattern not in matched]:
+    absent = tuple(pattern for pattern in quantization.stay if pattern not in matched)
+    if must_match and (wrong := list(absent)):
         known = ", ".join(pattern for pattern, _ in collapse(sorted({*layers, *stacks, *stay}))[:8])
         raise ConfigError(f"stay={wrong!r} matches no linear layer; there are {known}")
-    if not layers and not stacks:
+    if must_match and not layers and not stacks:
         raise ConfigError(
             f"nothing of {type(model).__name__} can be put into four bits"
             + "".join(f"; {name} stays: {why}" for name, why in list(stay.items())[:3])
         )
-    return Chosen(layers, stacks, stay)
+    return Chosen(layers, stacks, stay, absent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +154,11 @@ def _is_router(name: str, names: Mapping[str, nn.Module]) -> bool:
 
 
 def put_base_into_four_bits(
-    model: PreTrainedModel, bindings: Bindings, quantization: FourBit
+    model: PreTrainedModel, bindings: Bindings, quantization: FourBit, *, must_match: bool
 ) -> tuple[Bindings, tuple[str, ...]]:
     """Put the layers of a base on meta into four bits; what the checkpoint offers then, and notes for the report.
+
+    ``must_match``: names of modules that stay are the user's, and not those of the checkpoint's config.
 
     Raises:
         ConfigError: as of :func:`choose_layers`.
@@ -160,7 +167,14 @@ def put_base_into_four_bits(
         name for name, claims in bindings.offers.items() if any(stored_form(item) is not None for item in claims)
     }
     wanted = stored or bindings.offers.keys()
-    chosen = choose_layers(model, quantization, lambda name: bool(bindings.offers.get(name)) and name in wanted)
+    chosen = choose_layers(
+        model,
+        quantization,
+        lambda name: bool(bindings.offers.get(name)) and name in wanted,
+        must_match=must_match,
+    )
+    if not chosen.layers and not chosen.stacks:
+        return bindings, notes_of(chosen, quantization)
     for name, layer in chosen.layers.items():
         form = next(filter(None, map(stored_form, bindings.offers[f"{name}.{WEIGHT}"])), None)
         put_into_four_bits(layer, quantization if form is None else of_form(form, quantization))
@@ -188,6 +202,8 @@ def notes_of(chosen: Chosen, quantization: FourBit) -> tuple[str, ...]:
         f"{', '.join(pattern for pattern, _ in collapse(members))} keeps its numbers: {why}"
         for why, members in by_reason.items()
     ]
+    if chosen.absent:
+        notes.append(f"llm_int8_skip_modules names modules that the model has not: {', '.join(chosen.absent)}")
     return tuple(notes)
 
 

@@ -12,14 +12,17 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TypeAlias
 
-from shardwise.conversion import Bindings, Expression, key_of, leaves_of, stored_leaves
+from shardwise.conversion import Bindings, Expression, computes, key_of, leaves_of, stored_leaves
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.checkpoint_index import CheckpointIndex, entries_of
+from shardwise.formats.quantised import belongs_to_codes, packed_names, scale_names
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.report.names import collapse
+from shardwise.tensors import DType
 from shardwise.tensors.dtypes import casts_safely
 
 _SHOWN = 12
+_CODES = (DType.F8_E4M3, DType.F8_E5M2, DType.I8, DType.U8)
 
 
 class FaultKind(enum.Enum):
@@ -29,6 +32,10 @@ class FaultKind(enum.Enum):
     MISSING = ("missing", "on_missing=Initialize(only=...) for the missing ones")
     UNEXPECTED = ("unexpected", "on_unexpected=Ignore(only=...) for keys that may be left unread")
     AMBIGUOUS = ("ambiguous", "a checkpoint that stores each tensor once")
+    QUANTISED = (
+        "quantised",
+        "a checkpoint whose config.json has the quantization_config that says what these codes stand for",
+    )
     CONVERSION = ("conversion", "a checkpoint in the layout this version of transformers knows")
     UNINITIALISED = ("uninitialised", "a checkpoint that holds them; no reset_parameters does either")
     UNCOMPUTABLE = ("uncomputable", "buffers=... with a callable that computes them")
@@ -188,6 +195,11 @@ class LoadPlan:
         """The names with this kind of fill, in the order of the modules."""
         return tuple(name for name, fill in self.fills.items() if isinstance(fill, kind))
 
+    def not_loaded(self, index: CheckpointIndex) -> tuple[str, ...]:
+        """What the checkpoint holds besides tensors, less what the model has turned out to have."""
+        taken = {key_of(read.expression) for read in self.reads().values()} & index.spare
+        return tuple(name for name in index.ignored if name not in taken)
+
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """For each name a digest of what all ranks must have in common: the tensor and its fill, not the boxes."""
@@ -248,6 +260,10 @@ class _LoadPlanner:
         self.unexpected: list[str] = []
         self.ignored: list[str] = []
         self.faults = Faults()
+        self.names_unmatched = set(bindings.unmatched.values())
+        self.decoded = {
+            part for key, item in index.composed.items() if index.is_scaled(key) for part in entries_of(item.part)
+        }
         self.spoiled = {name for names in bindings.faults.values() for name in names}
 
     def plan(self) -> LoadPlan:
@@ -284,11 +300,14 @@ class _LoadPlanner:
         if not offers:
             return self.fill_missing(tensor)
         for offer in offers:
-            if reason := self.misfit(tensor, offer):
+            kind, reason = FaultKind.QUANTISED, self.undecoded(tensor, offer)
+            if reason is None:
+                kind, reason = FaultKind.MISMATCHED, self.misfit(tensor, offer)
+            if reason is not None:
                 if self.consent.mismatched.covers(self.known(tensor.fqn)):
                     self.mismatched.append(tensor.fqn)
                     return self.init(tensor)
-                self.faults.add(FaultKind.MISMATCHED, f"{tensor.fqn}: {reason}")
+                self.faults.add(kind, f"{tensor.fqn}: {reason}")
                 return Read(offer)
         if len(offers) > 1:
             self.twins[tensor.fqn] = tuple(offers[1:])
@@ -308,7 +327,11 @@ class _LoadPlanner:
                 self.missing.append(tensor.fqn)
                 return self.init(tensor)
         if not self.spoiled.intersection(tensor.names):  # else a fault of the conversion, already told
-            self.faults.add(FaultKind.MISSING, tensor.fqn)
+            codes = [key for name in tensor.names for key in packed_names(name) if key in self.names_unmatched]
+            if codes:
+                self.faults.add(FaultKind.QUANTISED, f"{tensor.fqn}: stored as codes, in {codes[0]}")
+            else:
+                self.faults.add(FaultKind.MISSING, tensor.fqn)
         return Init(tensor.origin)
 
     def init(self, tensor: TensorLayout) -> Fill:
@@ -325,6 +348,24 @@ class _LoadPlanner:
                 f"{tensor.fqn}: a non-persistent buffer on meta that nothing computes",
             )
         return Recompute(tensor.origin)
+
+    def undecoded(self, tensor: TensorLayout, offer: Expression) -> str | None:
+        """Why elements are codes, which mean nothing without their scales; None where they are numbers.
+
+        Narrow numbers that were stored as they are have no scales beside them, and no config that says that the
+        checkpoint is quantised.
+        """
+        if tensor.dtype.kind != "float" and not computes(offer):
+            return None
+        for leaf in stored_leaves(offer):
+            if leaf.dtype in _CODES and leaf.key not in self.decoded:
+                scale = next((key for key in scale_names(leaf.key) if key in self.bindings.unmatched), None)
+                told = f"{leaf.key} is stored as {leaf.dtype.label}"
+                if scale is not None:
+                    return f"{told}, and its scales, {scale}, would not be read"
+                if self.index.quantised and leaf.dtype is not tensor.dtype:
+                    return f"{told} without scales, and the checkpoint is quantised ({self.index.quantised})"
+        return None
 
     def misfit(self, tensor: TensorLayout, offer: Expression) -> str | None:
         """Why an expression cannot be the values of a tensor; None when it can."""
@@ -351,7 +392,7 @@ class _LoadPlanner:
             elif self.consent.unexpected.covers(key):
                 self.unexpected.append(key)
                 self.ignored.append(key)
-            else:
+            elif FaultKind.QUANTISED not in self.faults.sentences or not belongs_to_codes(name):
                 renamed = f" (renamed to {name})" if name != key else ""
                 if name.endswith("_extra_state"):
                     renamed += " (extra state of a module, which cannot be loaded yet)"

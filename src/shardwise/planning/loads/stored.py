@@ -16,6 +16,7 @@ MakeNode: TypeAlias = Callable[[Any, Callable[[str], Expression]], Expression]
 NODES: Final[dict[str, str]] = {
     "scaled": "shardwise.planning.loads.coded:scaled",
     "four bits": "shardwise.planning.loads.coded:four_bits",
+    "grouped": "shardwise.planning.loads.coded:grouped",
 }
 """By kind, where its :data:`MakeNode` is, as ``package.module:name``."""
 
@@ -32,6 +33,11 @@ def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
         else Stored(item.key, item.shape, item.dtype)
         for item in index.tensors()
     }
+
+
+def spare_tensors(index: CheckpointIndex) -> dict[str, Expression]:
+    """What is loaded only into a model that has a tensor of that name, by key."""
+    return {key: Stored(key, index.entries[key].shape, index.entries[key].dtype) for key in sorted(index.spare)}
 
 
 def _expression(index: CheckpointIndex, part: ComposedPart) -> Expression:

@@ -1,0 +1,44 @@
+"""Checkpoints of bitsandbytes that no layer can be kept in, or that name modules of other models, come up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.quantised import bitsandbytes_files
+from tests.quantised.test_four_bits import written
+
+from shardwise.testing.world import run_world
+
+SIZES = {
+    "some rows": {"head_dim": 32, "hidden_size": 64, "intermediate_size": 73},
+    "all rows": {
+        "head_dim": 26,
+        "hidden_size": 50,
+        "intermediate_size": 73,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+}
+"""Those of ``down_proj`` are no whole blocks; of no matrix, and the last blocks are smaller."""
+
+
+def plain(folder: Path) -> list[str]:
+    return [str(written(folder / name.replace(" ", "-"), **sizes)) for name, sizes in SIZES.items()]
+
+
+def test_rows_that_are_no_whole_blocks_and_modules_that_are_absent(tmp_path):
+    for folder in plain(tmp_path):
+        bitsandbytes_files.pack(folder, bitsandbytes_files.by_hand)
+        assert bitsandbytes_files.go_through(f"{folder}-packed", "flat") == []
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_as_bitsandbytes_has_it(worlds, tmp_path):
+    folders = plain(tmp_path)
+    run_world(1, bitsandbytes_files.pack_by_bitsandbytes, folders)
+    for folder in folders:
+        assert bitsandbytes_files.go_through(f"{folder}-packed", "flat") == []
+        for size in (2, 3, 5):
+            assert worlds(size).run(bitsandbytes_files.go_through, f"{folder}-packed", "flat") == [[]] * size

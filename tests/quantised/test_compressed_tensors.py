@@ -1,0 +1,153 @@
+"""Integers as compressed-tensors packs them: what it unpacks comes up, and what is half there is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.quantised.quantising import E2M1, in_words
+from torch import nn
+
+import shardwise
+from shardwise.formats.opening import open_checkpoint
+from shardwise.formats.quantisation import as_the_model_has_it
+from shardwise.storage import LocalReader
+
+QUIET = shardwise.options.LoadOptions(progress=False)
+
+
+def folder_of(tmp_path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
+    save_file({key: value.contiguous() for key, value in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return tmp_path
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    groups = {"group_0": {"weights": weights, "format": form}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
+def loaded(folder: Path, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    model = nn.ModuleDict({"m": nn.Linear(shape[1], shape[0], bias=False, dtype=dtype)})
+    shardwise.load(model, folder, options=QUIET)
+    return model["m"].weight.detach()
+
+
+@pytest.mark.parametrize(
+    ("bits", "packed", "zeros", "sixteenths"),
+    [
+        (4, [[55924], [475627], [964690]], 2913, [[3, 6, 9, 12, -1], [10, 16, -10, -4, 2], [-27, -18, -9, 0, 9]]),
+        (
+            8,
+            [[286133000, 5908], [404034063, 7707], [521935126, 9506]],
+            722433,
+            [[7, 10, 13, 16, 19, 22], [18, 24, 30, 36, 42, 48], [33, 42, 51, 60, 69, 78]],
+        ),
+    ],
+)
+def test_rows_that_do_not_fill_their_words(tmp_path, bits, packed, zeros, sixteenths):
+    """Made with compressed-tensors 0.20 (``PackedQuantizationCompressor``), and unpacked by it."""
+    wanted = torch.tensor(sixteenths) / 16
+    tensors = {
+        "m.weight_packed": torch.tensor(packed, dtype=torch.int32),
+        "m.weight_zero_point": torch.tensor([[zeros]], dtype=torch.int32),
+        "m.weight_scale": torch.arange(1, 4)[:, None] / 16,
+        "m.weight_shape": torch.tensor(wanted.shape),
+    }
+    config = compressed("pack-quantized", num_bits=bits, type="int", strategy="channel", symmetric=False)
+    assert torch.equal(loaded(folder_of(tmp_path, tensors, config), wanted.shape), wanted)
+
+
+FOUR = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 4}
+WHOLE = {
+    "m.weight_packed": in_words(torch.arange(24).view(2, 12) % 16 - 8),
+    "m.weight_scale": torch.ones(2, 3),
+    "m.weight_shape": torch.tensor((2, 12)),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights", "told"),
+    [
+        ({}, {"symmetric": False}, "m.weight has no m.weight_zero_point, which quantization_config says"),
+        ({}, {"actorder": "group"}, "m.weight has no m.weight_g_idx, which quantization_config says"),
+        ({"weight_zero_point": torch.ones(2, 3, dtype=torch.int32)}, {}, r"wants \(1, 12\)"),
+        ({"weight_zero_point": torch.ones(3, 3, dtype=torch.int8)}, {}, r"m.weight wants \(2, 3\)"),
+        ({"weight_g_idx": torch.ones(11, dtype=torch.int32)}, {}, "an integer for each of 12 columns"),
+        (
+            {"weight_g_idx": torch.full((12,), 3, dtype=torch.int32)},
+            {},
+            "m.weight_g_idx: .*groups of columns are 3 to 3",
+        ),
+        ({"weight_g_idx": torch.full((12,), -1)}, {}, "m.weight_g_idx: .*groups of columns are -1 to -1"),
+        ({"weight_shape": torch.tensor((2, 17))}, {}, r"m.weight_shape says \(2, 17\)|wants \(2, 5\)"),
+        ({"weight_shape": torch.tensor((2, -12))}, {}, "m.weight_scale has the shape"),
+        ({"weight_shape": torch.tensor(())}, {}, "a shape is wanted|m.weight_scale has the shape"),
+        ({"weight_shape": torch.ones(3)}, {}, "m.weight_shape is F32 .3,., and a shape is wanted"),
+        ({"weight": torch.ones(2, 12)}, {}, "m.weight is stored beside m.weight_packed, and one of the two"),
+        ({}, {"actorder": "other"}, "is quantised in a way that is not known here .*actorder"),
+    ],
+)
+def test_what_does_not_go_together(tmp_path, changes, weights, told):
+    tensors = WHOLE | {f"m.{key}": value for key, value in changes.items()}
+    config = compressed("pack-quantized", **FOUR, **weights)
+    with pytest.raises(shardwise.ShardwiseError, match=told):
+        loaded(folder_of(tmp_path, tensors, config), (2, 12))
+
+
+NVFP4 = compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)
+
+
+def nvfp4() -> dict[str, torch.Tensor]:
+    return {
+        "m.weight_packed": torch.arange(32, dtype=torch.uint8).view(2, 16) * 7,
+        "m.weight_scale": torch.tensor([[1.0, 2.0], [3.0, 0.5]]).to(torch.float8_e4m3fn),
+        "m.weight_global_scale": torch.tensor([2.0]),
+    }
+
+
+def test_two_in_a_byte_that_has_a_sign(tmp_path):
+    tensors = nvfp4()
+    packed = tensors["m.weight_packed"]
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+    scales = (tensors["m.weight_scale"].float() / 2).repeat_interleave(16, 1)
+    tensors["m.weight_packed"] = packed.view(torch.int8)
+    folder = folder_of(tmp_path, tensors, NVFP4)
+    assert torch.equal(loaded(folder, (2, 32)), torch.tensor(E2M1)[codes.long()] * scales)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("weight_scale", torch.full((2, 2), 448.0).to(torch.float8_e5m2), "scales of F8_E5M2 are not known"),
+        ("weight_scale", torch.full((2, 2), torch.nan).to(torch.float8_e4m3fn), "m.weight_scale: .*a scale is NaN"),
+        ("weight_global_scale", torch.zeros(1), "m.weight_global_scale: .*the scale of the whole tensor is 0.0"),
+        ("weight_global_scale", torch.full((1,), torch.inf), "m.weight_global_scale: .*whole tensor is inf"),
+        ("weight", torch.ones(2, 32), "m.weight is stored beside m.weight_packed"),
+    ],
+)
+def test_scales_that_are_none(tmp_path, key, value, told):
+    with pytest.raises(shardwise.FormatError, match=told):
+        loaded(folder_of(tmp_path, nvfp4() | {f"m.{key}": value}, NVFP4), (2, 32))
+
+
+def test_shapes_are_read_with_few_requests(tmp_path):
+    """There is one for each matrix of each expert; they lie together in a file."""
+    model = nn.ModuleDict({str(number): nn.Linear(12, 2, bias=False) for number in range(50)})
+    tensors = {f"{number}.{key[2:]}": value.clone() for number in range(50) for key, value in WHOLE.items()}
+    folder = folder_of(tmp_path, tensors, compressed("pack-quantized", **FOUR))
+    reads: list[int] = []
+
+    class Counting(LocalReader):
+        def read(self, file: str, start: int, stop: int) -> bytes:
+            reads.append(stop - start)
+            return super().read(file, start, stop)
+
+    index = as_the_model_has_it(Counting(folder), open_checkpoint(LocalReader(folder)))
+    assert index.composed["7.weight"].shape == (2, 12)
+    assert len(reads) == 2  # the config, and all shapes
+    assert shardwise.load(model, folder, options=QUIET).loaded == 50

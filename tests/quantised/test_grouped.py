@@ -1,0 +1,258 @@
+"""AWQ and GPTQ come up as numbers, each rank's part by itself: bit for bit those of their packages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from tests import zoo
+from tests.merging.adapters import save_adapter
+from tests.quantised import grouped, quantising
+from tests.quantised.test_loading import plain  # noqa: F401 - a fixture
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+import shardwise
+from shardwise.cli.inspect import inspect_command
+from shardwise.options import Nf4
+
+QUIET = shardwise.options.LoadOptions(progress=False)
+UP = "model.layers.1.mlp.up_proj"
+
+
+@pytest.fixture(scope="module")
+def quantised(plain, tmp_path_factory):  # noqa: F811
+    """By kind, a folder and its numbers, made when asked for."""
+    made: dict[str, tuple[Path, dict[str, torch.Tensor]]] = {}
+
+    def of(kind: str):
+        if kind not in made:
+            folder = copied(plain, tmp_path_factory.mktemp("grouped") / "base")
+            made[kind] = folder, quantising.quantise(folder, kind, grouped.KINDS)
+        return made[kind]
+
+    return of
+
+
+def copied(folder: Path, out: Path) -> Path:
+    out.mkdir()
+    for file in folder.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    return out
+
+
+@pytest.mark.parametrize("budget", [1 << 14, 1 << 20])
+@pytest.mark.parametrize("kind", grouped.KINDS)
+def test_one_process(quantised, kind, budget, tmp_path):
+    folder, numbers = quantised(kind)
+    assert quantising.go_through(str(folder), numbers, "flat", budget, str(tmp_path)) == []
+
+
+@pytest.mark.distributed
+def test_three_ranks(worlds, quantised, tmp_path):
+    for kind in ("awq", "gptq in any order"):
+        folder, numbers = quantised(kind)
+        found = worlds(3).run(quantising.go_through, str(folder), numbers, "flat", 1 << 16, str(tmp_path / kind))
+        assert found == [[]] * 3, kind
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(("mesh", "size"), [("flat", 2), ("flat", 5), ("shard1", 2), ("shard1", 3)])
+def test_ranks(worlds, quantised, tmp_path, mesh, size):
+    for kind in grouped.KINDS:
+        folder, numbers = quantised(kind)
+        found = worlds(size).run(quantising.go_through, str(folder), numbers, mesh, 1 << 16, str(tmp_path / kind))
+        assert found == [[]] * size, kind
+
+
+@pytest.fixture
+def of_packages(tmp_path):
+    """A checkpoint of one layer that a package has packed, changed before it is written; and its numbers."""
+
+    def write(name: str, config: dict, change=lambda stored: None) -> torch.Tensor:
+        found = load_file(Path(__file__).with_name("grouped.safetensors"))
+        stored = {key.partition(".")[2]: value for key, value in found.items() if key.startswith(f"{name}.")}
+        numbers = stored.pop("numbers")
+        change(stored)
+        save_file({f"layer.{key}": value for key, value in stored.items()}, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+        return numbers
+
+    return write
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    model = nn.Module()
+    model.layer = nn.Linear(64, 32, bias=False, dtype=dtype, device="meta")
+    shardwise.load(model, folder, options=QUIET)
+    return model.layer.weight.detach()
+
+
+AWQ = {**grouped.AWQ, "group_size": 32}
+GPTQ = {**grouped.GPTQ, "group_size": 32}
+V2 = {**GPTQ, "checkpoint_format": "gptq_v2"}
+DYNAMIC = {"-:lm_head": {}, r"+:.*layer": {"bits": 8}, "other": {"group_size": -1}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("awq", AWQ),
+        ("awq", {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "version": "GEMM"}),
+        ("gptq", GPTQ),
+        ("gptq_act_order", GPTQ),
+        ("gptq_8", {**GPTQ, "bits": 8}),
+        ("gptq_8", {**GPTQ, "dynamic": DYNAMIC}),
+        ("gptq_v2", V2),
+        ("gptq_carried", GPTQ),
+    ],
+)
+def test_numbers_are_those_of_the_packages(of_packages, tmp_path, name, config, dtype):
+    numbers = of_packages(name, config)
+    assert torch.equal(loaded(tmp_path, dtype), numbers.to(dtype))
+
+
+def test_one_group_for_all_inputs(of_packages, tmp_path):
+    def halve(stored):
+        for name in ("qzeros", "scales"):
+            stored[name] = stored[name][:1].clone()
+        del stored["g_idx"]
+
+    numbers = of_packages("gptq", {**GPTQ, "group_size": -1}, halve)
+    assert torch.equal(loaded(tmp_path)[:, :32], numbers[:, :32])
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq in any order"])
+def test_experts_that_become_one_stack(tmp_path, kind):
+    config = Qwen3MoeConfig(
+        vocab_size=97,
+        hidden_size=32,
+        moe_intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=3,
+        num_experts_per_tok=2,
+        dtype="bfloat16",
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    zoo.fill(model)
+    zoo.save_original(model, tmp_path, max_shard_size="30KB")
+    numbers = quantising.quantise(tmp_path, kind, grouped.KINDS)
+    assert sum("experts" in key for key in numbers) == 9
+    found = shardwise.from_pretrained(tmp_path, options=shardwise.options.LoadOptions(budget_bytes=1 << 15))
+    assert found.model.layers[0].mlp.experts.gate_up_proj.shape == (3, 48, 32)
+    assert quantising.differing(found, {key: value.bfloat16() for key, value in numbers.items()}) == []
+
+
+def drop(name):
+    return lambda stored: stored.pop(name)
+
+
+def put(name, value):
+    return lambda stored: stored.__setitem__(name, value(stored[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("awq", drop("qzeros"), "qzeros is not stored"),
+        ("awq", drop("scales"), "scales is not stored"),
+        ("awq", drop("qweight"), "qzeros: no qweight is stored that it belongs to"),
+        ("awq", put("qweight", lambda found: found.short()), r"qweight is I16 \(64, 4\)"),
+        ("awq", put("qweight", lambda found: found.view(-1)), r"qweight is I32 \(256,\)"),
+        ("awq", put("scales", lambda found: found.double()), r"scales is F64 .*F16, BF16, F32"),
+        ("awq", put("scales", lambda found: found[:1].clone()), "none of what quantization_config says: 4 bits"),
+        ("awq", put("qzeros", lambda found: found[:, :2].clone()), "none of what quantization_config says"),
+        ("awq", lambda stored: stored.update(weight=torch.ones(32, 64)), "weight is stored, too"),
+        ("awq", lambda stored: stored.update(g_idx=torch.zeros(64).int()), "AWQ none"),
+        ("gptq", put("qweight", lambda found: found[:3].clone()), "none of what quantization_config says"),
+        ("gptq", put("qweight", lambda found: found[:7].clone()), r"g_idx is I32 \(64,\)\. GPTQ has I32 \(56,\)"),
+        ("gptq", put("g_idx", lambda found: found + 1), "g_idx has groups 1 to 2, and there are scales for 0 to 1"),
+        ("gptq", put("g_idx", lambda found: found - 1), "g_idx has groups -1 to 0"),
+        ("gptq", put("g_idx", lambda found: found.long()), r"g_idx is I64 \(64,\)"),
+        ("gptq", put("g_idx", lambda found: found[:32].clone()), r"g_idx is I32 \(32,\)"),
+    ],
+)
+def test_what_does_not_go_together(of_packages, tmp_path, name, change, told):
+    of_packages(name, AWQ if name == "awq" else GPTQ, change)
+    with pytest.raises(shardwise.FormatError, match=rf"(?s)layer\.{told}|layer\.qweight: .*{told}"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({**AWQ, "version": "gemv"}, "AWQ with version='gemv'"),
+        ({**AWQ, "bits": 8}, "AWQ of bits=8"),
+        ({**AWQ, "group_size": 0}, "AWQ with group_size=0"),
+        ({**GPTQ, "bits": 3}, "GPTQ of bits=3"),
+        ({**GPTQ, "group_size": "32"}, "GPTQ with group_size='32'"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "GPTQ with checkpoint_format='marlin'"),
+        ({**GPTQ, "pack_dtype": "int16"}, "GPTQ with pack_dtype='int16'"),
+        ({**GPTQ, "dynamic": {"x": {"bits": 2}}}, "GPTQ of bits=2"),
+        ({**GPTQ, "dynamic": ["x"]}, "GPTQ with dynamic="),
+    ],
+)
+def test_what_is_not_known(of_packages, tmp_path, config, told):
+    of_packages("gptq", config)
+    with pytest.raises(shardwise.ConfigError, match=told):
+        loaded(tmp_path)
+
+
+def test_scales_that_are_not_finite_are_refused_by_name(of_packages, tmp_path):
+    of_packages("awq", AWQ, put("scales", lambda found: found.masked_fill(found == found[0, 3], torch.inf)))
+    with pytest.raises(shardwise.FormatError, match=r"layer\.scales.*a scale is NaN or infinite"):
+        loaded(tmp_path)
+
+
+def test_an_adapter_is_merged_into_the_numbers(quantised, plain, tmp_path):  # noqa: F811
+    folder, numbers = quantised("awq")
+    whole = copied(plain, tmp_path / "whole")
+    for file in (*whole.glob("*.safetensors"), *whole.glob("*.index.json")):
+        file.unlink()
+    save_file(numbers, whole / "model.safetensors", metadata={"format": "pt"})
+    adapter = save_adapter(whole, tmp_path / "adapter", r=4, target_modules=["q_proj", "down_proj"])
+    for base, out in ((whole, "wanted"), (folder, "found")):
+        shardwise.merge_adapter(base, adapter, tmp_path / out, dtype="float32")
+    wanted, found = (
+        {key: value for file in (tmp_path / out).glob("*.safetensors") for key, value in load_file(file).items()}
+        for out in ("wanted", "found")
+    )
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_a_lora_on_four_bits_of_awq(quantised, plain, tmp_path):  # noqa: F811
+    """The numbers are packed as those of a checkpoint of numbers are."""
+    folder, numbers = quantised("awq")
+    whole = copied(plain, tmp_path / "whole")
+    for file in (*whole.glob("*.safetensors"), *whole.glob("*.index.json")):
+        file.unlink()
+    save_file({key: tensor.bfloat16() for key, tensor in numbers.items()}, whole / "model.safetensors")
+    how = {"quantization": Nf4(block_size=32), "options": QUIET, "dtype": "bfloat16"}
+    how["tuning"] = shardwise.Lora(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=True))
+    wanted, found = (shardwise.from_pretrained(str(place), **how) for place in (whole, folder))
+    assert wanted.get_submodule(f"base_model.model.{UP}").weight.dtype is torch.uint8
+    first, second = wanted.state_dict(), found.state_dict()
+    assert first.keys() == second.keys()
+    assert [name for name in first if "lora" not in name and not torch.equal(first[name], second[name])] == []
+
+
+def test_plan_and_inspect(quantised, plain):  # noqa: F811
+    folder, _ = quantised("gptq")
+    for ranks in (1, 3):
+        found, wanted = (shardwise.plan(str(place), ranks=ranks) for place in (folder, plain))
+        assert [rank.shard_bytes for rank in found.ranks] == [rank.shard_bytes for rank in wanted.ranks]
+        assert ranks > 1 or found.ranks[0].read_bytes < wanted.ranks[0].read_bytes
+    shown = CliRunner().invoke(inspect_command, [str(folder), "--json"])
+    dtypes = {item["key"]: item["dtype"] for item in json.loads(shown.output)["tensors"]}
+    assert {dtypes[f"{UP}.{name}"] for name in ("qweight", "qzeros", "g_idx")} == {"I32"}
