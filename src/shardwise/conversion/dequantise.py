@@ -90,7 +90,7 @@ class Dequantise:
         box = block.gives[_OUT]
         factors = values[1].float()
         if self.has_exponents and not values[1].is_floating_point():
-            factors = factors.new_tensor(_POWERS)[values[1].int()]
+            factors = factors.new_tensor(POWERS)[values[1].int()]
         if self.overall:
             whole = values[2].float()
             factors = factors * whole if self.overall > 0 else factors / whole
@@ -126,7 +126,8 @@ class Dequantise:
         return factors.repeat_interleave(unit, dim).narrow(dim, at % unit, size)
 
 
-_POWERS = (*(2.0 ** (byte - _EXPONENT_BIAS) for byte in range(255)), float("nan"))
+POWERS = (*(2.0 ** (byte - _EXPONENT_BIAS) for byte in range(255)), float("nan"))
+"""Scales by the byte that stands for them (E8M0)."""
 
 
 def _part(tensor: Any, box: Box, whole: Box) -> Any:

@@ -131,7 +131,7 @@ def packed_for_files(key: str, numbers: torch.Tensor, quantization: FourBit) -> 
     host = source if source.is_meta else source.cpu()
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=host.device)
     scales = torch.empty(rows, columns // packing.block_size, dtype=torch.float32, device=host.device)
-    if not host.is_meta and (bad := quantise_rows(host, packing.block_size, packing.form, codes, scales)):
+    if not host.is_meta and (bad := quantise_rows(host, packing.block_size, quantization.form, codes, scales)):
         raise FormatError(f"{key}: row {bad[0]} has values that are not finite, and cannot be put into 4 bits")
     yield key, codes.view(-1, 1).to(numbers.device)
     yield f"{key}.{ABSMAX}", scales.view(-1).to(numbers.device)
@@ -180,7 +180,10 @@ def layout_in_numbers(layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
                 continue
             packing = module.packings.get(name)
         if packing is not None:
-            shape = (*tensor.shape[:-1], 2 * tensor.shape[-1])
+            *outer, half = tensor.shape
+            shape = (*outer, 2 * half)
+            if packing.is_transposed:
+                shape = (*shape[:-2], shape[-1], shape[-2])
             tensor = replace(tensor, shape=shape, dtype=from_torch(packing.dtype, tensor.fqn), boxes=())
         tensors.append(tensor)
     return ModelLayout(tuple(tensors))
