@@ -200,7 +200,10 @@ def put_base_into_four_bits(
         put_experts_into_four_bits(module, names)
     kept = tuple(sorted(pattern for pattern in chosen.stay))
     mark_in_four_bits(model, config or to_transformers(quantization, kept, model.dtype))
-    return offered_in_four_bits(model, bindings), (*notes_of(chosen, quantization), *about_speed())
+    return offered_in_four_bits(model, bindings), (
+        *notes_of(chosen, quantization),
+        *(() if config else about_speed()),
+    )
 
 
 def _stored_stacks(model: nn.Module, bindings: Bindings) -> dict[str, tuple[FourBitForm, int]]:
