@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings, Expression
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.models.additions import Additions, DrawnWhole, RowNorms
-from shardwise.models.four_bits.four_bit_experts import are_experts_in_four_bits
+from shardwise.models.four_bits.four_bit_experts import are_experts_in_four_bits, shown_as_numbers
 from shardwise.models.four_bits.four_bit_linear import is_in_four_bits
 from shardwise.models.selection import AdapterOnly, names_outside
 from shardwise.models.torch_words import parameters_in, walk
@@ -143,37 +143,28 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
     modules = [module_name for module_name, _ in walk(base)]
     parameters = [parameter_name for parameter_name, _ in parameters_in(base)]
     try:
-        model = peft_compat.inject(base, config, name, starts_anew=adapter is None)
+        with shown_as_numbers(base):
+            model = peft_compat.inject(base, config, name, starts_anew=adapter is None)
     except ConfigError:
         everything = peft_compat.AdaptedNames(tuple(modules), tuple(parameters), tuple(modules))
         _require_all_matched(config, everything, modules, parameters)  # where a name is at fault, with the nearest
         raise
     _require_all_matched(config, peft_compat.targets_of(model, name), modules, parameters)
-    if any(is_in_four_bits(module) for _, module in walk(base)):
-        from shardwise.tuning.four_bit_layers import let_merge  # PEFT is slow to import
+    if any(is_in_four_bits(module) or are_experts_in_four_bits(module) for _, module in walk(base)):
+        from shardwise.tuning.four_bit_layers import put_on_four_bits  # PEFT is slow to import
 
-        let_merge(layer for _, layer in peft_compat.layers(model))
+        put_on_four_bits(layer for _, layer in peft_compat.layers(model))
     return model
 
 
 def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
     """Raises ConfigError where a LoRA needs numbers of what is in four bits."""
-    experts = [(name, module) for name, module in walk(base) if are_experts_in_four_bits(module)]
-    packed = [name for name, module in walk(base) if is_in_four_bits(module)] + [name for name, _ in experts]
+    packed = [name for name, module in walk(base) if is_in_four_bits(module) or are_experts_in_four_bits(module)]
     if packed and config.use_dora:
         raise ConfigError(
             f"use_dora needs norms of rows of numbers, which weights in four bits are not ({packed[0]}); leave out "
             "use_dora, or quantization"
         )
-    for wanted in config.target_parameters or ():
-        stacks = (f"{name}.{local}" for name, module in experts for local in module.packings)
-        stack = next((fqn for fqn in stacks if fqn == wanted or fqn.endswith(f".{wanted}")), None)
-        if stack is not None:
-            raise ConfigError(
-                f"target_parameters: PEFT adds to the numbers of {stack}, which is in four bits; name it in "
-                f'quantization=Nf4(stay=("{wanted}",)), take it out of target_parameters, or train the adapter in '
-                "an AdapterBank, which needs no numbers"
-            )
     for wanted in config.modules_to_save or ():
         found = next((name for name in packed if wanted in name.split(".")), None)
         if found is not None:

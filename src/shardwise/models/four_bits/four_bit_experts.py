@@ -31,7 +31,7 @@ from torch import nn
 from shardwise.models import pretrained
 from shardwise.models.four_bits.four_bit_product import KeptScales, Packing, product
 from shardwise.models.four_bits.quantization import COMPUTED_IN, KeptForm, form_name
-from shardwise.models.torch_words import parameters_of
+from shardwise.models.torch_words import modules_in, parameters_of
 
 _SCALES = "_scales"
 
@@ -157,6 +157,28 @@ def with_deltas(experts: ExpertsInFourBits, name: str, deltas: list[StackDelta])
         yield
     finally:
         experts.deltas = before
+
+
+@contextlib.contextmanager
+def shown_as_numbers(model: nn.Module) -> Iterator[None]:
+    """Have the stacks in four bits of a model on meta be, for a while, tensors on meta of the numbers' shape.
+
+    PEFT puts a LoRA on a parameter by its shape and its dtype.
+    """
+    kept: list[tuple[dict[str, nn.Parameter], str, nn.Parameter]] = []
+    try:
+        for module in [module for module in modules_in(model) if are_experts_in_four_bits(module)]:
+            registry: Any = parameters_of(module)
+            for name, packing in module.packings.items():
+                stack = module.get_parameter(name)
+                *outer, half = stack.shape
+                numbers = torch.empty(*outer, 2 * half, dtype=packing.dtype, device="meta")
+                kept.append((registry, name, stack))
+                registry[name] = nn.Parameter(numbers.mT if packing.is_transposed else numbers, requires_grad=False)
+        yield
+    finally:
+        for registry, name, stack in kept:
+            registry[name] = stack
 
 
 def weight_of_expert(module: nn.Module, name: str, expert: int) -> Any:
