@@ -232,7 +232,8 @@ def dequantise_rows(packed: Any, absmax: Any, block: int, form: FourBitForm, out
         part = products[: stop - start]
         np.take(_pairs(form), keys[start // 2 : stop // 2], out=part.view(np.uint64), mode="clip")
         by_block = part.reshape(-1, block)
-        np.multiply(by_block, scales[start // block : stop // block, None], out=by_block)
+        with np.errstate(all="ignore"):  # what overflows is infinite
+            np.multiply(by_block, scales[start // block : stop // block, None], out=by_block)
         flat[start:stop].copy_(numbers[: stop - start])
 
 

@@ -131,7 +131,8 @@ def of_transformers(config: Any) -> FourBit | AsStored | AsNumbers:
     given = told.get("quant_method", "bitsandbytes" if "load_in_4bit" in told or "load_in_8bit" in told else None)
     method = str(getattr(given, "value", given))
     if method == "mxfp4":
-        return AsNumbers() if told.get("dequantize") else AsStored()
+        # Mxfp4Config leaves it out of what it says as a dict.
+        return AsNumbers() if told.get("dequantize", getattr(config, "dequantize", False)) else AsStored()
     if method != "bitsandbytes":
         raise ConfigError(
             f"quantization_config: {method} is not known for a base that is quantised while it is read; pass "
