@@ -38,7 +38,7 @@ STACKS = ("gate_up_proj", "down_proj")
 def make_gpt_oss(folder: Path) -> None:
     """A small gpt-oss, its experts in MXFP4."""
     config = GptOssConfig(
-        vocab_size=96,
+        vocab_size=260,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,

@@ -27,7 +27,7 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["plain", "nested"])
+@pytest.fixture(scope="module", params=["plain", pytest.param("nested", marks=pytest.mark.slow)])
 def one_by_one(request, tmp_path_factory: pytest.TempPathFactory, mixture: Path) -> tuple[Path, dict[str, Any]]:  # noqa: F811
     folder = tmp_path_factory.mktemp("one_by_one")
     return folder, stored_experts.make_packed_one_by_one(mixture, folder, is_nested=request.param == "nested")

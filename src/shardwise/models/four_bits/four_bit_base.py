@@ -37,7 +37,7 @@ from shardwise.models.four_bits.four_bit_product import Packing, has_bitsandbyte
 from shardwise.models.four_bits.quantization import KeptForm, form_name, is_mxfp4, of_form, to_transformers
 from shardwise.models.torch_words import from_torch, original_class, parameters_of, walk
 from shardwise.report.names import collapse
-from shardwise.tensors import DType, FourBitForm
+from shardwise.tensors import Code, DType, FourBitForm
 
 _ROUTERS = ("gate", "router")
 _EXPERTS = "experts"
@@ -232,7 +232,7 @@ def notes_of(chosen: Chosen, quantization: KeptForm) -> tuple[str, ...]:
     notes = (
         [f"{len(chosen.layers)} linear layers are in four bits ({how}), packed on the CPU"] if chosen.layers else []
     )
-    notes += _about_experts(chosen, how)
+    notes += _about_experts(chosen, how if isinstance(quantization.form, Code) else f"{how}, plain scales")
     notes += [
         f"{', '.join(pattern for pattern, _ in collapse(members))} keeps its numbers: {why}"
         for why, members in by_reason.items()
@@ -251,7 +251,7 @@ def _about_experts(chosen: Chosen, how: str) -> list[str]:
     if not chosen.stacks:
         return []
     names = ", ".join(pattern for pattern, _ in collapse(sorted(chosen.stacks)))
-    return [f"experts are in four bits ({how}, plain scales) and are computed one after the other: {names}"]
+    return [f"experts are in four bits ({how}) and are computed one after the other: {names}"]
 
 
 @dataclass(frozen=True, slots=True)
