@@ -122,16 +122,21 @@ def test_a_lora_learns_on_ranks_as_alone(worlds, gpt_oss, size):
 
 
 def test_an_adapter_is_saved_and_not_merged(gpt_oss, tmp_path):
-    lora = shardwise.Lora(LoraConfig(**stored_experts.LORA))
+    lora = shardwise.Lora(LoraConfig(**stored_experts.LORA, init_lora_weights=False))
     model = opened(str(gpt_oss), AsStored(), tuning=lora)
     shardwise.save_adapter(model, tmp_path / "adapter")
     plain = opened(str(gpt_oss), AsNumbers(), tuning=shardwise.ExistingLora(tmp_path / "adapter"))
     again = opened(str(gpt_oss), AsStored(), tuning=shardwise.ExistingLora(tmp_path / "adapter"))
     tokens = torch.arange(12).view(1, 12)
+    with model.disable_adapter():
+        assert not torch.allclose(model(tokens).logits, again(tokens).logits, rtol=0.05, atol=0.05)
     assert torch.equal(again(tokens).logits, model(tokens).logits)
     torch.testing.assert_close(again(tokens).logits, plain(tokens).logits, rtol=0.05, atol=0.05)
     with pytest.raises(shardwise.ConfigError, match="not merged into their bytes"):
         model.merge_adapter()
+    shardwise.merge_adapter(gpt_oss, tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", experts_implementation="eager")
+    torch.testing.assert_close(model(tokens).logits, merged(tokens).logits, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.distributed
