@@ -83,6 +83,8 @@ def test_what_cannot_stay_as_it_is_stored(gpt_oss, mixture, tmp_path):  # noqa: 
         shardwise.from_pretrained(str(mixture), quantization=AsStored())
     with pytest.raises(shardwise.ConfigError, match=r"quantization=AsStored\(...\) keeps them in four bits"):
         shardwise.from_pretrained(str(gpt_oss), quantization=AsStored(), tuning=shardwise.Full())
+    with pytest.raises(shardwise.ConfigError, match=r"what is meant is Nf4 or Fp4"):
+        shardwise.shard(shardwise.from_pretrained(str(gpt_oss)), quantization=AsStored())
     shardwise.save(shardwise.from_pretrained(str(gpt_oss)), tmp_path)
     model = shardwise.from_pretrained(str(gpt_oss), quantization=AsStored())
     with pytest.raises(shardwise.ConfigError, match=r"gate_up_proj: its numbers are not packed as MXFP4"):
