@@ -112,9 +112,9 @@ class StackOnFourBits(ParamWrapper):
         """Raises ConfigError: bytes of experts are not changed."""
         if peft_compat.to_merge(self, adapter_names):
             raise ConfigError(
-                "an adapter on experts in four bits is not merged into their bytes; take it off other layers again by "
-                "unmerge_adapter(), save it with save_adapter, and merge it into the files of the base with shardwise "
-                "merge-adapter"
+                "an adapter on experts in four bits is not merged into their bytes; take it off other layers again "
+                "by unmerge_adapter(), save it with save_adapter, and merge it into the files of the base with "
+                "shardwise merge-adapter"
             )
 
 
