@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 
 import shardwise
 from shardwise.bank.backends import LoopedAlways
-from shardwise.options import Nf4
+from shardwise.options import AsStored, Nf4
 
 STEPS = 5
+PACKED = Nf4()
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -81,7 +82,22 @@ def experts_learned(folder: str) -> dict[str, Any]:
     }
 
 
-def base(folder: str, quantization: Nf4, **keywords: Any) -> Any:
+def stored_experts_learned(folder: str) -> dict[str, Any]:
+    """A tenant on attention and on experts that stay as they are stored, beside a LoRA on the same base."""
+    recipe = Recipe({**ADAPTS_EXPERTS.config, "target_modules": ["q_proj"]}, adamw, rows=2, tokens=12)
+    bank = shardwise.AdapterBank(base(folder, AsStored()), backend=LoopedAlways())
+    create(bank, "eve", recipe)
+    begin = adapter(bank, "eve")
+    mine = [each["eve"] for each in trained(bank, {"eve": recipe})]
+    own, end = alone(folder, "eve", recipe, begin, AsStored())
+    return {
+        "losses": max(abs(a - b) / b for a, b in zip(mine, own, strict=True)),
+        "adapters": distance(adapter(bank, "eve"), end, begin),
+        "falls": own[-1] < own[0],
+    }
+
+
+def base(folder: str, quantization: Any, **keywords: Any) -> Any:
     return shardwise.from_pretrained(folder, quantization=quantization, dtype=torch.float32, **keywords)
 
 
@@ -120,10 +136,10 @@ def trained(bank: Any, members: dict[str, Recipe]) -> list[dict[str, float]]:
 
 
 def alone(
-    folder: str, name: str, recipe: Recipe, begin: dict[str, torch.Tensor]
+    folder: str, name: str, recipe: Recipe, begin: dict[str, torch.Tensor], quantization: Any = PACKED
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """By ``tuning=Lora``: losses of each step, and the end. Every rank has all rows."""
-    model = base(folder, Nf4(), tuning=shardwise.Lora(recipe.lora()))
+    model = base(folder, quantization, tuning=shardwise.Lora(recipe.lora()))
     parameters = {
         key.replace(".default", ""): values for key, values in model.named_parameters() if values.requires_grad
     }

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.bank import four_bits
+from tests.quantised.stored_experts import make_gpt_oss
 from tests.quantised.test_four_bit_experts import plain as mixture  # noqa: F401 - a fixture
 from tests.tenants.trying import alone, base, losses, run, values, write
 
@@ -25,6 +26,20 @@ def test_tenants_learn_as_by_a_lora(worlds, mixture: Path, tmp_path, size):  # n
 @pytest.mark.slow
 def test_adapters_of_experts_need_no_numbers(worlds, mixture: Path):  # noqa: F811
     for told in worlds(2).run(four_bits.experts_learned, str(mixture)):
+        assert told["losses"] < 1e-6, told
+        assert told["adapters"] < 1e-4, told
+        assert told["falls"], told
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [None, 2])
+def test_tenants_learn_on_experts_as_they_are_stored(worlds, tmp_path, size):
+    """In MXFP4, with biases."""
+    make_gpt_oss(tmp_path)
+    learned = four_bits.stored_experts_learned
+    found = [learned(str(tmp_path))] if size is None else worlds(size).run(learned, str(tmp_path))
+    for told in found:
         assert told["losses"] < 1e-6, told
         assert told["adapters"] < 1e-4, told
         assert told["falls"], told

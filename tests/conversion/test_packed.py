@@ -9,12 +9,22 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tests.conversion.test_leaves import evaluated as moved
 
-from shardwise.conversion import Stored
+from shardwise.conversion import Expression, Stored, concat, permute, reshape, slice_dim, stack
 from shardwise.conversion.computed import Computed
+from shardwise.conversion.dequantise import POWERS, dequantised
 from shardwise.conversion.four_bit import dequantise_rows
-from shardwise.conversion.packed import as_bytes, nested_as_stored, packed, stored_form, unnested, unpacked
-from shardwise.tensors import Box, DType, Form4
+from shardwise.conversion.packed import (
+    as_bytes,
+    nested_as_stored,
+    packed,
+    stored_form,
+    stored_rows,
+    unnested,
+    unpacked,
+)
+from shardwise.tensors import Box, Code, DType, Form4, FourBitForm
 
 DTYPES = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
 
@@ -143,3 +153,74 @@ def test_what_does_not_go_together(shape, told):
     values, scales = Stored("w", (256, 1), DType.U8), Stored("s", (8,), DType.F32)
     with pytest.raises(ValueError, match=told):
         unpacked(values, scales, shape, Form4.NF4, 64, DType.F32)
+
+
+class Stacks:
+    """Weights that are stored in four bits, as expressions, with their numbers."""
+
+    def __init__(self, form: FourBitForm, seed: int) -> None:
+        self.form, self.bytes = form, {}
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def leaf(self, shape: tuple[int, ...]) -> tuple[Expression, torch.Tensor]:
+        number, counts = len(self.bytes), (*shape[:-1], shape[-1] // 32)
+        values = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=self.generator, dtype=torch.uint8)
+        scales = torch.randint(0, 255, counts, generator=self.generator, dtype=torch.uint8)
+        self.bytes |= {f"w{number}": values.numpy(), f"s{number}": scales.numpy()}
+        w, s = Stored(f"w{number}", tuple(values.shape), DType.U8), Stored(f"s{number}", counts, DType.U8)
+        if isinstance(self.form, Code):
+            node = dequantised(w, s, shape, (*(1 for _ in shape[:-1]), 32), self.form, has_exponents=True)
+        else:
+            node = unpacked(w, s, shape, self.form, 32, DType.F32)
+        return node, self.numbers(values, scales)
+
+    def numbers(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Of bytes; scales of any form are exponents here."""
+        made = torch.empty(*values.shape[:-1], 2 * values.shape[-1])
+        dequantise_rows(values.contiguous(), torch.tensor(POWERS)[scales.int()], 32, self.form, made)
+        return made
+
+
+@given(st.data())
+def test_rows_that_are_put_together_are_so_as_bytes(data):
+    draw = data.draw
+    stacks = Stacks(draw(st.sampled_from([*Form4, Code.E2M1])), draw(st.integers(0, 99)))
+    shape = (draw(st.integers(1, 3)), draw(st.sampled_from([2, 4])), 32 * draw(st.integers(1, 2)))
+    node, numbers = stacks.leaf(shape)
+    for _ in range(draw(st.integers(0, 4))):
+        last = numbers.ndim - 1
+        dim = draw(st.integers(0, max(0, last - 1)))
+        match draw(st.sampled_from(["concat", "stack", "slice", "swap", "flat"])):
+            case "concat" if last:
+                other, more = stacks.leaf(tuple(numbers.shape))
+                node, numbers = concat([node, other], dim), torch.cat([numbers, more], dim)
+            case "stack":
+                other, more = stacks.leaf(tuple(numbers.shape))
+                node, numbers = stack([node, other], dim), torch.stack([numbers, more], dim)
+            case "slice" if last:
+                start = draw(st.integers(0, numbers.shape[dim] - 1))
+                size = numbers.shape[dim] - start
+                node, numbers = slice_dim(node, dim, start, size), numbers.narrow(dim, start, size)
+            case "swap" if last:
+                order = [dim, *(other for other in range(last) if other != dim), last]
+                node, numbers = permute(node, order), numbers.permute(order)
+            case _:
+                numbers = numbers.reshape(-1, numbers.shape[-1])
+                node = reshape(node, tuple(numbers.shape))
+    found = stored_rows(node)
+    assert found is not None
+    assert (found.form, found.block_size) == (stacks.form, 32)
+    bytes_of = [torch.from_numpy(moved(item, stacks.bytes)).byte() for item in (found.values, found.scales)]
+    assert torch.equal(stacks.numbers(*bytes_of), numbers)
+
+
+def test_rows_of_two_forms_or_taken_apart_are_numbers():
+    first, _ = Stacks(Form4.NF4, 0).leaf((2, 64))
+    second, _ = Stacks(Form4.FP4, 0).leaf((2, 64))
+    assert stored_rows(concat([first, second], 0)) is None
+    assert stored_rows(concat([first, Stored("n", (2, 64), DType.F32)], 0)) is None
+    for taken_apart in (concat([first, first], 1), slice_dim(first, 1, 32, 32), permute(first, (1, 0))):
+        assert stored_rows(taken_apart) is None
+    assert stored_rows(reshape(first, (4, 32))) is None
+    with pytest.raises(ValueError, match="only taken as it is stored"):
+        packed(first, Code.E2M1, 32, rounds_to=DType.F32)

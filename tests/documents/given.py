@@ -62,6 +62,16 @@ for name, parameter in model.named_parameters():
         torch.nn.init.ones_(parameter)
 """
 
+_GPT_OSS = """
+import pathlib
+from tests.quantised.stored_experts import make_gpt_oss
+place = pathlib.Path("hub/models--openai--gpt-oss-20b")
+for name in ("refs", "snapshots/" + 40 * "0"):
+    (place / name).mkdir(parents=True)
+(place / "refs/main").write_text(40 * "0")
+make_gpt_oss(place / "snapshots" / (40 * "0"))
+"""
+
 GIVEN: dict[str, dict[int, str]] = {
     "README.md": {
         2: f"{_OWN}\nshardwise.save(MyModel().blocks, 'checkpoint', max_shard_size='5GB')\n"
@@ -72,6 +82,7 @@ GIVEN: dict[str, dict[int, str]] = {
         4: "from transformers import AutoTokenizer\ntokenizer = AutoTokenizer.from_pretrained('base')",
         5: "import torch\nfrom peft import LoraConfig",
     },
+    "four_bits.md": {2: _GPT_OSS},
     "accelerate.md": {
         0: f"{_ROWS}\ndata = torch.utils.data.DataLoader(rows, batch_size=4)",
     },

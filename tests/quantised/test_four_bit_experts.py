@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from tests import zoo
+from tests.bank.four_bits import STACKS, give_numbers
 from tests.quantised import four_bit_experts
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
@@ -71,15 +72,26 @@ def test_the_plan_counts_packed_bytes(plain):
     assert any("experts are in four bits (NF4, blocks of 64, plain scales)" in note for note in made.notes)
 
 
-def test_peft_is_not_let_add_to_bytes(plain):
-    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"])
-    with pytest.raises(
-        shardwise.ConfigError, match=r"layers\.0\.mlp\.experts\.gate_up_proj, which is in four bits"
-    ):
-        shardwise.from_pretrained(str(plain), quantization=Nf4(), tuning=shardwise.Lora(config))
-    shardwise.from_pretrained(
-        str(plain), quantization=Nf4(stay=("experts.gate_up_proj",)), tuning=shardwise.Lora(config)
-    )
+def test_a_lora_on_stacks_learns_as_on_their_numbers(plain):
+    """PEFT adds to the numbers; on bytes products are added, so that sums are in another order."""
+    lora = shardwise.Lora(LoraConfig(r=2, target_modules=["q_proj"], target_parameters=STACKS))
+    models = [
+        shardwise.from_pretrained(str(plain), dtype="float32", quantization=Nf4(stay=stay), tuning=lora)
+        for stay in ((), ("experts",))
+    ]
+    give_numbers(*(model.get_base_model() for model in models))
+    found: list[dict[str, torch.Tensor]] = []
+    for model in models:
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for seed, parameter in enumerate(trained.values()):
+            values = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            parameter.data.copy_(0.1 * (values - 0.5))
+        tokens = torch.arange(12).view(1, 12)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        found.append({name: parameter.grad for name, parameter in trained.items()})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[1].items():
+        assert float((found[0][name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
 
 
 def test_a_stack_alone_may_stay(plain):

@@ -299,3 +299,12 @@ def test_the_example_of_the_help_is_a_configuration(tmp_path: Path) -> None:
     assert set(yaml.safe_load("\n".join(lines))) >= {"model", "data", "output", "checkpoints"}
     (tmp_path / "config.yaml").write_text("\n".join(lines))
     assert read_config(str(tmp_path / "config.yaml")).checkpoints.every == 200
+
+
+def test_a_base_as_it_is_stored() -> None:
+    lora = ("tuning={method: lora}", "quantization=stored")
+    config = read_config(None, (*NEEDED, *lora))
+    assert config.quantization is not None
+    assert config.quantization.form == "stored"
+    [fault] = faults(lora[0], "quantization={form: stored, block_size: 32, stay: [lm_head]}")
+    assert "takes what the checkpoint has, so that block_size, stay cannot be given" in fault

@@ -32,8 +32,8 @@ def require_fused_experts(name: str, module: nn.Module, parameter: str) -> str:
             "transformers has them (gate_up_proj, up_proj, down_proj) can have adapters; take it out of "
             "target_parameters"
         )
-    if experts.has_bias or getattr(experts, "has_post_expert_norm", False) or pretrained.are_parted_experts(module):
-        return f"{name}: experts with biases, norms of their own or on ranks of their own cannot have adapters yet"
+    if getattr(experts, "has_post_expert_norm", False) or pretrained.are_parted_experts(module):
+        return f"{name}: experts with norms of their own or on ranks of their own cannot have adapters yet"
     return ""
 
 
@@ -84,7 +84,9 @@ def _product(
     route: Route, module: Any, name: str, parameter: str, expert: int, rows: torch.Tensor, cuts: Sequence[int]
 ) -> torch.Tensor:
     weight = weight_of_expert(module, parameter, expert)
-    found = F.linear(rows, weight.T if module.is_transposed else weight)
+    found = rows @ weight if module.is_transposed else F.linear(rows, weight)
+    if module.has_bias:
+        found = found + getattr(module, f"{parameter}_bias")[expert]
     parts = [
         SitePart(pair, cuts[number], cuts[number + 1])
         for number, pair in enumerate(route.pairs(expert_site(name, parameter, expert)))

@@ -176,7 +176,7 @@ class Dequantise:
         scales, *rest = rest
         factors = scales.float()
         if self.has_exponents and not scales.is_floating_point():
-            factors = factors.new_tensor(_POWERS)[scales.int()]
+            factors = factors.new_tensor(POWERS)[scales.int()]
         if not factors.isfinite().all():
             raise BadValues("a scale is NaN or infinite. Download or write the checkpoint again.", 1)
         if self.overall:
@@ -221,7 +221,8 @@ class Dequantise:
         return scales.repeat_interleave(unit, dim).narrow(dim, at % unit, size)
 
 
-_POWERS = (*(2.0 ** (byte - _EXPONENT_BIAS) for byte in range(255)), float("nan"))
+POWERS = (*(2.0 ** (byte - _EXPONENT_BIAS) for byte in range(255)), float("nan"))
+"""Scales by the byte that stands for them (E8M0)."""
 
 
 def _part(tensor: Any, box: Box, whole: Box) -> Any:

@@ -303,6 +303,8 @@ def permute(source: Expression, dims: Sequence[int]) -> Expression:
     """``torch.permute``."""
     if sorted(dims) != list(range(len(source.shape))):
         raise ValueError(f"{tuple(dims)} does not permute the dimensions of {source.shape}")
+    if isinstance(source, Permute):
+        dims, source = [source.dims[dim] for dim in dims], source.source
     if list(dims) == sorted(dims):
         return source
     return Permute(source, tuple(source.shape[d] for d in dims), tuple(dims))

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.tensors import DType, Form4
+from shardwise.tensors import Code, DType, Form4, FourBitForm
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """How many elements may have one scale."""
@@ -210,7 +210,7 @@ def _codes_by_place(form: Form4, none: Any) -> Any:
 _tables: dict[Form4, Any] = {}
 
 
-def dequantise_rows(packed: Any, absmax: Any, block: int, form: Form4, out: Any) -> None:
+def dequantise_rows(packed: Any, absmax: Any, block: int, form: FourBitForm, out: Any) -> None:
     """What codes and scales stand for: a product in float32, rounded once to the dtype of ``out``.
 
     ``packed``: uint8 CPU tensor ``[..., width / 2]``. ``absmax``: float32 ``[..., width / block]``. ``out``:
@@ -232,7 +232,8 @@ def dequantise_rows(packed: Any, absmax: Any, block: int, form: Form4, out: Any)
         part = products[: stop - start]
         np.take(_pairs(form), keys[start // 2 : stop // 2], out=part.view(np.uint64), mode="clip")
         by_block = part.reshape(-1, block)
-        np.multiply(by_block, scales[start // block : stop // block, None], out=by_block)
+        with np.errstate(all="ignore"):  # what overflows is infinite
+            np.multiply(by_block, scales[start // block : stop // block, None], out=by_block)
         flat[start:stop].copy_(numbers[: stop - start])
 
 
@@ -277,7 +278,8 @@ def _widen(stored: NDArray[Any], dtype: DType, out: NDArray[np.float32]) -> None
 
 
 @cache
-def _pairs(form: Form4) -> NDArray[np.uint64]:
+def _pairs(form: FourBitForm) -> NDArray[np.uint64]:
     """Two float32 in a row, by the byte that stands for them."""
     numbers = np.array(form.numbers, np.float32)
-    return np.stack([np.repeat(numbers, 16), np.tile(numbers, 16)], axis=1).view(np.uint64).reshape(-1)
+    halves = [np.repeat(numbers, 16), np.tile(numbers, 16)]
+    return np.stack(halves[::-1] if isinstance(form, Code) else halves, axis=1).view(np.uint64).reshape(-1)

@@ -8,10 +8,24 @@ from typing import Any
 
 from shardwise.conversion import four_bit
 from shardwise.conversion.computed import Computed, ComputedBlock, aligned_blocks
-from shardwise.conversion.expression import Expression, Reshape, Shape, reshape
+from shardwise.conversion.dequantise import Dequantise
+from shardwise.conversion.expression import (
+    Concat,
+    Expression,
+    Permute,
+    Reshape,
+    Shape,
+    Slice,
+    Stack,
+    concat,
+    permute,
+    reshape,
+    slice_dim,
+    stack,
+)
 from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers
 from shardwise.conversion.quantise import quantised, scales_as_numbers
-from shardwise.tensors import Box, DType, Form4, numel
+from shardwise.tensors import Box, Code, DType, Form4, FourBitForm, numel
 
 _OUT = "bytes"
 _NUMBERS = "numbers"
@@ -82,17 +96,85 @@ def from_bytes(raw: Expression) -> Expression:
     return Computed(FromBytes(shape), _NUMBERS, shape, DType.F32, (raw,))
 
 
-def packed(numbers: Expression, form: Form4, block_size: int, *, rounds_to: DType) -> tuple[Expression, Expression]:
+def packed(
+    numbers: Expression, form: FourBitForm, block_size: int, *, rounds_to: DType
+) -> tuple[Expression, Expression]:
     """What is kept of a matrix in four bits: packed bytes (.., out, in / 2), and scales.
 
-    The latter as the bytes of float32, (.., out, 4 * in / block). Numbers are rounded to ``rounds_to`` before they
-    are packed. What is stored in this very form, and in blocks of this size, is taken as it is.
+    The latter as the bytes of float32, (.., out, 4 * in / block); of MXFP4 the exponents (.., out, in / 32).
+    Numbers are rounded to ``rounds_to`` before they are packed. What is stored in this very form, and in blocks of
+    this size, is taken as it is.
+
+    Raises:
+        ValueError: numbers are to be MXFP4, which are only taken as they are stored.
     """
-    stored = _stored_so(numbers, form, block_size)
-    if stored is not None:
-        values, scales = stored
-        return values, as_bytes(scales)
+    stored = stored_rows(numbers)
+    if stored is not None and (stored.form, stored.block_size) == (form, block_size):
+        return stored.values, stored.scales if isinstance(form, Code) else as_bytes(stored.scales)
+    if isinstance(form, Code):
+        raise ValueError("its numbers are not packed as MXFP4, which is only taken as it is stored")
     return quantised(numbers, block_size, form, rounds_to)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """A weight (.., out, in) whose rows are stored in four bits.
+
+    Attributes:
+        form: of the codes.
+        block_size: elements of a row with one scale.
+        values: packed bytes (.., out, in / 2).
+        scales: (.., out, in / block): float32; of MXFP4 bytes, exponents.
+    """
+
+    form: FourBitForm
+    block_size: int
+    values: Expression
+    scales: Expression
+
+
+def stored_rows(numbers: Expression) -> StoredRows | None:
+    """The packed rows that numbers are made of, where these are only put together; None of any other.
+
+    No block crosses a row, so that rows that are stacked, concatenated or sliced as numbers are so as bytes.
+    """
+    if isinstance(numbers, Computed):
+        match numbers.operation:
+            case Unpack(form=form, block_size=block):
+                return StoredRows(form, block, *numbers.sources)
+            case Dequantise(code=Code.E2M1, has_exponents=True, overall=0, unit=(*outer, block)) if set(outer) <= {
+                1
+            }:
+                return StoredRows(Code.E2M1, block, *numbers.sources)
+        return None
+    parts = [stored_rows(source) for source in numbers.sources]
+    found = [part for part in parts if part is not None]
+    if not found or len(found) < len(parts) or len({(part.form, part.block_size) for part in found}) > 1:
+        return None
+    values, scales = (
+        _over_rows(numbers, sources)
+        for sources in ([part.values for part in found], [part.scales for part in found])
+    )
+    return (
+        None if values is None or scales is None else StoredRows(found[0].form, found[0].block_size, values, scales)
+    )
+
+
+def _over_rows(node: Expression, sources: Sequence[Expression]) -> Expression | None:
+    """The same node over rows of another width; None where it does not leave rows whole."""
+    last = len(node.shape) - 1
+    match node:
+        case Concat(dim=dim) if dim != last:
+            return concat(sources, dim)
+        case Stack(dim=dim) if dim != last:
+            return stack(sources, dim)
+        case Slice(dim=dim) if dim != last:
+            return slice_dim(sources[0], dim, node.start, node.shape[dim], node.step)
+        case Permute(dims=dims) if dims[-1] == last:
+            return permute(sources[0], dims)
+        case Reshape() if node.shape[-1] == node.source.shape[-1]:
+            return reshape(sources[0], (*node.shape[:-1], sources[0].shape[-1]))
+    return None
 
 
 @dataclass(frozen=True, slots=True)

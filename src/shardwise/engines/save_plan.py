@@ -27,6 +27,7 @@ from shardwise.layout import ModelLayout, Origin, TensorKind, place_of
 from shardwise.models.conversions.revert import Output, names_in_file, revert
 from shardwise.models.four_bits.four_bit_files import (
     has_four_bits,
+    held_as_stored,
     held_in_files,
     in_shapes_of_files,
     refuse_without_scales,
@@ -103,10 +104,11 @@ def chosen(world: World, request: SaveRequest) -> tuple[list[Held], Mapping[str,
 
 def _looked_at(request: SaveRequest) -> list[Held]:
     held = look_inside(request.model)
-    if not isinstance(request.names, PeftNames):
-        refuse_without_scales(held)
-    if not isinstance(request.names, HubNames):
+    if isinstance(request.names, PeftNames):
         return held
+    refuse_without_scales(held)
+    if not isinstance(request.names, HubNames):
+        return held_as_stored(held)
     if request.dtype is not None and has_four_bits(request.model):
         raise ConfigError(
             f"dtype={request.dtype}: weights in four bits, and their scales, are saved as they are; leave dtype out"

@@ -24,6 +24,7 @@ from shardwise.execution.states.given_parts import Giver, MergingGiver, PackedRo
 from shardwise.layout import ModelLayout, Origin
 from shardwise.models.conversions.revert import Output, revert
 from shardwise.models.four_bits.four_bit_files import (
+    held_as_stored,
     held_in_files,
     in_shapes_of_files,
     layout_in_numbers,
@@ -151,7 +152,9 @@ def _looked_at(model: nn.Module, names: WrittenNames, only: Selection | MergedAd
     held = look_inside(model)
     if not isinstance(only, AdapterOnly):
         refuse_without_scales(held)
-    return held_in_files(held) if isinstance(only, Everything) and isinstance(names, HubNames) else held
+    if not isinstance(only, Everything):
+        return held
+    return held_in_files(held) if isinstance(names, HubNames) else held_as_stored(held)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,15 @@ from shardwise.execution.memory.garbage import collected_later
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
 from shardwise.models.additions import ResizeVocab
 from shardwise.models.four_bits.four_bit_base import put_base_into_four_bits
-from shardwise.models.four_bits.quantization import AsNumbers, Fp4, Nf4, Quantization, of_transformers
+from shardwise.models.four_bits.quantization import (
+    AsStored,
+    Fp4,
+    Mxfp4,
+    Nf4,
+    Quantization,
+    is_mxfp4,
+    of_transformers,
+)
 from shardwise.models.trained_dtype import AsItIs, TrainedDtype, Upcast
 from shardwise.tensors import DType
 from shardwise.tuning import configs
@@ -44,9 +52,11 @@ class TunedOptions(ModelOptions, total=False):
         resize_vocab: how many tokens the model is to have, or a
             :class:`~shardwise.models.additions.ResizeVocab`, which tells how new ones begin.
         quantization: the weights of linear layers are kept in four bits: ``Nf4(...)`` or ``Fp4(...)``, packed while
-            they are read; what is trained is a LoRA then. A checkpoint that is stored so stays so by default;
-            ``AsNumbers()`` makes numbers of it.
-        quantization_config: the same as transformers says it, a ``BitsAndBytesConfig(load_in_4bit=True, ...)``.
+            they are read; what is trained is a LoRA then. Linear layers that bitsandbytes has stored so stay so by
+            default; with ``AsStored()`` experts that are stored so do, too, also as MXFP4. ``AsNumbers()`` makes
+            numbers of all.
+        quantization_config: the same as transformers says it, a ``BitsAndBytesConfig(load_in_4bit=True, ...)`` or
+            an ``Mxfp4Config(...)``.
     """
 
     tuning: AnyTuning
@@ -115,11 +125,22 @@ def base_in_four_bits(
     """
     wanted = options.get("quantization")
     stored: Any = model.config.__dict__.pop("quantization_config", None)
-    is_stored = wanted is None and stored is not None
+    keeps_experts = isinstance(wanted, AsStored)
+    if keeps_experts and is_mxfp4(stored):
+        let_merge_in_four_bits()
+        return put_base_into_four_bits(model, bindings, Mxfp4(), keeps_experts=True, config=stored)
+    if keeps_experts and stored is None:
+        raise ConfigError(
+            "quantization=AsStored(): the checkpoint is not stored in four bits by bitsandbytes, nor as MXFP4; "
+            "leave it out, or pass quantization=Nf4()"
+        )
+    if is_mxfp4(stored):
+        stored = None  # numbers, unless these are asked for
+    is_stored = (wanted is None or keeps_experts) and stored is not None
     if is_stored:
         wanted = of_transformers(stored)
         require_trainable({**options, "quantization": wanted})
-    if wanted is None or isinstance(wanted, AsNumbers):
+    if not isinstance(wanted, (Nf4, Fp4)):
         return bindings, ()
     has_bytes = any(item.dtype is DType.U8 for claims in bindings.offers.values() for item in claims)
     if has_bytes and stored is not None and (kind := type(of_transformers(stored))) is not type(wanted):
@@ -128,13 +149,13 @@ def base_in_four_bits(
             "InternalNames() have written them; pass that, or leave it out"
         )
     let_merge_in_four_bits()
-    return put_base_into_four_bits(model, bindings, wanted, must_match=not is_stored)
+    return put_base_into_four_bits(model, bindings, wanted, keeps_experts=keeps_experts, must_match=not is_stored)
 
 
 def require_trainable(options: TunedOptions) -> None:
     """Raises ConfigError where what is to be trained is in four bits."""
     tuning = options.get("tuning")
-    if isinstance(options.get("quantization"), (Nf4, Fp4)) and isinstance(tuning, (Full, Freeze)):
+    if isinstance(options.get("quantization"), (Nf4, Fp4, AsStored)) and isinstance(tuning, (Full, Freeze)):
         raise ConfigError(
             f"tuning={type(tuning).__name__}(...) trains weights of the base, and quantization="
             f"{type(options['quantization']).__name__}(...) keeps them in four bits, which are not trained; pass "

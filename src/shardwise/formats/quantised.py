@@ -176,8 +176,7 @@ def form_of(config: Mapping[str, Any]) -> QuantisedForm:
     Raises:
         ConfigError: as of :func:`scheme_of`.
     """
-    scheme_of(config)
-    return _WithScales(config)
+    return _WithScales(config, is_kept=isinstance(scheme_of(config), MicroscalingFloat4))
 
 
 # Which tensors belong together

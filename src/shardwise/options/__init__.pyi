@@ -40,6 +40,7 @@ from shardwise.models.additions import Drawn as Drawn
 from shardwise.models.additions import MeanOfRows as MeanOfRows
 from shardwise.models.additions import ResizeVocab as ResizeVocab
 from shardwise.models.four_bits.quantization import AsNumbers as AsNumbers
+from shardwise.models.four_bits.quantization import AsStored as AsStored
 from shardwise.models.four_bits.quantization import Fp4 as Fp4
 from shardwise.models.four_bits.quantization import NestedScales as NestedScales
 from shardwise.models.four_bits.quantization import Nf4 as Nf4

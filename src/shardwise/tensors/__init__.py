@@ -1,7 +1,7 @@
 """Which box, which bytes: the arithmetic of N-d index sets, without torch."""
 
 from shardwise.tensors.boxes import Box, ByteRange, Strided, coalesce, contiguous_strides, numel, row_blocks
-from shardwise.tensors.dtypes import Code, DType, Form4
+from shardwise.tensors.dtypes import Code, DType, Form4, FourBitForm
 
 __all__ = [
     "Box",
@@ -9,6 +9,7 @@ __all__ = [
     "Code",
     "DType",
     "Form4",
+    "FourBitForm",
     "Strided",
     "coalesce",
     "contiguous_strides",

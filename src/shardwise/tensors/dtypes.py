@@ -7,6 +7,7 @@ import math
 import struct
 from functools import cache
 from itertools import pairwise
+from typing import TypeAlias
 
 
 class DType(enum.Enum):
@@ -200,6 +201,10 @@ class Form4(enum.Enum):
 def _single(number: float) -> float:
     """The nearest float32."""
     return float(struct.unpack("f", struct.pack("f", number))[0])
+
+
+FourBitForm: TypeAlias = Form4 | Code
+"""Forms in which a model keeps weights: those of bitsandbytes, and ``Code.E2M1``, the elements of MXFP4."""
 
 
 @cache

@@ -20,7 +20,7 @@ from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.world import World
-from shardwise.models.four_bits.quantization import FourBit
+from shardwise.models.four_bits.quantization import AsStored, FourBit
 from shardwise.models.selection import has_adapters
 from shardwise.models.torch_words import to_torch
 from shardwise.models.wrapping.wrap import Sharding
@@ -124,7 +124,7 @@ class ModelRequest:
     revision: str | None = None
     trust_remote_code: bool = False
     vocab_size: int | None = None
-    quantization: FourBit | None = None
+    quantization: FourBit | AsStored | None = None
 
     def keywords(self) -> PretrainedOptions:
         """Arguments of :func:`~shardwise.verbs.pretrained.from_pretrained`."""

@@ -1,19 +1,24 @@
 """PEFT's layers of LoRA on weights in four bits, which are merged as PEFT merges those on bitsandbytes' layers.
 
 PEFT takes the numbers of a weight from bitsandbytes, or adds to the weight itself; bytes and scales of ours are
-neither. Imported when there is such a layer: PEFT is slow to import.
+neither. On a stack of experts PEFT computes with the sum of both; ours adds the products. Imported when there is
+such a layer: PEFT is slow to import.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft.tuners import lora
+from peft.tuners.lora.layer import ParamWrapper
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError
+from shardwise.models.four_bits.four_bit_experts import StackDelta, are_experts_in_four_bits, with_deltas
 from shardwise.models.four_bits.four_bit_live import pack_again
 from shardwise.tuning import peft_compat
 
@@ -98,7 +103,35 @@ class LinearOnFourBits(MergesInFourBits, lora.Linear):
     """Where bitsandbytes is not installed."""
 
 
-_KINDS: dict[type, type] = {lora.Linear: LinearOnFourBits}
+class StackOnFourBits(ParamWrapper):
+    """A LoRA on a stack of experts: its product is added to that of the weight, which stays bytes."""
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        deltas = [self._delta(name) for name in active_adapters if name in self.lora_A]
+        experts: Any = self.get_base_layer()
+        with with_deltas(experts, self.parameter_name, deltas):
+            yield
+
+    def _delta(self, name: str) -> StackDelta:
+        lora_A: Any = self.lora_A
+        lora_B: Any = self.lora_B
+        A, B = lora_A[name].weight, lora_B[name].weight
+        first = A.reshape(self.num_experts, -1, A.shape[1]).mT  # expert by expert
+        second = B.reshape(len(B), -1, self.num_experts).permute(2, 1, 0)  # and rank by rank
+        return StackDelta(first, second, self.scaling[name])
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:  # noqa: ARG002, FBT001, FBT002 - as PEFT has it
+        """Raises ConfigError: bytes of experts are not changed."""
+        if peft_compat.to_merge(self, adapter_names):
+            raise ConfigError(
+                "an adapter on experts in four bits is not merged into their bytes; take it off other layers again "
+                "by unmerge_adapter(), save it with save_adapter, and merge it into the files of the base with "
+                "shardwise merge-adapter"
+            )
+
+
+_KINDS: dict[type, type] = {lora.Linear: LinearOnFourBits, ParamWrapper: StackOnFourBits}
 
 if (_Linear4bit := getattr(lora, "Linear4bit", None)) is not None:
 
@@ -111,3 +144,11 @@ if (_Linear4bit := getattr(lora, "Linear4bit", None)) is not None:
 def let_merge(layer: Any) -> None:
     """Have a layer of PEFT's, which is being put around a weight in four bits, merge as such; in place."""
     layer.__class__ = _KINDS.get(type(layer), type(layer))
+
+
+def put_on_experts(layers: Iterable[Any]) -> None:
+    """Have PEFT's layers on stacks of experts in four bits compute and merge as such; in place."""
+    for layer in layers:
+        base = layer.get_base_layer()
+        if are_experts_in_four_bits(base) and getattr(layer, "parameter_name", None) in base.packings:
+            let_merge(layer)

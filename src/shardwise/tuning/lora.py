@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings, Expression
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.models.additions import Additions, DrawnWhole, RowNorms
-from shardwise.models.four_bits.four_bit_experts import are_experts_in_four_bits
+from shardwise.models.four_bits.four_bit_experts import are_experts_in_four_bits, shown_as_numbers
 from shardwise.models.four_bits.four_bit_linear import is_in_four_bits
 from shardwise.models.selection import AdapterOnly, names_outside
 from shardwise.models.torch_words import parameters_in, walk
@@ -146,7 +146,8 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
     modules = [module_name for module_name, _ in walk(base)]
     parameters = [parameter_name for parameter_name, _ in parameters_in(base)]
     try:
-        model = peft_compat.inject(base, config, name, starts_anew=adapter is None)
+        with shown_as_numbers(base):
+            model = peft_compat.inject(base, config, name, starts_anew=adapter is None)
     except ConfigError:
         everything = peft_compat.AdaptedNames(tuple(modules), tuple(parameters), tuple(modules))
         _require_all_matched(config, everything, modules, parameters)  # where a name is at fault, with the nearest
@@ -158,6 +159,10 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
     else:  # of "all-linear" a stored config names every layer, also excluded ones; its tensors are all matched
         found = replace(found, modules=tuple(modules))
     _require_all_matched(config, found, modules, parameters, faults)
+    if any(are_experts_in_four_bits(module) for _, module in walk(base)):
+        from shardwise.tuning.four_bit_layers import put_on_experts  # PEFT is slow to import
+
+        put_on_experts(layer for _, layer in peft_compat.layers(model))
     return model
 
 
@@ -179,22 +184,12 @@ def _put_around(layer: nn.Module, name: str, inside: nn.Module | None) -> None:
 
 def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
     """Raises ConfigError where a LoRA needs numbers of what is in four bits."""
-    experts = [(name, module) for name, module in walk(base) if are_experts_in_four_bits(module)]
-    packed = [name for name, module in walk(base) if is_in_four_bits(module)] + [name for name, _ in experts]
+    packed = [name for name, module in walk(base) if is_in_four_bits(module) or are_experts_in_four_bits(module)]
     if packed and config.use_dora:
         raise ConfigError(
             f"use_dora needs norms of rows of numbers, which weights in four bits are not ({packed[0]}); leave out "
             "use_dora, or quantization"
         )
-    for wanted in config.target_parameters or ():
-        stacks = (f"{name}.{local}" for name, module in experts for local in module.packings)
-        stack = next((fqn for fqn in stacks if fqn == wanted or fqn.endswith(f".{wanted}")), None)
-        if stack is not None:
-            raise ConfigError(
-                f"target_parameters: PEFT adds to the numbers of {stack}, which is in four bits; name it in "
-                f'quantization=Nf4(stay=("{wanted}",)), take it out of target_parameters, or train the adapter in '
-                "an AdapterBank, which needs no numbers"
-            )
     for wanted in config.modules_to_save or ():
         found = next((name for name in packed if wanted in name.split(".")), None)
         if found is not None:

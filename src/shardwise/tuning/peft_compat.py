@@ -225,12 +225,14 @@ def _require_names() -> None:
     with KnownNames("peft", "0.20 or 0.21"):
         from peft.tuners import tuners_utils
         from peft.tuners.lora import LoraLayer
+        from peft.tuners.lora.layer import ParamWrapper
         from peft.utils.other import ModulesToSaveWrapper
 
         for owner, name in (
             (LoraLayer, "get_base_layer"),
             (LoraLayer, "orthogonal_init"),
             (LoraLayer, "reset_lora_parameters"),
+            (ParamWrapper, "_activate_lora"),
             (ModulesToSaveWrapper, "forward"),
             (tuners_utils, "check_adapters_to_merge"),
             (tuners_utils.BaseTuner, "merge_adapter"),

@@ -6,14 +6,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationMethod
 
-from shardwise.conversion import Bindings, Expression
-from shardwise.conversion.packed import nested_as_stored, packed, stored_form
+from shardwise.conversion import Bindings, Expression, permute
+from shardwise.conversion.packed import nested_as_stored, packed, stored_form, stored_rows
 from shardwise.errors import ConfigError
 from shardwise.models.four_bits.four_bit_experts import (
     are_experts_in_four_bits,
@@ -33,10 +34,10 @@ from shardwise.models.four_bits.four_bit_linear import (
     why_it_stays,
 )
 from shardwise.models.four_bits.four_bit_product import Packing, has_bitsandbytes
-from shardwise.models.four_bits.quantization import FourBit, of_form, to_transformers
+from shardwise.models.four_bits.quantization import KeptForm, form_name, is_mxfp4, of_form, to_transformers
 from shardwise.models.torch_words import from_torch, original_class, parameters_of, walk
 from shardwise.report.names import collapse
-from shardwise.tensors import DType
+from shardwise.tensors import Code, DType, FourBitForm
 
 _ROUTERS = ("gate", "router")
 _EXPERTS = "experts"
@@ -60,12 +61,18 @@ class Chosen:
 
 
 def choose_layers(
-    model: nn.Module, quantization: FourBit, offered: Callable[[str], bool], *, must_match: bool = True
+    model: nn.Module,
+    quantization: KeptForm,
+    offered: Callable[[str], bool],
+    stored: Mapping[str, tuple[FourBitForm, int]] = MappingProxyType({}),
+    *,
+    must_match: bool = True,
 ) -> Chosen:
     """The linear layers and the experts of a model on meta, tied, that are to be in four bits.
 
     What computes logits stays, whatever is tied, routers, experts that are not computed one by one, what the
-    checkpoint does not hold (``offered`` is asked by the name of a weight), and what is named.
+    checkpoint does not hold (``offered`` is asked by the name of a weight), and what is named. ``stored`` are
+    stacks of experts that are taken as they are stored, by name, with their form and the size of their blocks.
 
     Raises:
         ConfigError: something named matches nothing, or nothing is left; not without ``must_match``.
@@ -77,7 +84,7 @@ def choose_layers(
     stacks: dict[str, tuple[nn.Module, str]] = {}
     stay: dict[str, str] = {}
     matched: set[str] = set()
-    for item in _candidates(model, quantization):
+    for item in _candidates(model, quantization, stored):
         named = [pattern for pattern in quantization.stay if any(_matches(pattern, name) for name in item.names)]
         matched.update(named)
         told = item.names[-1]
@@ -121,7 +128,9 @@ class _Candidate:
     why: str | None
 
 
-def _candidates(model: nn.Module, quantization: FourBit) -> Iterator[_Candidate]:
+def _candidates(
+    model: nn.Module, quantization: KeptForm, stored: Mapping[str, tuple[FourBitForm, int]]
+) -> Iterator[_Candidate]:
     """All linear layers and stacks of experts."""
     head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     last = next(reversed([name for name, _ in model.named_parameters()]), "").rpartition(".")[0]
@@ -136,7 +145,9 @@ def _candidates(model: nn.Module, quantization: FourBit) -> Iterator[_Candidate]
                 why = "chooses experts"
             yield _Candidate((name,), module, WEIGHT, why)
         for local, stack in stacks_of(name, module):
-            yield _Candidate((name, f"{name}.{local}"), module, local, why_they_stay(module, stack, quantization))
+            fqn = f"{name}.{local}"
+            why = why_they_stay(module, stack, quantization, is_stored=fqn in stored)
+            yield _Candidate((name, fqn), module, local, why)
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -154,11 +165,23 @@ def _is_router(name: str, names: Mapping[str, nn.Module]) -> bool:
 
 
 def put_base_into_four_bits(
-    model: PreTrainedModel, bindings: Bindings, quantization: FourBit, *, must_match: bool
+    model: PreTrainedModel,
+    bindings: Bindings,
+    quantization: KeptForm,
+    *,
+    keeps_experts: bool = False,
+    must_match: bool = True,
+    config: Mapping[str, Any] | None = None,
 ) -> tuple[Bindings, tuple[str, ...]]:
     """Put the layers of a base on meta into four bits; what the checkpoint offers then, and notes for the report.
 
-    ``must_match``: names of modules that stay are the user's, and not those of the checkpoint's config.
+    Args:
+        model: the base.
+        bindings: what the checkpoint offers.
+        quantization: how layers are packed that are not stored packed.
+        keeps_experts: experts that are stored packed stay so.
+        must_match: names of modules that stay are the user's, and not those of the checkpoint's config.
+        config: the ``quantization_config`` of the checkpoint where the model is to have that.
 
     Raises:
         ConfigError: as of :func:`choose_layers`.
@@ -166,11 +189,15 @@ def put_base_into_four_bits(
     stored = {
         name for name, claims in bindings.offers.items() if any(stored_form(item) is not None for item in claims)
     }
-    wanted = stored or bindings.offers.keys()
+    stacks = _stored_stacks(model, bindings) if keeps_experts else {}
+    wanted = stored | stacks.keys()
+    if not wanted and config is None:
+        wanted = set(bindings.offers)
     chosen = choose_layers(
         model,
         quantization,
         lambda name: bool(bindings.offers.get(name)) and name in wanted,
+        stacks,
         must_match=must_match,
     )
     if not chosen.layers and not chosen.stacks:
@@ -178,26 +205,47 @@ def put_base_into_four_bits(
     for name, layer in chosen.layers.items():
         form = next(filter(None, map(stored_form, bindings.offers[f"{name}.{WEIGHT}"])), None)
         put_into_four_bits(layer, quantization if form is None else of_form(form, quantization))
-    kinds: dict[nn.Module, dict[str, FourBit]] = {}
-    for module, local in chosen.stacks.values():
-        kinds.setdefault(module, {})[local] = quantization
-    for module, stacks in kinds.items():
-        put_experts_into_four_bits(module, stacks)
+    kinds: dict[nn.Module, dict[str, KeptForm]] = {}
+    for name, (module, local) in chosen.stacks.items():
+        kind = of_form(stacks[name], quantization) if name in stacks else quantization
+        kinds.setdefault(module, {})[local] = kind
+    for module, names in kinds.items():
+        put_experts_into_four_bits(module, names)
     kept = tuple(sorted(pattern for pattern in chosen.stay))
-    mark_in_four_bits(model, to_transformers(quantization, kept, model.dtype))
-    return offered_in_four_bits(model, bindings), (*notes_of(chosen, quantization), *about_speed())
+    mark_in_four_bits(model, config or to_transformers(quantization, kept, model.dtype))
+    return offered_in_four_bits(model, bindings), (
+        *notes_of(chosen, quantization),
+        *(() if config else about_speed()),
+    )
 
 
-def notes_of(chosen: Chosen, quantization: FourBit) -> tuple[str, ...]:
+def _stored_stacks(model: nn.Module, bindings: Bindings) -> dict[str, tuple[FourBitForm, int]]:
+    """Stacks of experts that a checkpoint has packed, by name: their form, and the size of their blocks."""
+    found: dict[str, tuple[FourBitForm, int]] = {}
+    for name, module in walk(model):
+        for local, _ in stacks_of(name, module):
+            for item in bindings.offers.get(f"{name}.{local}", ()):
+                rows = stored_rows(_as_rows(item, is_transposed=getattr(module, "is_transposed", False)))
+                if rows is not None:
+                    found[f"{name}.{local}"] = rows.form, rows.block_size
+    return found
+
+
+def _as_rows(stack: Expression, *, is_transposed: bool) -> Expression:
+    """A stack (experts, out, in), of one that may be (experts, in, out)."""
+    return permute(stack, (0, 2, 1)) if is_transposed and len(stack.shape) == 3 else stack
+
+
+def notes_of(chosen: Chosen, quantization: KeptForm) -> tuple[str, ...]:
     """What is in four bits and what is not, and why, in sentences."""
     by_reason: dict[str, list[str]] = {}
     for name, why in chosen.stay.items():
         by_reason.setdefault(why, []).append(name)
-    how = f"{quantization.form.name}, blocks of {quantization.block_size}"
+    how = f"{form_name(quantization.form)}, blocks of {quantization.block_size}"
     notes = (
         [f"{len(chosen.layers)} linear layers are in four bits ({how}), packed on the CPU"] if chosen.layers else []
     )
-    notes += _about_experts(chosen, how)
+    notes += _about_experts(chosen, how if isinstance(quantization.form, Code) else f"{how}, plain scales")
     notes += [
         f"{', '.join(pattern for pattern, _ in collapse(members))} keeps its numbers: {why}"
         for why, members in by_reason.items()
@@ -218,14 +266,14 @@ def _about_experts(chosen: Chosen, how: str) -> list[str]:
     if not chosen.stacks:
         return []
     names = ", ".join(pattern for pattern, _ in collapse(sorted(chosen.stacks)))
-    return [f"experts are in four bits ({how}, plain scales) and are computed one after the other: {names}"]
+    return [f"experts are in four bits ({how}) and are computed one after the other: {names}"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Method:
     """What transformers says of a model that it does not save."""
 
-    quant_method: str = "bitsandbytes by shardwise, whose shardwise.save(model, folder) writes its files,"
+    quant_method: str = "four bits by shardwise, whose shardwise.save(model, folder) writes its files,"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,12 +299,12 @@ class _Quantiser:
 
 
 def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None:
-    """Let PEFT, accelerate and the Trainer see a model of bitsandbytes; ``config`` goes into the model's config."""
+    """Let PEFT, accelerate and the Trainer see a quantised model; ``config`` goes into the model's config."""
     told: Any = model
-    if has_bitsandbytes():  # whoever asks for this goes on to import it
+    if has_bitsandbytes() and not is_mxfp4(config):  # whoever asks for this goes on to import it
         told.is_loaded_in_4bit = True
     told.is_quantized = True
-    told.quantization_method = QuantizationMethod.BITS_AND_BYTES
+    told.quantization_method = QuantizationMethod.MXFP4 if is_mxfp4(config) else QuantizationMethod.BITS_AND_BYTES
     told.hf_quantizer = _Quantiser()
     told.config.quantization_config = dict(config)
 
@@ -299,7 +347,11 @@ def _are_packed(module: nn.Module, local: str, claims: Sequence[Expression]) -> 
 def _experts_offered(fqn: str, packing: Packing, claims: Sequence[Expression]) -> dict[str, tuple[Expression, ...]]:
     """What is offered for a stack of weights, packed and scales, by FQN."""
     rounds_to = from_torch(packing.dtype, fqn)
-    both = [packed(item, packing.form, packing.block_size, rounds_to=rounds_to) for item in claims]
+    rows = [_as_rows(item, is_transposed=packing.is_transposed) for item in claims]
+    try:
+        both = [packed(item, packing.form, packing.block_size, rounds_to=rounds_to) for item in rows]
+    except ValueError as error:
+        raise ConfigError(f"{fqn}: {error}; load the checkpoint that the model came from") from error
     return {fqn: tuple(weight for weight, _ in both), scales_of(fqn): tuple(scales for _, scales in both)}
 
 

@@ -29,13 +29,14 @@ from shardwise.models.four_bits.four_bit_product import Packing
 from shardwise.models.four_bits.quantization import FourBit
 from shardwise.models.torch_words import from_torch, modules_in
 from shardwise.models.view import Held, Slot
-from shardwise.tensors import numel
+from shardwise.tensors import Code, numel
 
 ABSMAX = "absmax"
 QUANT_MAP = "quant_map"
 NESTED_ABSMAX = "nested_absmax"
 NESTED_MAP = "nested_quant_map"
 QUANT_STATE = "quant_state.bitsandbytes__"
+BLOCKS = "_blocks"
 
 
 def has_four_bits(model: nn.Module) -> bool:
@@ -50,11 +51,11 @@ def held_in_files(held: Sequence[Held]) -> list[Held]:
         ConfigError: experts are in four bits.
     """
     refuse_experts(
-        held,
+        [item for item in held if not _is_mxfp4(item.slots[0].module, item.slots[0].name)],
         "files of bitsandbytes have no form for them; pass names=InternalNames(), which quantization=Nf4() reads",
     )
     found: list[Held] = []
-    for item in held:
+    for item in held_as_stored(held):
         slot = item.slots[0]
         if not is_in_four_bits(slot.module) or slot.name not in (WEIGHT, SCALES, NESTED, OFFSET):
             found.append(item)
@@ -67,6 +68,24 @@ def held_in_files(held: Sequence[Held]) -> list[Held]:
         elif slot.name == NESTED:
             found.append(_renamed(item, item.tensor, item.kind, NESTED, f"{WEIGHT}.{NESTED_ABSMAX}"))
     return found
+
+
+def held_as_stored(held: Sequence[Held]) -> list[Held]:
+    """The same, with packed bytes of MXFP4 under the names by which a checkpoint's are known: ``.._blocks``."""
+    return [
+        _renamed(item, item.tensor, item.kind, item.slots[0].name, f"{item.slots[0].name}{BLOCKS}")
+        if _is_mxfp4(item.slots[0].module, item.slots[0].name)
+        else item
+        for item in held
+    ]
+
+
+def _is_mxfp4(module: nn.Module, stack: str) -> bool:
+    return (
+        are_experts_in_four_bits(module)
+        and stack in module.packings
+        and isinstance(module.packings[stack].form, Code)
+    )
 
 
 def refuse_without_scales(held: Sequence[Held]) -> None:
@@ -86,7 +105,7 @@ def refuse_experts(held: Sequence[Held], why: str) -> None:
         if are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
             raise ConfigError(
                 f"{slot.fqn}: its experts are in four bits, and {why}; or leave "
-                'experts as they are: quantization=Nf4(stay=("experts",))'
+                'experts as numbers: quantization=Nf4(stay=("experts",)), or AsNumbers()'
             )
 
 
@@ -131,7 +150,7 @@ def packed_for_files(key: str, numbers: torch.Tensor, quantization: FourBit) -> 
     host = source if source.is_meta else source.cpu()
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=host.device)
     scales = torch.empty(rows, columns // packing.block_size, dtype=torch.float32, device=host.device)
-    if not host.is_meta and (bad := quantise_rows(host, packing.block_size, packing.form, codes, scales)):
+    if not host.is_meta and (bad := quantise_rows(host, packing.block_size, quantization.form, codes, scales)):
         raise FormatError(f"{key}: row {bad[0]} has values that are not finite, and cannot be put into 4 bits")
     yield key, codes.view(-1, 1).to(numbers.device)
     yield f"{key}.{ABSMAX}", scales.view(-1).to(numbers.device)
@@ -180,14 +199,26 @@ def layout_in_numbers(layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
                 continue
             packing = module.packings.get(name)
         if packing is not None:
-            shape = (*tensor.shape[:-1], 2 * tensor.shape[-1])
+            *outer, half = tensor.shape
+            shape = (*outer, 2 * half)
+            if packing.is_transposed:
+                shape = (*shape[:-2], shape[-1], shape[-2])
             tensor = replace(tensor, shape=shape, dtype=from_torch(packing.dtype, tensor.fqn), boxes=())
         tensors.append(tensor)
     return ModelLayout(tuple(tensors))
 
 
 def in_shapes_of_files(held: Sequence[Held], outputs: Mapping[str, Output]) -> dict[str, Output]:
-    """Outputs with weights (n, 1), and scales (n,), where ``held`` is what files have; others as they are."""
+    """Outputs with weights (n, 1), and scales (n,), where ``held`` is what files have; others as they are.
+
+    Packed bytes of MXFP4 (experts, out, in / 32, 16).
+    """
+    blocks = {
+        item.fqn
+        for item in held
+        if item.slots[0].name.endswith(BLOCKS)
+        and _is_mxfp4(item.slots[0].module, item.slots[0].name.removesuffix(BLOCKS))
+    }
     layers = {item.slots[0].module for item in held if item.slots[0].name == f"{WEIGHT}.{ABSMAX}"}
     four_bit = {
         item.fqn: item.slots[0].name
@@ -202,5 +233,7 @@ def in_shapes_of_files(held: Sequence[Held], outputs: Mapping[str, Output]) -> d
             output = replace(output, expression=reshape(made, (numel(made.shape), 1)))
         elif name is not None:
             output = replace(output, expression=reshape(made, (numel(made.shape),)))
+        elif isinstance(made, Stored) and made.key in blocks:
+            output = replace(output, expression=reshape(made, (*made.shape[:-1], made.shape[-1] // 16, 16)))
         found[key] = output
     return found

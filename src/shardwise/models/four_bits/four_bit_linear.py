@@ -30,7 +30,7 @@ from shardwise.models.four_bits.four_bit_product import (
     product,
     unnested_scales,
 )
-from shardwise.models.four_bits.quantization import COMPUTED_IN, FourBit, NestedScales
+from shardwise.models.four_bits.quantization import COMPUTED_IN, KeptForm, NestedScales, form_name
 
 WEIGHT = "weight"
 SCALES = "weight_scales"
@@ -60,7 +60,7 @@ class InFourBits:
     in_features: int
     out_features: int
     packing: Packing
-    quantization: FourBit
+    quantization: KeptForm
     compute_dtype: torch.dtype | None
     whole_scales: tuple[Expression, ...]
 
@@ -70,7 +70,7 @@ class InFourBits:
 
     def scales(self) -> torch.Tensor:
         """The scales, float32 (out, in / block), of gathered parameters."""
-        return self._kept_scales().floats()
+        return self._kept_scales().floats(self.packing.form)
 
     def scales_of(self, kept: torch.Tensor, row: int) -> torch.Tensor:
         """The scales, float32, of rows of ``weight_scales``, the first of which is the matrix' ``row``-th."""
@@ -98,7 +98,7 @@ class InFourBits:
     def tell_peft(self) -> None:
         """Put down what PEFT asks the weight of a 4-bit layer for, before it is sharded."""
         self.weight.compress_statistics = self.is_nested  # type: ignore[attr-defined]
-        self.weight.quant_type = self.packing.form.name.lower()  # type: ignore[attr-defined]
+        self.weight.quant_type = form_name(self.packing.form).lower()  # type: ignore[attr-defined]
 
     def __setstate__(self, state: Any) -> None:
         """Of a copy: torch copies parameters without what is put on them."""
@@ -113,7 +113,7 @@ class InFourBits:
         return _without_values, (), self.__dict__
 
     def extra_repr(self) -> str:
-        form, block = self.packing.form.name.lower(), self.packing.block_size
+        form, block = form_name(self.packing.form).lower(), self.packing.block_size
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"{form} in blocks of {block}"
@@ -152,7 +152,7 @@ def is_in_four_bits(module: nn.Module) -> TypeGuard[Any]:
     return isinstance(module, InFourBits)
 
 
-def why_it_stays(module: nn.Linear, quantization: FourBit) -> str | None:
+def why_it_stays(module: nn.Linear, quantization: KeptForm) -> str | None:
     """Why a linear layer cannot be kept in four bits; None where it can."""
     if module.weight.dtype not in COMPUTED_IN:
         return f"is of {module.weight.dtype}, of which nothing is packed"
@@ -161,7 +161,7 @@ def why_it_stays(module: nn.Linear, quantization: FourBit) -> str | None:
     return None
 
 
-def put_into_four_bits(module: nn.Linear, quantization: FourBit) -> None:
+def put_into_four_bits(module: nn.Linear, quantization: KeptForm) -> None:
     """Make a linear layer on meta one whose weight is in four bits; in place, so that hooks and names stay."""
     form, block, dtype = quantization.form, quantization.block_size, module.weight.dtype
     rows, columns = module.weight.shape

@@ -12,9 +12,10 @@ import torch
 from torch.nn import functional
 
 from shardwise.conversion import four_bit
+from shardwise.conversion.dequantise import POWERS
 from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers, unnest
 from shardwise.models.four_bits.quantization import COMPUTED_IN
-from shardwise.tensors import Form4
+from shardwise.tensors import Code, Form4, FourBitForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +26,28 @@ class Packing:
         form: what four bits stand for.
         block_size: elements of a row with one scale.
         dtype: that the numbers had before they were packed.
+        is_transposed: the model has the matrix as (in, out).
     """
 
-    form: Form4
+    form: FourBitForm
     block_size: int
     dtype: torch.dtype
+    is_transposed: bool = False
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of the scale of a block."""
+        return 1 if isinstance(self.form, Code) else 4
 
     def numbers(self, packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The matrix (.., out, in) of packed bytes (.., out, in / 2) and of scales, float32 (.., out, in / block).
 
-        ``code[nibble] * scale`` in float32, rounded once: ``dequantize_4bit`` of bitsandbytes.
+        ``code[nibble] * scale`` in float32, rounded once: ``dequantize_4bit`` of bitsandbytes. In memory a
+        transposed matrix is as the model has it, so that its products are the same bits.
         """
         made: torch.Tensor = numbers_of_four_bits(packed, scales, self.block_size, self.form.value, _kernels(dtype))
-        return made.to(dtype)
+        made = made.to(dtype)
+        return made.mT.contiguous().mT if self.is_transposed else made
 
 
 @cache
@@ -59,11 +69,12 @@ def _kernels(dtype: torch.dtype) -> torch.dtype:
 def numbers_of_four_bits(
     packed: torch.Tensor, scales: torch.Tensor, block_size: int, form: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """As :meth:`Packing.numbers`; ``form`` is a value of ``Form4``."""
+    """As :meth:`Packing.numbers`; ``form`` is the value of a ``FourBitForm``."""
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     if not packed.numel():
         return packed.new_empty(shape, dtype=dtype)
-    if has_bitsandbytes():
+    kind = Code.E2M1 if form == Code.E2M1.value else Form4(form)
+    if has_bitsandbytes() and isinstance(kind, Form4):
         # By its kernel for the device; on a CPU the same bits, several times as quick.
         import bitsandbytes  # noqa: F401 - which makes the operation known
 
@@ -78,13 +89,14 @@ def numbers_of_four_bits(
             _alias(packed).view(count, -1),
             _alias(scales).view(count, -1),
             block_size,
-            Form4(form),
+            kind,
             out.view(count, -1),
         )
         return out
-    table = torch.tensor(Form4(form).numbers, dtype=torch.float32, device=packed.device)
-    halves = torch.stack([packed >> 4, packed & 15], dim=-1).int()
-    numbers = table[halves].view(*packed.shape[:-1], -1, block_size)
+    table = torch.tensor(kind.numbers, dtype=torch.float32, device=packed.device)
+    upper, lower = packed >> 4, packed & 15
+    halves = torch.stack([lower, upper] if isinstance(kind, Code) else [upper, lower], dim=-1)
+    numbers = table[halves.int()].view(*packed.shape[:-1], -1, block_size)
     return numbers.mul_(scales.unsqueeze(-1)).view(shape).to(dtype)
 
 
@@ -129,7 +141,7 @@ class KeptScales:
     """The scales of a gathered matrix as they are kept.
 
     Attributes:
-        kept: uint8 (out, 4 * in / block), the bytes of float32; or codes (out, in / block).
+        kept: uint8 (out, 4 * in / block), the bytes of float32; or codes, or exponents (out, in / block).
         nested: what codes are scaled by, float32, one for 256; None where there are none.
         offset: of codes, float32 (1,).
     """
@@ -138,8 +150,11 @@ class KeptScales:
     nested: torch.Tensor | None = None
     offset: torch.Tensor | None = None
 
-    def floats(self) -> torch.Tensor:
-        """Float32 (out, in / block); of bytes, in the same memory."""
+    def floats(self, form: FourBitForm) -> torch.Tensor:
+        """Float32 (out, in / block); of bytes of float32, in the same memory."""
+        if isinstance(form, Code):
+            powers = torch.tensor(POWERS, dtype=torch.float32, device=self.kept.device)
+            return powers[self.kept.int()]
         if self.nested is None:
             return self.kept.view(torch.float32)
         made: torch.Tensor = unnested_scales(self.kept, 0, self.nested, self.offset)
@@ -167,7 +182,7 @@ class FourBitProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(packed, kept, nested, offset)
         ctx.packing = packing
-        scales = KeptScales(kept, nested, offset).floats()
+        scales = KeptScales(kept, nested, offset).floats(packing.form)
         return functional.linear(rows, packing.numbers(packed, scales, rows.dtype), bias)
 
     @staticmethod
@@ -178,7 +193,8 @@ class FourBitProduct(torch.autograd.Function):
         if ctx.needs_input_grad[5]:
             of_bias = gradient.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[0]:
-            numbers = ctx.packing.numbers(packed, KeptScales(*kept).floats(), ctx.packing.dtype)
+            scales = KeptScales(*kept).floats(ctx.packing.form)
+            numbers = ctx.packing.numbers(packed, scales, ctx.packing.dtype)
             of_rows = gradient @ numbers.to(gradient.dtype)
         return of_rows, None, None, None, None, of_bias, None
 

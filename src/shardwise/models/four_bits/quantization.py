@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
@@ -10,7 +11,7 @@ import torch
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from shardwise.errors import ConfigError
-from shardwise.tensors import Form4
+from shardwise.tensors import Code, Form4, FourBitForm
 
 COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of which numbers are packed, and in which they are made of four bits."""
@@ -39,7 +40,7 @@ class _FourBit:
     compute_dtype: torch.dtype | None = None
     stay: tuple[str, ...] = ()
 
-    form: ClassVar[Form4]
+    form: ClassVar[FourBitForm]
 
     def __post_init__(self) -> None:
         size: object = self.block_size
@@ -82,19 +83,47 @@ class AsNumbers:
     """What is stored in few bits becomes numbers of the model's dtype, whatever the checkpoint's config says."""
 
 
+@dataclass(frozen=True, slots=True)
+class AsStored:
+    """What is stored in four bits stays so, fused experts too: the stored bytes are taken as they are.
+
+    For checkpoints of bitsandbytes and of MXFP4 (gpt-oss). What they store as numbers stays numbers.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4(_FourBit):
+    """Experts as MXFP4 stores them: floats of four bits, an exponent for each block. Never packed here."""
+
+    block_size: int = 32
+
+    form: ClassVar[Code] = Code.E2M1
+
+
 FourBit: TypeAlias = Nf4 | Fp4
-Quantization: TypeAlias = Nf4 | Fp4 | AsNumbers
+KeptForm: TypeAlias = Nf4 | Fp4 | Mxfp4
+Quantization: TypeAlias = Nf4 | Fp4 | AsStored | AsNumbers
 
 
-def of_form(stored: tuple[Form4, int], quantization: FourBit) -> FourBit:
+def form_name(form: FourBitForm) -> str:
+    """The name of a form: NF4, FP4, MXFP4."""
+    return "MXFP4" if isinstance(form, Code) else form.name
+
+
+def of_form(stored: tuple[FourBitForm, int], quantization: KeptForm) -> KeptForm:
     """The same in the form, and in blocks of the size, that weights are stored in."""
     form, block_size = stored
-    kind = next(kind for kind in (Nf4, Fp4) if kind.form is form)
+    kind = next(kind for kind in (Nf4, Fp4, Mxfp4) if kind.form is form)
     return kind(block_size, quantization.scales, quantization.compute_dtype, quantization.stay)
 
 
-def of_transformers(config: Any) -> FourBit:
-    """What a ``BitsAndBytesConfig``, or the ``quantization_config`` of a model's config, asks for.
+def is_mxfp4(config: Any) -> bool:
+    """Whether a ``quantization_config`` of a model's config is that of MXFP4."""
+    return isinstance(config, Mapping) and config.get("quant_method") == "mxfp4"
+
+
+def of_transformers(config: Any) -> FourBit | AsStored | AsNumbers:
+    """What a ``BitsAndBytesConfig``, an ``Mxfp4Config``, or the ``quantization_config`` of a model, asks for.
 
     Raises:
         ConfigError: it is neither, another kind of quantisation, or makes no sense.
@@ -107,6 +136,9 @@ def of_transformers(config: Any) -> FourBit:
     told = config if isinstance(config, dict) else config.to_dict()
     given = told.get("quant_method", "bitsandbytes" if "load_in_4bit" in told or "load_in_8bit" in told else None)
     method = "a config without quant_method" if given is None else str(getattr(given, "value", given))
+    if method == "mxfp4":
+        # Mxfp4Config leaves it out of what it says as a dict.
+        return AsNumbers() if told.get("dequantize", getattr(config, "dequantize", False)) else AsStored()
     if method != "bitsandbytes":
         raise ConfigError(
             f"quantization_config: {method} is not known for a base that is quantised while it is read; pass "
@@ -137,7 +169,7 @@ def of_transformers(config: Any) -> FourBit:
     )
 
 
-def to_transformers(quantization: FourBit, stay: tuple[str, ...], dtype: torch.dtype) -> dict[str, Any]:
+def to_transformers(quantization: KeptForm, stay: tuple[str, ...], dtype: torch.dtype) -> dict[str, Any]:
     """The ``quantization_config`` of a model's config, as transformers writes it.
 
     ``stay`` are modules, by name; ``dtype`` is the model's, in which its layers compute if nothing else is said.
@@ -151,7 +183,7 @@ def to_transformers(quantization: FourBit, stay: tuple[str, ...], dtype: torch.d
         "load_in_8bit": False,
         "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
         "bnb_4bit_quant_storage": "uint8",
-        "bnb_4bit_quant_type": quantization.form.name.lower(),
+        "bnb_4bit_quant_type": form_name(quantization.form).lower(),
         "bnb_4bit_use_double_quant": isinstance(quantization.scales, NestedScales),
         "llm_int8_enable_fp32_cpu_offload": False,
         "llm_int8_has_fp16_weight": False,

@@ -118,10 +118,10 @@ class LoraTuning(Section):
 class QuantizationSection(Section):
     """The base is kept in four bits, as ``shardwise.options.Nf4`` says it; ``nf4`` alone is ``form: nf4``.
 
-    ``scales: nested`` is double quantisation.
+    ``scales: nested`` is double quantisation. ``stored`` alone is ``shardwise.options.AsStored``.
     """
 
-    form: Literal["nf4", "fp4"] = "nf4"
+    form: Literal["nf4", "fp4", "stored"] = "nf4"
     block_size: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = 64
     scales: Literal["plain", "nested"] = "plain"
     compute_dtype: Float | None = None
@@ -131,6 +131,14 @@ class QuantizationSection(Section):
     @classmethod
     def _form_alone(cls, value: Any) -> Any:
         return {"form": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _stored_alone(self) -> QuantizationSection:
+        if self.form == "stored" and (others := sorted(self.model_fields_set - {"form"})):
+            raise ValueError(
+                f"form: stored takes what the checkpoint has, so that {', '.join(others)} cannot be given"
+            )
+        return self
 
 
 TuningSection: TypeAlias = Annotated[FullTuning | FreezeTuning | LoraTuning, Field(discriminator="method")]

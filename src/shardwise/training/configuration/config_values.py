@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from shardwise.errors import ConfigError
 from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.world import World
-from shardwise.models.four_bits.quantization import FourBit, Fp4, NestedScales, Nf4, PlainScales
+from shardwise.models.four_bits.quantization import AsStored, FourBit, Fp4, NestedScales, Nf4, PlainScales
 from shardwise.models.torch_words import accelerator
 from shardwise.models.wrapping.blocks import CompileBlocks, Off, PerBlock
 from shardwise.models.wrapping.policies import (
@@ -284,10 +284,12 @@ def accumulation_of(
             assert_never(section.accumulate)
 
 
-def quantization_of(section: QuantizationSection | None) -> FourBit | None:
+def quantization_of(section: QuantizationSection | None) -> FourBit | AsStored | None:
     """How the base is kept, where that is said."""
     if section is None:
         return None
+    if section.form == "stored":
+        return AsStored()
     return (Nf4 if section.form == "nf4" else Fp4)(
         block_size=section.block_size,
         scales=NestedScales() if section.scales == "nested" else PlainScales(),

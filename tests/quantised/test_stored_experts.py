@@ -1,0 +1,165 @@
+"""Experts that are stored in four bits stay so on request: bytes as they are stored, and the same numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from tests.quantised import stored_experts
+from tests.quantised.four_bits import answers_of
+from tests.quantised.stored_experts import EXPERTS, STACKS, opened, packed_stacks
+from tests.quantised.test_four_bit_experts import plain as mixture  # noqa: F401 - a fixture
+from transformers import AutoModelForCausalLM, Mxfp4Config
+
+import shardwise
+from shardwise.options import AsNumbers, AsStored, InternalNames
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    stored_experts.make_gpt_oss(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["plain", pytest.param("nested", marks=pytest.mark.slow)])
+def one_by_one(request, tmp_path_factory: pytest.TempPathFactory, mixture: Path) -> tuple[Path, dict[str, Any]]:  # noqa: F811
+    folder = tmp_path_factory.mktemp("one_by_one")
+    return folder, stored_experts.make_packed_one_by_one(mixture, folder, is_nested=request.param == "nested")
+
+
+def wanted_of_gpt_oss(folder: Path) -> dict[str, Any]:
+    stored = load_file(folder / "model.safetensors")
+    stacks = {key.removesuffix("_blocks"): values.flatten(-2) for key, values in stored.items() if "_blocks" in key}
+    stacks |= {key: values for key, values in stored.items() if key.endswith("_scales")}
+    return {"stacks": stacks, "internally": False, **stored_experts.as_alone(str(folder))}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 5))])
+def test_mxfp4_on_ranks(worlds, gpt_oss, tmp_path, size):
+    wanted = wanted_of_gpt_oss(gpt_oss)
+    told = worlds(size).run(stored_experts.differing, str(gpt_oss), wanted, str(tmp_path))
+    assert told == [[]] * size
+
+
+def test_mxfp4_is_saved_as_it_was_stored(gpt_oss, tmp_path):
+    model = opened(str(gpt_oss), AsStored())
+    stored = load_file(gpt_oss / "model.safetensors")
+    for names in ("hub", "internal"):
+        given = {} if names == "hub" else {"names": InternalNames()}
+        shardwise.save(model, tmp_path / names, **given)
+        saved = load_file(tmp_path / names / "model.safetensors")
+        assert saved.keys() == stored.keys()
+        assert all(torch.equal(saved[key], stored[key]) for key in stored)
+    streamed = dict(shardwise.iter_hf_tensors(model))
+    assert all(torch.equal(streamed[key], stored[key]) for key in stored)
+    configs = (json.loads((place / "config.json").read_text()) for place in (gpt_oss, tmp_path / "hub"))
+    first, second = (config["quantization_config"] for config in configs)
+    assert first == second
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hub", quantization_config=Mxfp4Config(dequantize=True), experts_implementation="eager"
+    )
+    answers, wanted = answers_of(model), answers_of(theirs)
+    assert all(torch.equal(answers[what], wanted[what]) for what in wanted)
+
+
+def test_without_being_asked_experts_become_numbers(gpt_oss):
+    for given in ({}, {"quantization": AsNumbers()}, {"quantization_config": Mxfp4Config(dequantize=True)}):
+        model = shardwise.from_pretrained(str(gpt_oss), **given)
+        assert not packed_stacks(model)
+        assert not hasattr(model.config, "quantization_config")
+    asked = shardwise.from_pretrained(str(gpt_oss), quantization_config=Mxfp4Config())
+    assert len(packed_stacks(asked)) == 2 * 2 * len(STACKS)
+
+
+def test_what_cannot_stay_as_it_is_stored(gpt_oss, mixture, tmp_path):  # noqa: F811
+    with pytest.raises(shardwise.ConfigError, match=r"AsStored\(\): the checkpoint is not stored in four bits"):
+        shardwise.from_pretrained(str(mixture), quantization=AsStored())
+    with pytest.raises(shardwise.ConfigError, match=r"quantization=AsStored\(...\) keeps them in four bits"):
+        shardwise.from_pretrained(str(gpt_oss), quantization=AsStored(), tuning=shardwise.Full())
+    with pytest.raises(shardwise.ConfigError, match=r"what is meant is Nf4 or Fp4"):
+        shardwise.shard(shardwise.from_pretrained(str(gpt_oss)), quantization=AsStored())
+    shardwise.save(shardwise.from_pretrained(str(gpt_oss)), tmp_path)
+    model = shardwise.from_pretrained(str(gpt_oss), quantization=AsStored())
+    with pytest.raises(shardwise.ConfigError, match=r"gate_up_proj: its numbers are not packed as MXFP4"):
+        shardwise.load(model, tmp_path)
+
+
+def test_the_plan_counts_the_bytes_that_are_stored(gpt_oss):
+    made, numbers = (
+        sum(rank.shard_bytes for rank in shardwise.plan(str(gpt_oss), ranks=3, device="cpu", **given).ranks)
+        for given in ({"quantization": AsStored()}, {})
+    )
+    elements = 2 * EXPERTS * 3 * 64 * 96
+    assert numbers - made == 2 * elements - elements // 2 - elements // 32
+    foreseen = shardwise.plan(
+        str(gpt_oss),
+        ranks=2,
+        device="cpu",
+        quantization=AsStored(),
+        tuning=shardwise.Lora(LoraConfig(**stored_experts.LORA)),
+    )
+    assert len(foreseen.ranks) == 2
+
+
+def test_a_lora_learns_as_on_numbers(gpt_oss):
+    """Of experts too. PEFT adds to the numbers, here products are added: sums are in another order."""
+    found, wanted = (stored_experts.learned(str(gpt_oss), kept) for kept in (AsStored(), AsNumbers()))
+    assert len(wanted) == 1 + 2 * 2 * 4
+    assert stored_experts.distance(found, wanted) < 1e-5
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_a_lora_learns_on_ranks_as_alone(worlds, gpt_oss, size):
+    wanted = stored_experts.learned(str(gpt_oss), AsNumbers())
+    assert max(worlds(size).run(stored_experts.far_from, str(gpt_oss), wanted)) < 1e-5
+
+
+def test_an_adapter_is_saved_and_not_merged(gpt_oss, tmp_path):
+    lora = shardwise.Lora(LoraConfig(**stored_experts.LORA, init_lora_weights=False))
+    model = opened(str(gpt_oss), AsStored(), tuning=lora)
+    shardwise.save_adapter(model, tmp_path / "adapter")
+    plain = opened(str(gpt_oss), AsNumbers(), tuning=shardwise.ExistingLora(tmp_path / "adapter"))
+    again = opened(str(gpt_oss), AsStored(), tuning=shardwise.ExistingLora(tmp_path / "adapter"))
+    tokens = torch.arange(12).view(1, 12)
+    with model.disable_adapter():
+        assert not torch.allclose(model(tokens).logits, again(tokens).logits, rtol=0.05, atol=0.05)
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    torch.testing.assert_close(again(tokens).logits, plain(tokens).logits, rtol=0.05, atol=0.05)
+    with pytest.raises(shardwise.ConfigError, match="not merged into their bytes"):
+        model.merge_adapter()
+    shardwise.merge_adapter(gpt_oss, tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", experts_implementation="eager")
+    torch.testing.assert_close(model(tokens).logits, merged(tokens).logits, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.distributed
+def test_experts_that_were_packed_one_by_one(worlds, one_by_one, tmp_path):
+    """Of bitsandbytes, before experts were fused: the bytes of all are stacked, and not packed again."""
+    folder, stored = one_by_one
+    model = opened(str(folder), AsStored())
+    stacks = packed_stacks(model)
+    for name in {name.rpartition(".")[0] for name in stacks}:
+        for number in range(5):
+            parts = {
+                part: stored[f"{name}.{number}.{part}_proj.weight"].view(-1, w)
+                for part, w in {"gate": 64, "up": 64, "down": 96}.items()
+            }
+            assert torch.equal(stacks[f"{name}.gate_up_proj"][number], torch.cat([parts["gate"], parts["up"]]))
+            assert torch.equal(stacks[f"{name}.down_proj"][number], parts["down"])
+    wanted = {"stacks": {name: item.detach() for name, item in stacks.items()}, "internally": True}
+    wanted |= stored_experts.as_alone(str(folder))
+    answers = answers_of(model)
+    assert all(torch.equal(answers[what], values) for what, values in wanted["answers"].items())
+    assert worlds(3).run(stored_experts.differing, str(folder), wanted, str(tmp_path / "out")) == [[]] * 3
+    with pytest.raises(shardwise.ConfigError, match="files of bitsandbytes have no form for them"):
+        shardwise.save(model, tmp_path / "hub")
+    assert not packed_stacks(opened(str(folder), None))
