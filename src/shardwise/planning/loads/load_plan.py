@@ -15,7 +15,7 @@ from typing import TypeAlias
 from shardwise.conversion import Bindings, Expression, computes, key_of, leaves_of, stored_leaves
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.formats.checkpoint_index import CheckpointIndex, entries_of
-from shardwise.formats.quantised import belongs_to_codes, packed_names, scale_names
+from shardwise.formats.contract import belongs_to_codes, packed_names, scale_names
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.report.names import collapse
 from shardwise.tensors import DType
