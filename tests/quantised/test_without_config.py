@@ -54,7 +54,7 @@ def bytes_of(dtype: torch.dtype) -> torch.Tensor:
     ],
 )
 def test_codes_whose_scales_nothing_reads(tmp_path, tensors, scale, consent):
-    told = rf"m\.weight is stored as \w+, and its scales, m\.{scale}, would not be read"
+    told = rf"m\.weight: stored in \w+, and its scales, m\.{scale}, would not be read"
     with pytest.raises(shardwise.CoverageError, match=told) as caught:
         shardwise.load(model_of(), folder_of(tmp_path, tensors), options=QUIET, **consent)
     assert "on_unexpected" not in str(caught.value)

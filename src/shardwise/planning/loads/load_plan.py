@@ -360,7 +360,7 @@ class _LoadPlanner:
         for leaf in stored_leaves(offer):
             if leaf.dtype in _CODES and leaf.key not in self.decoded:
                 scale = next((key for key in scale_names(leaf.key) if key in self.bindings.unmatched), None)
-                told = f"{leaf.key} is stored as {leaf.dtype.label}"
+                told = f"stored in {leaf.dtype.label}" + (f" as {leaf.key}" if leaf.key not in tensor.names else "")
                 if scale is not None:
                     return f"{told}, and its scales, {scale}, would not be read"
                 if self.index.quantised and leaf.dtype is not tensor.dtype:
