@@ -158,8 +158,10 @@ U8, F32 = (lambda *values: torch.tensor(values, dtype=torch.uint8)), (lambda *va
 
 
 @pytest.mark.parametrize(
-    ("scales", "overall", "groups", "told"),
+    ("scales", "overall", "beside", "told"),
     [
+        (F32(1.0, 2.0), None, F32(0.0, math.nan), "z: dequantising: a zero point is NaN or infinite"),
+        (F32(1.0, 2.0), (3.0, 1), F32(0.0, math.inf), "z: dequantising: a zero point is NaN or infinite"),
         (U8(127, 255), None, None, "s: dequantising: a scale is NaN or infinite"),
         (F32(1.0, math.nan), None, None, "s: dequantising: a scale is NaN or infinite"),
         (F32(math.inf, 1.0), None, None, "s: dequantising: a scale is NaN or infinite"),
@@ -170,7 +172,8 @@ U8, F32 = (lambda *values: torch.tensor(values, dtype=torch.uint8)), (lambda *va
         (F32(1.0, 2.0), None, (0, 1, -1, 0), "g: dequantising: groups of columns are -1 to 1, and there are"),
     ],
 )
-def test_scales_that_are_none_are_an_error_that_names_them(scales, overall, groups, told):
+def test_scales_that_are_none_are_an_error_that_names_them(scales, overall, beside, told):
+    """``beside`` are zero points, or a tuple of groups."""
     dtype = DType.U8 if scales.dtype is torch.uint8 else DType.F32
     node = dequantised(
         Stored("v", (2,), DType.U8),
@@ -180,12 +183,13 @@ def test_scales_that_are_none_are_an_error_that_names_them(scales, overall, grou
         Code.E2M1,
         has_exponents=dtype is DType.U8,
         overall=None if overall is None else (Stored("o", (1,), DType.F32), overall[1]),
-        groups=None if groups is None else Stored("g", (4,), DType.I32),
+        zeros=Stored("z", (2,), DType.F32) if isinstance(beside, torch.Tensor) else None,
+        groups=Stored("g", (4,), DType.I32) if isinstance(beside, tuple) else None,
     )
     (task,) = compute_tasks([(0, node, Region.of(Box.whole((4,)), Strided.contiguous((4,))))], 1 << 20)
     values = [U8(1, 2), scales]
     values += [] if overall is None else [F32(overall[0])]
-    values += [] if groups is None else [torch.tensor(groups)]
+    values += [] if beside is None else [torch.as_tensor(beside)]
     with pytest.raises(FormatError, match=told):
         task.evaluate(values)
     with pytest.raises(FormatError, match=told):

@@ -61,6 +61,20 @@ def test_one_number_is_no_matrix_in_blocks(config: dict[str, Any], dtype: DType,
         dequantised_index(NOTHING, index_of(*told), config)
 
 
+@pytest.mark.parametrize("dtype", [DType.U8, DType.I8])
+def test_blocks_of_microscaling_floats_are_of_32_numbers(dtype: DType) -> None:
+    def of(nbytes: int) -> CheckpointIndex:
+        return index_of(
+            ("m.down_proj_blocks", dtype, (2, 6, 3, nbytes)), ("m.down_proj_scales", DType.U8, (2, 6, 3))
+        )
+
+    found = dequantised_index(NOTHING, of(16), {"quant_method": "mxfp4"})
+    assert found.composed["m.down_proj"].shape == (2, 96, 6)
+    for nbytes in (15, 17):
+        with pytest.raises(FormatError, match="m.down_proj_blocks is stored as .*, and blocks of 16 bytes"):
+            dequantised_index(NOTHING, of(nbytes), {"quant_method": "mxfp4"})
+
+
 @pytest.mark.parametrize(
     "config",
     [

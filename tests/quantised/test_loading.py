@@ -205,6 +205,26 @@ def gpt_oss(tmp_path_factory):
     return folder, numbers
 
 
+def refusal_of(folder: str) -> str:
+    with pytest.raises(shardwise.FormatError) as caught:
+        shardwise.from_pretrained(folder, options=QUIET)
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_a_scale_that_is_none_is_the_same_error_on_all_ranks(worlds, quantised, tmp_path):
+    folder, _ = quantised("fp8 blocks")
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    scales = load_file(tmp_path / "scales.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight_scale_inv"
+    scales[name][-1, -1] = torch.nan
+    save_file(scales, tmp_path / "scales.safetensors", metadata={"format": "pt"})
+    first, *others = worlds(3).run(refusal_of, str(tmp_path))
+    assert f"{name}: dequantising: a scale is NaN or infinite" in first
+    assert others == [first] * 2
+
+
 def loaded(folder: str, numbers: dict[str, torch.Tensor]) -> list[str]:
     options = shardwise.options.LoadOptions(budget_bytes=1 << 16, progress=False)
     return quantising.differing(shardwise.from_pretrained(folder, options=options), numbers)

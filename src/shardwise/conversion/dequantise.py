@@ -189,6 +189,10 @@ class Dequantise:
                     2,
                 )
         zeros = rest.pop(0).float() if self.has_zeros else None
+        if zeros is not None and not zeros.isfinite().all():
+            raise BadValues(
+                "a zero point is NaN or infinite. Download or write the checkpoint again.", 2 + bool(self.overall)
+            )
         groups = rest.pop(0).long() if self.has_groups else None
         if groups is not None and bool(((groups < 0) | (groups >= self._group_count)).any()):
             raise BadValues(

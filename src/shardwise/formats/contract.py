@@ -10,10 +10,11 @@ A checkpoint of any format may be quantised. Which of its tensors belong togethe
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.formats.checkpoint_index import CheckpointIndex, Composed, TensorEntry
@@ -170,6 +171,41 @@ class QuantisedForm(Protocol):
             StorageError: what is small, and tells how, cannot be read.
         """
         ...
+
+
+OF_ACTIVATIONS: Final = re.compile(
+    r"(.+\.)?(input_scale|activation_scale|activation_scale_ub|input_scale_ub|qscale_act|input_global_scale|"
+    r"[kvq]_scale|weight_shape)"
+)
+"""What is said of inputs while a model runs, or what the shapes tell."""
+
+_OF_CODES: Final = re.compile(
+    r".+(_scale|_scale_inv|_scale_2|_scales|\.scales?|qscale_weight|_global_scale|_packed|_blocks|_shape|_zero_point|"
+    r"g_idx|qweight|qzeros|SCB|weight_format|\.(nested_)?absmax|quant_map|quant_state\..+)"
+    rf"|{OF_ACTIVATIONS.pattern}"
+)
+
+
+def names_beside(key: str, suffixes: tuple[str, ...], of_weights: tuple[str, ...]) -> list[str]:
+    """A key with each suffix; and of a ``weight``, these names in its place."""
+    names = [f"{key}{suffix}" for suffix in suffixes]
+    return names + [f"{key.removesuffix('weight')}{name}" for name in of_weights if key.endswith(".weight")]
+
+
+def scale_names(key: str) -> list[str]:
+    """The keys under which any quantiser would store the scales of codes with this key."""
+    suffixes = ("_scale_inv", "_scale", "_scales", "_scale_2", ".absmax", ".SCB")
+    return names_beside(key, suffixes, ("scale", "qscale_weight", "SCB"))
+
+
+def packed_names(key: str) -> list[str]:
+    """The keys under which any quantiser would store codes in place of a tensor with this key."""
+    return names_beside(key, ("_packed", "_blocks"), ("qweight",))
+
+
+def belongs_to_codes(key: str) -> bool:
+    """Whether a key is one that quantisers have for codes, or for what lies beside them."""
+    return _OF_CODES.fullmatch(key) is not None
 
 
 def unknown_form(what: str) -> ConfigError:

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias
 from shardwise.errors import ConfigError, FormatError
 from shardwise.formats.checkpoint_index import CheckpointIndex, Composed, TensorEntry, Whole
 from shardwise.formats.coded import Scaled, Zeros
-from shardwise.formats.contract import QuantisedForm, unknown_form
+from shardwise.formats.contract import OF_ACTIVATIONS, QuantisedForm, names_beside, unknown_form
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Code, DType, numel
@@ -181,12 +181,6 @@ def form_of(config: Mapping[str, Any]) -> QuantisedForm:
 
 # Which tensors belong together
 
-_OF_ACTIVATIONS = re.compile(
-    r"(.+\.)?(input_scale|activation_scale|activation_scale_ub|input_scale_ub|qscale_act|input_global_scale|"
-    r"[kvq]_scale|weight_shape)"
-)
-"""What is said of inputs while a model runs, or what the shapes tell."""
-
 _OF_WEIGHTS = re.compile(
     r".+(_scale_inv|weight_scale|weight_scale_2|weight_global_scale|qscale_weight|_proj_scales?)"
 )
@@ -194,36 +188,7 @@ _OF_WEIGHTS = re.compile(
 
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _SCALES_OF_WEIGHTS = ("scale", "qscale_weight")
-_FURTHER_SUFFIXES = ("_scales", "_scale_2", ".absmax", ".SCB")
-_FURTHER_OF_WEIGHTS = ("SCB",)
 _ZERO_POINT, _GROUPS = "zero_point", "g_idx"
-
-_OF_CODES = re.compile(
-    r".+(_scale|_scale_inv|_scale_2|_scales|\.scales?|qscale_weight|_global_scale|_packed|_blocks|_shape|_zero_point|"
-    r"g_idx|qweight|qzeros|SCB|weight_format|\.(nested_)?absmax|quant_map|quant_state\..+)"
-    rf"|{_OF_ACTIVATIONS.pattern}"
-)
-
-
-def _names_beside(key: str, suffixes: tuple[str, ...], of_weights: tuple[str, ...]) -> list[str]:
-    names = [f"{key}{suffix}" for suffix in suffixes]
-    return names + [f"{key.removesuffix('weight')}{name}" for name in of_weights if key.endswith(".weight")]
-
-
-def scale_names(key: str) -> list[str]:
-    """The keys under which any quantiser would store the scales of codes with this key."""
-    return _names_beside(key, _SCALE_SUFFIXES + _FURTHER_SUFFIXES, _SCALES_OF_WEIGHTS + _FURTHER_OF_WEIGHTS)
-
-
-def packed_names(key: str) -> list[str]:
-    """The keys under which any quantiser would store codes in place of a tensor with this key."""
-    return _names_beside(key, ("_packed", "_blocks"), ("qweight",))
-
-
-def belongs_to_codes(key: str) -> bool:
-    """Whether a key is one that quantisers have for codes, or for what lies beside them."""
-    return _OF_CODES.fullmatch(key) is not None
-
 
 _ScaledParts: TypeAlias = tuple[str, TensorEntry, TensorEntry | None, tuple[TensorEntry, int] | None]
 """A key, its elements, their scales, and the scale of the whole with its power."""
@@ -299,7 +264,7 @@ class _Pairing:
         return whole, entry, self.index.entries.get(f"{whole}_scale"), (found, power)
 
     def _scale_of(self, key: str) -> TensorEntry | None:
-        names = _names_beside(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
+        names = names_beside(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
         found = [self.index.entries[name] for name in names if name in self.index.entries]
         if len(found) > 1:
             self.faults.append(f"{shown(key)} has several scales: {', '.join(shown(item.key) for item in found)}")
@@ -454,7 +419,7 @@ def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_scale(key: str) -> bool:
-    if _OF_ACTIVATIONS.fullmatch(key):
+    if OF_ACTIVATIONS.fullmatch(key):
         return False
     # Models have scales of their own, such as ``logit_scale``: those are theirs to find missing, or too much.
     return _OF_WEIGHTS.fullmatch(key) is not None
@@ -472,7 +437,7 @@ def dequantised_index(reader: StorageReader, index: CheckpointIndex, config: Map
         StorageError: shapes that are stored as tensors cannot be read.
     """
     scheme = scheme_of(config)
-    spare = {key for key in index.entries if _OF_ACTIVATIONS.fullmatch(key)}
+    spare = {key for key in index.entries if OF_ACTIVATIONS.fullmatch(key)}
     entries = {key: entry for key, entry in index.entries.items() if key not in spare}
     shapes: Mapping[str, tuple[int, ...]] = {}
     if isinstance(scheme, PackedIntegers):

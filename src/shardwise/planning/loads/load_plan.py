@@ -15,7 +15,7 @@ from typing import TypeAlias
 from shardwise.conversion import Bindings, Expression, computes, key_of, leaves_of, stored_leaves
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.formats.checkpoint_index import CheckpointIndex, entries_of
-from shardwise.formats.quantised import belongs_to_codes, packed_names, scale_names
+from shardwise.formats.contract import belongs_to_codes, packed_names, scale_names
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.report.names import collapse
 from shardwise.tensors import DType
@@ -360,7 +360,7 @@ class _LoadPlanner:
         for leaf in stored_leaves(offer):
             if leaf.dtype in _CODES and leaf.key not in self.decoded:
                 scale = next((key for key in scale_names(leaf.key) if key in self.bindings.unmatched), None)
-                told = f"{leaf.key} is stored as {leaf.dtype.label}"
+                told = f"stored in {leaf.dtype.label}" + (f" as {leaf.key}" if leaf.key not in tensor.names else "")
                 if scale is not None:
                     return f"{told}, and its scales, {scale}, would not be read"
                 if self.index.quantised and leaf.dtype is not tensor.dtype:
