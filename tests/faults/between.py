@@ -77,7 +77,7 @@ def lose(seat: Seat, checkpoint: str, patience: Patience, kind: str, rank: int) 
 
 
 def fail_alone(seat: Seat, patience: Patience, first: str) -> None:
-    """Rank 1 fails, in no call of a verb's, and is slow to look; the first rank ends, before or after it is told."""
+    """Rank 1 fails, in no call of a verb's, and is slow to look; the first rank ends before it does."""
     seat.leaves = True
     world = World.current(patience=patience)
 

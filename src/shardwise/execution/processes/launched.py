@@ -115,7 +115,7 @@ def _named_by_first(store: Store, size: int, wait: _Wait) -> str:
 class Seat:
     """The place of a rank that a launcher started: among all ranks, and among those of its machine.
 
-    ``host`` and ``port`` are those of the store. ``has_generations``: the launcher starts ranks again, and keeps it.
+    ``host`` and ``port`` are those of the store, which the launcher keeps where there are generations of ranks.
     """
 
     rank: int
