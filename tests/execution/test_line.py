@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, DisagreementError, RankLostError
+from shardwise.execution.ranks import lost_ranks
 from shardwise.execution.ranks.line import Line, Patience
 from shardwise.execution.ranks.messages import encode, packed, unpacked
 from shardwise.execution.ranks.whereabouts import ProcessPlace, keep_beating
@@ -364,3 +365,51 @@ def test_a_store_that_does_not_answer_is_an_error_in_time():
 def test_patience_that_makes_no_sense_is_refused():
     with pytest.raises(ConfigError):
         Patience(beat_s=5, silence_s=1)
+
+
+class CutStore:
+    """A store that answers until the link to it is cut."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.link = threading.Event()
+        self.link.set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.link.wait()
+        return getattr(self.store, name)
+
+
+def test_a_rank_at_work_finds_out_without_the_store_that_it_is_cut_off():
+    store = CutStore(dist.HashStore())
+    lines = [Line(store.store, "test", 0, 2, QUICK), Line(store, "test", 1, 2, QUICK)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda line: meet(line, b""), lines))
+    time.sleep(2 * QUICK.silence_s)
+    assert [line.lost(in_haste=True) for line in lines] == [None, None]
+    start = time.monotonic()
+    store.link.clear()
+    times = {}
+    while len(times) < 4 and time.monotonic() - start < 10 * QUICK.silence_s:
+        for line in lines:
+            for in_haste in (True, False):
+                if (lost := line.lost(in_haste=in_haste)) and (line.rank, in_haste) not in times:
+                    times[line.rank, in_haste] = (time.monotonic() - start, str(lost))
+        time.sleep(0.01)
+    store.link.set()
+    for line in lines:
+        line.close()
+    assert len(times) == 4
+    for rank in range(2):
+        assert times[rank, True][0] < QUICK.silence_s - QUICK.beat_s < times[rank, False][0] < 3 * QUICK.silence_s
+    assert "no sign of life" in times[0, True][1]
+    assert "rank 1 (host" in times[0, False][1]
+    assert "the store through which the ranks meet has not answered" in times[1, False][1]
+
+
+def test_a_rank_that_has_made_no_call_yet_is_told_of_by_who_waits(monkeypatch, caplog):
+    monkeypatch.setattr(lost_ranks, "TELL_S", 0.2)
+    with Ranks(3) as ranks:
+        ranks.each(lambda line: meet(line, b""), without=2)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == "waiting for rank 2 of 3 at one store"

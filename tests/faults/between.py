@@ -12,7 +12,10 @@ from tests.faults.doomed import Seat
 from tests.verbs.on_ranks import Plain, angles, shard_plain
 
 import shardwise
+from shardwise.execution.ranks import lost_ranks
 from shardwise.execution.ranks.line import Patience
+from shardwise.execution.ranks.messages import Outcome
+from shardwise.execution.ranks.world import World
 
 Told = tuple[str, str]
 
@@ -71,3 +74,25 @@ def lose(seat: Seat, checkpoint: str, patience: Patience, kind: str, rank: int) 
     else:
         time.sleep(0.3)
     return attempt(load)
+
+
+def fail_alone(seat: Seat, patience: Patience, first: str) -> None:
+    """Rank 1 fails, in no call of a verb's, and is slow to look; the first rank ends before it does."""
+    seat.leaves = True
+    world = World.current(patience=patience)
+
+    def tell() -> int:
+        if seat.rank == 1:
+            seat.tell()
+            raise shardwise.StorageError("struck")
+        return seat.rank
+
+    def conclude(said: list[int]) -> int:
+        raise AssertionError(said)
+
+    world.together(lambda: None)
+    if seat.rank == 1:
+        lost_ranks._FIRST_POLL_S = lost_ranks._LAST_POLL_S = 0.5
+    if seat.rank == 0 and first == "untold":
+        Outcome.among = lambda said, asked: os._exit(1)  # type: ignore[method-assign, assignment]
+    world.all_reduce(tell, conclude)

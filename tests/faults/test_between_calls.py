@@ -51,3 +51,17 @@ def test_a_rank_that_is_lost_between_calls_is_named_soon(kind, rank, meet, plain
     assert f"rank {rank} (host {socket.gethostname()}, process {outcome.pids[rank]}) is lost" in text
     assert ("no sign of life" if kind == "stop" else "its process has ended") in text
     assert outcome.seconds() < BOUND_S
+
+
+def test_a_failure_is_told_before_the_holder_of_the_store_ends():
+    with Doomed(3, meet=through_rank_0) as world:
+        outcome = world.run(between.fail_alone, QUICK, "told")
+    assert outcome.errors() == dict.fromkeys(range(3), ("StorageError", "rank 1: struck"))
+
+
+def test_a_rank_that_fails_as_the_store_ends_raises_its_own_error():
+    with Doomed(3, meet=through_rank_0) as world:
+        outcome = world.run(between.fail_alone, QUICK, "untold")
+    assert outcome.errors()[1] == ("StorageError", "rank 1: struck")
+    assert outcome.errors()[2][0] == "RankLostError"
+    assert "the store through which the ranks meet is gone" in outcome.errors()[2][1]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -368,6 +372,26 @@ def test_signals_ask_once_and_then_end() -> None:
             signal.raise_signal(signal.SIGTERM)
         assert caught.value.code == 143
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_is_noted_while_the_main_thread_cannot_hear_it() -> None:
+    """As in a collective that waits for a lost rank."""
+    noted: list[bool] = []
+
+    def ask() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stop.has_come():
+            time.sleep(0.01)
+        noted.append(stop.is_made)
+
+    with stopping_on_signals() as stop:
+        assert not stop.has_come()
+        asking = threading.Timer(0.05, ask)
+        asking.start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # lets other threads run, and hears nothing
+        asking.join()
+        assert stop.is_made
+    assert noted == [False]
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,8 @@ def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Laun
     rank, size, local_rank = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     has_generations = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     launched = Launched(rank, size, local_rank, has_generations)
+    if (port := _number(environment, "MASTER_PORT")) >= 1 << 16:
+        raise ConfigError(f"MASTER_PORT={port} in the environment is not a port: these are below 65536")
     if launched.rank >= launched.size:
         raise ConfigError(f"RANK={launched.rank} in the environment is not below WORLD_SIZE={launched.size}")
     if nproc_per_node > 1:
@@ -135,7 +137,8 @@ def run_ranks(
                 import_all(preloaded)
                 from shardwise.execution.processes.launched import Seat, run_seated
 
-                return run_seated(Seat(rank, size, local_rank, has_generations), function, *args)
+                host, port = os.environ["MASTER_ADDR"], _number(os.environ, "MASTER_PORT")
+                return run_seated(Seat(rank, size, local_rank, host, port, has_generations), function, *args)
             case _:
                 assert_never(launch)
 

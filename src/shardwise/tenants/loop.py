@@ -64,7 +64,7 @@ class TurnLoop:
             self.when_stuck(_with_newest(lost))
 
         try:
-            with naming_the_lost(self.world, lambda: f"in pass {self.passes + 1}", stuck):
+            with naming_the_lost(self.world, lambda: f"in pass {self.passes + 1}", stuck, self.stop.has_come):
                 self._train()
         except RankLostError as lost:
             raise _with_newest(lost) from lost

@@ -248,7 +248,9 @@ class _Training:
         """
         when_stuck = self.settings.when_stuck
         try:
-            with naming_the_lost(self.world, self._where, lambda lost: when_stuck(self._with_newest(lost))):
+            with naming_the_lost(
+                self.world, self._where, lambda lost: when_stuck(self._with_newest(lost)), self.stop.has_come
+            ):
                 yield
         except ShardwiseError as error:
             checkpoints = self.settings.checkpoints

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -70,13 +72,19 @@ def _require_one(told: list[str]) -> None:
 
 WhenStuck: TypeAlias = Callable[[RankLostError], object]
 
-_STUCK_S = 15.0
+_STUCK_S = 5.0
 """A rank that is still in a collective so long after another was lost will not come out of it in time."""
+
+_ASKED_S = 1.0
+"""The same of a rank that was asked to stop."""
 
 
 @contextmanager
 def naming_the_lost(
-    world: World, where: Callable[[], str], when_stuck: WhenStuck = lambda error: None
+    world: World,
+    where: Callable[[], str],
+    when_stuck: WhenStuck = lambda error: None,
+    is_asked: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """In this block ranks compute by collectives of torch's own, which break when one of them is gone.
 
@@ -85,14 +93,15 @@ def naming_the_lost(
     ranks have met before.
 
     A collective may also wait for a lost rank for as long as its backend does, and cannot be called back. Where it
-    has for a quarter of a minute, ``when_stuck`` is called, on another thread.
+    has for some seconds, ``when_stuck`` is called, on another thread, which needs no store to notice: this rank may
+    be the one that is cut off. It is called sooner where this rank ``is_asked`` to stop.
 
     Raises:
         RankLostError: a rank is lost, has left the block, or has run out of memory; the same on every rank.
     """
     line = world.line
     try:
-        with _watched(line, where, when_stuck):
+        with _watched(line, where, when_stuck, is_asked):
             yield
     except ShardwiseError:
         raise
@@ -116,25 +125,29 @@ def naming_the_lost(
 
 
 @contextmanager
-def _watched(line: Line | None, where: Callable[[], str], when_stuck: WhenStuck) -> Iterator[None]:
+def _watched(
+    line: Line | None, where: Callable[[], str], when_stuck: WhenStuck, is_asked: Callable[[], bool]
+) -> Iterator[None]:
     if line is None:
         yield
         return
     has_left = threading.Event()
 
-    def wait(lost: RankLostError) -> None:
-        if not has_left.wait(_STUCK_S):
-            when_stuck(RankLostError(f"{where()}: {lost}"))
+    def watch() -> None:
+        since = math.inf
+        while not has_left.wait(min(line.patience.beat_s, _ASKED_S)):
+            in_haste = is_asked()
+            lost = line.lost(in_haste=in_haste)
+            since = math.inf if lost is None else min(since, time.monotonic())
+            if lost is not None and time.monotonic() - since >= (_ASKED_S if in_haste else _STUCK_S):
+                when_stuck(RankLostError(f"{where()}: {lost}"))
+                return
 
-    def watch(lost: RankLostError) -> None:
-        threading.Thread(target=wait, args=(lost,), name="shardwise-stuck", daemon=True).start()
-
-    line.on_lost = watch
+    threading.Thread(target=watch, name="shardwise-stuck", daemon=True).start()
     try:
         yield
     finally:
         has_left.set()
-        line.on_lost = None
 
 
 def _out_of_memory(error: BaseException) -> str:

@@ -43,6 +43,9 @@ _MOST_UNTIDY = 100
 _DEAF = 1.5
 """After so many times the silence without an answer, the store itself is taken for lost."""
 
+_HASTY = 0.5
+"""A rank that is asked to stop waits for silent ones, or for the store, only for this part of the silence."""
+
 
 @dataclass(frozen=True, slots=True)
 class Patience:
@@ -101,15 +104,15 @@ class Line:
         self.is_closing = False
         self.while_waiting: Callable[[], None] | None = None
         """Called about once a beat by a rank that waits in :meth:`meet`; what it raises ends the wait."""
-        self.on_lost: Callable[[RankLostError], None] | None = None
-        """Called once, on the line's thread, when a rank is lost while this one works."""
         self.name = name
         self._keys = KeyStore(store, name)
         self._pulses = Pulses(store)
         self._orders: SimpleQueue[_Order | None] = SimpleQueue()
         self._cut = threading.Event()
         self._heard = time.monotonic()
+        self._silent_since = math.inf
         self._verdict: Exception | None = None
+        self._store_error: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name=f"shardwise-line-{rank}", daemon=True)
         self._thread.start()
 
@@ -121,6 +124,28 @@ class Line:
     @property
     def _is_deaf(self) -> bool:
         return time.monotonic() - self._heard > _DEAF * self.patience.silence_s
+
+    def lost(self, *, in_haste: bool = False) -> RankLostError | None:
+        """What was found to be lost while this rank works: another rank, or the store; None for nothing.
+
+        Asks nobody, so that it answers whatever is lost. ``in_haste``: silence counts as a loss earlier.
+        """
+        if isinstance(self._verdict, RankLostError):
+            return self._verdict
+        if self._store_error is not None:
+            return _store_lost(self._store_error)
+        limit_s, now = self.patience.silence_s * (_HASTY if in_haste else 1), time.monotonic()
+        if now - self._heard > limit_s:
+            return _deaf(now - self._heard)
+        if in_haste and now - self._silent_since > limit_s:
+            told = f"no sign of life from other ranks for {now - self._silent_since:.0f} s"
+            return RankLostError(f"{told}, and this one was asked to stop")
+        return None
+
+    @property
+    def has_lost_store(self) -> bool:
+        """Whether the store is gone, or does not answer."""
+        return self._store_error is not None or self._is_deaf
 
     def join(self) -> None:
         """Let the other ranks know that this one has come: from now on it is missed when it falls silent.
@@ -170,11 +195,7 @@ class Line:
                 if self.while_waiting is not None:
                     self.while_waiting()
                 if self._is_deaf:
-                    raise RankLostError(
-                        "the store through which the ranks meet has not answered for "
-                        f"{_DEAF * self.patience.silence_s:.0f} s; the process that holds it (the launcher, or "
-                        "rank 0) is stopped or unreachable"
-                    ) from None
+                    raise _deaf(_DEAF * self.patience.silence_s) from None
 
     def part(self) -> None:
         """Leave after the last meeting; the first rank not before the others."""
@@ -224,6 +245,7 @@ class Line:
                 return
             try:
                 if talk is None:
+                    self.heard()  # nobody has asked the store for anything before
                     talk = Talk(self._keys, self._pulses, self)
                     self.number = talk.number
                 order.answer.set_result(order.carry_out(talk))
@@ -233,6 +255,7 @@ class Line:
                 self._cut.set()
                 if not isinstance(error, (RankLostError, DisagreementError)):
                     # What was found out while this rank worked: the store may have ended with who held it.
+                    self._store_error = error
                     error = self._verdict or _store_lost(error)
                 order.answer.set_exception(error)
 
@@ -249,14 +272,17 @@ class Line:
             self._cut.set()
             if isinstance(error, (RankLostError, DisagreementError)):
                 self._verdict = error
-            if isinstance(error, RankLostError):
-                tell, self.on_lost = self.on_lost, None
-                if tell is not None:
-                    tell(error)
+            else:
+                self._store_error = error
 
     def heard(self) -> None:
         """Note that the store answered just now."""
         self._heard = time.monotonic()
+        self._store_error = None
+
+    def note_silence(self, since: float) -> None:
+        """Note when the rank that has been silent for longest was heard."""
+        self._silent_since = since
 
     def note_cut(self) -> None:
         """Note that some rank has failed, or is lost."""
@@ -273,6 +299,13 @@ class _Order:
 
     carry_out: Callable[[Talk], object]
     answer: Future[object] = field(default_factory=Future)
+
+
+def _deaf(silent_s: float) -> RankLostError:
+    return RankLostError(
+        f"the store through which the ranks meet has not answered for {silent_s:.0f} s; the process that holds it "
+        "(the launcher, or rank 0) is stopped or unreachable"
+    )
 
 
 def _store_lost(error: Exception) -> RankLostError:

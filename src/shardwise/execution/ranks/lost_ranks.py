@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from shardwise.report.names import shown_ranks
 
 if TYPE_CHECKING:
     from shardwise.execution.ranks.line import Line
+
+_log = logging.getLogger(__name__)
 
 _FIRST_POLL_S = 0.0001
 _LAST_POLL_S = 0.05
@@ -32,6 +35,9 @@ _GRACE = 0.25
 
 _MISSED_BEATS = 4
 """A process that beats rarely between calls is lost after so many of them at the earliest."""
+
+TELL_S, TELL_AGAIN_S = 5.0, 30.0
+"""After so long a wait for a rank that has made no call yet, it is told of, and again."""
 
 _LOST, _OTHER_CALL = "lost", "other call"
 """Kinds of verdicts; each is written before its text."""
@@ -53,6 +59,7 @@ class Talk:
         now = time.monotonic()
         others = range(1, line.size) if line.rank == 0 else (0,)
         self._watched = {rank: _Sign(since=now) for rank in others}
+        self._tell_at = now + TELL_S
         self._keys.set(f"joined/{line.rank}", ProcessPlace.here().encode())
         self._keys.set(f"call/{line.rank}", line.call.encode())
         if self._keys.set_first("call", line.call.encode()).decode() != line.call:
@@ -237,6 +244,7 @@ class Talk:
             assert sign.place is not None
             if self._is_gone(sign.place, now - sign.since, line.patience.silence_s) and not is_done():
                 self._raise_lost(rank, sign.place, now - sign.since)
+        line.note_silence(min((self._watched[rank].since for rank in joined), default=math.inf))
         self._watch_absent(absent, now)
         line.total_progress = line.progress + sum(int(beat.split()[1]) for beat in beats.values())
 
@@ -244,6 +252,10 @@ class Talk:
         """Of ranks that have not come to this call there is a pulse at most, from an earlier one."""
         patience = self._line.patience
         pulses = self._pulses.find([self._line.numbers[rank] for rank in ranks])
+        unknown = [number for rank in ranks if (number := self._line.numbers[rank]) not in pulses]
+        if unknown and now > self._tell_at:
+            self._tell_at = now + TELL_AGAIN_S
+            _log.warning("%s", waiting_for(unknown, self._line.size, self._pulses.address))
         for rank in ranks:
             sign, number = self._watched[rank], self._line.numbers[rank]
             pulse = pulses.get(number)
@@ -317,6 +329,11 @@ class _Sign:
     pulse: Pulse | None = None
     pulse_since: float = 0.0
     place: ProcessPlace | None = None
+
+
+def waiting_for(ranks: Sequence[int], size: int, address: str) -> str:
+    """In words: ranks that have not come to where all meet."""
+    return f"waiting for rank{'s' * (len(ranks) > 1)} {shown_ranks(ranks)} of {size} at {address}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

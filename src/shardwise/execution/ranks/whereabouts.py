@@ -147,6 +147,7 @@ class Pulses:
     """The pulses of other ranks, by their numbers among all that use the store."""
 
     def __init__(self, store: Any) -> None:
+        self.address = address_of(store)
         self._keys = _keys(store)
         self._known: set[int] = set()
 
@@ -160,6 +161,13 @@ class Pulses:
     def place(self, rank: int) -> ProcessPlace:
         """Of a rank that has a pulse."""
         return ProcessPlace.of(self._keys.get_all([f"place/{rank}"])[0])
+
+
+def address_of(store: Any) -> str:
+    """Where ranks meet: host and port, or a file."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}" if hasattr(store, "port") else getattr(store, "path", "one store")
 
 
 def _keys(store: Any) -> KeyStore:

@@ -156,10 +156,14 @@ class World:
             # Not raised by a meeting (Ctrl-C, say, or a mistake between two of them): nobody else knows of it.
             self._line.leave(f"{type(error).__name__}: {error}")
         elif self._around is None and not isinstance(error, errors.RankLostError):
-            # All has been said: whoever is lost now is not missed.
-            with contextlib.suppress(errors.RankLostError, DisagreementError):
-                self._line.part()
+            self._part(self._line)
         self._close()
+
+    @staticmethod
+    def _part(line: Line) -> None:
+        """Stay until all have read the last answer. All has been said: whoever is lost now is not missed."""
+        with contextlib.suppress(errors.RankLostError, DisagreementError):
+            line.part()
 
     def together(self, function: Callable[[], T]) -> T:
         """Run ``function`` on every rank; returns its value if it succeeded everywhere.
@@ -357,13 +361,21 @@ class World:
                 failure = error
                 return Outcome(Failure.of(error), None).encode()
 
-        answer = self._meet(self._line, own, answer_to, at_once_bytes)
+        try:
+            answer = self._meet(self._line, own, answer_to, at_once_bytes)
+        except errors.RankLostError:
+            if not self._line.has_lost_store or failure is None or isinstance(failure, Stopped):
+                raise
+            # The first rank has ended, maybe of this very failure, which this rank knows better than any other.
+            raise Failure.of(failure).at_rank(self._global_rank(self.rank)).to_error() from failure
         if (outcome := Outcome.in_answer(answer)) is not None:
             # Ranks that stopped because of another's failure have nothing to tell. Where that is all there is, the
             # failure is that of a rank of the world around this one.
             if outcome.failure.is_stop and self._around is not None:
                 raise Stopped
             self._settled = outcome.to_error(self._global_rank)
+            if not self._marks:
+                self._part(self._line)
             raise self._settled from failure
         return answer
 

@@ -1,0 +1,122 @@
+"""Ranks on two hosts: disks that differ, a host that is lost, and a link that is cut."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tests.hosts.netns import PORT, HostProcess, Hosts, ended, lacking, two_hosts
+from tests.training import tiny
+
+from shardwise.execution.ranks.line import Patience
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(180)]
+
+SILENCE_S = Patience().silence_s
+BOUND_S = SILENCE_S + 12
+"""From a cut to the end of the last rank: the silence, some seconds more, and what a busy machine takes."""
+
+AT_ONCE_S = 6.0
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    if cause := lacking():
+        pytest.skip(f"two hosts cannot be had here: {cause}")
+    with two_hosts(tmp_path) as made:
+        tiny.write_model(made.folder / "model")
+        tiny.write_chats(made.folder / "chats.jsonl", 8)
+        yield made
+
+
+def training(hosts: Hosts, steps: int = 100_000) -> list[object]:
+    """The command, with checkpoints in a folder that both hosts see."""
+    places = [f"model={hosts.folder / 'model'}", f"data={hosts.folder / 'chats.jsonl'}"]
+    places += [f"output={hosts.folder / 'out'}", f"training.max_steps={steps}", "training.batch_size=1"]
+    return ["-m", "shardwise", "train", *places, "log.every=1", "checkpoints.every=20"]
+
+
+def wait_for_steps(rank: HostProcess, more: int) -> None:
+    done = rank.text().count("\nstep ")
+    rank.wait_for("\nstep ", done + more)
+
+
+def test_loads_and_saves_on_disks_that_differ_are_refused_alike(hosts: Hosts) -> None:
+    for host in range(2):
+        for name in ("same", "other values", "other shapes"):
+            shutil.copytree(hosts.folder / "model", hosts.disk_of(host) / name)
+    values = load_file(hosts.folder / "model" / "model.safetensors")
+    name = next(name for name in values if "q_proj" in name)
+    for folder, changed in (("other values", values[name] + 1), ("other shapes", values[name][:-2].clone())):
+        save_file({**values, name: changed}, hosts.disk_of(1) / folder / "model.safetensors", {"format": "pt"})
+    ranks = hosts.start_ranks("-m", "tests.hosts.on_host", hosts.folder)
+    assert ended(ranks, 100) == [0, 0], ranks[0].text()
+    first, second = (re.findall(r"^([a-z ]+): (.*)$", rank.text(), re.MULTILINE) for rank in ranks)
+    told = dict(second)
+    assert told.items() <= dict(first).items()
+    assert f"waiting for rank 1 of 2 at {hosts.address(0)}:{PORT}" in ranks[0].text()
+    assert told["loaded"] == told["loaded again"] == told["own copies"] != ""
+    assert "Error" not in told["loaded"]
+    assert told["saved to one folder"] == ""
+    for copies in ("differing values", "differing shapes"):
+        assert told[copies].startswith("DisagreementError: model.safetensors")
+    assert told["saved to two folders"].startswith("StorageError: rank 1: ")
+    assert "save to a directory that all ranks share" in told["saved to two folders"]
+    assert not list(hosts.disk_of(0).glob("saved/*"))
+
+
+def test_a_host_is_killed_and_its_training_goes_on_on_the_other(hosts: Hosts) -> None:
+    ranks = hosts.start_ranks(*training(hosts))
+    wait_for_steps(ranks[0], 30)
+    hosts.kill(ranks[1])
+    assert ranks[0].wait(BOUND_S) == 2
+    assert f"rank 1 (host {hosts.host_name(1)}, process " in ranks[0].text()
+    newest = int(re.findall(r"The newest checkpoint is of step (\d+)", ranks[0].text())[-1])
+    assert newest >= 20
+    alone = hosts.start(0, sys.executable, *training(hosts, newest + 5))
+    assert alone.wait(100) == 0, alone.text()
+    assert f"training goes on after step {newest}" in alone.text()
+    assert re.search(rf"^step +{newest + 5}/{newest + 5} ", alone.text(), re.MULTILINE)
+
+
+def test_a_link_that_is_cut_for_good_ends_the_ranks_of_both_hosts(hosts: Hosts) -> None:
+    ranks = hosts.start_ranks(*training(hosts))
+    wait_for_steps(ranks[0], 5)
+    hosts.cut()
+    time.sleep(SILENCE_S / 4)
+    hosts.restore()
+    wait_for_steps(ranks[0], 20)
+    hosts.cut()
+    assert ended(ranks, BOUND_S) == [2, 2]
+    assert re.search(
+        r"^error: in step \d+: rank 1 \(host .*no sign of life for 18 s", ranks[0].text(), re.MULTILINE
+    )
+    assert re.search(r"^error: in step \d+: the store .* has not answered for", ranks[1].text(), re.MULTILINE)
+
+
+def test_ranks_that_are_cut_off_end_when_they_are_asked_to(hosts: Hosts) -> None:
+    ranks = hosts.start_ranks(*training(hosts))
+    wait_for_steps(ranks[0], 5)
+    hosts.cut()
+    time.sleep(SILENCE_S / 2)
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    assert ended(ranks, AT_ONCE_S) == [2, 2]
+    for rank in ranks:
+        assert "error: in step " in rank.text()
+
+
+def test_a_rank_that_waits_for_one_that_never_comes_says_so(hosts: Hosts) -> None:
+    ranks = [hosts.start_rank(rank, 3, *training(hosts)) for rank in range(2)]
+    for rank in ranks:
+        rank.wait_for(f"waiting for rank 2 of 3 at {hosts.address(0)}:{PORT}" if rank is ranks[0] else "waiting")
+        os.kill(rank.pid, signal.SIGTERM)
+    assert ended(ranks, AT_ONCE_S) == [128 + signal.SIGTERM] * 2
