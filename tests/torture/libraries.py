@@ -131,19 +131,25 @@ def save_by_accelerate(folder: str, seed: int, _: Path) -> None:
 def of_accelerate_in(folder: Path) -> Hashable:
     """The seed that all there is of a state is of, by what load_state opens."""
     import shardwise
-    from shardwise.execution.writing.renames import finish_left
+    from shardwise.execution.reading.renamed_folder import as_renamed
 
-    finish_left(folder)
-    if not (folder / "random_states_0.pkl").is_file():
-        return None
-    model = Blocks(99)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    shardwise.load_accelerate_model(model, folder)
-    shardwise.load_accelerate_optimizer(model, optimizer, folder)
-    seed = int(model.steps)
-    assert all(map(torch.equal, model.state_dict().values(), Blocks(seed).state_dict().values()))
-    assert optimizer.param_groups[0]["lr"] == 0.01 * seed
-    assert torch.load(folder / "custom_checkpoint_0.pkl", weights_only=False) == {"value": seed}
-    assert torch.load(folder / "random_states_0.pkl", weights_only=False)["step"] == seed
-    assert (folder / "more" / "seed.txt").read_text() == str(seed)
+    before = _contents(folder)
+    with as_renamed(folder) as seen:
+        if not (seen / "random_states_0.pkl").is_file():
+            return None
+        model = Blocks(99)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        shardwise.load_accelerate_model(model, folder)
+        shardwise.load_accelerate_optimizer(model, optimizer, folder)
+        seed = int(model.steps)
+        assert all(map(torch.equal, model.state_dict().values(), Blocks(seed).state_dict().values()))
+        assert optimizer.param_groups[0]["lr"] == 0.01 * seed
+        assert torch.load(seen / "custom_checkpoint_0.pkl", weights_only=False) == {"value": seed}
+        assert torch.load(seen / "random_states_0.pkl", weights_only=False)["step"] == seed
+        assert (seen / "more" / "seed.txt").read_text() == str(seed)
+    assert _contents(folder) == before, "reading has changed what is there"
     return seed
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -17,6 +17,7 @@ from shardwise.engines.model_files import set_from_files, stored_values, with_re
 from shardwise.engines.optimizer_fitting import Ours
 from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.renamed_folder import as_renamed, home_of, lists_in
 from shardwise.execution.states.agreed import (
     BroughtValues,
     StateOptions,
@@ -25,7 +26,6 @@ from shardwise.execution.states.agreed import (
     require_same_call,
 )
 from shardwise.execution.states.stored_values import StoredValues
-from shardwise.execution.writing.renames import finish_left
 from shardwise.execution.writing.saved_tree import SavedTree, read_distributed_tree, read_file_tree
 from shardwise.execution.writing.torch_out import Levels
 from shardwise.execution.writing.torch_states import read_rank_file
@@ -38,7 +38,6 @@ from shardwise.formats.accelerate_names import (
     SavedKind,
     WholeFile,
     find,
-    is_distributed_folder,
 )
 from shardwise.formats.distributed import METADATA
 from shardwise.interchange.accelerate_writing import beside_trained
@@ -107,7 +106,7 @@ def read_optimizer(
     brought: list[Values] = []
     with ExitStack() as stack:
         with clock.phase("agree"):
-            found = world.from_first(lambda: _found(source.path, OPTIMIZER, source.number))
+            found = _found(world, source, OPTIMIZER, stack)
 
         def take_apart(ours: Ours) -> tuple[Given, Values]:
             given, values = _state_of_optimizer(world, found, ours, order, options, stack)
@@ -122,7 +121,7 @@ def read_optimizer(
 
 def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> Values:
     """What accelerate saved of a model, wherever and however. Collective: yes."""
-    found = world.from_first(lambda: _found(source.path, MODEL, source.number))
+    found = _found(world, source, MODEL, stack)
     match found:
         case OfRanks(folder, files):
             state = read_rank_file(world, Path(folder), files)
@@ -163,11 +162,20 @@ def _state_of_optimizer(
     return (given if world.rank == 0 else Given()), values
 
 
-def _found(path: Path, kind: SavedKind, number: int) -> AccelerateSave:
-    """What there is, once what a killed save left to be renamed has been. On one rank."""
-    is_inside = path.is_file() or is_distributed_folder(path.name)
-    finish_left(path.parent if is_inside else path)
-    return find(path, kind, number)
+def _found(world: World, source: FilesSource, kind: SavedKind, stack: ExitStack) -> AccelerateSave:
+    """What there is; of a save whose renames are not carried out yet, in links until ``stack`` is closed.
+
+    Collective: yes.
+    """
+    path, number = source.path, source.number
+
+    def linked() -> AccelerateSave:
+        home = home_of(path)
+        return find(stack.enter_context(as_renamed(home)) / path.relative_to(home), kind, number)
+
+    if world.from_first(lambda: bool(lists_in(home_of(path)))):
+        return world.together(linked)
+    return world.from_first(lambda: find(path, kind, number))
 
 
 def _read(state: Any, ours: Ours, order: ParameterOrder) -> tuple[Given, dict[str, Levels]]:
