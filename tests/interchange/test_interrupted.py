@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.interchange.test_commit import FORMS, contents, model, save, seed_in
+from tests.torture.libraries import accelerated, save_by_accelerate
 from torch import nn
 
 import shardwise
@@ -148,3 +149,32 @@ def test_a_list_of_what_is_gone_is_an_error_of_a_load(tmp_path):
     (tmp_path / "optimizer.bin").unlink()
     with pytest.raises(FormatError, match="lists optimizer.bin, which is gone"):
         seed_in(tmp_path)
+
+
+@pytest.mark.parametrize("is_numbered", [True, False])
+def test_a_state_of_accelerate_is_loaded_as_it_counts(tmp_path, is_numbered):
+    """Of the second of two saves: what accelerate reads itself, what hooks read, and the model."""
+    root = tmp_path / "checkpoints" / "checkpoint_0"
+    save_by_accelerate(str(root), 1, tmp_path)
+    older = contents(root)
+    save_by_accelerate(str(root), 2, tmp_path)
+    given = [name for name in contents(root) if "distcp" not in name]
+    for name in given[1:]:
+        place = root / name
+        place.rename(place.with_name(f".{place.name}.{TOKEN}.new"))
+    for name in {*older} - {*contents(root)}:
+        (root / name).write_bytes(older[name])
+    listed(root, given, [name for name in older if name not in given])
+    before, told = contents(root), []
+    with accelerated(3, "SHARDED_STATE_DICT") as (accelerator, counter):
+        accelerator.project_configuration.set_directories(str(tmp_path))
+        accelerator.project_configuration.automatic_checkpoint_naming = is_numbered
+        accelerator.register_load_state_pre_hook(
+            lambda _, place: told.append(Path(place, "more/seed.txt").read_text())
+        )
+        accelerator.load_state(*([] if is_numbered else [str(root)]))
+        [model] = accelerator._models
+        assert int(model.steps) == accelerator.step == counter.value == 2
+        assert accelerator._optimizers[0].param_groups[0]["lr"] == 0.02
+    assert told == ["2"]
+    assert contents(root) == before

@@ -165,6 +165,11 @@ def models_of(accelerator: Any) -> list[nn.Module]:
     return list(accelerator._models)
 
 
+def how_many(accelerator: Any) -> tuple[int, int]:
+    """The models and the optimizers that an accelerator has prepared."""
+    return len(accelerator._models), len(accelerator._optimizers)
+
+
 @contextmanager
 def without_models(accelerator: Any) -> Iterator[tuple[list[nn.Module], list[Any]]]:
     """For the time of the block an accelerator has no models and optimizers; they are given."""

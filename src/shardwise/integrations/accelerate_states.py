@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwise.errors import StorageError
+from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.renamed_folder import as_renamed, leads_nowhere
 from shardwise.execution.states.agreed import StateOptions
@@ -154,6 +154,7 @@ def save_state(
     is_named = config.automatic_checkpoint_naming
     folder = _numbered_folder(accelerator) if is_named else Path(str(output_dir)).expanduser().resolve()
     with World.current(call="save_state") as world:
+        world.together(lambda: _require_one_each("save_state", *compat.how_many(accelerator)))
         world.require_equal(str(folder), "the folder to save into")
         with state_saved(world, folder, New() if is_named else InPlaceOf()) as work:
             config.automatic_checkpoint_naming = False
@@ -183,6 +184,8 @@ def load_state(
         return original(accelerator, input_dir, *others, **keywords)
     with ExitStack() as stack:
         with World.current(call="load_state") as world:
+            if compat.is_fsdp2(accelerator):
+                world.together(lambda: _require_one_each("load_state", *compat.how_many(accelerator)))
             if is_numbered:
                 place = _numbered_folder(accelerator).parent
                 input_dir = world.from_first(lambda: _path_of(newest_in(place)))
@@ -201,11 +204,21 @@ def load_state(
         if compat.is_fsdp2(accelerator) or not any(seen.glob(f"{MODEL.stem}*")):
             return _all_done("load_state", load)
         with compat.without_models(accelerator) as (models, optimizers):  # a process alone, where ranks have saved
+            _require_one_each("load_state", len(models), len(optimizers))
             for number, model in enumerate(models):
                 load_accelerate_model(model, folder, number=number)
             for number, optimizer in enumerate(optimizers):
                 load_accelerate_optimizer(models[number], compat.bare(optimizer), folder, number=number)
             return load()
+
+
+def _require_one_each(call: str, models: int, optimizers: int) -> None:
+    """Accelerate takes an optimizer for that of the model of the same number."""
+    if optimizers > models:
+        raise ConfigError(
+            f"{call}: the accelerator has {optimizers} optimizers and {models} model(s), and accelerate's states "
+            "have one optimizer for each model; save several with shardwise.Checkpointer"
+        )
 
 
 def _require_still_there(seen: Path, folder: Path) -> None:

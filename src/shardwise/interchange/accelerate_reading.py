@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +47,7 @@ from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import canonical, look_inside
 from shardwise.planning.loads.load_plan import Ignore
 from shardwise.planning.loads.stored import stored_tensors
-from shardwise.planning.states.matching import Tolerance
+from shardwise.planning.states.matching import OnFault, Tolerance
 from shardwise.report.state_report import StateReport
 from shardwise.storage.reading.local import LocalReader
 
@@ -83,10 +83,13 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
         with clock.phase("agree"):
             values = _values_of_model(world, source, stack)
             if isinstance(only, AdapterOnly):
-                # What PEFT saves of the base (embeddings), accelerate leaves out of one file.
+                # What PEFT saves of the base (embeddings), accelerate leaves out of one file, in which it has
+                # what torch does not know as frozen: buffers, and the second names of tied parameters.
                 untouched = world.together(lambda: beside_trained(look_inside(model), only.adapter))
-                consents = tolerance.missing.only if isinstance(tolerance.missing, Ignore) else ()
-                tolerance = replace(tolerance, missing=Ignore((*consents, *untouched)))
+                missing, unexpected = tolerance.missing, tolerance.unexpected
+                tolerance = replace(
+                    tolerance, missing=_also(missing, untouched), unexpected=_also(unexpected, untouched)
+                )
         return set_from_files(world, model, values, only, tolerance, source.options, clock)
 
 
@@ -117,6 +120,10 @@ def read_optimizer(
             world, model, optimizer, take_apart, tolerance=source.tolerance, options=options, clock=clock
         )
         return with_read(report, brought[0])
+
+
+def _also(consent: OnFault, names: Sequence[str]) -> Ignore:
+    return Ignore((*(consent.only if isinstance(consent, Ignore) else ()), *names))
 
 
 def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> Values:
