@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError, KnownNames
+from shardwise.errors import ConfigError, KnownNames, require_version
 
+require_version("accelerate", "1.13")
 try:
     import accelerate as _accelerate
 except ImportError as _absent:
