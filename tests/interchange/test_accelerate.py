@@ -33,6 +33,11 @@ def test_another_number_of_ranks_goes_on(worlds, tmp_path, form, writer):
     assert trading.resume(str(tmp_path)) == []
 
 
+@pytest.mark.parametrize("form", ["sharded", "ranks"])
+def test_ranks_read_an_interrupted_save_and_change_nothing(worlds, tmp_path, form):
+    assert worlds(2).run(trading.of_an_interrupted_save, str(tmp_path), form) == [([], [])] * 2
+
+
 def test_no_rank_holds_the_whole(worlds, tmp_path):
     for rank, (arrived, staged, nbytes) in enumerate(worlds(3).run(trading.batches, str(tmp_path))):
         assert max(arrived) <= 8192
