@@ -20,6 +20,8 @@ and what to do about it.
 from __future__ import annotations
 
 import platform
+import re
+from functools import cache
 from importlib import metadata
 from types import TracebackType
 
@@ -64,11 +66,46 @@ class ConfigError(ShardwiseError):
     """An argument, an option or a configuration value cannot be honoured."""
 
 
+_OLDEST = {"torch": "2.11", "transformers": "5.17"}
+"""As in ``pyproject.toml``."""
+
+
+@cache
+def require_versions() -> None:
+    """Refuse a torch or transformers that is too old, before one of them is imported.
+
+    Raises:
+        ConfigError: as of :func:`require_version`.
+    """
+    for library, oldest in _OLDEST.items():
+        require_version(library, oldest)
+
+
+def require_version(library: str, oldest: str) -> None:
+    """Refuse a library that is installed and too old.
+
+    Raises:
+        ConfigError: naming the installed version and the oldest one that works.
+    """
+    installed = _version_of(library)
+    if (found := _numbers(installed)) and found < _numbers(oldest):
+        raise ConfigError(
+            f"{library} {installed}: is too old. shardwise needs {oldest} or newer; pip install -U {library}"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first two of a version; none of what is no version."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else ()
+
+
 class KnownNames:
     """A block that touches private names of a library, and says so in one error where one of them is gone.
 
     Raises:
-        ConfigError: at the end of the block, naming what is gone, the installed version, and those that have it.
+        ConfigError: the library is too old; or, at the end of the block, naming what is gone, the installed
+            version, and those that have it.
     """
 
     def __init__(self, library: str, versions: str) -> None:
@@ -76,7 +113,7 @@ class KnownNames:
         self.versions = versions
 
     def __enter__(self) -> None:
-        return None
+        require_version(self.library, self.versions.partition(" ")[0])
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -92,6 +129,6 @@ def _version_of(library: str) -> str:
     if library == "Python":
         return platform.python_version()
     try:
-        return metadata.version(library)
+        return str(metadata.version(library))
     except metadata.PackageNotFoundError:
         return "(not installed)"

@@ -10,6 +10,7 @@ from tests.interchange.test_commit import contents, last_mark_removed, meanwhile
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.renamed_folder import as_renamed
 from shardwise.execution.writing import renames
 from shardwise.execution.writing.committing import make_file
 from shardwise.execution.writing.marked_folder import marked_by_first
@@ -19,6 +20,7 @@ from shardwise.storage.writing.folders_writer import FoldersWriter
 from shardwise.storage.writing.opening import open_writer
 from shardwise.testing import EffectLog, recorded, states_after_crash
 
+OLDER = "random_states_7.pkl"
 NAMES = ("scheduler.bin", "optimizer.bin", "pytorch_model_fsdp_0/.metadata", "unet/weights.bin")
 
 
@@ -34,9 +36,11 @@ def save(seed: int, root: Path, older: tuple[str, ...] = ()) -> None:
 
 
 def seen(root: Path) -> int | None:
-    """Whose all files are."""
-    renames.finish_left(root)
-    found = {(root / name).read_text() if (root / name).is_file() else "" for name in NAMES}
+    """Whose all files are; reading changes nothing."""
+    before = contents(root)
+    with as_renamed(root) as place:
+        found = {(place / name).read_text() if (place / name).is_file() else "" for name in NAMES}
+    assert contents(root) == before
     (one,) = found
     return int(one) if one else None
 
@@ -61,7 +65,8 @@ def test_a_crash_leaves_all_files_of_one_save_and_the_next_leaves_nothing_else(t
         found = seen(place)
         outcomes.add(found)
         assert found == 2 or state.completed < len(effects), state.what
-        assert (place / "random_states_7.pkl").is_file() is (older and found == 1), state.what
+        with as_renamed(place) as read:
+            assert (read / OLDER).is_file() is (older and found == 1), state.what
         if number % 20 == 0:
             last_mark_removed(place)
             save(3, place)
@@ -140,6 +145,15 @@ STRANGE = [
     {"older": ["unet/weights.bin"]},
     {"names": "x"},
     {"names": [1]},
+    {"names": [["scheduler.bin"]]},
+    {"names": ["/etc/passwd"]},
+    {"names": ["\ud800"]},
+    {"names": ["a" * 250]},
+    {"names": ["a/" * 4000 + "b"]},
+    {"token": "89abcdef"},
+    {"token": 1234567},
+    {"more": "x" * (1 << 24)},
+    "[" * 100_000,
 ]
 
 
@@ -148,8 +162,12 @@ def test_a_list_that_makes_no_sense_is_refused(tmp_path, content):
     """It names no file to be removed but those that accelerate gives their names."""
     save(1, tmp_path)
     good = {"token": "0123abcd", "names": ["scheduler.bin"], "older": []}
-    assert Renames.from_bytes(json.dumps(good).encode()) == Renames("0123abcd", ("scheduler.bin",))
+    file = Renames("0123abcd", ()).file
+    assert Renames.from_bytes(file, json.dumps(good).encode()) == Renames("0123abcd", ("scheduler.bin",))
     text = content if isinstance(content, str) else json.dumps(good | content)
-    (tmp_path / Renames("0123abcd", ()).file).write_text(text)
-    with pytest.raises(FormatError, match="is no list of renames"):
-        renames.finish_left(tmp_path)
+    (tmp_path / file).write_text(text)
+    before = contents(tmp_path)
+    for act in (lambda: seen(tmp_path), lambda: save(2, tmp_path)):
+        with pytest.raises(FormatError, match="is no list of renames"):
+            act()
+        assert contents(tmp_path) == before

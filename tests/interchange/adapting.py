@@ -28,6 +28,41 @@ def lora(seed: int) -> nn.Module:
     return model
 
 
+def tied_lora(seed: int) -> nn.Module:
+    """Matrices on a base whose head is its embeddings, which torch does not know as frozen by its second name."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    model = get_peft_model(small_qwen3(tie_word_embeddings=True), LoraConfig(r=4, target_modules=["q_proj"]))
+    shardwise.shard(model)
+    return model
+
+
+def tied(folder: str, form: str) -> tuple[list[str], tuple[str, ...]]:
+    """accelerate's adapter of a tied base, alone and in a checkpoint of the Trainer's; what was left out."""
+    model = tied_lora(1)
+    fill(model)
+    Theirs(form).save_model(model, folder, adapter_only=True)
+    faults: list[str] = []
+    for load in (_adapter_in, _trainer_checkpoint_in):
+        target = tied_lora(2)
+        base = {name: tensor.clone() for name, tensor in base_of(target).items()}
+        report = load(target, folder)
+        faults += differences(adapter_of(target), adapter_of(model)) + differences(base_of(target), base, "base")
+    return faults, report.unexpected
+
+
+def _adapter_in(model: nn.Module, folder: str) -> Any:
+    return shardwise.load_accelerate_model(model, folder, only=AdapterOnly(), options=SMALL)
+
+
+def _trainer_checkpoint_in(model: nn.Module, folder: str) -> Any:
+    if dist.get_rank() == 0:
+        Path(folder, "trainer_state.json").write_text('{"global_step": 2, "epoch": 1.0}')
+    dist.barrier()
+    return shardwise.load_trainer_checkpoint(model, folder, options=SMALL).model
+
+
 def fill(model: nn.Module) -> None:
     """Values that no other rank has: a part that gets lost, or another rank's, is seen."""
     generator = torch.Generator().manual_seed(100 + dist.get_rank())

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tests.interchange import trading
+from torch import nn
+
+import shardwise
 
 pytestmark = pytest.mark.distributed
 
@@ -29,6 +33,11 @@ def test_another_number_of_ranks_goes_on(worlds, tmp_path, form, writer):
     assert trading.resume(str(tmp_path)) == []
 
 
+@pytest.mark.parametrize("form", ["sharded", "ranks"])
+def test_ranks_read_an_interrupted_save_and_change_nothing(worlds, tmp_path, form):
+    assert worlds(2).run(trading.of_an_interrupted_save, str(tmp_path), form) == [([], [])] * 2
+
+
 def test_no_rank_holds_the_whole(worlds, tmp_path):
     for rank, (arrived, staged, nbytes) in enumerate(worlds(3).run(trading.batches, str(tmp_path))):
         assert max(arrived) <= 8192
@@ -43,3 +52,34 @@ def test_one_process_needs_no_group(worlds, tmp_path):
         trading.save(str(folder), form, "shardwise")
         assert trading.resume(str(folder)) == []
         assert worlds(1).run(trading.resume, str(folder)) == [[]]
+
+
+@pytest.mark.parametrize("form", trading.FORMS)
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_state_before_the_first_step_is_loaded_after_one(tmp_path, form, optimizer):
+    """What was stepped since starts afresh; settings are those of the state, and a further step is that of then."""
+    torch.manual_seed(0)
+    model, data = nn.Linear(3, 2), torch.randn(4, 3)
+    made = {
+        "AdamW": torch.optim.AdamW(model.parameters(), lr=0.25),
+        "SGD": torch.optim.SGD(model.parameters(), 0.25, 0.9),
+    }
+    used = made[optimizer]
+    shardwise.save_accelerate_model(model, tmp_path, trading.FORMS[form])
+    shardwise.save_accelerate_optimizer(model, used, tmp_path, trading.FORMS[form])
+
+    def stepped() -> list[torch.Tensor]:
+        used.zero_grad()
+        model(data).square().sum().backward()
+        used.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    first = stepped()
+    used.param_groups[0]["lr"] = 7.0
+    stepped()
+    shardwise.load_accelerate_model(model, tmp_path)
+    report = shardwise.load_accelerate_optimizer(model, used, tmp_path)
+    assert used.param_groups[0]["lr"] == 0.25
+    assert not used.state
+    assert report.afresh == ("weight", "bias")
+    assert all(map(torch.equal, stepped(), first))

@@ -16,6 +16,13 @@ def test_every_ranks_part_of_an_adapter_arrives(worlds, tmp_path, form, ours_fir
         assert count == 12  # and the embeddings, which PEFT saves with them
 
 
+@pytest.mark.parametrize("form", trading.THEIR_ADAPTER_FORMS)
+def test_an_adapter_of_a_tied_base_arrives(worlds, tmp_path, form):
+    for faults, unexpected in worlds(2).run(adapting.tied, str(tmp_path), form):
+        assert faults == []
+        assert unexpected == (("base_model.model.lm_head.weight",) if form == "full" else ())
+
+
 def test_a_whole_adapter_has_the_names_that_accelerate_gives_it(worlds, tmp_path):
     found, trained = worlds(2).run(adapting.full_names, str(tmp_path))[0]
     assert found == trained

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 import shardwise
 from shardwise.execution.writing import torch_states
 from shardwise.options import DistributedFolder, EveryRank, FullState, OneFile, RankFiles
+from shardwise.planning.saves.commit import Renames, fresh
 
 SMALL = shardwise.options.StateOptions(budget_bytes=4096)
 
@@ -169,3 +170,24 @@ def batches(folder: str) -> tuple[list[int], list[int], int]:
     faults = differences(saved, whole_model(model))
     assert faults == []
     return arrived, staged, 4 * 64 * 300 * 4
+
+
+def of_an_interrupted_save(folder: str, form: str) -> tuple[list[str], list[str]]:
+    """What ranks read where files have not got their names yet; and what has changed in the folder."""
+    model = sharded("", 1)
+    (optimizer,) = trained(model, "adamw", 2)
+    shardwise.save_accelerate_model(model, folder, FORMS[form], options=SMALL)
+    shardwise.save_accelerate_optimizer(model, optimizer, folder, FORMS[form], options=SMALL)
+    names = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        given = [name for name in names if not name.endswith(".distcp")]
+        for name in given[1:]:
+            Path(folder, name).rename(Path(folder, fresh(name, "0123abcd")))
+        listed = Renames("0123abcd", tuple(given))
+        Path(folder, listed.file).write_bytes(listed.to_bytes())
+    dist.barrier()
+    before = sorted(map(str, Path(folder).rglob("*")))
+    faults = loaded_like(model, optimizer, Path(folder), Path(folder), 0)
+    dist.barrier()
+    return faults, sorted({*before} ^ {*map(str, Path(folder).rglob("*"))})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,9 @@ class _Counter:
         self.value = state["value"]
 
 
-def save_by_accelerate(folder: str, seed: int, _: Path) -> None:
-    """A state of all that accelerate and its users save; of the first seed in one file, of others in folders."""
+@contextmanager
+def accelerated(seed: int, form: str) -> Iterator[tuple[Any, _Counter]]:
+    """An accelerator of one rank, with a model, an optimizer and a counter of this seed."""
     import torch.distributed as dist
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
@@ -103,47 +105,60 @@ def save_by_accelerate(folder: str, seed: int, _: Path) -> None:
     import shardwise
     from shardwise.integrations import accelerate_compat
 
-    def write_more(models: Any, weights: Any, output_dir: str) -> None:
-        place = Path(output_dir, "more")
-        place.mkdir()
-        (place / "seed.txt").write_text(str(seed))
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with shardwise.integrations.accelerate():
             accelerator = Accelerator(cpu=True)
             plugin = accelerate_compat.fsdp2_plugin()
             accelerate_compat.become_fsdp2(accelerator.state, plugin)
-            plugin.set_state_dict_type("FULL_STATE_DICT" if seed == 1 else "SHARDED_STATE_DICT")
+            plugin.set_state_dict_type(form)
             model = sharded(seed)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * seed)
-            accelerator.prepare(model, optimizer)
-            accelerator.register_for_checkpointing(_Counter(seed))
-            accelerator.register_save_state_pre_hook(write_more)
+            accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01 * seed))
+            counter = _Counter(seed)
+            accelerator.register_for_checkpointing(counter)
             accelerator.step = seed
-            accelerator.save_state(folder)
+            yield accelerator, counter
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         dist.destroy_process_group()
 
 
+def save_by_accelerate(folder: str, seed: int, _: Path) -> None:
+    """A state of all that accelerate and its users save; of the first seed in one file, of others in folders."""
+
+    def write_more(models: Any, weights: Any, output_dir: str) -> None:
+        place = Path(output_dir, "more")
+        place.mkdir()
+        (place / "seed.txt").write_text(str(seed))
+
+    with accelerated(seed, "FULL_STATE_DICT" if seed == 1 else "SHARDED_STATE_DICT") as (accelerator, _counter):
+        accelerator.register_save_state_pre_hook(write_more)
+        accelerator.save_state(folder)
+
+
 def of_accelerate_in(folder: Path) -> Hashable:
     """The seed that all there is of a state is of, by what load_state opens."""
     import shardwise
-    from shardwise.execution.writing.renames import finish_left
+    from shardwise.execution.reading.renamed_folder import as_renamed
 
-    finish_left(folder)
-    if not (folder / "random_states_0.pkl").is_file():
-        return None
-    model = Blocks(99)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    shardwise.load_accelerate_model(model, folder)
-    shardwise.load_accelerate_optimizer(model, optimizer, folder)
-    seed = int(model.steps)
-    assert all(map(torch.equal, model.state_dict().values(), Blocks(seed).state_dict().values()))
-    assert optimizer.param_groups[0]["lr"] == 0.01 * seed
-    assert torch.load(folder / "custom_checkpoint_0.pkl", weights_only=False) == {"value": seed}
-    assert torch.load(folder / "random_states_0.pkl", weights_only=False)["step"] == seed
-    assert (folder / "more" / "seed.txt").read_text() == str(seed)
+    before = _contents(folder)
+    with as_renamed(folder) as seen:
+        if not (seen / "random_states_0.pkl").is_file():
+            return None
+        model = Blocks(99)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        shardwise.load_accelerate_model(model, folder)
+        shardwise.load_accelerate_optimizer(model, optimizer, folder)
+        seed = int(model.steps)
+        assert all(map(torch.equal, model.state_dict().values(), Blocks(seed).state_dict().values()))
+        assert optimizer.param_groups[0]["lr"] == 0.01 * seed
+        assert torch.load(seen / "custom_checkpoint_0.pkl", weights_only=False) == {"value": seed}
+        assert torch.load(seen / "random_states_0.pkl", weights_only=False)["step"] == seed
+        assert (seen / "more" / "seed.txt").read_text() == str(seed)
+    assert _contents(folder) == before, "reading has changed what is there"
     return seed
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -233,6 +233,28 @@ def test_a_config_that_was_changed_is_told(saved):
     assert "changed     config.json: edited since it was saved, or damaged" in result.output
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "null", "[" * 100_000, '{"max_length": null, "dtype": 3}', "\x80"])
+def test_a_damaged_generation_config_is_one_error_that_names_it(saved, content):
+    """And the exit code is that of a model that cannot be opened."""
+    (saved / "generation_config.json").write_bytes(content.encode("latin-1"))
+    for act in (shardwise.verify, shardwise.from_pretrained):
+        with pytest.raises(
+            shardwise.FormatError, match="^generation_config.json in .* it is damaged: restore the file$"
+        ):
+            act(saved)
+    result = command(saved)
+    assert result.exit_code == 2
+    assert result.output.startswith("error: generation_config.json in ")
+
+
+@pytest.mark.parametrize("content", ["null", "[" * 100_000])
+def test_a_damaged_config_is_one_error_that_names_its_folder(saved, content):
+    (saved / "config.json").write_text(content)
+    with pytest.raises(shardwise.ConfigError, match="no usable config in"):
+        shardwise.verify(saved)
+    assert command(saved).exit_code == 2
+
+
 @pytest.mark.parametrize("stored", ["adapter_model.safetensors", "adapter_config.json"])
 def test_an_adapter_is_verified(tmp_path, stored):
     from peft import LoraConfig, get_peft_model

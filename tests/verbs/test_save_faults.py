@@ -257,6 +257,26 @@ class TestMark:
         shardwise.save(linear(2), saved)
         child.communicate()
 
+    def test_that_a_failing_disk_did_not_let_go_is_taken_over_by_the_next_save_of_the_process(
+        self, saved, monkeypatch
+    ):
+        """That another process, or another save that goes on, is refused is tested beside this."""
+        unlink = os.unlink
+
+        def failing(path, *arguments, **keywords):
+            if os.fspath(path).endswith(MARK):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            unlink(path, *arguments, **keywords)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "unlink", failing)
+            with pytest.raises(StorageError, match=f"{MARK} .*Input/output error"):
+                shardwise.save(linear(2), saved)
+        assert MARK in content(saved)
+        shardwise.save(linear(3), saved)
+        assert holds(saved, 3)
+        assert MARK not in content(saved)
+
     def test_of_another_machine(self, saved):
         (saved / MARK).write_text(mark(host="elsewhere"))
         before = content(saved)

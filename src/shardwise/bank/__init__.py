@@ -19,3 +19,7 @@ A call of ``forward_backward`` goes like this:
 ``optim_step`` sums one tenant's gradient over the ranks, looks whether it is finite, clips, and steps (``tenant``).
 What could couple tenants in the base is refused by name (``guards``).
 """
+
+from shardwise.errors import require_versions
+
+require_versions()

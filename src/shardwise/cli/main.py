@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from typing import Any
 
 import click
+
+from shardwise.cli.launch import fail
+from shardwise.errors import ShardwiseError
 
 _COMMANDS = {
     "bench": "how a model comes up here, by this library and by others: memory and seconds",
@@ -35,6 +39,12 @@ class _LazyGroup(click.Group):
         module = importlib.import_module(f"shardwise.cli.{name}")
         command: click.Command = getattr(module, f"{name}_command")
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ShardwiseError as error:  # of what a command imports: a library that is too old
+            fail(error)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

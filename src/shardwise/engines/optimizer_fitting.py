@@ -86,6 +86,11 @@ class _AgreedState:
     brought_by: tuple[int, ...]
 
     @property
+    def forgotten(self) -> set[str]:
+        """Parameters that have no state afterwards: all of its groups', of a state before the first step."""
+        return set() if self.keys else {name for names in self.groups for name in names}
+
+    @property
     def stateful(self) -> list[str]:
         return list(dict.fromkeys(parameter for parameter, _ in self.keys.values()))
 
@@ -137,7 +142,7 @@ def _match(
     tolerance: Tolerance,
 ) -> Match:
     """The state that is set. Numbers need no match: only what is there now must not get lost."""
-    unexpected, missing = set(groups.unexpected), set(groups.missing)
+    unexpected, missing = set(groups.unexpected), {*groups.missing, *agreed.forgotten}
     unknown, lacking = _entries_of_others(ours, agreed, moments, groups)
     known = [
         {name: item for name, item in found.items() if agreed.keys[name][0] not in unexpected} for found in told
@@ -262,7 +267,10 @@ class Fitting:
         settled = self._settled(ours, targets)
         for bound in ours.bounds:
             bound.rebind(ours.parameters, settled, scalars)
-        stepped = {key.parameter for key in [*targets, *scalars, *ours.keys.values()]}
+            for name in self.agreed.forgotten & ours.parameters.keys():
+                bound.optimizer.state.pop(ours.parameters[name], None)
+        kept = {key.parameter for key in ours.keys.values()} - self.agreed.forgotten
+        stepped = {key.parameter for key in [*targets, *scalars]} | kept
         return [name for name in optimizer_of if name not in stepped and ours.parameters[name].requires_grad]
 
     def _settled(self, ours: Ours, targets: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:

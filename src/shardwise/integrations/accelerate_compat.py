@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError, KnownNames
+from shardwise.errors import ConfigError, KnownNames, require_version
 
+require_version("accelerate", "1.13")
 try:
     import accelerate as _accelerate
 except ImportError as _absent:
@@ -163,6 +164,11 @@ def mark_prepared(model: Any) -> None:
 def models_of(accelerator: Any) -> list[nn.Module]:
     """The models that an accelerator has prepared."""
     return list(accelerator._models)
+
+
+def how_many(accelerator: Any) -> tuple[int, int]:
+    """The models and the optimizers that an accelerator has prepared."""
+    return len(accelerator._models), len(accelerator._optimizers)
 
 
 @contextmanager

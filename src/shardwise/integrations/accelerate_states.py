@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.renamed_folder import as_renamed, leads_nowhere
 from shardwise.execution.states.agreed import StateOptions
-from shardwise.execution.writing.renames import finish_left
 from shardwise.formats.accelerate_names import MODEL
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.interchange import accelerate_writing as writing
 from shardwise.interchange.accelerate_folder import (
     InPlaceOf,
+    LinkedFolder,
     New,
     WorkFolder,
     keep_newest,
@@ -66,7 +69,7 @@ def load_model(
     if fsdp_plugin.fsdp_version != 2:
         return original(fsdp_plugin, accelerator, model, input_dir, model_index, adapter_only, **others)
     only = _selection(model, adapter_only=adapter_only)
-    return load_accelerate_model(model, input_dir, number=model_index, only=only)
+    return load_accelerate_model(model, _folder_of(input_dir), number=model_index, only=only)
 
 
 def save_optimizer(
@@ -102,7 +105,7 @@ def load_optimizer(
         return original(
             fsdp_plugin, accelerator, optimizer, model, input_dir, optimizer_index, adapter_only, **others
         )
-    return load_accelerate_optimizer(model, compat.bare(optimizer), input_dir, number=optimizer_index)
+    return load_accelerate_optimizer(model, compat.bare(optimizer), _folder_of(input_dir), number=optimizer_index)
 
 
 def get_state_dict(
@@ -151,6 +154,7 @@ def save_state(
     is_named = config.automatic_checkpoint_naming
     folder = _numbered_folder(accelerator) if is_named else Path(str(output_dir)).expanduser().resolve()
     with World.current(call="save_state") as world:
+        world.together(lambda: _require_one_each("save_state", *compat.how_many(accelerator)))
         world.require_equal(str(folder), "the folder to save into")
         with state_saved(world, folder, New() if is_named else InPlaceOf()) as work:
             config.automatic_checkpoint_naming = False
@@ -173,27 +177,59 @@ def load_state(
     *others: Any,
     **keywords: Any,
 ) -> Any:
-    """What takes the place of ``Accelerator.load_state``: what a killed save left is put in order first."""
+    """What takes the place of ``Accelerator.load_state``: of a save that counts, but was killed, all is read."""
     is_numbered = input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming
     is_ours = compat.is_fsdp2(accelerator) or compat.is_one_process(accelerator)
     if not is_ours or (input_dir is None and not is_numbered):
         return original(accelerator, input_dir, *others, **keywords)
-    with World.current(call="load_state") as world:
-        if is_numbered:
-            place = _numbered_folder(accelerator).parent
-            input_dir = world.from_first(lambda: _path_of(newest_in(place)))
-            if input_dir is None:
-                return _all_done("load_state", lambda: original(accelerator, None, *others, **keywords))
-        folder = Path(str(input_dir)).expanduser().resolve()
-        world.from_first(lambda: finish_left(folder))
-    if compat.is_fsdp2(accelerator) or not any(folder.glob(f"{MODEL.stem}*")):
-        return _all_done("load_state", lambda: original(accelerator, input_dir, *others, **keywords))
-    with compat.without_models(accelerator) as (models, optimizers):  # a process alone, where ranks have saved
-        for number, model in enumerate(models):
-            load_accelerate_model(model, folder, number=number)
-        for number, optimizer in enumerate(optimizers):
-            load_accelerate_optimizer(models[number], compat.bare(optimizer), folder, number=number)
-        return original(accelerator, input_dir, *others, **keywords)
+    with ExitStack() as stack:
+        with World.current(call="load_state") as world:
+            if compat.is_fsdp2(accelerator):
+                world.together(lambda: _require_one_each("load_state", *compat.how_many(accelerator)))
+            if is_numbered:
+                place = _numbered_folder(accelerator).parent
+                input_dir = world.from_first(lambda: _path_of(newest_in(place)))
+                if input_dir is None:
+                    return _all_done("load_state", lambda: original(accelerator, None, *others, **keywords))
+            folder = Path(str(input_dir)).expanduser().resolve()
+            seen = world.together(lambda: stack.enter_context(as_renamed(folder)))
+        if seen != folder:
+            input_dir = LinkedFolder.of(seen, folder)
+
+        def load() -> Any:
+            loaded = original(accelerator, input_dir, *others, **keywords)
+            _require_still_there(seen, folder)
+            return loaded
+
+        if compat.is_fsdp2(accelerator) or not any(seen.glob(f"{MODEL.stem}*")):
+            return _all_done("load_state", load)
+        with compat.without_models(accelerator) as (models, optimizers):  # a process alone, where ranks have saved
+            _require_one_each("load_state", len(models), len(optimizers))
+            for number, model in enumerate(models):
+                load_accelerate_model(model, folder, number=number)
+            for number, optimizer in enumerate(optimizers):
+                load_accelerate_optimizer(models[number], compat.bare(optimizer), folder, number=number)
+            return load()
+
+
+def _require_one_each(call: str, models: int, optimizers: int) -> None:
+    """Accelerate takes an optimizer for that of the model of the same number."""
+    if optimizers > models:
+        raise ConfigError(
+            f"{call}: the accelerator has {optimizers} optimizers and {models} model(s), and accelerate's states "
+            "have one optimizer for each model; save several with shardwise.Checkpointer"
+        )
+
+
+def _require_still_there(seen: Path, folder: Path) -> None:
+    """Accelerate passes over random states that it cannot read."""
+    if seen != folder and leads_nowhere(seen):
+        raise StorageError(f"{folder}: a save began there while its state was loaded; load it again")
+
+
+def _folder_of(input_dir: str) -> Path:
+    """The folder that accelerate loads from, the same on all ranks."""
+    return input_dir.folder if isinstance(input_dir, LinkedFolder) else Path(input_dir)
 
 
 def _path_of(found: Path | None) -> str | None:

@@ -16,10 +16,18 @@ from pathlib import Path
 
 from shardwise.errors import StorageError
 from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.renamed_folder import as_renamed
 from shardwise.execution.writing.durable import copy_in
 from shardwise.execution.writing.marked_folder import Marked, Saving, marked_by_first, marked_here
-from shardwise.execution.writing.renames import commit_written, finish_left, remove_fresh, tidy, undo, work_folder
-from shardwise.formats.accelerate_names import is_distributed_folder, is_of_accelerate
+from shardwise.execution.writing.renames import (
+    commit_written,
+    distributed_folders,
+    remove_fresh,
+    tidy,
+    undo,
+    work_folder,
+)
+from shardwise.formats.accelerate_names import is_of_accelerate
 from shardwise.interchange.accelerate_writing import PartOf
 from shardwise.planning.saves.commit import WrittenFiles, fresh
 from shardwise.storage.writing.folders_writer import FoldersWriter, folders_in, remove_folder
@@ -27,6 +35,18 @@ from shardwise.storage.writing.folders_writer import FoldersWriter, folders_in, 
 _NUMBERED = re.compile(r"checkpoint_([0-9]+)")
 _ALWAYS_THERE = "random_states_0.pkl"
 """Of every state that counts."""
+
+
+class LinkedFolder(str):
+    """The path of a folder of links that accelerate is told to load from, and the folder that it stands for."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, place: Path, folder: Path) -> LinkedFolder:
+        made = cls(place)
+        made.folder = folder
+        return made
 
 
 class WorkFolder(str):
@@ -89,12 +109,12 @@ def state_saved(world: World, folder: Path, over: InPlaceOf | New) -> Iterator[W
 def newest_in(place: Path) -> Path | None:
     """The folder ``checkpoint_N`` of the greatest number whose state counts; None where there is none.
 
-    What a killed save has left to be renamed is, before; one that never counted is passed over.
+    One that counts by a list of renames that a killed save has left is one; one that never counted is passed over.
     """
     for _, folder in sorted(_numbered(place), reverse=True):
-        finish_left(folder)
-        if (folder / _ALWAYS_THERE).is_file():
-            return folder
+        with as_renamed(folder) as seen:
+            if (seen / _ALWAYS_THERE).is_file():
+                return folder
     return None
 
 
@@ -106,7 +126,7 @@ def keep_newest(place: Path, newest: Path, limit: int | None) -> None:
     """
     found = [folder for _, folder in sorted(_numbered(place)) if (folder / _ALWAYS_THERE).is_file()]
     for folder in found[: max(0, len(found) - limit)] if limit is not None else ():
-        if folder != newest:
+        if folder != newest and not folder.is_symlink():  # else it is somebody else's, or elsewhere
             with marked_here(folder) as marked, FoldersWriter(folder) as writer:
                 tidy(marked)
                 writer.remove(_ALWAYS_THERE)  # a half of a state does not count as one
@@ -153,7 +173,6 @@ def _commit(marked: Marked, work: WorkFolder, names: list[str]) -> None:
 
 def _older(root: str, written: WrittenFiles) -> list[str]:
     """Files of an older state that nothing new takes the place of."""
-    folders = [folder for folder in os.listdir(root) if is_distributed_folder(folder)]
-    with FoldersWriter(root, [folder for folder in folders if os.path.isdir(os.path.join(root, folder))]) as writer:
+    with FoldersWriter(root, distributed_folders(root)) as writer:
         new = {*written.named, *written.beside}
         return [name for name in writer.list() if is_of_accelerate(name) and name not in new]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from shardwise.engines.model_files import set_from_files, stored_values, with_re
 from shardwise.engines.optimizer_fitting import Ours
 from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.renamed_folder import as_renamed, home_of, lists_in
 from shardwise.execution.states.agreed import (
     BroughtValues,
     StateOptions,
@@ -25,7 +26,6 @@ from shardwise.execution.states.agreed import (
     require_same_call,
 )
 from shardwise.execution.states.stored_values import StoredValues
-from shardwise.execution.writing.renames import finish_left
 from shardwise.execution.writing.saved_tree import SavedTree, read_distributed_tree, read_file_tree
 from shardwise.execution.writing.torch_out import Levels
 from shardwise.execution.writing.torch_states import read_rank_file
@@ -38,7 +38,6 @@ from shardwise.formats.accelerate_names import (
     SavedKind,
     WholeFile,
     find,
-    is_distributed_folder,
 )
 from shardwise.formats.distributed import METADATA
 from shardwise.interchange.accelerate_writing import beside_trained
@@ -48,7 +47,7 @@ from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import canonical, look_inside
 from shardwise.planning.loads.load_plan import Ignore
 from shardwise.planning.loads.stored import stored_tensors
-from shardwise.planning.states.matching import Tolerance
+from shardwise.planning.states.matching import OnFault, Tolerance
 from shardwise.report.state_report import StateReport
 from shardwise.storage.reading.local import LocalReader
 
@@ -84,10 +83,13 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
         with clock.phase("agree"):
             values = _values_of_model(world, source, stack)
             if isinstance(only, AdapterOnly):
-                # What PEFT saves of the base (embeddings), accelerate leaves out of one file.
+                # What PEFT saves of the base (embeddings), accelerate leaves out of one file, in which it has
+                # what torch does not know as frozen: buffers, and the second names of tied parameters.
                 untouched = world.together(lambda: beside_trained(look_inside(model), only.adapter))
-                consents = tolerance.missing.only if isinstance(tolerance.missing, Ignore) else ()
-                tolerance = replace(tolerance, missing=Ignore((*consents, *untouched)))
+                missing, unexpected = tolerance.missing, tolerance.unexpected
+                tolerance = replace(
+                    tolerance, missing=_also(missing, untouched), unexpected=_also(unexpected, untouched)
+                )
         return set_from_files(world, model, values, only, tolerance, source.options, clock)
 
 
@@ -107,7 +109,7 @@ def read_optimizer(
     brought: list[Values] = []
     with ExitStack() as stack:
         with clock.phase("agree"):
-            found = world.from_first(lambda: _found(source.path, OPTIMIZER, source.number))
+            found = _found(world, source, OPTIMIZER, stack)
 
         def take_apart(ours: Ours) -> tuple[Given, Values]:
             given, values = _state_of_optimizer(world, found, ours, order, options, stack)
@@ -120,9 +122,13 @@ def read_optimizer(
         return with_read(report, brought[0])
 
 
+def _also(consent: OnFault, names: Sequence[str]) -> Ignore:
+    return Ignore((*(consent.only if isinstance(consent, Ignore) else ()), *names))
+
+
 def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> Values:
     """What accelerate saved of a model, wherever and however. Collective: yes."""
-    found = world.from_first(lambda: _found(source.path, MODEL, source.number))
+    found = _found(world, source, MODEL, stack)
     match found:
         case OfRanks(folder, files):
             state = read_rank_file(world, Path(folder), files)
@@ -163,11 +169,20 @@ def _state_of_optimizer(
     return (given if world.rank == 0 else Given()), values
 
 
-def _found(path: Path, kind: SavedKind, number: int) -> AccelerateSave:
-    """What there is, once what a killed save left to be renamed has been. On one rank."""
-    is_inside = path.is_file() or is_distributed_folder(path.name)
-    finish_left(path.parent if is_inside else path)
-    return find(path, kind, number)
+def _found(world: World, source: FilesSource, kind: SavedKind, stack: ExitStack) -> AccelerateSave:
+    """What there is; of a save whose renames are not carried out yet, in links until ``stack`` is closed.
+
+    Collective: yes.
+    """
+    path, number = source.path, source.number
+
+    def linked() -> AccelerateSave:
+        home = home_of(path)
+        return find(stack.enter_context(as_renamed(home)) / path.relative_to(home), kind, number)
+
+    if world.from_first(lambda: bool(lists_in(home_of(path)))):
+        return world.together(linked)
+    return world.from_first(lambda: find(path, kind, number))
 
 
 def _read(state: Any, ours: Ours, order: ParameterOrder) -> tuple[Given, dict[str, Levels]]:

@@ -31,6 +31,7 @@ from shardwise.planning.loads.load_plan import OnDiffering
 from shardwise.planning.saves.commit import WrittenFiles
 from shardwise.planning.states.forms import DistributedFolder, FileForm, OneFile, RankFiles, require_file_form
 from shardwise.report.save_report import FilesReport
+from shardwise.storage.writing.folders_writer import FoldersWriter
 
 _NO_BLOCKS = ShapedAlike("a Checkpointer keeps moments in blocks, and factors, which these files have no form for")
 
@@ -190,6 +191,7 @@ def _written(
             )
         case DistributedFolder():
             name = kind.folder(number)
+            world.together(lambda: FoldersWriter(folder, [name]).close())  # which refuses links
             written = write_distributed_folder(world, saving, name, {kind.what: state}, budget_bytes=budget)
             nbytes = sum(written.beside.values())
         case RankFiles():

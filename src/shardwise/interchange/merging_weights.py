@@ -18,6 +18,7 @@ from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.ranks.progress import ProgressBar
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.outgoing import Outgoing
+from shardwise.execution.reading.renamed_folder import home_of, lists_in
 from shardwise.execution.writing.sink import WrittenTensors
 from shardwise.execution.writing.torch_out import fingerprints_in, stream_torch_file
 from shardwise.formats.checkpoint_index import CheckpointIndex
@@ -130,6 +131,11 @@ def carry_out_merge(call: MergeCall) -> MergeWeightsReport:
 def _open(checkpoint: Path, stack: ExitStack) -> PartedCheckpoint:
     if not checkpoint.exists():
         raise StorageError(f"{checkpoint}: no such file or folder; check the path")
+    if lists_in(home := home_of(checkpoint)):
+        raise StorageError(
+            f"{home}: its last save was killed when it counted, and before its files had their names; load it with "
+            "load_state, load_accelerate_model or load_accelerate_optimizer, and save it again"
+        )
     opened = open_storage(checkpoint)
     reader = stack.enter_context(opened.reader)
     is_optimizer = opened.file is None and holds_optimizer(reader)

@@ -16,6 +16,7 @@ import torch
 
 from shardwise.errors import CoverageError, FormatError, StorageError
 from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.renamed_folder import as_renamed
 from shardwise.execution.writing.torch_states import load_plain
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, SavedKind
 from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS
@@ -90,7 +91,8 @@ def _has(kind: SavedKind, names: tuple[str, ...]) -> bool:
 
 def _names_in(folder: Path) -> tuple[str, ...]:
     try:
-        return tuple(sorted(os.listdir(folder)))
+        with as_renamed(folder) as seen:
+            return tuple(sorted(os.listdir(seen)))
     except OSError as error:
         raise StorageError(f"{folder}: listing it failed, {error.strerror}; check the path") from error
 

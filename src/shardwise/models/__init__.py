@@ -1,1 +1,5 @@
 """Models as torch and transformers have them: built on meta, wrapped, looked into, initialised."""
+
+from shardwise.errors import require_versions
+
+require_versions()

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, FormatError
 from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import buffers_of, is_temporary, parameters_of, take_after, walk
 from shardwise.models.torch_words import to_torch
@@ -38,7 +38,7 @@ def read_config(
         own: Any = compat.own_config_class(model_class, directory)
         keywords = {**overrides} if own else {**overrides, "trust_remote_code": trust_remote_code}
         config, unused = (own or AutoConfig).from_pretrained(directory, return_unused_kwargs=True, **keywords)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"no usable config in {directory}: {error}") from error
     if unused:
         raise ConfigError(
@@ -160,6 +160,7 @@ def build_on_meta(
 
     Raises:
         ConfigError: when the class cannot be built from the config.
+        FormatError: when the checkpoint's ``generation_config.json`` cannot be read.
     """
     try:
         with compat.building_on_meta(dtype):
@@ -176,12 +177,23 @@ def build_on_meta(
 
 
 def _generation_config(directory: Path) -> GenerationConfig | None:
-    """The checkpoint's own; else what its model config says of generating, as checkpoints of old have it."""
-    if (directory / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(directory)
-    if (directory / "config.json").is_file():
-        return GenerationConfig.from_pretrained(directory, config_file_name="config.json", _from_model_config=True)
-    return None
+    """The checkpoint's own; else what its model config says of generating, as checkpoints of old have it.
+
+    Raises:
+        FormatError: it cannot be read.
+    """
+    own: dict[str, Any] = {"config_file_name": "generation_config.json"}
+    of_model: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
+    keywords = own if (directory / "generation_config.json").is_file() else of_model
+    file = keywords["config_file_name"]
+    if not (directory / file).is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(directory, **keywords)
+    except Exception as error:  # of many kinds, of whatever a stranger wrote there
+        raise FormatError(
+            f"{file} in {directory}: is no generation config ({error}); it is damaged: restore the file"
+        ) from error
 
 
 def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, siblings: Mapping[str, str]) -> None:

@@ -11,3 +11,7 @@ a word.
 A tenant's steps, evaluations and checkpoints are counted by its own steps (``trainee``), and so is its end. What it
 keeps of itself is kept between two of its steps, whatever the others are doing (``keeping``).
 """
+
+from shardwise.errors import require_versions
+
+require_versions()

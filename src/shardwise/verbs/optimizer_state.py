@@ -82,7 +82,8 @@ def set_optimizer_state(
 
     State is made where there is none, without a step, sharded as its parameter is, in the dtype given or in the
     parameter's if that is wider; where there is some, it keeps its dtype. Parameters that neither the state nor the
-    optimizer has any of start afresh (``report.afresh``).
+    optimizer has any of start afresh (``report.afresh``); so do all of a state without values, from
+    before the first step.
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: the new state, and ``options.budget_bytes``.

@@ -8,14 +8,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from shardwise.errors import FormatError, StorageError
+from shardwise.execution.reading.renamed_folder import read_list
 from shardwise.execution.writing.committing import let_count, remove_unnamed
 from shardwise.execution.writing.distributed_folder import left_in
-from shardwise.execution.writing.marked_folder import Marked, marked_here
+from shardwise.execution.writing.marked_folder import Marked
 from shardwise.execution.writing.saving_lock import HeldMark, Whose
 from shardwise.formats.accelerate_names import is_distributed_folder
 from shardwise.planning.saves.commit import Renames, WrittenFiles, fresh, lists_among, on_its_way, token_of_fresh
 from shardwise.storage.names import shown
-from shardwise.storage.writing.folders_writer import FoldersWriter, remove_folder
+from shardwise.storage.writing.folders_writer import FoldersWriter, is_through_link, remove_folder
 
 _WORK = (".shardwise.", ".work")
 """The beginning and the end of the name of a folder in which others write for a save, with its token between."""
@@ -34,7 +35,7 @@ def tidy(marked: Marked) -> None:
         StorageError: a file cannot be renamed or removed.
     """
     root = marked.writer.root
-    folders = _folders_of(root)
+    folders = distributed_folders(root)
     with FoldersWriter(root, folders) as writer:
         remove_unnamed(writer, writer.list())  # by what was about to be named nothing can begin to count
         _finish_all(root, marked.held)
@@ -50,7 +51,8 @@ def tidy(marked: Marked) -> None:
 def undo(marked: Marked, also: Collection[str] = ()) -> None:
     """Remove what this save has made, unless it counts by now. ``also`` are further folders that it wrote into."""
     root = marked.writer.root
-    folders = _folders_of(root)
+    folders = distributed_folders(root)
+    also = [folder for folder in also if not is_through_link(root, folder)]
     with FoldersWriter(root, {*folders, *also}) as writer:
         names = writer.list()
         listed = Renames(marked.token, ()).file
@@ -82,27 +84,13 @@ def commit_written(marked: Marked, written: WrittenFiles, older: Sequence[str]) 
     marked.release()
 
 
-def finish_left(folder: Path) -> None:
-    """Carry out the renames that a save into this folder left when it was killed, if it did.
-
-    Collective: no; one rank does it.
-
-    Raises:
-        FormatError: what lists them makes no sense.
-        StorageError: the folder cannot be written to, or a save is going on.
-    """
-    if folder.is_dir() and lists_among(os.listdir(folder)):
-        with marked_here(folder) as marked:
-            _finish_all(marked.writer.root, marked.held)
-
-
 def _entries(root: str) -> list[os.DirEntry[str]]:
     with os.scandir(root) as entries:
         return [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
-def _folders_of(root: str) -> list[str]:
-    """The folders of models and optimizers that are there."""
+def distributed_folders(root: str) -> list[str]:
+    """The folders of models and optimizers that are there. Links are not followed."""
     return sorted(entry.name for entry in _entries(root) if is_distributed_folder(entry.name))
 
 
@@ -132,13 +120,10 @@ def _finish(root: str, file: str, held: HeldMark) -> None:
     Whoever has taken the folder over does the same meanwhile, and may be done first. Then new files are not there
     to be renamed any more; before a name is removed that others may have given, it is asked whose the mark is.
     """
+    renames = read_list(Path(root), file)
+    if renames is None:
+        return  # somebody else has finished it
     with FoldersWriter(root) as writer:
-        content = writer.read(file)
-        if content is None:
-            return  # somebody else has finished it
-        renames = Renames.from_bytes(content)
-        if renames is None:
-            raise FormatError(f"{file} in {root}: is no list of renames; it is damaged: remove it")
         for name in (*renames.names, *renames.older):
             writer.add_folder_of(name)
         there = set(writer.list())

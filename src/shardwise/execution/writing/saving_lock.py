@@ -17,6 +17,9 @@ while its save goes on, and says how often: on a file system its time of modific
 a small file beside it. Where that does not change for as long as a patient watcher looks, the mark was left.
 Clocks are not compared.
 
+A process knows which of its own saves are going on. A mark of its own whose save is not was left, as when a disk
+that failed did not let it be removed; any later save of this process takes it over.
+
 A mark is no fence by itself: it may be removed by hand, too early, or its process may have been stopped for long.
 So whoever made it looks again before the commit, and after it; and the file that is given its name by the last step
 is removed by the next save before that looks what counts, so that the step fails ([Note: Asked again] in
@@ -61,6 +64,10 @@ _MISSED = 6
 """After so many renewals that did not come a mark counts as left."""
 
 
+_GOING_ON: set[str] = set()
+"""The tokens of the saves of this process that hold a mark, or are about to."""
+
+
 class Whose(Enum):
     """Whose mark there is."""
 
@@ -93,10 +100,17 @@ class HeldMark:
         require_lock(self._writer, self._token)
 
     def release(self) -> None:
-        """Take the mark away, if it is there; not durable before the names are synced. May be called again."""
+        """Take the mark away, if it is there; not durable before the names are synced. May be called again.
+
+        Raises:
+            StorageError: the mark cannot be removed. The save is over all the same, and the mark counts as left.
+        """
         self._ended.set()
         self._thread.join()
-        release_lock(self._writer, self._token)
+        try:
+            release_lock(self._writer, self._token)
+        finally:
+            _GOING_ON.discard(self._token)
 
     def _renew(self) -> None:
         count = 0
@@ -114,18 +128,23 @@ class HeldMark:
 def take_lock(writer: StorageWriter, token: str) -> HeldMark:
     """Mark the folder as being saved to by this process, for the save that ``token`` (8 hex digits) names.
 
-    A mark left by a process of this machine that is gone is taken over, and one of another machine or container
-    that is not renewed as it says (which takes half a minute to find out).
+    A mark left by a process of this machine that is gone is taken over, or by a save of this process that is over,
+    and one of another machine or container that is not renewed as it says (which takes half a minute to find out).
 
     Raises:
         StorageError: another save is going on, or its process died on another machine that does not renew.
     """
-    if _has_one_name(writer):
-        _create(writer, token)
-    else:
-        _list_own(writer, token)
-    require_lock(writer, token)
-    return HeldMark(writer, token)
+    _GOING_ON.add(token)
+    try:
+        if _has_one_name(writer):
+            _create(writer, token)
+        else:
+            _list_own(writer, token)
+        require_lock(writer, token)
+        return HeldMark(writer, token)
+    except BaseException:
+        _GOING_ON.discard(token)
+        raise
 
 
 def whose_mark(writer: StorageWriter, token: str) -> Whose:
@@ -220,8 +239,11 @@ class _SaverMark:
 
     @property
     def is_left(self) -> bool:
-        """Whether the process is known to be gone."""
-        return self.is_from_here and self.process > 0 and born(self.process) != self.born
+        """Whether the process is known to be gone, or to have ended this save."""
+        if not self.is_from_here or self.process <= 0:
+            return False
+        is_over = self.process == os.getpid() and self.token not in _GOING_ON
+        return is_over or born(self.process) != self.born
 
 
 def _create(writer: StorageWriter, token: str) -> None:

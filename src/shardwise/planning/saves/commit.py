@@ -2,13 +2,16 @@
 
 [Note: A list of renames] Some files have given names, and no step renames several. They are written under names of
 the save's own, and what makes all of them count in one step is a small file that lists the renames. Before it is
-there the older files count, from then on the new ones: whoever saves or loads there next carries out what a kill
-has left of the list. Another program would see some files of either save until then. A single file needs no list.
+there the older files count, from then on the new ones: whoever saves there next carries out what a kill has left of
+the list, and whoever loads changes nothing, but reads each file by the name that it has until then
+(``execution/reading/renamed_folder.py``). Another program would see some files of either save until then. A single
+file needs no list.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -218,16 +221,13 @@ class Renames:
         return json.dumps(content).encode()
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Renames | None:
-        """What a list says; None where it makes no sense, or would lead to what is no file of such saves."""
+    def from_bytes(cls, file: str, content: bytes) -> Renames | None:
+        """What a list of this name says; None where it makes no sense, or leads elsewhere."""
         try:
             found: Any = json.loads(content)
             token, names, older = found["token"], found["names"], found["older"]
-            if (
-                not re.fullmatch(r"[0-9a-f]{8}", token)
-                or not isinstance(names, list)
-                or not isinstance(older, list)
-            ):
+            named = _LIST.fullmatch(file)
+            if named is None or token != named[1] or not isinstance(names, list) or not isinstance(older, list):
                 return None
             if all(map(_is_safe, names)) and all(map(is_of_accelerate, older)):
                 return cls(token, tuple(names), tuple(older))
@@ -276,5 +276,12 @@ def lists_among(files: Collection[str]) -> list[str]:
     return sorted(file for file in files if _LIST.fullmatch(file))
 
 
+_LONGEST_NAME, _LONGEST_PATH = 255, 4096
+"""Bytes, on common file systems."""
+
+
 def _is_safe(name: object) -> bool:
-    return isinstance(name, str) and why_unsafe(name) is None
+    """Whether a file below a folder, and while it waits for its name, may be called this."""
+    if not isinstance(name, str) or len(name) > _LONGEST_PATH or why_unsafe(name) is not None:
+        return False
+    return all(len(os.fsencode(part)) <= _LONGEST_NAME for part in fresh(name, "0" * 8).split("/"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
+from itertools import accumulate
 from types import TracebackType
 from typing import Self
 
@@ -18,10 +19,11 @@ class FoldersWriter:
     """A :class:`~shardwise.storage.contract.StorageWriter` whose names may have a folder in front.
 
     Each folder has a writer of its own. A file gets another name in its own folder only. ``folders`` are those that
-    :meth:`list` tells of beside the root, by their way from it; one that a name of a file leads to is added.
+    :meth:`list` tells of beside the root, by their way from it; one that a name of a file leads to is added. The
+    root may be a link, folders in it may not, so that nothing outside of the root is written or removed.
 
     Raises:
-        StorageError: for a root, or a folder, that is none.
+        StorageError: for a root, or a folder, that is none; for a folder that is a link.
     """
 
     def __init__(self, root: str | os.PathLike[str], folders: Collection[str] = ()) -> None:
@@ -117,6 +119,11 @@ class FoldersWriter:
 
     def _of(self, folder: str) -> StorageWriter:
         if folder not in self._writers:
+            if is_through_link(self._root, folder):
+                raise StorageError(
+                    f"{shown(folder)} in {self._root}: leads out by a link, and nothing is written or removed "
+                    "outside; remove the link, or save to another folder"
+                )
             self._writers[folder] = self._closing.enter_context(LocalWriter(os.path.join(self._root, folder)))
         return self._writers[folder]
 
@@ -134,6 +141,12 @@ class FoldersWriter:
                 f"{shown(file)} in {self._root}: cannot become {shown(name)}, which has another folder"
             )
         return source, before, after
+
+
+def is_through_link(root: str | os.PathLike[str], folder: str) -> bool:
+    """Whether a folder below a root is a link, or lies behind one."""
+    ways = accumulate(folder.split("/"), "{}/{}".format) if folder else ()
+    return any(os.path.islink(os.path.join(root, way)) for way in ways)
 
 
 def folders_in(root: str | os.PathLike[str]) -> list[str]:

@@ -1,0 +1,87 @@
+"""A torch or transformers that is too old is one error that says so, before either is imported."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import _OLDEST, ConfigError, KnownNames, require_version
+
+_START = """
+import sys
+from importlib import metadata
+version = metadata.version
+metadata.version = lambda name: {found!r} if name == {library!r} else version(name)
+"""
+_IMPORTS = """
+import importlib, shardwise.errors
+for name in {names!r}:
+    try:
+        importlib.import_module("shardwise." + name)
+    except shardwise.errors.ConfigError as error:
+        print(error)
+assert not {{"torch", "transformers"}} & sys.modules.keys()
+"""
+_COMMAND = """
+from shardwise.cli import main
+main(["verify", "nowhere"])
+"""
+ROOMS = sorted(
+    path.parent.name
+    for path in Path(__file__).parents[2].glob("src/shardwise/*/__init__.py")
+    if any(
+        re.search("^(from|import) (torch|transformers)", inner.read_text(), re.M)
+        for inner in path.parent.rglob("*.py")
+    )
+)
+ERROR = "transformers 5.10.4: is too old. shardwise needs 5.17 or newer; pip install -U transformers"
+
+
+def run(text: str, library: str, found: str) -> subprocess.CompletedProcess[str]:
+    text = _START.format(library=library, found=found) + text
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+
+
+def test_whatever_is_imported_first_says_so():
+    assert len(ROOMS) > 10
+    done = run(_IMPORTS.format(names=ROOMS), "transformers", "5.10.4")
+    assert done.stdout.splitlines() == [ERROR] * len(ROOMS), done.stderr
+
+
+def test_a_command_says_so_in_one_line():
+    done = run(_COMMAND, "transformers", "5.10.4")
+    assert (done.returncode, done.stderr) == (2, f"error: {ERROR}\n")
+
+
+@pytest.mark.parametrize(
+    ("found", "is_old"),
+    [
+        ("2.10.0+cpu", True),
+        ("2.9", True),
+        ("2.11.0", False),
+        ("2.13.0a0+git", False),
+        ("3.0", False),
+        ("weird", False),
+    ],
+)
+def test_versions_are_compared_as_numbers(monkeypatch, found, is_old):
+    monkeypatch.setattr("shardwise.errors.metadata.version", lambda _: found)
+    for act in (lambda: require_version("torch", "2.11"), KnownNames("torch", "2.11 to 2.15").__enter__):
+        if is_old:
+            with pytest.raises(
+                ConfigError, match=r"is too old\. shardwise needs 2\.11 or newer; pip install -U torch"
+            ):
+                act()
+        else:
+            act()
+
+
+def test_the_oldest_versions_are_those_of_the_package():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    asked = dict(item.split(">=") for item in project["dependencies"])
+    assert {name: asked[name].removesuffix(".0") for name in _OLDEST} == _OLDEST

@@ -1,0 +1,21 @@
+"""States of accelerate's are of one optimizer for each model: more are refused before anything is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.torture.libraries import accelerated, save_by_accelerate
+
+from shardwise import ConfigError
+
+
+def test_a_second_optimizer_is_refused_by_name(tmp_path):
+    save_by_accelerate(str(tmp_path / "one"), 1, tmp_path)
+    with accelerated(2, "SHARDED_STATE_DICT") as (accelerator, _):
+        [model] = accelerator._models
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        for call, folder in ((accelerator.save_state, "two"), (accelerator.load_state, "one")):
+            with pytest.raises(ConfigError, match=f"{call.__name__}: the accelerator has 2 optimizers and 1 model"):
+                call(str(tmp_path / folder))
+        assert int(model.steps) == 2
+    assert not (tmp_path / "two").exists()
