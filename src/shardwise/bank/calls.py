@@ -34,7 +34,6 @@ from shardwise.execution.ranks.messages import OddRanks
 from shardwise.execution.ranks.world import World
 from shardwise.models.placement import root_of
 from shardwise.models.torch_words import forget_pass
-from shardwise.storage.names import shown
 from shardwise.training.generation import evaluating
 
 T = TypeVar("T")
@@ -236,9 +235,10 @@ def _require_pairs(batches: object) -> None:
     if not isinstance(batches, Sequence) or isinstance(batches, str):
         raise ConfigError(f"the batches are a {type(batches).__name__}; pass a list of (name, rows)")
     for number, entry in enumerate(batches):
-        is_pair = isinstance(entry, tuple | list) and len(entry) == 2
-        if not is_pair or not isinstance(entry[0], str | None):
-            raise ConfigError(f"batches[{number}] is {shown(repr(entry))}; pass (name, rows), or (None, rows)")
+        if not isinstance(entry, tuple | list) or len(entry) != 2:
+            raise ConfigError(f"batches[{number}] is a {type(entry).__name__}, and no pair; pass (name, rows)")
+        if not isinstance(entry[0], str | None):
+            raise ConfigError(f"batches[{number}] has a {type(entry[0]).__name__} for the name of an adapter")
 
 
 @dataclass(frozen=True, slots=True)
