@@ -61,10 +61,11 @@ def to_bytes(saves: Sequence[RecordedSave]) -> bytes:
             for save in saves
         ],
     }
-    return json.dumps({**content, "sha256": _own_digest(content)}, indent=1, sort_keys=True).encode() + b"\n"
+    return json.dumps({**content, "sha256": own_digest(content)}, indent=1, sort_keys=True).encode() + b"\n"
 
 
-def _own_digest(content: object) -> str:
+def own_digest(content: object) -> str:
+    """Of JSON, to be written beside it."""
     return digest(json.dumps(content, sort_keys=True).encode())
 
 
@@ -78,7 +79,7 @@ def parsed(content: bytes) -> list[RecordedSave] | None:
     try:
         found = json.loads(content)
         own = found.pop("sha256", None)
-        is_sound = own == _own_digest(found) if own is not None else found.keys() == {"format", "saves"}
+        is_sound = own == own_digest(found) if own is not None else found.keys() == {"format", "saves"}
         if found["format"] != _FORMAT or not is_sound:
             return None
         return [
