@@ -227,8 +227,8 @@ def step_with(seat: Seat, base: str, how: str) -> dict[str, Any]:
     late = how == "the store goes" and seat.rank == 1
     with (
         mock.patch.object(AdapterBank, "_sum_over_ranks", struck),
-        mock.patch.object(lost_ranks, "_FIRST_POLL_S", 1.0 if late else 0.0001),
-        mock.patch.object(lost_ranks, "_LAST_POLL_S", 1.0 if late else 0.05),
+        mock.patch.object(lost_ranks, "_FIRST_POLL_S", 0.3 if late else 0.0001),
+        mock.patch.object(lost_ranks, "_LAST_POLL_S", 0.3 if late else 0.05),
     ):
         return {"told": said(lambda: bank.optim_step("ada"))}
 

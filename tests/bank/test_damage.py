@@ -60,7 +60,7 @@ def flips(files: dict[str, bytes], count: int, seed: int) -> Iterator[tuple[str,
         yield name, bytes(content)
 
 
-@pytest.mark.parametrize("count", [16, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [16, pytest.param(120, marks=pytest.mark.slow)])
 def test_every_flipped_bit_is_found(base, tmp_path, saved, count):
     bank = bank_of(base, {})
     put(tmp_path, saved)

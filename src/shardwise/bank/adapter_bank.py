@@ -14,8 +14,8 @@ from typing_extensions import TypedDict
 from shardwise.bank import guards
 from shardwise.bank.backends import BackendChoice, FewestProducts
 from shardwise.bank.calls import (
+    AskedStep,
     SharedBase,
-    StepFacts,
     is_scaled_at_once,
     open_call,
     require_one_step,
@@ -218,7 +218,7 @@ class AdapterBank:
             RankLostError: a rank is lost. The bank is over then.
         """
 
-        def check() -> StepFacts:
+        def check() -> AskedStep:
             tenant = self._tenant(name)
             found, wanted = tenant.window.micro_batches, tenant.options.accumulation
             if found < wanted:
@@ -226,7 +226,7 @@ class AdapterBank:
                     f"the window of {name!r} has {found} micro-batches of {wanted}; it steps when full"
                 )
             tenant.require_changes(changes)
-            return StepFacts(name, repr(sorted(changes.items())), tenant.settings())
+            return AskedStep(name, repr(sorted(changes.items())), tenant.settings())
 
         self._world.all_reduce(check, require_one_step)
         tenant = self._tenant(name)

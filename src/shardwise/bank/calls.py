@@ -242,7 +242,7 @@ def _require_pairs(batches: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class StepFacts:
+class AskedStep:
     """What a rank tells of the step that it is about to take."""
 
     name: str
@@ -250,7 +250,7 @@ class StepFacts:
     settings: Mapping[str, str]
 
 
-def require_one_step(told: Sequence[StepFacts]) -> None:
+def require_one_step(told: Sequence[AskedStep]) -> None:
     """Refuse steps that are not the same on all ranks.
 
     Raises:

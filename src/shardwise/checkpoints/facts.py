@@ -210,6 +210,6 @@ def _digest(value: Any, into: Any) -> None:
     elif isinstance(value, (list, tuple)):
         for item in value:
             _digest(item, into)
-    elif type(value) in _PLAIN:
+    elif isinstance(value, _PLAIN):
         into.update(repr(value).encode())
     into.update(b")")
