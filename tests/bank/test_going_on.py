@@ -27,7 +27,9 @@ from shardwise.bank.optimizers import FlatSlices
 from shardwise.bank.plain_json import from_json, to_json
 from shardwise.execution.writing.committing import commit_save
 from shardwise.options import BeginsAnew, GoesOn, Ignore, MatricesOnly, ShardedMoments, WholeMoments, WithTraining
+from shardwise.planning.saves import fingerprints
 from shardwise.storage.writing.opening import open_writer
+from shardwise.tensors.fingerprint import fingerprint
 from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new
 
 
@@ -258,7 +260,7 @@ def test_ranks_that_ask_for_other_things_are_told(worlds, base, tmp_path):
         "DisagreementError: the adapter that is saved or loaded, or what of it, on rank 1"
     )
     assert first["name"].startswith("DisagreementError: the tenant that is asked for on rank 1")
-    assert first["given"].startswith("DisagreementError: the state that a tenant is given on rank 1")
+    assert first["given"].startswith("DisagreementError: the state that 'ada' is given on rank 1")
     assert first["no mode"] == "ConfigError: rank 1: state='no': pass WithTraining() or MatricesOnly()"
     assert first["seed of one rank"].startswith(
         "DisagreementError: the adapter 'x' (its config or options) on rank 1"
@@ -287,10 +289,12 @@ def look(reader: Any) -> Any:
     """The bytes of an adapter and of the training that it names, as whoever opens the folder finds them."""
     if "adapter_model.safetensors" not in reader.list():
         return None
+    from shardwise.engines.verifying import require_as_saved
     from shardwise.formats.opening import open_checkpoint
     from shardwise.formats.peft_adapter import training_beside
 
     training = training_beside(reader, "adapter_model.safetensors")
+    require_as_saved(reader, "adapter_model.safetensors", training)
     index = open_checkpoint(
         reader, weights_name="adapter_model.safetensors", extra_files=[training] if training else []
     )
@@ -381,6 +385,28 @@ def rewrite(path: Path, header: dict[str, Any]) -> None:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    record_again(path.parent)
+
+
+def record_again(folder: Path) -> None:
+    """Have the record tell of the files as they are, as somebody does who has made them all."""
+    record = folder / fingerprints.file_beside("adapter_model")
+    (older,) = fingerprints.from_bytes(record.read_bytes())
+    paths = [folder / name for name in older.files]
+    tensors = {
+        key: fingerprint(memoryview(path.read_bytes()[8 + length_of(path) :][slice(*entry["data_offsets"])]))
+        for path in paths
+        for key, entry in header_of(path).items()
+        if key != "__metadata__"
+    }
+    config = (folder / "adapter_config.json").read_bytes()
+    newer = fingerprints.RecordedSave(
+        {path.name: path.stat().st_size for path in paths},
+        tensors,
+        {"adapter_config.json": fingerprints.digest(config)},
+        {path.name: fingerprints.digest(path.read_bytes()[: 8 + length_of(path)]) for path in paths},
+    )
+    record.write_bytes(fingerprints.to_bytes([newer]))
 
 
 @pytest.fixture(scope="module")
@@ -439,6 +465,7 @@ def test_a_config_of_another_is_refused_by_name(base, tmp_path, saved, found, in
     config = tmp_path / "adapter_config.json"
     assert found in config.read_text()
     config.write_text(config.read_text().replace(found, instead))
+    record_again(tmp_path)
     bank = bank_of(base, {})
     with pytest.raises(shardwise.ConfigError, match=rf"(?s)adapter_training\.\w+\.safetensors.*{match}"):
         bank.load("ada", tmp_path, schedule=stepped)

@@ -198,6 +198,8 @@ def refused(folder: str, fault: str) -> tuple[str, str]:
         return attempt(lambda: checkpointer.save(-1, state))
     elif fault == "other steps":
         return attempt(lambda: checkpointer.save(1 + tiny.rank(), state))
+    elif fault == "other rates":
+        training.optimizer.param_groups[1]["lr"] = 0.5 if tiny.rank() else 0.02
     elif fault == "some positions":
         state = TrainState(training.model, data=Positions() if tiny.rank() else None)
     elif fault == "mark":

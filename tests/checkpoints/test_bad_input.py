@@ -29,6 +29,10 @@ CALLS = {
     "other optimizer": ("PlacementError", "is not the model's"),
     "step": ("ConfigError", "step=-1 is not a number of optimizer steps"),
     "other steps": ("DisagreementError", "the list of arguments (step, keep, mode, only) on rank 1"),
+    "other rates": (
+        "DisagreementError",
+        "the settings of the optimizers on rank 1 are not those of rank 0 (learning rates 0.05, 0.5 against 0.05,",
+    ),
     "some positions": ("DisagreementError", "some ranks have a position in the data and others none"),
     "mark": ("StorageError", "another save is writing here (process"),
     "raise while writing": ("CheckpointError", "rank 1: OSError: struck"),

@@ -155,26 +155,30 @@ def test_fingerprints_come_back(recorded: list[RecordedSave]) -> None:
 
 
 def test_the_file_of_fingerprints() -> None:
-    content = to_bytes([RecordedSave({"f": 3}, {"a": 255}, {"c": "ab"})])
+    content = to_bytes([RecordedSave({"f": 3}, {"a": 255}, {"c": "ab"}, {"f": "cd"})])
     older = {"files": {"f": 3}, "tensors": {"a": "00000000000000ff"}}
     written = json.loads(content)
-    assert written == {"format": "shardwise fingerprints 1", "saves": [{**older, "beside": {"c": "ab"}}]}
+    saved = {**older, "beside": {"c": "ab"}, "headers": {"f": "cd"}}
+    assert written.pop("sha256") != json.loads(to_bytes([]))["sha256"]
+    assert written == {"format": "shardwise fingerprints 1", "saves": [saved]}
     by_older_code = json.dumps({**written, "saves": [older]}).encode()
     assert from_bytes(by_older_code) == [RecordedSave({"f": 3}, {"a": 255})]
     assert FINGERPRINTS_FILE == "model.fingerprints.json"
     assert content.endswith(b"}\n")
-    sound = json.loads(content)
     for damaged in (
         None,
         b"",
         b"[]",
         b"{",
         b"\xff",
-        json.dumps({**sound, "format": "shardwise fingerprints 2"}).encode(),
-        json.dumps({**sound, "saves": 3}).encode(),
-        json.dumps({**sound, "saves": [{"files": {}}]}).encode(),
-        json.dumps({**sound, "saves": [{"files": {}, "tensors": {"a": "xyz"}}]}).encode(),
-        json.dumps({**sound, "saves": [{"files": {"f": 1e999}, "tensors": {}}]}).encode(),
+        content.replace(b"ff", b"fe"),
+        content.replace(b'"cd"', b'"ce"'),
+        content.replace(b'"sha256"', b'"sha257"'),
+        json.dumps({**written, "format": "shardwise fingerprints 2"}).encode(),
+        json.dumps({**written, "saves": 3}).encode(),
+        json.dumps({**written, "saves": [{"files": {}}]}).encode(),
+        json.dumps({**written, "saves": [{"files": {}, "tensors": {"a": "xyz"}}]}).encode(),
+        json.dumps({**written, "saves": [{"files": {"f": 1e999}, "tensors": {}}]}).encode(),
         b'{"format": "shardwise fingerprints 1", "saves": ' + b"[" * 100_000,
     ):
         assert from_bytes(damaged) == []

@@ -257,6 +257,11 @@ def test_a_tenant_that_has_ended_and_is_to_go_on_goes_on(folder: Path, tmp_path:
     changed = run(write(tmp_path / "c.yaml", config))
     assert changed.exit_code == SOME_FAILED
     assert "of another LoRA (tuning.r 4 then and 2 now)" in changed.stderr
+    progress = tmp_path / "out" / "ada" / "states" / "step-5" / "progress.json"
+    progress.write_bytes(progress.read_bytes().replace(b'{"step": 5', b'{"step": 4'))
+    damaged = run(tmp_path / "c.yaml")
+    assert damaged.exit_code == SOME_FAILED
+    assert f"{progress}: is damaged" in damaged.stderr
 
 
 def test_tenants_have_optimizers_and_ends_of_their_own(folder: Path, tmp_path: Path) -> None:

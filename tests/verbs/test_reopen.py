@@ -130,10 +130,9 @@ def test_without_config_coverage_is_not_known(tmp_path):
 
 def test_what_somebody_else_wrote_is_not_compared(saved):
     """The fingerprints are of other files: nothing is known of these."""
-    content = json.loads((saved / SIDECAR).read_text())
-    (record,) = content["saves"]
+    record = record_of(saved)
     record["files"] = {name: nbytes + 8 for name, nbytes in record["files"].items()}
-    (saved / SIDECAR).write_text(json.dumps(content))
+    write_records(saved, record)
     report = shardwise.verify(saved)
     assert (report.compared, report.is_sound) == (0, True)
     assert "not compared" in str(report)
@@ -143,12 +142,17 @@ def record_of(saved):
     return json.loads((saved / SIDECAR).read_text())["saves"][0]
 
 
+def write_records(saved, *records):
+    """As earlier versions did, without a digest of the record itself."""
+    (saved / SIDECAR).write_text(json.dumps({"format": "shardwise fingerprints 1", "saves": records}))
+
+
 def test_during_a_commit_two_saves_are_on_record(saved):
     """Equal sizes, other values: the one that fits better is meant."""
     record = record_of(saved)
     other = {"files": record["files"], "tensors": dict.fromkeys(record["tensors"], "0" * 15 + "1")}
     for saves in ([record, other], [other, record]):
-        (saved / SIDECAR).write_text(json.dumps({"format": "shardwise fingerprints 1", "saves": saves}))
+        write_records(saved, *saves)
         assert shardwise.verify(saved).is_sound
     entry = open_checkpoint(saved).entries["model.norm.weight"]
     with (saved / entry.file).open("r+b") as file:
@@ -175,16 +179,28 @@ def test_during_a_commit_two_saves_are_on_record(saved):
         '{"format": "shardwise fingerprints 1", "saves": [{"files": {"a": 1e999}, "tensors": {}}]}',
         '{"format": "shardwise fingerprints 1", "saves": [{"files": {"a": 1}, "tensors": {"b": "xyz"}}]}',
         '{"format": "shardwise fingerprints 1", "saves": [{"files": {"a": 1}, "tensors": {"b": 7}}]}',
-        '{"format": "shardwise fingerprints 1", "saves": [{"files": {"../a": 1}, "tensors": {}}]}',
+        '{"format": "shardwise fingerprints 1", "saves": [], "more": 1}',
     ],
 )
-def test_a_record_that_makes_no_sense_is_passed_over(tmp_path, text):
+def test_a_record_that_makes_no_sense_is_damage(tmp_path, text):
     shardwise.save(nn.Linear(3, 3), tmp_path)
     (tmp_path / SIDECAR).write_text(text, encoding="latin-1")
     report = shardwise.verify(tmp_path)
-    assert (report.compared, report.is_sound) == (0, True)
+    assert (report.compared, report.is_sound) == (0, False)
+    assert "damaged     model.fingerprints.json: the record of fingerprints" in str(report)
+    assert command(tmp_path).exit_code == 1
     shardwise.save(nn.Linear(3, 3), tmp_path)  # and stands in nobody's way
     assert shardwise.verify(tmp_path).compared == 2
+
+
+def test_a_header_that_was_changed_is_told(saved):
+    """Where it is as good a header as before: what is in it is not what was saved."""
+    file = sorted(saved.glob("*.safetensors"))[0]
+    assert file.read_bytes().count(b'{"format":"pt"}') == 1
+    file.write_bytes(file.read_bytes().replace(b'{"format":"pt"}', b'{"format":"pu"}'))
+    report = shardwise.verify(saved)
+    assert (report.damaged, report.damaged_files, report.is_sound) == ((), (f"{file.name}: its header",), False)
+    assert command(saved).exit_code == 1
 
 
 def test_a_record_that_is_too_large_is_refused(tmp_path, monkeypatch):
@@ -197,10 +213,10 @@ def test_a_record_that_is_too_large_is_refused(tmp_path, monkeypatch):
 
 def test_a_record_that_leaves_tensors_out_is_damage(tmp_path):
     shardwise.save(nn.Linear(3, 3), tmp_path)
-    content = json.loads((tmp_path / SIDECAR).read_text())
-    del content["saves"][0]["tensors"]["bias"]
-    content["saves"][0]["tensors"]["more"] = "0" * 16
-    (tmp_path / SIDECAR).write_text(json.dumps(content))
+    record = record_of(tmp_path)
+    del record["tensors"]["bias"]
+    record["tensors"]["more"] = "0" * 16
+    write_records(tmp_path, record)
     assert shardwise.verify(tmp_path).damaged == ("bias", "more")
 
 
@@ -272,14 +288,14 @@ def test_an_adapter_is_verified(tmp_path, stored):
         assert len(report.damaged) == 1
         assert command(tmp_path).exit_code == 1
     else:
-        assert report.changed == (stored,)
+        assert report.damaged_files == (f"{stored}: edited, or damaged",)
+        assert command(tmp_path).exit_code == 1
 
 
 def test_saves_of_before_have_no_record_of_small_files(saved):
-    recorded = json.loads((saved / SIDECAR).read_text())
-    for save in recorded["saves"]:
-        del save["beside"]
-    (saved / SIDECAR).write_text(json.dumps(recorded))
+    record = record_of(saved)
+    del record["beside"], record["headers"]
+    write_records(saved, record)
     (saved / "config.json").write_text((saved / "config.json").read_text() + " ")
     report = shardwise.verify(saved)
     assert report.compared == report.tensors

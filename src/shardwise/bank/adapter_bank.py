@@ -14,21 +14,23 @@ from typing_extensions import TypedDict
 from shardwise.bank import guards
 from shardwise.bank.backends import BackendChoice, FewestProducts
 from shardwise.bank.calls import (
+    AskedStep,
     SharedBase,
     is_scaled_at_once,
     open_call,
+    require_one_step,
     require_trainable,
     tenant_of,
 )
 from shardwise.bank.culprits import train_together
 from shardwise.bank.facts import facts_of_base
-from shardwise.bank.files import config_of, find_training, outlined, read_tenant, save_tenant
+from shardwise.bank.files import config_of, find_training, names_of_peft, outlined, read_tenant, save_tenant
 from shardwise.bank.hooks import SiteHooks
-from shardwise.bank.optimizers import Moments, OptimizerMaker
+from shardwise.bank.optimizers import Moments, OptimizerMaker, wait_for
 from shardwise.bank.results import BeginsAnew, FusedLosses, TenantLoss, TenantStart, TenantStep
 from shardwise.bank.routing import RouteSwitch
 from shardwise.bank.rows import RowTensors
-from shardwise.bank.state import load_tenant_state, tenant_state
+from shardwise.bank.state import AllowedFaults, agreed_state, go_on, tenant_state
 from shardwise.bank.tenant import (
     Reduction,
     ScheduleMaker,
@@ -37,6 +39,7 @@ from shardwise.bank.tenant import (
     TokenMean,
     require_name,
 )
+from shardwise.checkpoints.facts import digest_of
 from shardwise.engines.arguments import require_meant
 from shardwise.engines.save_options import SavedState, SaveOptions, Trust, Verification, WithTraining
 from shardwise.errors import ConfigError
@@ -134,11 +137,14 @@ class AdapterBank:
         tenant = self._world.together(lambda: self._made(name, config, TenantOptions(**keywords)))
         optimizer = tenant.part.optimizer
         settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-        options = tenant.options
+        options, schedule = tenant.options, tenant.part.schedule
         words = (name, tenant.words, type(optimizer).__qualname__, repr(settings))
+        schedules = (type(schedule).__qualname__, digest_of(schedule.state_dict()))
         numbers = (options.max_grad_norm, options.accumulation, options.seed)
         modes = (repr(options.reduction), repr(options.optimizer_state))
-        self._world.require_equal((*words, *numbers, *modes), f"the adapter {name!r} (its config or options)")
+        self._world.require_equal(
+            (*words, *schedules, *numbers, *modes), f"the adapter {name!r} (its config or options)"
+        )
         return tenant
 
     def _admit(self, tenant: Tenant) -> None:
@@ -203,7 +209,7 @@ class AdapterBank:
     def optim_step(self, name: str, **changes: Any) -> TenantStep:
         """Take a tenant's step, at the end of its window. One all-reduce of its gradient.
 
-        Collective: yes; a short meeting and the all-reduce.
+        Collective: yes; two short meetings and the all-reduce.
 
         Args:
             name: of the tenant. No other tenant's numbers are looked at.
@@ -211,10 +217,12 @@ class AdapterBank:
 
         Raises:
             ConfigError: its window is not full, or a change is none.
-            DisagreementError: ranks step for another tenant, or change something else.
+            DisagreementError: ranks step for another tenant, or change something else; their optimizers have other
+                settings (as where schedules differ), or have taken other steps. No step is taken then.
+            RankLostError: a rank is lost. The bank is over then.
         """
 
-        def check() -> tuple[str, str]:
+        def check() -> AskedStep:
             tenant = self._tenant(name)
             found, wanted = tenant.window.micro_batches, tenant.options.accumulation
             if found < wanted:
@@ -222,21 +230,25 @@ class AdapterBank:
                     f"the window of {name!r} has {found} micro-batches of {wanted}; it steps when full"
                 )
             tenant.require_changes(changes)
-            return name, repr(sorted(changes.items()))
+            return AskedStep(name, repr(sorted(changes.items())), tenant.settings())
 
-        self._world.require_equal(self._world.together(check), "the tenant that takes a step, or how")
+        self._world.all_reduce(check, require_one_step)
         tenant = self._tenant(name)
         tenant.change(changes)
         learning_rate = tenant.part.learning_rate
         learned = tenant.window.learned_tokens
-        self._sum_over_ranks(tenant)
         is_mean = isinstance(tenant.options.reduction, TokenMean) and not is_scaled_at_once(tenant)
-        is_taken, norm = tenant.step(1 / max(learned, 1) if is_mean else 1.0)
+
+        def step() -> tuple[bool, float]:
+            self._sum_over_ranks(tenant)
+            return tenant.step(1 / max(learned, 1) if is_mean else 1.0)
+
+        is_taken, norm = self._world.together(step)
         return TenantStep(is_taken, norm, learned, learning_rate)
 
     def _sum_over_ranks(self, tenant: Tenant) -> None:
         if self._world.size > 1:
-            dist.all_reduce(tenant.gradient, group=self._world.group)
+            wait_for(self._world, dist.all_reduce(tenant.gradient, group=self._world.group, async_op=True))
 
     # ── evaluation ────────────────────────────────────────────────────────────────────────────────
 
@@ -266,7 +278,8 @@ class AdapterBank:
         self._world.require_equal(
             self._world.together(lambda: self._tenant(name)).name, "the tenant that is asked for"
         )
-        return tenant_state(self._tenant(name), facts_of_base(self._world, self._model))
+        base = facts_of_base(self._world, self._model)
+        return self._world.together(lambda: tenant_state(self._tenant(name), base))
 
     def load_state_dict(
         self,
@@ -274,17 +287,43 @@ class AdapterBank:
         state: Mapping[str, Any],
         *,
         on_other_base: OnFault = Refuse(),  # noqa: B008 - frozen
-    ) -> None:
-        """Give a tenant, created with the same config and optimizer, the state of one. Collective: yes.
+        on_not_finite: OnFault = Refuse(),  # noqa: B008
+    ) -> TenantStart:
+        """Give a tenant, created with the same config and optimizer, the state of one.
 
-        ``on_other_base`` is as of :meth:`load`.
+        With the matrices alone, as ``peft.get_peft_model_state_dict`` gives them, it begins anew, as
+        created. What is returned says which: ``GoesOn`` or ``BeginsAnew``.
+
+        Collective: yes; every rank gives the same.
+
+        Args:
+            name: of the tenant.
+            state: from :meth:`state_dict`, or matrices by PEFT's names.
+            on_other_base: as of :meth:`load`.
+            on_not_finite: ``Ignore()``, or ``Ignore(only=...)`` with names of tensors, takes matrices and moments
+                that have values that are not finite.
 
         Raises:
-            ConfigError: it is that of another, naming what differs; nothing is changed then.
+            ConfigError: it is that of another, naming what differs; values are not finite; nothing is changed then.
+            DisagreementError: ranks give other values; nothing is changed then.
         """
         self._world.together(lambda: require_meant(_PERMISSION, {"on_other_base": on_other_base}))
         tenant = self._world.together(lambda: self._tenant(name))
-        load_tenant_state(tenant, state, facts_of_base(self._world, self._model), on_other_base)
+        base = facts_of_base(self._world, self._model)
+        allowed = AllowedFaults(on_other_base, on_not_finite)
+        given = agreed_state(tenant, state, allowed, base, lambda: names_of_peft(self._model, tenant))
+        if given.facts is not None:
+            return go_on(tenant, state, given.facts, given.room)
+        fresh = self._world.together(lambda: self._like(tenant))
+        for key, values in fresh.matrices.items():
+            values.copy_(state[key])
+        self._tenants[name] = fresh
+        return BeginsAnew("the state has matrices alone")
+
+    def _like(self, tenant: Tenant) -> Tenant:
+        """The same tenant, as it was created."""
+        outline = outlined(self._model, tenant.config)
+        return Tenant(tenant.name, tenant.config, outline, tenant.options, self._device, self._world)
 
     # ── files ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -340,9 +379,13 @@ class AdapterBank:
         *,
         state: SavedState = WithTraining(),  # noqa: B008 - frozen
         on_other_base: OnFault = Refuse(),  # noqa: B008
+        on_not_finite: OnFault = Refuse(),  # noqa: B008
         **keywords: Unpack[TenantKeywords],
     ) -> TenantStart:
         """Add a tenant whose config and matrices are in a folder of PEFT's, that all ranks see.
+
+        Every byte of what was saved is compared with the checksums that were recorded beside it; an adapter that
+        PEFT saved has none, and is taken as it is.
 
         With the state of its training beside it, it goes on, on any number of ranks; else it begins with these
         matrices. What is returned says which: ``GoesOn`` or ``BeginsAnew``.
@@ -355,29 +398,27 @@ class AdapterBank:
             state: ``MatricesOnly()`` begins anew in any case.
             on_other_base: ``Ignore()`` where a training may go on on another base than it was saved with;
                 ``Ignore(only=...)`` of "config", "shapes" (and names) and "values" for what may differ.
+            on_not_finite: ``Ignore()``, or ``Ignore(only=...)`` with names of tensors, takes matrices and moments
+                that have values that are not finite.
             keywords: as of :meth:`create`. What the state of a training has counts: learning rate and other
                 settings, ``max_grad_norm``. The class of the optimizer, accumulation, reduction and seed are taken
                 from it where they are not given; a schedule is to be given as it was.
 
         Raises:
             CoverageError: the tensors are not those that the config wants of this base.
-            FormatError, StorageError: the folder cannot be read.
+            FormatError: a file is not what was saved, naming it; the state of a training has no checksums; values
+                are not finite; the folder is no adapter's.
+            StorageError: the folder cannot be read.
             ConfigError, DisagreementError: as of :meth:`create`; the training is of another adapter, base,
                 optimizer or schedule, naming what differs.
         """
         self._world.together(lambda: require_meant(_PERMISSION, {"on_other_base": on_other_base}))
+        found = find_training(self._world, name, directory, state, on_not_finite)
         config = self._world.together(lambda: config_of(directory))
-        found = find_training(self._world, name, directory, state)
         options: Any = keywords if isinstance(found, BeginsAnew) else {**found.facts.options, **keywords}
         tenant = self._agreed(name, config, options)
-        started = read_tenant(
-            self._world,
-            self._model,
-            tenant,
-            directory,
-            found,
-            facts_of_base(self._world, self._model),
-            on_other_base,
-        )
+        base = facts_of_base(self._world, self._model)
+        allowed = AllowedFaults(on_other_base, on_not_finite)
+        started = read_tenant(self._world, self._model, tenant, directory, found, base, allowed)
         self._admit(tenant)
         return started

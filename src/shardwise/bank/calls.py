@@ -29,7 +29,8 @@ from shardwise.bank.rows import (
     without_meaning,
 )
 from shardwise.bank.tenant import Tenant, TokenMean, WeightedSum
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DisagreementError
+from shardwise.execution.ranks.messages import OddRanks
 from shardwise.execution.ranks.world import World
 from shardwise.models.placement import root_of
 from shardwise.models.torch_words import forget_pass
@@ -213,6 +214,7 @@ def open_call(
     found: list[Tenant | None] = []
 
     def check() -> list[RowFacts]:
+        _require_pairs(batches)
         found.extend(None if name is None else tenant_of(tenants, name) for name, _ in batches)
         require(base, found)
         for tenant, (name, batch) in zip(found, batches, strict=True):
@@ -223,6 +225,51 @@ def open_call(
 
     agreed = base.world.all_reduce(check, agreed_rows)
     return RowCall(base, rows, found, agreed)
+
+
+def _require_pairs(batches: object) -> None:
+    """Raises ConfigError for what is no list of names with rows."""
+    if isinstance(batches, Mapping):
+        names = ", ".join(map(repr, batches))
+        raise ConfigError(f"the batches (of {names}) are a {type(batches).__name__}; pass list(batches.items())")
+    if not isinstance(batches, Sequence) or isinstance(batches, str):
+        raise ConfigError(f"the batches are a {type(batches).__name__}; pass a list of (name, rows)")
+    for number, entry in enumerate(batches):
+        if not isinstance(entry, tuple | list) or len(entry) != 2:
+            raise ConfigError(f"batches[{number}] is a {type(entry).__name__}, and no pair; pass (name, rows)")
+        if not isinstance(entry[0], str | None):
+            raise ConfigError(f"batches[{number}] has a {type(entry[0]).__name__} for the name of an adapter")
+
+
+@dataclass(frozen=True, slots=True)
+class AskedStep:
+    """What a rank tells of the step that it is about to take."""
+
+    name: str
+    changes: str
+    settings: Mapping[str, str]
+
+
+def require_one_step(told: Sequence[AskedStep]) -> None:
+    """Refuse steps that are not the same on all ranks.
+
+    Raises:
+        DisagreementError: naming what differs.
+    """
+    first = told[0]
+    if odd := OddRanks.among([(own.name, own.changes) for own in told]):
+        raise DisagreementError(f"the tenant that takes a step, or how on rank {odd.shown} is not that of rank 0")
+    if odd := OddRanks.among(told):
+        own = told[odd.first].settings
+        differing = (
+            f"{key} ({own.get(key, 'absent')} against {first.settings.get(key, 'absent')})"
+            for key in sorted({*own, *first.settings})
+            if own.get(key) != first.settings.get(key)
+        )
+        raise DisagreementError(
+            f"the step of {first.name!r} on rank {odd.shown} is not that of rank 0: {', '.join(differing)}; no "
+            "step was taken. Give it the same optimizer and schedule on every rank"
+        )
 
 
 def tenant_of(tenants: Mapping[str, Tenant], name: str) -> Tenant:

@@ -25,13 +25,17 @@ from transformers import PreTrainedModel
 
 from shardwise.bank.facts import TenantFacts, differences, facts_in, facts_of, match_bases, to_text
 from shardwise.bank.optimizers import as_shard, mesh_of
-from shardwise.bank.results import BeginsAnew, GoesOn, TenantStart
+from shardwise.bank.results import BeginsAnew, TenantStart
 from shardwise.bank.state import (
+    AllowedFaults,
     StateKey,
     moments_of,
+    not_finite,
+    require_on_fault,
     room_for_moments,
     take_facts,
     take_moments,
+    went_on,
     window_gradient,
 )
 from shardwise.bank.tenant import Tenant
@@ -48,6 +52,7 @@ from shardwise.engines.save_options import (
 )
 from shardwise.engines.save_plan import SaveRequest, TrainingBeside
 from shardwise.engines.saving import carry_out_save
+from shardwise.engines.verifying import require_as_saved
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.ranks.progress import Clock
 from shardwise.execution.ranks.world import World
@@ -106,6 +111,12 @@ def lent(model: PreTrainedModel, tenant: Tenant) -> nn.Module:
     return outline.model
 
 
+def names_of_peft(model: PreTrainedModel, tenant: Tenant) -> set[str]:
+    """The names of all tensors that PEFT saves of a tenant: matrices, and embeddings beside adapters on them."""
+    whole = lent(model, tenant)
+    return set(names_outside(whole, look_inside(whole), AdapterOnly()))
+
+
 # ── saving ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -134,7 +145,7 @@ def save_tenant(
     whole = world.together(lambda: lent(model, tenant))
     training = None
     if not isinstance(state, MatricesOnly):
-        gradient = window_gradient(tenant)
+        gradient = world.together(lambda: window_gradient(tenant))
         mesh = mesh_of(world, tenant.flat.device) if tenant.has_slices else None
         training = world.together(lambda: _beside(tenant, base, gradient, mesh, resolved_dtype(dtype)))
 
@@ -153,14 +164,16 @@ def save_tenant(
     return carry_out_save(request, verify, TakeFirst(), options, "AdapterBank.save")
 
 
-def _agree(world: World, name: str, state: SavedState) -> None:
+def _agree(world: World, name: str, state: SavedState, on_not_finite: OnFault | None = None) -> None:
     """Raises ConfigError for what is no such mode, DisagreementError where ranks differ. Collective: yes."""
 
-    def check() -> tuple[str, str]:
+    def check() -> tuple[str, str, str]:
         given: object = state
         if not isinstance(given, WithTraining | MatricesOnly):
             raise ConfigError(f"state={given!r}: pass WithTraining() or MatricesOnly()")
-        return name, repr(given)
+        if on_not_finite is not None:
+            require_on_fault(on_not_finite)
+        return name, repr(given), repr(on_not_finite)
 
     world.require_equal(world.together(check), "the adapter that is saved or loaded, or what of it,")
 
@@ -221,25 +234,29 @@ class StoredTenant:
 
 
 def find_training(
-    world: World, name: str, folder: str | os.PathLike[str], state: SavedState
+    world: World, name: str, folder: str | os.PathLike[str], state: SavedState, on_not_finite: OnFault
 ) -> StoredTenant | BeginsAnew:
-    """What a tenant goes on from that is read from a folder. Collective: yes.
+    """Compare a folder with what was recorded when it was saved; what a tenant goes on from that is read from it.
+
+    Collective: yes; the first rank reads all files once.
 
     Raises:
         ConfigError, DisagreementError: the mode is none, or ranks differ.
-        FormatError: a header is not what it claims to be; the file that the adapter names is not there.
+        FormatError: a file is not what was saved, or not what it claims to be; the file that the adapter names is
+            not there, or has no checksums.
         StorageError: it could not be read.
     """
-    _agree(world, name, state)
-    if isinstance(state, MatricesOnly):
-        return BeginsAnew("the matrices alone were asked for")
-    return world.from_first(lambda: _found(Path(folder)))
+    _agree(world, name, state, on_not_finite)
+    return world.from_first(lambda: _found(Path(folder), state))
 
 
-def _found(folder: Path) -> StoredTenant | BeginsAnew:
+def _found(folder: Path, state: SavedState) -> StoredTenant | BeginsAnew:
+    adapter = weights_in(folder)
     with LocalReader(folder) as reader:
-        adapter = weights_in(folder)
-        file = training_beside(reader, adapter)
+        file = training_beside(reader, adapter) if isinstance(state, WithTraining) else None
+        require_as_saved(reader, adapter, file)
+        if isinstance(state, MatricesOnly):
+            return BeginsAnew("the matrices alone were asked for")
         if file is None:
             return BeginsAnew(f"{adapter} in {folder} names no state of its training")
         header = read_header(reader, file)
@@ -262,22 +279,24 @@ def read_tenant(
     folder: str | os.PathLike[str],
     found: StoredTenant | BeginsAnew,
     base: Mapping[str, str],
-    on_other_base: OnFault,
+    allowed: AllowedFaults,
 ) -> TenantStart:
     """Give a tenant, of which nobody knows yet, what is in a folder, all of it. Collective: yes.
 
     Raises:
         ConfigError: the training is of something else, naming what differs.
         CoverageError: what is stored and what the config wants do not fit.
+        FormatError: values are not finite, and that is not allowed.
         FormatError, StorageError, DisagreementError, RankLostError: as of a load.
     """
     path = Path(folder)
     room: dict[StateKey, torch.Tensor] = {}
     if isinstance(found, StoredTenant):
-        room = world.together(lambda: _room(tenant, path, found, base, on_other_base))
+        room = world.together(lambda: _room(tenant, path, found, base, allowed.other_base))
     whole = world.together(lambda: _with_scratch(lent(model, tenant), set(tenant.shapes)))
     _read(world, whole, path, world.together(lambda: weights_in(path)), AdapterOnly())
     if isinstance(found, BeginsAnew):
+        world.together(lambda: _require_finite(path, tenant.matrices, allowed.not_finite))
         return found
     mesh = mesh_of(world, tenant.flat.device)
     tensors = {_label(key): _placed(tenant, values, mesh) for key, values in room.items()}
@@ -286,11 +305,17 @@ def read_tenant(
     if _MATRICES in found.tensors:
         tensors[_MATRICES] = tenant.flat.detach()
     _read(world, world.together(lambda: _module_of(tensors)), path, found.file, Everything())
+    read = {**tenant.matrices, **{_label(key): values for key, values in room.items()}}
+    world.together(lambda: _require_finite(path, read, allowed.not_finite))
     world.together(lambda: take_facts(tenant, found.facts))
     take_moments(tenant, room)
-    window = tenant.window
-    told = match_bases(found.facts.base, base, on_other_base).told
-    return GoesOn(tenant.steps, tenant.windows, window.micro_batches, window.learned_tokens, told)
+    return went_on(tenant, match_bases(found.facts.base, base, allowed.other_base).told)
+
+
+def _require_finite(folder: Path, values: Mapping[str, torch.Tensor], allowed: OnFault) -> None:
+    """Raises FormatError."""
+    if faults := not_finite(values, allowed):
+        raise FormatError(f"{folder}: is no sound state:\n  " + "\n  ".join(faults[:20]))
 
 
 def _room(

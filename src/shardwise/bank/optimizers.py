@@ -66,8 +66,17 @@ def gathered(own: torch.Tensor, slices: FlatSlices, world: World) -> torch.Tenso
     padded = own.new_zeros(slices.longest)
     padded[: len(own)] = own
     whole = own.new_empty(slices.longest * slices.ranks)
-    dist.all_gather_into_tensor(whole, padded, group=world.group)
+    wait_for(world, dist.all_gather_into_tensor(whole, padded, group=world.group, async_op=True))
     return whole[: slices.count]
+
+
+def wait_for(world: World, work: dist.Work | None) -> None:
+    """Wait for a collective begun with ``async_op=True``, unless another rank fails or is lost meanwhile.
+
+    To be called in a phase of ``world``, at the end of which all ranks raise the same error.
+    """
+    assert work is not None, "this rank is in the group"
+    world.wait_for(work)
 
 
 def mesh_of(world: World, device: torch.device) -> DeviceMesh | None:

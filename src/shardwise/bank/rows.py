@@ -22,6 +22,7 @@ RowTensors: TypeAlias = Mapping[str, torch.Tensor]
 shifted, as transformers has it; by default all tokens) and ``weights`` (of the labels), all of that shape."""
 
 _KEYS = ("input_ids", "attention_mask", "labels", "weights")
+_INTEGERS = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +56,7 @@ def rows_of(
     Raises:
         ConfigError: naming what is wrong.
     """
-    if unknown := sorted(set(batch) - set(_KEYS)):
-        raise ConfigError(f"{who}: a batch has {', '.join(_KEYS)}, and not {', '.join(map(repr, unknown))}")
-    ids = batch.get("input_ids")
-    if ids is None or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
-        raise ConfigError(f"{who}: a batch has input_ids, integers of shape (rows, tokens)")
-    for key in _KEYS[1:]:
-        if key in batch and batch[key].shape != ids.shape:
-            raise ConfigError(f"{who}: {key} is {tuple(batch[key].shape)}, and input_ids {tuple(ids.shape)}")
+    ids = _require_tensors(who, batch)
     if "weights" in batch and not may_have_weights:
         raise ConfigError(f"{who}: weights need reduction=WeightedSum(); the mean over tokens takes none")
     ids = ids.cpu().long()
@@ -90,6 +84,29 @@ def rows_of(
         TenantRow(ids[row, :length], labels[row, :length], weights[row, :length])
         for row, length in enumerate(lengths.tolist())
     ]
+
+
+def _require_tensors(who: str, batch: object) -> torch.Tensor:
+    """The token ids of what is tensors of one shape, under names that are known; else raises ConfigError."""
+    if not isinstance(batch, Mapping):
+        raise ConfigError(
+            f"{who}: the rows are a {type(batch).__name__}; pass a dict of tensors of shape (rows, tokens): "
+            f"{_KEYS[0]}, and as needed {', '.join(_KEYS[1:])}"
+        )
+    if unknown := sorted(map(repr, batch.keys() - set(_KEYS))):
+        raise ConfigError(f"{who}: a batch has {', '.join(_KEYS)}, and not {', '.join(unknown)}")
+    for key, values in batch.items():
+        if not isinstance(values, torch.Tensor):
+            raise ConfigError(f"{who}: {key} is a {type(values).__name__}; pass a tensor of shape (rows, tokens)")
+    ids: torch.Tensor | None = batch.get("input_ids")
+    if ids is None or ids.ndim != 2 or ids.dtype not in _INTEGERS:
+        raise ConfigError(f"{who}: a batch has input_ids, integers of shape (rows, tokens)")
+    for key in _KEYS[1:]:
+        if key in batch and batch[key].shape != ids.shape:
+            raise ConfigError(f"{who}: {key} is {tuple(batch[key].shape)}, and input_ids {tuple(ids.shape)}")
+    if "labels" in batch and batch["labels"].dtype not in _INTEGERS:
+        raise ConfigError(f"{who}: labels are {batch['labels'].dtype}; they are integers, as input_ids")
+    return ids
 
 
 @dataclass(frozen=True, slots=True)

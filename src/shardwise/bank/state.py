@@ -9,19 +9,25 @@ one rank this is to the bit, on several the order of a sum of floats is another.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.bank.facts import HOW_STEPPED, TenantFacts, differences, facts_of
-from shardwise.bank.optimizers import gathered
+from shardwise.bank.optimizers import gathered, wait_for
+from shardwise.bank.results import GoesOn
 from shardwise.bank.tenant import Tenant, TenantWindow
+from shardwise.checkpoints.facts import digest_of
 from shardwise.errors import ConfigError
+from shardwise.execution.states.checksum import checksums
 from shardwise.models.optimizers.optimizer_state import set_group
+from shardwise.planning.loads.load_plan import Ignore, Refuse
 from shardwise.planning.states.matching import OnFault
 
 StateKey = tuple[str, str]
@@ -100,7 +106,7 @@ def window_gradient(tenant: Tenant) -> torch.Tensor | None:
         return None
     whole = tenant.gradient.clone()
     if tenant.world.size > 1:
-        dist.all_reduce(whole, group=tenant.world.group)
+        wait_for(tenant.world, dist.all_reduce(whole, group=tenant.world.group, async_op=True))
     return whole
 
 
@@ -153,6 +159,21 @@ def _taken_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in HOW_STEPPED}
 
 
+def require_on_fault(on_not_finite: object) -> None:
+    """Raises ConfigError for what is no such mode."""
+    if not isinstance(on_not_finite, Refuse | Ignore):
+        raise ConfigError(f"on_not_finite={on_not_finite!r}: pass Refuse() or Ignore()")
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor], allowed: OnFault) -> list[str]:
+    """A sentence for each tensor that has values that are not finite, unless that is allowed."""
+    return [
+        f"{key} has {count} values of {values.numel()} that are not finite; take them by on_not_finite=Ignore()"
+        for key, values in tensors.items()
+        if not allowed.covers(key) and (count := int((~values.isfinite()).sum()))
+    ]
+
+
 def take_facts(tenant: Tenant, facts: TenantFacts) -> None:
     """Have a tenant go on with what is no tensor. If it fails, it is as before.
 
@@ -182,28 +203,131 @@ def take_moments(tenant: Tenant, room: Mapping[StateKey, torch.Tensor]) -> None:
             state[parameter] = own
 
 
-def load_tenant_state(
-    tenant: Tenant, state: Mapping[str, Any], base: Mapping[str, str], on_other_base: OnFault
-) -> None:
-    """Have a tenant go on from a state, whatever it has gathered itself. Collective: yes.
+@dataclass(frozen=True, slots=True)
+class AllowedFaults:
+    """What a state may have: another base than the one that is there; values that are not finite."""
+
+    other_base: OnFault
+    not_finite: OnFault
+
+
+@dataclass(frozen=True, slots=True)
+class GivenState:
+    """A state that fits a tenant: its facts, and memory filled with moments; neither where it is matrices alone."""
+
+    facts: TenantFacts | None
+    room: Mapping[StateKey, torch.Tensor]
+
+
+def agreed_state(
+    tenant: Tenant,
+    state: Mapping[str, Any],
+    allowed: AllowedFaults,
+    base: Mapping[str, str],
+    names_of_peft: Callable[[], Collection[str]],
+) -> GivenState:
+    """A state that all ranks are given alike, and that fits; the tenant is as before. Collective: yes.
+
+    Args:
+        tenant: that is to take it.
+        state: a tenant's, or matrices by PEFT's names.
+        allowed: whether values may be infinite, or no numbers; whether the base may be another.
+        base: what the base is told apart by.
+        names_of_peft: gives the names of all tensors that PEFT saves of the tenant, with embeddings of the base.
 
     Raises:
-        ConfigError: it is of another adapter, naming what differs; nothing is changed then.
+        ConfigError: it is of another adapter, naming what differs; or has values that are not finite.
+        DisagreementError: ranks are given other values.
     """
 
-    def check() -> tuple[TenantFacts, dict[StateKey, torch.Tensor]]:
-        facts = _facts_in(state)
-        if facts is None or (faults := _differences(tenant, facts, state, base, on_other_base)):
-            lacks = [key for key, kind in _KEYS.items() if not isinstance(state.get(key), kind)]
-            faults = [f"it has no {', '.join(lacks)}"] if facts is None else faults
+    def check() -> GivenState:
+        require_on_fault(allowed.not_finite)
+        given: object = state
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"the state of {tenant.name!r} is a {type(given).__name__}; pass what state_dict gave"
+            )
+        room: dict[StateKey, torch.Tensor] = {}
+        facts = None if _is_of_peft(given) else _facts_in(given)
+        if facts is not None:
+            faults = _differences(tenant, facts, given, base, allowed.other_base)
+        elif _is_of_peft(given):
+            faults = _misfits_of_peft(tenant, given, names_of_peft)
+        else:
+            lacks = [key for key, kind in _KEYS.items() if not isinstance(given.get(key), kind)]
+            faults = [f"it has no {', '.join(lacks)}; nor is it matrices alone, by PEFT's names"]
+        if facts is not None and not faults:
+            room = room_for_moments(tenant, facts)
+            _fill(tenant, room, given["optimizer"]["state"])
+        if faults := faults or not_finite(_kept_in(given), allowed.not_finite):
             raise ConfigError(f"this is no state of {tenant.name!r}:\n  " + "\n  ".join(faults[:20]))
-        room = room_for_moments(tenant, facts)
-        _fill(tenant, room, state["optimizer"]["state"])
-        return facts, room
+        return GivenState(facts, room)
 
-    facts, room = tenant.world.together(check)
-    counts = (facts.windows, facts.steps, facts.micro_batches, facts.learned_tokens)
-    tenant.world.require_equal((tenant.name, *counts), "the state that a tenant is given")
+    def told() -> tuple[str, list[tuple[str, int]]]:
+        facts = [getattr(given.facts, field.name) for field in fields(given.facts)] if given.facts else []
+        return digest_of([tenant.name, *facts]), _sums(state)
+
+    given = tenant.world.together(check)
+    tenant.world.require_equal(tenant.world.together(told), f"the state that {tenant.name!r} is given")
+    return given
+
+
+def _is_of_peft(state: Mapping[str, Any]) -> bool:
+    """Whether it is tensors by name, and nothing else."""
+    return bool(state) and all(isinstance(values, torch.Tensor) for values in state.values())
+
+
+def _misfits_of_peft(
+    tenant: Tenant, state: Mapping[str, torch.Tensor], names_of_peft: Callable[[], Collection[str]]
+) -> list[str]:
+    found = {key: tuple(values.shape) for key, values in state.items()}
+    if found.keys() - tenant.shapes.keys():  # embeddings of the base, which PEFT saves beside adapters on them
+        of_base = set(names_of_peft()) - tenant.shapes.keys()
+        found = {key: shape for key, shape in found.items() if key not in of_base}
+    faults = [
+        f"{key}: {found.get(key, 'not there')} in the state, {tenant.shapes.get(key, 'not there')} in the adapter"
+        for key in sorted({*found, *tenant.shapes})
+        if found.get(key) != tenant.shapes.get(key)
+    ]
+    for key in found:
+        values = state[key]
+        if isinstance(values, DTensor) or values.is_meta or not values.is_floating_point():
+            kind = f"{type(values).__name__} of {values.dtype} on {values.device}"
+            faults.append(f"{key}: is a {kind}; a whole tensor of floating-point numbers is needed")
+    return faults
+
+
+def _kept_in(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Matrices and moments, by names for messages."""
+    if _is_of_peft(state):
+        return dict(state)
+    moments = state["optimizer"]["state"]
+    return {
+        **state["adapter"],
+        **{
+            f"optimizer.{number}.{entry}": values
+            for number, entries in moments.items()
+            for entry, values in entries.items()
+            if isinstance(values, torch.Tensor)
+        },
+    }
+
+
+def _sums(state: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Every tensor with a number that tells its values apart."""
+    gradient = {} if _is_of_peft(state) else state["gradient"]
+    tensors = {**_kept_in(state), **{f"gradient of {key}": values for key, values in gradient.items()}}
+    return list(zip(tensors, checksums(list(tensors.values())), strict=True))
+
+
+def go_on(
+    tenant: Tenant, state: Mapping[str, Any], facts: TenantFacts, room: Mapping[StateKey, torch.Tensor]
+) -> GoesOn:
+    """Have a tenant go on from an agreed state, whatever it has gathered itself. Collective: yes.
+
+    Raises:
+        ConfigError: its schedule does not take this state; nothing is changed then.
+    """
     tenant.world.together(lambda: take_facts(tenant, facts))
     take_moments(tenant, room)
     for key, values in tenant.matrices.items():
@@ -212,6 +336,13 @@ def load_tenant_state(
     if facts.micro_batches:
         flat = torch.cat([state["gradient"][key].flatten() for key in tenant.shapes])
         tenant.gradient[tenant.own_slice].copy_(flat[tenant.own_slice])
+    return went_on(tenant)
+
+
+def went_on(tenant: Tenant, base: str = "") -> GoesOn:
+    """Where a tenant is in its training; ``base`` says how its base compares with that of the state."""
+    window = tenant.window
+    return GoesOn(tenant.steps, tenant.windows, window.micro_batches, window.learned_tokens, base)
 
 
 def _facts_in(state: Mapping[str, Any]) -> TenantFacts | None:

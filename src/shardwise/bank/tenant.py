@@ -206,6 +206,15 @@ class Tenant:
         members = [_with_gradient(self.matrices[key], self.gradients[key]) for key in self.shapes]
         return norm_of(float(norm_share(members, 2.0, 1)), 2.0)
 
+    def settings(self) -> dict[str, str]:
+        """What its next step is taken with, and how many it has taken: the same on every rank."""
+        group = {key: value for key, value in self.part.optimizer.param_groups[0].items() if key != "params"}
+        counts = {"max_grad_norm": self.max_grad_norm, "steps": self.steps, "windows": self.windows}
+        numbers = {
+            key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in group.items()
+        }
+        return {key: repr(value) for key, value in {**numbers, **counts}.items()}
+
     def require_changes(self, changes: Mapping[str, Any]) -> None:
         """Refuse changes of settings that are not there, or cannot be so.
 

@@ -30,6 +30,8 @@ from shardwise.execution.writing.chunk_stream import views_of
 from shardwise.planning.moves.assembly import Common
 from shardwise.tensors import Box, Strided
 
+_SHOWN = 4
+
 LayoutSignature: TypeAlias = Mapping[KeyPath, tuple[object, ...]]
 """What tells whether a tensor lies as it did before."""
 
@@ -72,6 +74,8 @@ class SaveWords:
     random: dict[str, str]
     base: bytes
     """Of samples of what the checkpoint takes for granted; empty where it holds everything."""
+    settings: str
+    rates: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,12 @@ def agreed_of(told: Sequence[SaveWords]) -> AgreedSave:
     if odd := OddRanks.among([item.call for item in told]):
         raise DisagreementError(
             f"the list of arguments (step, keep, mode, only) on rank {odd.shown} is not that of rank 0"
+        )
+    if odd := OddRanks.among([item.settings for item in told]):
+        own, those = (", ".join(map(str, told[rank].rates[:_SHOWN])) or "none" for rank in (odd.first, 0))
+        raise DisagreementError(
+            f"the settings of the optimizers on rank {odd.shown} are not those of rank 0 (learning rates {own} "
+            f"against {those}); ranks have stepped with different schedules or settings: give all ranks the same"
         )
     first = told[0].random
     alike = [name for name in first if all(item.random.get(name) == first[name] for item in told)]

@@ -151,7 +151,8 @@ class Checkpointer:
         Raises:
             ConfigError: an argument cannot be honoured; a part holds what is no plain data.
             PlacementError: tensors are on meta; parameters or state of optimizers whose shards cannot be told.
-            DisagreementError: ranks have different models or optimizers, or were called differently; parameters,
+            DisagreementError: ranks have different models or optimizers (settings of these, such as learning
+                rates, too), or were called differently; parameters,
                 or state of optimizers, that several ranks hold have different values there.
             StorageError: the folder cannot be written to, or somebody else writes there.
             RankLostError: a rank has been lost.
@@ -381,7 +382,8 @@ class Checkpointer:
             taken.append(own)
             replicas = None if own.planned is None else tell_of(own.planned.replicas, self._on_differing_buffers)
             base = own.looked.base.taken() if has_base else b""
-            return SaveWords(call, replicas, own.contents.data, dict(own.contents.random), base)
+            found = own.contents
+            return SaveWords(call, replicas, found.data, dict(found.random), base, found.settings, found.rates)
 
         def conclude(told: Sequence[SaveWords]) -> AgreedSave:
             agreed = agreed_of(told)

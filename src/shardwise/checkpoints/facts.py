@@ -165,7 +165,7 @@ def packed(value: object, what: str) -> bytes:
 
 
 def digest_of(value: object) -> str:
-    """The same for equal values, whatever objects they are made of."""
+    """The same for equal values, whatever objects they are made of. Of what is no plain data the class counts."""
     found = hashlib.sha256()
     _digest(value, found)
     return found.hexdigest()[:32]
@@ -215,6 +215,6 @@ def _digest(value: Any, into: Any) -> None:
     elif isinstance(value, (list, tuple)):
         for item in value:
             _digest(item, into)
-    else:
+    elif isinstance(value, _PLAIN):
         into.update(repr(value).encode())
     into.update(b")")

@@ -224,6 +224,8 @@ class StateContents:
         random: digests of its generators of random numbers, by name.
         data: a digest of its position in the data; "" without one.
         user: JSON.
+        settings: a digest of what groups of optimizers have beside parameters (learning rates, betas, ...).
+        rates: learning rates, by group.
     """
 
     tensors: Mapping[KeyPath, torch.Tensor]
@@ -232,6 +234,11 @@ class StateContents:
     random: dict[str, str] = field(default_factory=dict)
     data: str = ""
     user: dict[str, Any] = field(default_factory=dict)
+    settings: str = ""
+    rates: list[float] = field(default_factory=list)
+
+
+_NAMES = frozenset({"params", "param_names"})
 
 
 def contents_of(looked: Looked, state: TrainState, rank: int) -> StateContents:
@@ -247,7 +254,11 @@ def contents_of(looked: Looked, state: TrainState, rank: int) -> StateContents:
                 found.common["optimizer", "state", key.parameter, key.entry] = value
     if looked.bounds:
         nothing = dict.fromkeys(labelled(looked.bounds))
-        found.common["optimizer", "param_groups"] = written_out(looked.bounds, nothing)["param_groups"]
+        groups = written_out(looked.bounds, nothing)["param_groups"]
+        found.common["optimizer", "param_groups"] = groups
+        own = [{key: value for key, value in group.items() if key not in _NAMES} for group in groups]
+        found.settings = digest_of(own)
+        found.rates = [float(group["lr"]) for group in groups if "lr" in group]
     if state.all_schedulers:
         found.common["schedulers",] = [_told(item, "schedulers") for item in state.all_schedulers]
     if state.scaler is not None:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,12 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.workers import Workers
 from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.formats.opening import open_checkpoint
-from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS, is_training_file, training_beside
+from shardwise.formats.peft_adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    is_training_file,
+    training_beside,
+)
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
 from shardwise.models.conversions.reference import reference_buffers, reference_values
@@ -31,11 +36,13 @@ from shardwise.planning.saves.save_plan import ADAPTER, MODEL
 from shardwise.report.load_report import LoadReport
 from shardwise.report.verify_report import ReopenReport
 from shardwise.storage.contract import StorageReader
+from shardwise.storage.names import shown
 from shardwise.storage.reading.opening import open_storage
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
 
 _BLOCK_BYTES = 8 << 20
 _CONFIG = "config.json"
+_SHOWN = 8
 
 
 def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
@@ -43,8 +50,9 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
 
     The headers and the index must agree, every tensor that the model of ``config.json`` needs must be there, and
     the fingerprints of the tensors' bytes must be those in ``model.fingerprints.json``, which ``save`` writes (of
-    an adapter ``adapter_model.fingerprints.json``). Without a config the second is passed over; without recorded
-    fingerprints the third. Small files beside the weights that are not what was saved are told as changed.
+    an adapter ``adapter_model.fingerprints.json``), as must the digests of headers, of the record itself and of an
+    adapter's config. Without a config the second is passed over; without recorded fingerprints the third. Other
+    small files beside the weights that are not what was saved are told as changed.
 
     Collective: no. Memory: a few blocks of 8 MiB.
 
@@ -70,6 +78,7 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
         model_class=model_class,
         compared=found.compared,
         damaged=found.damaged,
+        damaged_files=found.damaged_files,
         seconds=time.perf_counter() - start,
         holds="an adapter of PEFT's; whether it fits a base is told when it is loaded" if adapter else "",
         changed=found.changed,
@@ -90,42 +99,130 @@ def _adapter_in(reader: StorageReader) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
-    """How many tensors have a recorded fingerprint, the keys of those that have another one, and small files."""
+class ComparedFiles:
+    """Files compared with what was recorded when they were saved.
+
+    Attributes:
+        compared: number of tensors that have a recorded fingerprint.
+        damaged: keys of tensors that have another one now.
+        damaged_files: headers, records and adapter configs that are not what was saved, in words.
+        changed: other small files that are not what was saved.
+        has_headers: whether digests of the headers were recorded, too.
+    """
 
     compared: int = 0
     damaged: tuple[str, ...] = ()
+    damaged_files: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
+    has_headers: bool = False
+
+    @property
+    def faults(self) -> int:
+        return len(self.damaged) + len(self.damaged_files)
 
 
-def _compare_files(reader: StorageReader, index: CheckpointIndex) -> _Compared:
-    saves = [save for stem in (MODEL, ADAPTER) for save in _recorded(reader, fingerprints.file_beside(stem))]
-    candidates = [save for save in saves if dict(save.files) == dict(index.files)]
+def _compare_files(
+    reader: StorageReader, index: CheckpointIndex, stems: Sequence[str] = (MODEL, ADAPTER)
+) -> ComparedFiles:
+    saves: list[RecordedSave] = []
+    broken: list[str] = []
+    for file in map(fingerprints.file_beside, stems):
+        recorded = _recorded(reader, file)
+        saves += recorded or ()
+        if recorded is None:
+            broken.append(f"{file}: the record of fingerprints")
+    candidates = [save for save in saves if index.files.items() <= save.files.items()]
     if not candidates:
-        return _Compared()
-    found = _fingerprints(reader, index)
+        return ComparedFiles(damaged_files=tuple(broken))
+    content = _Content(reader, index)
     # While a save is committed, two saves may be on record, of the same sizes even; small files are of either.
-    differing = [
-        tuple(sorted(key for key in {*found, *save.tensors} if found.get(key) != save.tensors.get(key)))
-        for save in candidates
-    ]
-    beside = {name for save in saves for name in save.beside}
+    found = min((content.compared_with(save) for save in candidates), key=lambda each: each.faults)
+    beside = {name for save in saves for name in save.beside} - {ADAPTER_CONFIG}
     present = set(reader.list())
     changed = [
         name if name in present else f"{name} (it is gone)"
         for name in sorted(beside)
         if name not in present or _digest(reader, name) not in {save.beside.get(name) for save in saves}
     ]
-    return _Compared(len(found), min(differing, key=lambda keys: len(keys)), tuple(changed))
+    return replace(found, damaged_files=(*broken, *found.damaged_files), changed=tuple(changed))
 
 
-def _recorded(reader: StorageReader, file: str) -> list[RecordedSave]:
+class _Content:
+    """The fingerprints and digests that files have now."""
+
+    def __init__(self, reader: StorageReader, index: CheckpointIndex) -> None:
+        self._files = index.files
+        self._tensors = _fingerprints(reader, index)
+        ends = dict(index.files)
+        for entry in index.entries.values():
+            ends[entry.file] = min(ends[entry.file], entry.start)
+        self._headers = {file: fingerprints.digest(reader.read(file, 0, end)) for file, end in ends.items()}
+        self._config = _digest(reader, ADAPTER_CONFIG) if ADAPTER_CONFIG in reader.list() else "gone"
+
+    def compared_with(self, save: RecordedSave) -> ComparedFiles:
+        """Which of it is not what this save recorded. Of files that the save has beside these nothing is asked."""
+        keys = {*self._tensors, *(save.tensors if dict(self._files) == dict(save.files) else ())}
+        faults = [
+            f"{file}: its header"
+            for file, digest in self._headers.items()
+            if save.headers and save.headers.get(file) != digest
+        ]
+        if save.beside.get(ADAPTER_CONFIG, self._config) != self._config:
+            faults.append(f"{ADAPTER_CONFIG}: edited, or damaged")
+        return ComparedFiles(
+            len(self._tensors),
+            tuple(sorted(key for key in keys if self._tensors.get(key) != save.tensors.get(key))),
+            tuple(faults),
+            has_headers=bool(save.headers),
+        )
+
+
+def require_as_saved(reader: StorageReader, adapter: str, training: str | None) -> None:
+    """Compare an adapter, and the state of its training, with what was recorded when they were saved.
+
+    An adapter of which nothing was recorded, as PEFT saves it, is taken as it is; the state of a training is not.
+
+    Args:
+        reader: of the folder.
+        adapter: the name of the file with its matrices.
+        training: the name of that with the state of its training, if it is to be compared, too.
+
+    Memory: a few blocks of 8 MiB.
+
+    Raises:
+        FormatError: naming the files that are not what was saved, or of which no checksums were recorded.
+        StorageError: bytes could not be read.
+    """
+    index = open_checkpoint(reader, weights_name=adapter, extra_files=[training] if training else [])
+    found = _compare_files(reader, index, [ADAPTER])
+    record = fingerprints.file_beside(ADAPTER)
+    if found.faults:
+        files = {key: entry.file for key, entry in index.entries.items()}
+        damaged = (f"{files.get(key, adapter)}: {shown(key)}" for key in found.damaged)
+        faults = [*found.damaged_files, *damaged]
+        more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+        raise FormatError(
+            f"{reader.root}: is not what was saved, and nothing of it has been loaded:\n  "
+            + "\n  ".join([*faults[:_SHOWN], *more])
+            + "\nThe disk, or what copied or edited the files, has changed them; load another copy. To take an "
+            f"adapter that was changed on purpose, remove {record}, and load it with state=MatricesOnly()."
+        )
+    if training is not None and not found.has_headers:
+        raise FormatError(
+            f"{training} in {reader.root}: {record} has no checksums of it, by which damage would be found; copy "
+            "that file there, too. Of a save by an earlier version, which recorded none, take the matrices alone, "
+            "with state=MatricesOnly()"
+        )
+
+
+def _recorded(reader: StorageReader, file: str) -> list[RecordedSave] | None:
+    """What saves recorded in this file; None where it is damaged."""
     if file not in reader.list():
         return []
     nbytes = reader.size(file)
     if nbytes > fingerprints.MAX_BYTES:
         raise FormatError(f"{file} in {reader.root} has {nbytes} bytes, more than any save writes; remove it")
-    return fingerprints.from_bytes(reader.read(file, 0, nbytes))
+    return fingerprints.parsed(reader.read(file, 0, nbytes))
 
 
 def _digest(reader: StorageReader, file: str) -> str:

@@ -264,7 +264,7 @@ def _read_back(out: Path, streamed: WrittenTensors, named: NamedOutputs, file_fo
         compared = len(found)
     else:
         report = verify_files(out)
-        damaged, compared = list(report.damaged), report.compared
+        damaged, compared = [*report.damaged, *report.damaged_files], report.compared
     if damaged or compared != len(streamed.fingerprints):
         raise StorageError(
             f"{out}: {', '.join(map(shown, damaged[:5])) or 'tensors'} are not read back as they were written, "

@@ -66,6 +66,8 @@ class ReopenReport:
         holds: what it is, where it is no model: a training's checkpoint, or an adapter.
         changed: small files beside the weights (configs, tokenizers) that are not what was saved: edited since, or
             damaged; weights are not affected.
+        damaged_files: headers of files, records of fingerprints, and configs of adapters, that are not what was
+            saved.
     """
 
     checkpoint: str
@@ -78,11 +80,12 @@ class ReopenReport:
     seconds: float
     holds: str = ""
     changed: tuple[str, ...] = ()
+    damaged_files: tuple[str, ...] = ()
 
     @property
     def is_sound(self) -> bool:
         """Whether nothing is known to be damaged. Small files may have been edited, and count for nothing here."""
-        return not self.damaged
+        return not self.damaged and not self.damaged_files
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -96,13 +99,19 @@ class ReopenReport:
             self._coverage,
         ]
         if self.compared:
-            word = "equal to what was saved" if self.is_sound else "DAMAGED"
+            word = "DAMAGED" if self.damaged else "equal to what was saved"
             lines.append(
                 f"  values      {self.compared - len(self.damaged)} of {self.compared} fingerprints {word}"
             )
         else:
-            lines.append("  values      not compared: no fingerprints were recorded for these files")
+            why = (
+                "what was recorded is damaged"
+                if self.damaged_files
+                else "no fingerprints were recorded for these files"
+            )
+            lines.append(f"  values      not compared: {why}")
         lines += listing("damaged", self.damaged)
+        lines += [f"  damaged     {each}" for each in self.damaged_files]
         lines += [f"  changed     {name}: edited since it was saved, or damaged" for name in self.changed]
         return "\n".join(lines)
 

@@ -21,12 +21,14 @@ from shardwise.checkpoints.folder import name_of
 from shardwise.engines.save_options import SaveOptions
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.ranks.world import World
+from shardwise.planning.saves.fingerprints import own_digest
 from shardwise.planning.states.matching import OnFault
 from shardwise.storage.writing.opening import open_writer
 from shardwise.training.checkpoints import TrainingProgress
 
 PROGRESS = "progress.json"
 _MAX_BYTES = 1 << 20
+_DIGEST = "sha256"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,11 @@ class TenantKeeper:
         place = self.folder / name_of(kept.progress.step)
         bank.save(name, place, options=SaveOptions(progress=False))
         told = {"progress": kept.progress.to_dict(), "position": dict(kept.position), "tuning": dict(kept.tuning)}
+        content = json.dumps({**told, _DIGEST: own_digest(told)}).encode()
 
         def let_count() -> None:
             with open_writer(place) as writer:
-                writer.replace(PROGRESS, json.dumps(told).encode())
+                writer.replace(PROGRESS, content)
             for step in kept_steps(self.folder)[: -self.keep]:
                 _remove(self.folder / name_of(step))
 
@@ -94,6 +97,7 @@ class TenantKeeper:
         """How far the tenant of a checkpoint had come. Collective: yes.
 
         Raises:
+            FormatError: the file is not what was saved.
             ConfigError, StorageError: it does not say so; or cannot be read.
         """
         return world.from_first(lambda: _read_progress(place / PROGRESS))
@@ -131,6 +135,11 @@ def _read_progress(file: Path) -> KeptProgress:
         if file.stat().st_size > _MAX_BYTES:
             raise ConfigError(f"{file}: it is too large to be what a tenant keeps")
         told: Any = json.loads(file.read_bytes())
+        own = told.pop(_DIGEST, None)
+        if own != own_digest(told):
+            raise FormatError(
+                f"{file}: is damaged, or of an earlier version; remove {file.parent} to go on from before"
+            )
         progress = TrainingProgress.from_dict(told["progress"])
         position = {str(key): int(value) for key, value in told["position"].items()}
         tuning = dict(told["tuning"].items())

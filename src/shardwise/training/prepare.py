@@ -318,5 +318,6 @@ def keep(
     )
     found = World.current().from_first(lambda: verify_files(directory))
     if not found.is_sound:
-        raise StorageError(f"{directory}: what was saved is damaged already: {found.damaged[0]}; check the disk")
+        damaged = [*found.damaged, *found.damaged_files]
+        raise StorageError(f"{directory}: what was saved is damaged already: {damaged[0]}; check the disk")
     return report

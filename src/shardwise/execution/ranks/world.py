@@ -374,7 +374,7 @@ class World:
             if outcome.failure.is_stop and self._around is not None:
                 raise Stopped
             self._settled = outcome.to_error(self._global_rank)
-            if not self._marks:
+            if not self._marks:  # in no block, at whose end the first rank waits for the others to have read this
                 self._part(self._line)
             raise self._settled from failure
         return answer

@@ -18,7 +18,6 @@ aside or replaced is put back as far as it is this save's: a StorageError says w
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -290,8 +289,9 @@ def commit_save(
         StorageError: as of :func:`let_count`.
     """
     sizes = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
-    digests = {name: hashlib.sha256(content).hexdigest() for name, content in small_files.items()}
-    recorded = fingerprints.RecordedSave(sizes, sums, digests)
+    digests = {name: fingerprints.digest(content) for name, content in small_files.items()}
+    headers = {name: fingerprints.digest(file.header) for name, file in zip(plan.names, plan.files, strict=True)}
+    recorded = fingerprints.RecordedSave(sizes, sums, digests, headers)
     both = fingerprints.to_bytes([*begun.recorded, recorded])
     fingerprints_file = fingerprints.file_beside(plan.stem)
     bound = _bound(writer, plan, small_files)
