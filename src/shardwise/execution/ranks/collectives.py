@@ -143,11 +143,13 @@ def _watched(
                 when_stuck(RankLostError(f"{where()}: {lost}"))
                 return
 
-    threading.Thread(target=watch, name="shardwise-stuck", daemon=True).start()
+    watching = threading.Thread(target=watch, name="shardwise-stuck", daemon=True)
+    watching.start()
     try:
         yield
     finally:
         has_left.set()
+        watching.join(timeout=_ASKED_S)  # it holds on to what was trained
 
 
 def _out_of_memory(error: BaseException) -> str:
