@@ -19,6 +19,7 @@ from tests.bank.banking import Recipe, adapter, distance, recipes, train
 from tests.bank.on_ranks import bank_of
 from tests.bank.resuming import ALL, HALF, WINDOWS, everything, losses_of, members
 from tests.bank.test_alone import require_equal
+from tests.harness import EffectLog, RecordingWriter, assert_old_or_new
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, MultiStepLR, SequentialLR
 
 import shardwise
@@ -28,7 +29,6 @@ from shardwise.bank.plain_json import from_json, to_json
 from shardwise.execution.writing.committing import commit_save
 from shardwise.options import BeginsAnew, GoesOn, MatricesOnly, ShardedMoments, WholeMoments, WithTraining
 from shardwise.storage.writing.opening import open_writer
-from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new
 
 
 @pytest.fixture(scope="module")
