@@ -15,6 +15,7 @@ import click
 from shardwise.cli.keys import print_keys
 from shardwise.cli.launch import TRAINING, fail, run_ranks
 from shardwise.cli.tenants import TenantsOutcome, TenantsRequest, print_tenants, train_tenants_on_rank
+from shardwise.cli.train_by_trl import is_of_trl, train_by_trl
 from shardwise.cli.training_log import (
     STOPPED,
     Detail,
@@ -113,8 +114,8 @@ class TrainOutcome:
         }
 
 
-@click.command("train", epilog=_EPILOG)
-@click.argument("arguments", nargs=-1, metavar="[CONFIG.yaml] [KEY=VALUE]...")
+@click.command("train", epilog=_EPILOG, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, metavar="[METHOD] [CONFIG.yaml] [--KEY VALUE]...", type=click.UNPROCESSED)
 @click.option("--nproc-per-node", default=1, type=click.IntRange(min=1), help="Ranks to start on this machine.")
 @click.option(
     "--accelerate-config", metavar="FILE", help="Shard as this file of accelerate's says, or of the Trainer's."
@@ -141,6 +142,8 @@ def train_command(
     """
     try:
         told: Told = "stderr" if as_json else "stdout"
+        if is_of_trl(arguments):
+            sys.exit(train_by_trl(arguments, nproc_per_node, as_json=as_json))
         request = read_request(arguments, told, accelerate_config, observe=observe)
         request = replace(request, detail="whole" if verbose else "brief")
         is_of_many = isinstance(request, TenantsRequest)
