@@ -42,6 +42,7 @@ class TrainOutcome:
         steps: optimizer steps done.
         has_stopped: whether a signal ended it before its last step.
         metrics: what TRL's ``train`` returned.
+        history: entries that the trainer logged.
         summary: lines to print.
     """
 
@@ -49,6 +50,7 @@ class TrainOutcome:
     steps: int
     has_stopped: bool
     metrics: Mapping[str, Any]
+    history: tuple[Mapping[str, Any], ...]
     summary: tuple[str, ...]
 
 
@@ -83,7 +85,14 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrainOutcome:
             record.progress, steps=int(state.global_step), tokens=tokens, peak_bytes=_peak_bytes()
         )
         trainer.end() if hasattr(trainer, "end") else None
-    return TrainOutcome(str(output), int(state.global_step), stop.has_stopped, dict(done.metrics), tuple(summary))
+    return TrainOutcome(
+        str(output),
+        int(state.global_step),
+        stop.has_stopped,
+        dict(done.metrics),
+        tuple(state.log_history),
+        tuple(summary),
+    )
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:
@@ -102,18 +111,18 @@ def _held(output: Path, identity: Mapping[str, Any]) -> Iterator[None]:
 
     def check(_marked: Marked) -> None:
         file = folder / _RUN_FILE
-        found = json.loads(file.read_text("utf-8")) if file.is_file() else None
-        if found is not None:
-            differing = [key for key in identity if found.get(key) != identity[key]]
-            if differing:
-                key = differing[0]
-                raise ConfigError(
-                    f"output_dir: {output} has a training with {key}={found.get(key)!r}, not {identity[key]!r}. "
-                    "Set another output_dir, or remove that one."
-                )
-        elif any(output.glob("*.safetensors")):
+        has_weights = bool(checkpoints_in(output)) or any(output.glob("*.safetensors"))
+        if has_weights and not file.is_file():
             raise ConfigError(
                 f"output_dir: {output} has a model that this training would overwrite. Set another output_dir."
+            )
+        found = json.loads(file.read_text("utf-8")) if has_weights else identity
+        differing = [key for key in identity if found.get(key) != identity[key]]
+        if differing:
+            key = differing[0]
+            raise ConfigError(
+                f"output_dir: {output} has a training with {key}={found.get(key)!r}, not {identity[key]!r}. "
+                "Set another output_dir, or remove that one."
             )
         file.write_text(json.dumps(dict(identity), indent=2), "utf-8")
 

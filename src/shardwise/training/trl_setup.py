@@ -87,7 +87,29 @@ def parse(config: RunConfig) -> TrlArguments:
     arguments = TrlArguments(found[0], found[1], found[2], found[3], config.own)
     if not arguments.model.model_name_or_path:
         raise ConfigError("model_name_or_path: is missing. Set it to a folder, a name on the hub or a URL.")
+    _require_consistent(arguments, config.method)
     return arguments
+
+
+def _require_consistent(arguments: TrlArguments, method: Method) -> None:
+    """Reject keys that contradict each other, before anything is loaded.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    model, training = arguments.model, arguments.training
+    if method == "grpo" and training.beta and not model.use_peft:
+        raise ConfigError(
+            f"beta: {training.beta} compares with a reference, which TRL would load whole on every rank. Set beta "
+            "to 0.0, or use_peft to true."
+        )
+    if model.load_in_4bit and not model.use_peft:
+        raise ConfigError("load_in_4bit: needs use_peft, as packed weights are not trained. Set use_peft.")
+    if training.model_init_kwargs:
+        raise ConfigError(
+            f"model_init_kwargs: {', '.join(training.model_init_kwargs)} cannot be passed on. Use dtype, "
+            "attn_implementation and model_revision."
+        )
 
 
 # The model
@@ -111,29 +133,14 @@ def bring_up_reference(arguments: TrlArguments, method: Method) -> PreTrainedMod
     """Load the reference model of a preference training, sharded; None if TRL needs none. Collective: yes.
 
     TRL would load it whole on each rank. The reference of a LoRA is the model without it.
-
-    Raises:
-        ConfigError: GRPO compares with a reference, which TRL cannot be given.
     """
-    if arguments.model.use_peft or method in ("sft", "reward"):
-        return None
-    if method == "grpo":
-        if arguments.training.beta:
-            raise ConfigError(
-                f"beta: {arguments.training.beta} compares with a reference, which TRL would load whole on every "
-                "rank. Set beta to 0.0, or use_peft to true."
-            )
+    if arguments.model.use_peft or method not in ("dpo", "kto"):
         return None
     return for_trainer(from_pretrained(arguments.model.model_name_or_path, **_model_options(arguments, method)))
 
 
 def _model_options(arguments: TrlArguments, method: Method) -> PretrainedOptions:
     model, training = arguments.model, arguments.training
-    if training.model_init_kwargs:
-        raise ConfigError(
-            f"model_init_kwargs: {', '.join(training.model_init_kwargs)} cannot be passed on. Use dtype, "
-            "attn_implementation and model_revision."
-        )
     options: PretrainedOptions = {
         "sharding": _sharding(arguments.own),
         "dtype": model.dtype or "auto",
@@ -149,8 +156,6 @@ def _model_options(arguments: TrlArguments, method: Method) -> PretrainedOptions
             "config_overrides": {"num_labels": 1},
         }
     if model.load_in_4bit:
-        if not model.use_peft:
-            raise ConfigError("load_in_4bit: needs use_peft, as packed weights are not trained. Set use_peft.")
         scales = NestedScales() if model.use_bnb_nested_quant else PlainScales()
         is_nf4 = model.bnb_4bit_quant_type == "nf4"
         options["quantization"] = Nf4(scales=scales) if is_nf4 else Fp4(scales=scales)
