@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tests.training import trl_training
-from tests.training.trl_training import by_trl, initial_adapter, prepare, train, write_scorer, write_wide
+from tests.training.trl_training import (
+    by_trl,
+    initial_adapter,
+    prepare,
+    train,
+    train_until,
+    write_scorer,
+    write_wide,
+)
 
 from shardwise.execution.processes.local_ranks import LocalRanks, RankError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+IMPORTED = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "shardwise.training.trl_run")
+
+
+def wait_for(file: Path) -> None:
+    end = time.monotonic() + 120
+    while not file.exists():
+        assert time.monotonic() < end, file
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_world(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call a function on ranks that are forked from a process which has imported TRL."""
-    imported = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "shardwise.training.trl_run")
-    with LocalRanks(size, timeout_s=240, preloaded=imported) as ranks:
+    with LocalRanks(size, timeout_s=240, preloaded=IMPORTED) as ranks:
         return ranks.run(function, *args)
 
 
@@ -104,7 +124,7 @@ def test_a_base_in_four_bits(folder: Path) -> None:
     ("further", "message"),
     [
         (
-            {"method": "grpo", "beta": 0.1, "reward_funcs": ["think_format_reward"]},
+            {"method": "grpo", "beta": 0.1, "reward_funcs": ["x"], "max_length": None, "num_generations": 2},
             "beta: 0.1 compares with a reference",
         ),
         ({"load_in_4bit": True}, "load_in_4bit: needs use_peft"),
@@ -125,3 +145,28 @@ def test_a_folder_of_another_training_is_left_alone(folder: Path) -> None:
     run_world(1, train, values)
     with pytest.raises(RankError, match="output_dir: .* has a training with use_peft=None, not True"):
         run_world(1, train, {**values, "use_peft": True})
+
+
+def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(folder: Path) -> None:
+    values = keys(folder, max_steps=12, save_strategy="steps", save_steps=50, gradient_checkpointing=False)
+    values["output_dir"] = str(folder / "stopped")
+    stopped = run_world(2, train_until, {**values, "per_device_train_batch_size": 2}, 5)
+    assert {(outcome.has_stopped, outcome.steps) for outcome in stopped} == {(True, 5)}
+    assert not list((folder / "stopped").glob("*.safetensors"))
+    [(resumed, told)] = run_world(1, train, {**values, "per_device_train_batch_size": 4})
+    assert (resumed.has_stopped, resumed.steps) == (False, 12)
+    whole = {**values, "output_dir": str(folder / "whole"), "per_device_train_batch_size": 4}
+    [(_, expected)] = run_world(1, train, whole)
+    assert told == pytest.approx(expected, abs=1e-5)
+    ours, theirs = (load_file(folder / name / "model.safetensors") for name in ("stopped", "whole"))
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
+
+
+def test_two_trainings_at_once_want_a_folder_each(folder: Path) -> None:
+    values = keys(folder, output_dir=str(folder / "shared"), max_steps=200, per_device_train_batch_size=2)
+    with LocalRanks(1, timeout_s=240, preloaded=IMPORTED) as first:
+        first.start(train_until, values, 100)
+        wait_for(folder / "shared" / ".shardwise-run" / "run.json")
+        with pytest.raises(RankError, match="another save is writing here"):
+            run_world(1, train, values)
+        first.kill()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import torch
 from tests.training import tiny
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from shardwise.cli.train_by_trl import train_on_rank
 from shardwise.training.run_config import read_run_config
@@ -91,6 +93,33 @@ def train(values: dict[str, Any]) -> tuple[TrainOutcome, list[float]]:
     """Train on this rank; what came of it, and the losses of all steps."""
     outcome = train_on_rank(read_run_config(words({**COMMON, **values})))
     return outcome, [entry["loss"] for entry in outcome.history if "loss" in entry]
+
+
+class Terminated(TrainerCallback):
+    """Sends this process SIGTERM in a step, on the first rank."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, *positional: Any, **_: Any) -> None:
+        state = positional[1]
+        if state.global_step + 1 == self.step and state.is_world_process_zero:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_until(values: dict[str, Any], step: int) -> TrainOutcome:
+    """Train on this rank, and have the first one sent SIGTERM in a step."""
+    from shardwise.training import trl_setup
+
+    make = trl_setup.make_trainer
+
+    def with_callback(*positional: Any) -> Any:
+        trainer = make(*positional)
+        trainer.add_callback(Terminated(step))
+        return trainer
+
+    trl_setup.make_trainer = with_callback
+    return train(values)[0]
 
 
 def by_trl(values: dict[str, Any], adapter: str | None = None) -> list[float]:
