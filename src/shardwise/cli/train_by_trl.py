@@ -13,15 +13,15 @@ import click
 
 from shardwise.cli.launch import run_ranks, this_place
 from shardwise.cli.training_log import STOPPED
-from shardwise.training.run_config import METHODS, RunConfig, read_run_config
+from shardwise.trl_training.run_config import METHODS, RunConfig, read_run_config
 
 if TYPE_CHECKING:
-    from shardwise.training.trl_run import TrainOutcome
+    from shardwise.trl_training.run import TrlOutcome
 
 _SECTIONS = ("model", "data", "output", "tenants")
 """Keys of configurations in sections, which the training loop of our own reads."""
 
-_IMPORTED = ("trl.trainer.sft_trainer", "shardwise.training.trl_run")
+_IMPORTED = ("trl.trainer.sft_trainer", "shardwise.trl_training.run")
 """Modules that every training imports; they take seconds."""
 
 
@@ -52,7 +52,7 @@ def train_by_trl(arguments: Sequence[str], nproc_per_node: int, *, as_json: bool
     outcomes = run_ranks(ranks, train_on_rank, config, asks_first=True, preloaded=_IMPORTED)
     if not outcomes:
         return 0
-    first: TrainOutcome = outcomes[0]
+    first: TrlOutcome = outcomes[0]
     if as_json:
         click.echo(json.dumps(asdict(first), indent=2))
     else:
@@ -65,9 +65,9 @@ def train_by_trl(arguments: Sequence[str], nproc_per_node: int, *, as_json: bool
     return STOPPED if first.has_stopped else 0
 
 
-def train_on_rank(config: RunConfig) -> TrainOutcome:
+def train_on_rank(config: RunConfig) -> TrlOutcome:
     """Train on one rank, with the environment that accelerate reads. Collective: yes."""
-    from shardwise.training.trl_run import train_on_rank as train
+    from shardwise.trl_training.run import train_on_rank as train
 
     rank, size = this_place()
     if size > 1:

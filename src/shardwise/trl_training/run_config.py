@@ -22,8 +22,8 @@ import yaml
 
 from shardwise.errors import ConfigError
 
-Method: TypeAlias = Literal["sft", "dpo", "kto", "grpo", "reward"]
-METHODS: Final[tuple[Method, ...]] = get_args(Method)
+TrainMethod: TypeAlias = Literal["sft", "dpo", "kto", "grpo", "reward"]
+METHODS: Final[tuple[TrainMethod, ...]] = get_args(TrainMethod)
 
 Spec: TypeAlias = Mapping[str, Any]
 """Types, choices and the default of a key."""
@@ -147,7 +147,7 @@ class RunConfig:
     """
 
     source: str
-    method: Method
+    method: TrainMethod
     values: Mapping[str, Any]
     own: Mapping[str, Any]
 
@@ -173,7 +173,7 @@ def read_run_config(arguments: Sequence[str]) -> RunConfig:
     return RunConfig(source, _method_in(values), {k: v for k, v in values.items() if k not in OWN_KEYS}, own)
 
 
-def _method_in(values: Mapping[str, Any]) -> Method:
+def _method_in(values: Mapping[str, Any]) -> TrainMethod:
     found: Any = values.get("method", "sft")
     return found if found in METHODS else "sft"
 
@@ -181,17 +181,17 @@ def _method_in(values: Mapping[str, Any]) -> Method:
 @cache
 def _table() -> Mapping[str, Mapping[str, Spec]]:
     found: Mapping[str, Mapping[str, Spec]] = json.loads(
-        resources.files("shardwise.training").joinpath("keys.json").read_text("utf-8")
+        resources.files("shardwise.trl_training").joinpath("keys.json").read_text("utf-8")
     )
     return found
 
 
-def keys_of(method: Method) -> Mapping[str, Spec]:
+def keys_of(method: TrainMethod) -> Mapping[str, Spec]:
     """All keys of a method: TRL's and our own."""
     return {**_table()["all"], **_table()[method], **OWN_KEYS}
 
 
-def faults_of(key: str, value: Any, method: Method) -> Iterator[str]:
+def faults_of(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     """Describe what is wrong with a key, if anything is."""
     if key in _RENAMED and (key not in keys_of(method)):
         inner = (

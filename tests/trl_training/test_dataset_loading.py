@@ -13,8 +13,8 @@ import pytest
 from tests.training import tiny
 
 from shardwise.errors import ConfigError
-from shardwise.training import dataset_loading
-from shardwise.training.chat_formats import RowError, to_messages
+from shardwise.trl_training import dataset_loading
+from shardwise.trl_training.chat_formats import MalformedRowError, to_messages
 
 ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
@@ -135,7 +135,7 @@ def test_calls_tools_and_systems_of_sharegpt() -> None:
     ],
 )
 def test_rows_that_cannot_be_used_are_named(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(RowError, match=message):
+    with pytest.raises(MalformedRowError, match=message):
         to_messages(row)
 
 

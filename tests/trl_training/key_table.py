@@ -1,4 +1,4 @@
-"""Makes the table of configuration keys from TRL's dataclasses: ``python -m tests.training.key_table``.
+"""Makes the table of configuration keys from TRL's dataclasses: ``python -m tests.trl_training.key_table``.
 
 ``shardwise train`` checks names, types and choices against this table before it imports torch; a test compares the
 table with the dataclasses.
@@ -19,10 +19,10 @@ from typing import Any
 import trl
 from trl.scripts.utils import DatasetConfig
 
-import shardwise.training
-from shardwise.training.run_config import METHODS
+import shardwise.trl_training
+from shardwise.trl_training.run_config import METHODS
 
-FILE = Path(shardwise.training.__path__[0]) / "keys.json"
+FILE = Path(shardwise.trl_training.__path__[0]) / "keys.json"
 CONFIGS = ("SFTConfig", "DPOConfig", "KTOConfig", "GRPOConfig", "RewardConfig")
 NAMES = {int: "int", float: "float", bool: "bool", str: "str", list: "list", dict: "dict", type(None): "null"}
 

@@ -81,7 +81,7 @@ def guard_trackers(trainer: Any) -> None:
 
 
 @dataclass
-class Progress:
+class LoggedProgress:
     """Facts of a training for its summary."""
 
     losses: list[float] = field(default_factory=list)
@@ -93,7 +93,7 @@ class RecordProgress(TrainerCallback):
     """Records losses that are logged, and the best loss of evaluations."""
 
     def __init__(self) -> None:
-        self.progress = Progress()
+        self.progress = LoggedProgress()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock."""
@@ -108,7 +108,7 @@ class RecordProgress(TrainerCallback):
             self.progress.best = min(float(logs["eval_loss"]), best if best is not None else float("inf"))
 
 
-def summary_lines(progress: Progress, *, steps: int, tokens: int | None, peak_bytes: int) -> Sequence[str]:
+def summary_lines(progress: LoggedProgress, *, steps: int, tokens: int | None, peak_bytes: int) -> Sequence[str]:
     """Format the closing summary of a training."""
     seconds = time.monotonic() - progress.begun
     lines = [f"trained {steps} steps in {seconds:.1f} s"]

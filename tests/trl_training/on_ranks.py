@@ -13,8 +13,8 @@ from tests.training import tiny
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from shardwise.cli.train_by_trl import train_on_rank
-from shardwise.training.run_config import read_run_config
-from shardwise.training.trl_run import TrainOutcome
+from shardwise.trl_training.run import TrlOutcome
+from shardwise.trl_training.run_config import read_run_config
 
 COMMON: dict[str, Any] = {
     "max_steps": 3,
@@ -89,7 +89,7 @@ def words(values: dict[str, Any]) -> list[str]:
     return method + [f"--{key}={json.dumps(value)}" for key, value in values.items() if key != "method"]
 
 
-def train(values: dict[str, Any]) -> tuple[TrainOutcome, list[float]]:
+def train(values: dict[str, Any]) -> tuple[TrlOutcome, list[float]]:
     """Train on this rank; what came of it, and the losses of all steps."""
     outcome = train_on_rank(read_run_config(words({**COMMON, **values})))
     return outcome, [entry["loss"] for entry in outcome.history if "loss" in entry]
@@ -107,9 +107,9 @@ class Terminated(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train_until(values: dict[str, Any], step: int) -> TrainOutcome:
+def train_until(values: dict[str, Any], step: int) -> TrlOutcome:
     """Train on this rank, and have the first one sent SIGTERM in a step."""
-    from shardwise.training import trl_setup
+    from shardwise.trl_training import setup as trl_setup
 
     make = trl_setup.make_trainer
 
@@ -129,7 +129,7 @@ def by_trl(values: dict[str, Any], adapter: str | None = None) -> list[float]:
     from transformers import AutoModelForCausalLM
     from trl import SFTTrainer
 
-    from shardwise.training import trl_setup
+    from shardwise.trl_training import setup as trl_setup
 
     arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
     model: Any = arguments.model.model_name_or_path
@@ -147,7 +147,7 @@ def by_trl(values: dict[str, Any], adapter: str | None = None) -> list[float]:
 def initial_adapter(values: dict[str, Any], folder: str) -> None:
     """Save the adapter that a training begins with."""
     import shardwise
-    from shardwise.training import trl_setup
+    from shardwise.trl_training import setup as trl_setup
 
     arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
     shardwise.save_adapter(trl_setup.bring_up(arguments, "sft"), folder)

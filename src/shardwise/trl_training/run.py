@@ -16,10 +16,10 @@ from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.execution.writing.marked_folder import Marked, marked_by_first
 from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
-from shardwise.training import trl_setup
-from shardwise.training.callbacks import RecordProgress, StopOnSignal, guard_trackers, summary_lines
-from shardwise.training.run_config import RunConfig
 from shardwise.training.stopping import stopping_on_signals
+from shardwise.trl_training import setup as trl_setup
+from shardwise.trl_training.callbacks import RecordProgress, StopOnSignal, guard_trackers, summary_lines
+from shardwise.trl_training.run_config import RunConfig
 
 RUN_FOLDER: Final = ".shardwise-run"
 """A folder in ``output_dir`` that is locked while a training runs, and says which one."""
@@ -34,7 +34,7 @@ _IDENTITY: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class TrainOutcome:
+class TrlOutcome:
     """The end of a training, on one rank.
 
     Attributes:
@@ -54,7 +54,7 @@ class TrainOutcome:
     summary: tuple[str, ...]
 
 
-def train_on_rank(config: RunConfig, local_rank: int) -> TrainOutcome:
+def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
     """Train as a configuration says. Collective: yes, over the default process group.
 
     Raises:
@@ -85,7 +85,7 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrainOutcome:
             record.progress, steps=int(state.global_step), tokens=tokens, peak_bytes=_peak_bytes()
         )
         trainer.end() if hasattr(trainer, "end") else None
-    return TrainOutcome(
+    return TrlOutcome(
         str(output),
         int(state.global_step),
         stop.has_stopped,

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.execution.ranks.world import World
-from shardwise.training.chat_formats import RowError, is_foreign, to_messages
-from shardwise.training.chat_masks import AssistantMasks, ChatError
+from shardwise.trl_training.chat_formats import MalformedRowError, is_foreign, to_messages
+from shardwise.trl_training.chat_masks import AssistantMasks, ChatError
 
 T = TypeVar("T")
 
@@ -190,7 +190,7 @@ def _batch(
     for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
         try:
             made += examples_of(dict(zip(batch, values, strict=True)))
-        except (RowError, ChatError) as error:
+        except (MalformedRowError, ChatError) as error:
             raise ConfigError(f"row {index + 1} of the data set: {error}") from error
     return {name: [one.get(name) for one in made] for name in dict.fromkeys(key for one in made for key in one)}
 
@@ -205,5 +205,5 @@ def _tokenized(masks: AssistantMasks, row: Mapping[str, Any]) -> Sequence[Mappin
         context = [{**message, "weight": 0} for message in chat.get("prompt", ())]
         chat["messages"] = [*context, *chat.get("completion", ())]
     if not any(message["role"] == "assistant" for message in chat["messages"]):
-        raise RowError("messages: none has the role 'assistant'. Add one, or remove the row.")
+        raise MalformedRowError("messages: none has the role 'assistant'. Add one, or remove the row.")
     return masks(chat["messages"], chat.get("tools"), chat.get("chat_template_kwargs"))

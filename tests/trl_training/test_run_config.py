@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.training.run_config import METHODS, OWN_KEYS, keys_of, read_run_config
+from shardwise.trl_training.run_config import METHODS, OWN_KEYS, keys_of, read_run_config
 
 
 def config(folder: Path, text: str) -> str:
@@ -22,7 +22,9 @@ def config(folder: Path, text: str) -> str:
 @pytest.mark.slow
 def test_the_table_is_that_of_the_dataclasses() -> None:
     """In a process of its own: TRL's import takes seconds."""
-    command = "from tests.training import key_table; assert key_table.FILE.read_text('utf-8') == key_table.text()"
+    command = (
+        "from tests.trl_training import key_table; assert key_table.FILE.read_text('utf-8') == key_table.text()"
+    )
     subprocess.run([sys.executable, "-W", "ignore", "-c", command], check=True, timeout=120)
 
 
@@ -78,7 +80,7 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
 
 def test_a_mistake_is_told_without_torch_within_a_second(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom shardwise.training.run_config import read_run_config\n"
+        "import sys\nfrom shardwise.trl_training.run_config import read_run_config\n"
         f"try: read_run_config([{config(tmp_path, 'max_lenght: 3')!r}])\n"
         "except Exception as error: print(error)\nassert 'torch' not in sys.modules"
     )

@@ -28,9 +28,9 @@ from shardwise.models.torch_words import accelerator
 from shardwise.models.trained_dtype import AsItIs
 from shardwise.models.wrapping.policies import Automatic, Classes, MinSize, WrapPolicy
 from shardwise.models.wrapping.wrap import Sharding
-from shardwise.training import dataset_loading
-from shardwise.training.dataset_loading import AnyDataset
-from shardwise.training.run_config import Method, RunConfig
+from shardwise.trl_training import dataset_loading
+from shardwise.trl_training.dataset_loading import AnyDataset
+from shardwise.trl_training.run_config import RunConfig, TrainMethod
 from shardwise.tuning.modes import Freeze, Full, InBlocks, Lora, Replicated, Tuning
 from shardwise.verbs.pretrained import from_pretrained
 
@@ -57,7 +57,7 @@ class TrlArguments:
     own: Mapping[str, Any]
 
 
-_NAMES: Final[Mapping[Method, tuple[str, str]]] = {
+_NAMES: Final[Mapping[TrainMethod, tuple[str, str]]] = {
     "sft": ("SFTConfig", "SFTTrainer"),
     "dpo": ("DPOConfig", "DPOTrainer"),
     "kto": ("KTOConfig", "KTOTrainer"),
@@ -91,7 +91,7 @@ def parse(config: RunConfig) -> TrlArguments:
     return arguments
 
 
-def _require_consistent(arguments: TrlArguments, method: Method) -> None:
+def _require_consistent(arguments: TrlArguments, method: TrainMethod) -> None:
     """Reject keys that contradict each other, before anything is loaded.
 
     Raises:
@@ -115,7 +115,7 @@ def _require_consistent(arguments: TrlArguments, method: Method) -> None:
 # The model
 
 
-def bring_up(arguments: TrlArguments, method: Method) -> PreTrainedModel:
+def bring_up(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
     """Load the model, sharded over all ranks, with what is trained of it. Collective: yes.
 
     Raises:
@@ -129,7 +129,7 @@ def bring_up(arguments: TrlArguments, method: Method) -> PreTrainedModel:
     return for_trainer(from_pretrained(arguments.model.model_name_or_path, **keywords))
 
 
-def bring_up_reference(arguments: TrlArguments, method: Method) -> PreTrainedModel | None:
+def bring_up_reference(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel | None:
     """Load the reference model of a preference training, sharded; None if TRL needs none. Collective: yes.
 
     TRL would load it whole on each rank. The reference of a LoRA is the model without it.
@@ -139,7 +139,7 @@ def bring_up_reference(arguments: TrlArguments, method: Method) -> PreTrainedMod
     return for_trainer(from_pretrained(arguments.model.model_name_or_path, **_model_options(arguments, method)))
 
 
-def _model_options(arguments: TrlArguments, method: Method) -> PretrainedOptions:
+def _model_options(arguments: TrlArguments, method: TrainMethod) -> PretrainedOptions:
     model, training = arguments.model, arguments.training
     options: PretrainedOptions = {
         "sharding": _sharding(arguments.own),
@@ -213,7 +213,7 @@ def _tuning(arguments: TrlArguments) -> Tuning:
 # Tokenizer and data
 
 
-def processing_class(arguments: TrlArguments, method: Method) -> Any:
+def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
     """Load the processor of a vision-language model, or the tokenizer, as TRL does.
 
     Raises:
@@ -237,7 +237,7 @@ def processing_class(arguments: TrlArguments, method: Method) -> Any:
 
 
 def load_data(
-    arguments: TrlArguments, method: Method, processor: Any, local_rank: int
+    arguments: TrlArguments, method: TrainMethod, processor: Any, local_rank: int
 ) -> tuple[AnyDataset, AnyDataset | None]:
     """Load rows to train on and to evaluate on; tokenized if TRL has no masks for the chat template.
 
@@ -291,7 +291,7 @@ def _lacks_masks(processor: Any) -> bool:
 
 def make_trainer(
     arguments: TrlArguments,
-    method: Method,
+    method: TrainMethod,
     model: PreTrainedModel,
     reference: PreTrainedModel | None,
     processor: Any,

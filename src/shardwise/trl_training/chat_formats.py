@@ -20,7 +20,7 @@ _JSON_COLUMNS: Final = ("messages", "conversations", "conversation", "tools", "h
 """Columns that some data sets keep as JSON in a string."""
 
 
-class RowError(ConfigError):
+class MalformedRowError(ConfigError):
     """A row of a data set cannot be used."""
 
 
@@ -37,7 +37,7 @@ def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     of them; what is None is removed at any depth, but for the content of a message with tool calls.
 
     Raises:
-        RowError: naming the key that is malformed.
+        MalformedRowError: naming the key that is malformed.
     """
     found = {key: _parsed(key, _without_nulls(value)) for key, value in row.items() if value is not None}
     if "messages" in found:
@@ -49,7 +49,7 @@ def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     else:
         return found
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise RowError("messages: is not a list of messages. Write [{role: ..., content: ...}, ...].")
+        raise MalformedRowError("messages: is not a list of messages. Write [{role: ..., content: ...}, ...].")
     messages = [_message(turn, f"messages[{index}]") for index, turn in enumerate(turns)]
     if isinstance(system := found.pop("system", None), str) and system:
         messages.insert(0, {"role": "system", "content": system})
@@ -64,7 +64,7 @@ def _parsed(key: str, value: Any) -> Any:
     try:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError) as error:
-        raise RowError(f"{key}: is a string that is not valid JSON, {error}. Correct the row.") from error
+        raise MalformedRowError(f"{key}: is a string that is not valid JSON, {error}. Correct the row.") from error
 
 
 def _message(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _message(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
         return dict(turn)
     speaker = turn.get("from")
     if speaker not in _ROLES:
-        raise RowError(f"{name}: has the speaker {speaker!r}. Use one of {', '.join(_ROLES)}.")
+        raise MalformedRowError(f"{name}: has the speaker {speaker!r}. Use one of {', '.join(_ROLES)}.")
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     said = turn.get("value", "")
     if speaker != "function_call":
@@ -84,7 +84,9 @@ def _message(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
             for call in (calls if isinstance(calls, list) else [calls])
         ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise RowError(f"{name}: is no function call in JSON. Write {{name: ..., arguments: ...}}.") from error
+        raise MalformedRowError(
+            f"{name}: is no function call in JSON. Write {{name: ..., arguments: ...}}."
+        ) from error
     return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
 
 
@@ -98,9 +100,9 @@ def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
         for asked, answered in history:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     except (TypeError, ValueError) as error:
-        raise RowError("history: is not a list of pairs. Write [[question, answer], ...].") from error
+        raise MalformedRowError("history: is not a list of pairs. Write [[question, answer], ...].") from error
     if "output" not in row:
-        raise RowError("output: is missing beside 'instruction'. Add it.")
+        raise MalformedRowError("output: is missing beside 'instruction'. Add it.")
     asked = "\n".join(text for text in (row.pop("instruction"), row.pop("input", None)) if text)
     messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": row.pop("output")}]
     return {**row, "messages": messages}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training import trl_training
-from tests.training.trl_training import (
+from tests.trl_training import on_ranks
+from tests.trl_training.on_ranks import (
     by_trl,
     initial_adapter,
     prepare,
@@ -26,7 +26,7 @@ from shardwise.execution.processes.local_ranks import LocalRanks, RankError
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-IMPORTED = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "shardwise.training.trl_run")
+IMPORTED = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "shardwise.trl_training.run")
 
 
 def wait_for(file: Path) -> None:
@@ -93,7 +93,7 @@ PREFERENCES = {
         "method": "grpo",
         "dataset_name": "prompts.jsonl",
         "beta": 0.0,
-        "reward_funcs": ["tests.training.trl_training.long_answers"],
+        "reward_funcs": ["tests.trl_training.on_ranks.long_answers"],
         "num_generations": 2,
         "max_completion_length": 8,
         "temperature": 0.01,
@@ -136,7 +136,7 @@ def test_a_base_in_four_bits(folder: Path) -> None:
 def test_what_cannot_be_is_one_error_on_all_ranks(folder: Path, further: dict[str, Any], message: str) -> None:
     values = keys(folder, **further, output_dir=str(folder / "refused"))
     with pytest.raises(RankError, match=message) as told:
-        run_world(2, trl_training.train, {**values, "per_device_train_batch_size": 2})
+        run_world(2, on_ranks.train, {**values, "per_device_train_batch_size": 2})
     assert str(told.value).count(message) >= 2
 
 

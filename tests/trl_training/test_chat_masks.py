@@ -12,7 +12,7 @@ import pytest
 from tests.training import shipped
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from shardwise.training.chat_masks import AssistantMasks, ChatError
+from shardwise.trl_training.chat_masks import AssistantMasks, ChatError
 
 pytestmark = pytest.mark.skipif(shipped.folder() is None, reason="TRL, which ships the templates, is not installed")
 

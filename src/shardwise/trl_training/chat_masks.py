@@ -35,7 +35,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from shardwise.errors import ConfigError
 
-Message: TypeAlias = Mapping[str, Any]
+ChatMessage: TypeAlias = Mapping[str, Any]
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -48,7 +48,7 @@ class ChatError(ConfigError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _AssistantTurn:
     """An assistant message: the chat rendered up to it, and the character ranges of the answer in it."""
 
     text: str
@@ -66,7 +66,7 @@ class _Answer:
 
 
 @dataclass(slots=True)
-class _Example:
+class _MaskedText:
     """A rendered text and the character ranges of it that are trained on."""
 
     text: str
@@ -74,16 +74,16 @@ class _Example:
 
 
 @dataclass(frozen=True)
-class _Chat:
+class _RenderableChat:
     """A chat in the form that its template renders completely."""
 
     template: str
     special_tokens: Mapping[str, Any]
-    messages: Sequence[Message]
+    messages: Sequence[ChatMessage]
     variables: Mapping[str, Any]
     """Tools, and further variables of the template."""
 
-    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+    def render(self, messages: Sequence[ChatMessage], *, prompt: bool = False) -> str:
         """Render messages as text, with the prompt for an answer if asked for.
 
         Raises:
@@ -96,12 +96,12 @@ class _Chat:
         """Whether the template marks what the assistant generates."""
         return _MARK.search(self.template) is not None
 
-    def marked(self, messages: Sequence[Message]) -> _Example:
+    def marked(self, messages: Sequence[ChatMessage]) -> _MaskedText:
         """Render messages with the ranges that the template marks by ``{% generation %}``."""
         text, spans = self._render(messages, return_assistant_tokens_mask=True)
-        return _Example(text, spans)
+        return _MaskedText(text, spans)
 
-    def _render(self, messages: Sequence[Message], **options: bool) -> tuple[str, list[tuple[int, int]]]:
+    def _render(self, messages: Sequence[ChatMessage], **options: bool) -> tuple[str, list[tuple[int, int]]]:
         render: Any = render_jinja_template
         variables = {**self.special_tokens, **self.variables, **options}
         try:
@@ -110,7 +110,7 @@ class _Chat:
             raise ChatError(f"chat template: {error}. Change the row, or set chat_template_path.") from error
         return str(texts[0]), [(start, end) for start, end in (spans[0] if spans else ())]
 
-    def attempt(self, messages: Sequence[Message], *, prompt: bool = False) -> str | None:
+    def attempt(self, messages: Sequence[ChatMessage], *, prompt: bool = False) -> str | None:
         """Render messages; None if the template refuses them."""
         try:
             return self.render(messages, prompt=prompt)
@@ -153,7 +153,7 @@ class AssistantMasks:
 
     def __call__(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[dict[str, list[int]]]:
@@ -172,7 +172,7 @@ class AssistantMasks:
             ChatError: the template cannot render the chat, or leaves out a part of an answer.
         """
         chat = self._chat(messages, {**(variables or {}), "tools": list(tools) if tools else None})
-        examples = [_Example(chat.text)]
+        examples = [_MaskedText(chat.text)]
         for index in reversed(range(len(messages))):
             if messages[index]["role"] != "assistant" or messages[index].get("weight") == 0:
                 continue
@@ -181,7 +181,7 @@ class AssistantMasks:
             candidates = (one for one in (examples[-1], examples[0]) if one.text.startswith(answer.rendering))
             example = next(candidates, None)
             if example is None:
-                example = _Example(answer.text)
+                example = _MaskedText(answer.text)
                 examples.append(example)
             example.spans += answer.spans
         trained = [one for one in examples if one.spans] or examples[:1]
@@ -189,7 +189,7 @@ class AssistantMasks:
 
     # Rendering
 
-    def _chat(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> _Chat:
+    def _chat(self, messages: Sequence[ChatMessage], variables: Mapping[str, Any]) -> _RenderableChat:
         """The chat in the first of its forms that the template renders completely."""
         template = str(self._tokenizer.get_chat_template(tools=variables["tools"]))
         for name, is_used in (
@@ -200,7 +200,7 @@ class AssistantMasks:
                 raise ChatError(f"chat template: does not use {name!r}, which the row has. Set chat_template_path.")
         first: ChatError | None = None
         for form in _forms(messages):
-            chat = _Chat(template, self._tokenizer.special_tokens_map, form, variables)
+            chat = _RenderableChat(template, self._tokenizer.special_tokens_map, form, variables)
             try:
                 for index, message in enumerate(form):
                     _require_rendered(message, chat.text, f"messages[{index}]")
@@ -210,7 +210,7 @@ class AssistantMasks:
         assert first is not None
         raise first
 
-    def _answer(self, chat: _Chat, index: int) -> _Answer:
+    def _answer(self, chat: _RenderableChat, index: int) -> _AssistantTurn:
         """The assistant message at ``index`` as the model has to generate it at its turn."""
         before, message = chat.messages[:index], chat.messages[index]
         through = [*before, message]
@@ -219,7 +219,9 @@ class AssistantMasks:
             marked = chat.marked(through)
             start = 0 if prompt is None else _common(prompt, marked.text)
             end = self._end(chat, index, marked.text, start)
-            return _Answer(marked.text, [(first, min(last, end)) for first, last in marked.spans if last > start])
+            return _AssistantTurn(
+                marked.text, [(first, min(last, end)) for first, last in marked.spans if last > start]
+            )
         text = chat.text if index == len(chat.messages) - 1 else chat.render(through)
         if prompt is not None and text.startswith(prompt):
             start = len(prompt)
@@ -230,11 +232,11 @@ class AssistantMasks:
             # Mistral's templates render a system message only if the chat ends with a user message.
             text, start, end = prompt + text[start:end], len(prompt), len(prompt) + end - start
         if text[start:end].endswith(self._special):
-            return _Answer(text, [(start, end)])
+            return _AssistantTurn(text, [(start, end)])
         opening = self._opening(chat, "tool" if message.get("tool_calls") else "user")
-        return _Answer(text[:end] + opening, [(start, end + len(opening))])
+        return _AssistantTurn(text[:end] + opening, [(start, end + len(opening))])
 
-    def _end(self, chat: _Chat, index: int, text: str, start: int) -> int:
+    def _end(self, chat: _RenderableChat, index: int, text: str, start: int) -> int:
         """The end of an answer that is the last message of ``text``, without the end of the whole chat."""
         body = text[start:].rstrip()
         ending = max((token for token in self._special if body.endswith(token)), key=len, default="")
@@ -248,7 +250,7 @@ class AssistantMasks:
         ends = [kept.rfind(token) + len(token) for token in self._special if token in kept]
         return start + min(len(body), max(ends, default=len(body)))
 
-    def _start(self, chat: _Chat, index: int, text: str, prompt: str | None) -> int:
+    def _start(self, chat: _RenderableChat, index: int, text: str, prompt: str | None) -> int:
         """The start of an answer whose rendering does not continue its prompt."""
         before, message = chat.messages[:index], chat.messages[index]
         others = (chat.attempt([*before, _with_content(message, other)]) for other in ("x", "y"))
@@ -270,10 +272,10 @@ class AssistantMasks:
                 return found + size
         return changed
 
-    def _opening(self, chat: _Chat, role: str) -> str:
+    def _opening(self, chat: _RenderableChat, role: str) -> str:
         """The special token that starts the message behind an answer; "" if it starts with another text."""
         if role not in self._openings:
-            answer: Message = {"role": "assistant", "content": "x"}
+            answer: ChatMessage = {"role": "assistant", "content": "x"}
             if role == "tool":
                 function = {"name": "x", "arguments": {}}
                 answer = {**answer, "tool_calls": [{"type": "function", "function": function}]}
@@ -286,7 +288,7 @@ class AssistantMasks:
 
     # Tokens
 
-    def _tokenize(self, example: _Example) -> dict[str, list[int]]:
+    def _tokenize(self, example: _MaskedText) -> dict[str, list[int]]:
         made = self._tokenizer(example.text, add_special_tokens=False, return_attention_mask=False, verbose=False)
         ids = list(made["input_ids"])
         mask = [0] * len(ids)
@@ -327,7 +329,7 @@ def _common(one: str, other: str) -> int:
 # Forms of messages
 
 
-def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
+def _forms(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
     """The messages in every form that templates differ in, the most common first.
 
     Contents as strings or lists of parts, arguments of tool calls as objects or JSON, absent contents left out,
@@ -342,7 +344,7 @@ def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
         yield [_in_form(message, arguments, absent, parts=parts) for message in usual]
 
 
-def _normalized(message: Message) -> dict[str, Any]:
+def _normalized(message: ChatMessage) -> dict[str, Any]:
     """A message without nulls and weights, its reasoning under both of the names that templates read."""
     found = {key: value for key, value in message.items() if value is not None and key != "weight"}
     reasoning = next((found[name] for name in _REASONING if name in found), None)
@@ -353,7 +355,7 @@ def _normalized(message: Message) -> dict[str, Any]:
     return found
 
 
-def _in_form(message: Message, arguments: type, absent: str | None, *, parts: bool) -> Message:
+def _in_form(message: ChatMessage, arguments: type, absent: str | None, *, parts: bool) -> ChatMessage:
     found = dict(message)
     content = found.get("content")
     if isinstance(content, list):
@@ -378,7 +380,7 @@ def _call_in_form(call: Mapping[str, Any], form: type) -> Mapping[str, Any]:
     return {"type": "function", **others, "function": {**function, "arguments": arguments}}
 
 
-def _with_content(message: Message, content: str) -> Message:
+def _with_content(message: ChatMessage, content: str) -> ChatMessage:
     """An answer with another content, and neither reasoning nor tool calls."""
     kept = {key: value for key, value in message.items() if key not in (*_REASONING, "tool_calls")}
     is_parts = isinstance(message.get("content"), list)
@@ -388,13 +390,13 @@ def _with_content(message: Message, content: str) -> Message:
 # Completeness
 
 
-def _lacks_system(messages: Sequence[Message], text: str, prompt: str) -> bool:
+def _lacks_system(messages: Sequence[ChatMessage], text: str, prompt: str) -> bool:
     """Whether a system message is in the prompt for an answer, but not in the text with the answer."""
     contents = (message.get("content") for message in messages if message["role"] == "system")
     return any(isinstance(one, str) and one in prompt and one not in text for one in contents)
 
 
-def _require_rendered(message: Message, text: str, name: str) -> None:
+def _require_rendered(message: ChatMessage, text: str, name: str) -> None:
     """Check that a text has the content and the tool calls of a message, and none of it as Python or nested JSON.
 
     Reasoning may be missing: most templates drop it from earlier messages.
@@ -420,7 +422,7 @@ def _require_rendered(message: Message, text: str, name: str) -> None:
             raise _left_out(f"{name}.tool_calls[{number}]")
 
 
-def _require_complete(message: Message, answer: str, name: str) -> None:
+def _require_complete(message: ChatMessage, answer: str, name: str) -> None:
     """Check that what is trained on has the reasoning and the content of a message."""
     reasoning = message.get("reasoning_content")
     if isinstance(reasoning, str) and not _has(answer, reasoning):
