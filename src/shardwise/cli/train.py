@@ -59,6 +59,9 @@ Many LoRAs of one base at once, each with keys of its own, or a grid of values:
 tenants: [{name: ada, data: ada.jsonl}, {name: bob, data: bob.jsonl}]
 sweep: {tuning.r: [8, 16], optimizer.learning_rate: [1e-4, 3e-4]}
 \b
+A configuration of TRL (trl sft, dpo, kto, grpo, reward) is taken as it is, with overrides --KEY VALUE:
+  shardwise train dpo dpo.yaml --learning_rate 1e-6 (shardwise docs train_trl)
+\b
 Every key: shardwise train --keys, or shardwise docs train; whole files for several models are in recipes/.
 Exit codes: 0 trained; 2 refused; 3 some tenants refused or failed, the others
 trained; 4 trained and saved, but not pushed to the hub; 75 stopped by SIGTERM,
