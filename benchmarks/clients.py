@@ -25,8 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.place import commit, machine
-
-from shardwise.testing.http_store import HttpStoreProcess
+from tests.harness.http_store import HttpStoreProcess
 
 REQUEST_BYTES = 8 << 20
 IN_FLIGHT = 8

@@ -28,11 +28,11 @@ from pathlib import Path
 
 from tests import taken, truth, ways, zoo
 from tests.conversion.random_expressions import check_expression
+from tests.harness.http_store import HttpStore
 from tests.quiet import quieten
 from tests.ways import Way
 
 from shardwise.execution.processes.local_ranks import LocalRanks, RankError
-from shardwise.testing.http_store import HttpStore
 
 
 def main() -> int:

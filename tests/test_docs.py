@@ -22,6 +22,7 @@ import shardwise
 from shardwise.execution.processes.local_ranks import LocalRanks
 from shardwise.tenants.config import is_of_many, tenants_of
 from shardwise.training.configuration.config import config_of, in_full
+from shardwise.trl_training.run_config import faults_of
 
 EVERY = [block for page in PAGES for block in blocks_of(page)]
 
@@ -128,7 +129,11 @@ def test_scripts_are_sound(block: Block):
 @pytest.mark.parametrize("block", of("yaml"))
 def test_configurations_are_accepted(block: Block):
     """What a page leaves out is the same everywhere."""
-    values = {"model": "base", "data": "chats.jsonl", "output": "out", **yaml.safe_load(_floats(block.code))}
+    values = yaml.safe_load(_floats(block.code))
+    if "model_name_or_path" in values:
+        assert [fault for key, value in values.items() for fault in faults_of(key, value, "sft")] == []
+        return
+    values = {"model": "base", "data": "chats.jsonl", "output": "out", **values}
     if is_of_many(values):
         assert tenants_of(values).tenants
     else:

@@ -19,6 +19,7 @@ from tests.bank.banking import Recipe, adapter, distance, recipes, train
 from tests.bank.on_ranks import bank_of
 from tests.bank.resuming import ALL, HALF, WINDOWS, everything, losses_of, members
 from tests.bank.test_alone import require_equal
+from tests.harness import EffectLog, RecordingWriter, assert_old_or_new
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, MultiStepLR, SequentialLR
 
 import shardwise
@@ -30,7 +31,6 @@ from shardwise.options import BeginsAnew, GoesOn, Ignore, MatricesOnly, ShardedM
 from shardwise.planning.saves import fingerprints
 from shardwise.storage.writing.opening import open_writer
 from shardwise.tensors.fingerprint import fingerprint
-from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new
 
 
 @pytest.fixture(scope="module")

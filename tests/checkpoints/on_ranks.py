@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from tests.checkpoints import tiny
 from tests.checkpoints.tiny import Positions, Training, differences
+from tests.harness import EffectLog, RecordingWriter
 from tests.verbs.conftest import small_qwen3
 from tests.verbs.on_ranks import attempt
 from torch import nn
@@ -38,7 +39,6 @@ from shardwise.options import (
     Synchronous,
 )
 from shardwise.storage.writing.opening import open_writer
-from shardwise.testing import EffectLog, RecordingWriter
 
 MODES = {"sync": Synchronous(), "async": Asynchronous()}
 

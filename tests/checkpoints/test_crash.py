@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training
+from tests.harness import EffectLog, states_after_crash
 
 from shardwise import Checkpointer
 from shardwise.checkpoints.folder import steps_in
 from shardwise.checkpoints.restore import open_checkpoint
-from shardwise.testing import EffectLog, states_after_crash
 
 pytestmark = pytest.mark.distributed
 

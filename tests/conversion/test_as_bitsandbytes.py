@@ -7,12 +7,12 @@ import os
 import pytest
 import torch
 from tests.conversion.test_four_bit import DTYPES, dequantised, quantised, same
+from tests.harness.world import run_world
 from tests.peers import use_peers
 
 from shardwise.conversion.four_bit import BLOCKS
 from shardwise.conversion.nested_scales import dynamic_numbers, nest, unnest
 from shardwise.tensors import Form4
-from shardwise.testing.world import run_world
 
 
 def inputs(dtype: torch.dtype, width: int) -> torch.Tensor:

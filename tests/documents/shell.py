@@ -13,6 +13,7 @@ from tests.documents.blocks import ROOT
 
 from shardwise.cli import main
 from shardwise.tenants.sections import config_keys
+from shardwise.trl_training.run_config import METHODS, keys_of
 
 _TENANT_WORDS = ("tenants", "sweep", "bank")
 
@@ -40,8 +41,12 @@ def _shardwise(arguments: Sequence[str]) -> None:
         given = [*made.params.get("arguments", ()), *made.params.get("overrides", ())]
         known = {key.path for key in config_keys()}
         heads = {key.partition(".")[0] for key in known} | set(_TENANT_WORDS)
+        of_trl = {key for method in METHODS for key in keys_of(method)}
+        for key in (argument.partition("=")[0] for argument in given):
+            if key.startswith("--"):
+                assert key.removeprefix("--") in of_trl, f"no such key: {key}"
         for key in (argument.partition("=")[0] for argument in given if "=" in argument):
-            assert key in known | heads, f"no such key: {key}"
+            assert key.startswith("--") or key in known | heads, f"no such key: {key}"
 
 
 def _torchrun(arguments: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.harness import EffectLog, recorded, states_after_crash
 from tests.interchange.test_commit import contents, last_mark_removed, meanwhile
 
 from shardwise.errors import FormatError, StorageError
@@ -18,7 +19,6 @@ from shardwise.execution.writing.saving_lock import HeldMark, take_lock
 from shardwise.planning.saves.commit import Renames, WrittenFiles, fresh
 from shardwise.storage.writing.folders_writer import FoldersWriter
 from shardwise.storage.writing.opening import open_writer
-from shardwise.testing import EffectLog, recorded, states_after_crash
 
 OLDER = "random_states_7.pkl"
 NAMES = ("scheduler.bin", "optimizer.bin", "pytorch_model_fsdp_0/.metadata", "unet/weights.bin")

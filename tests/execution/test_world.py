@@ -8,12 +8,12 @@ import time
 
 import pytest
 from tests.execution import faults
+from tests.harness import run_world
 
 from shardwise.errors import StorageError
 from shardwise.execution.processes import local_ranks
 from shardwise.execution.processes.local_ranks import LocalRanks, RankError
 from shardwise.execution.ranks.world import World
-from shardwise.testing import run_world
 
 pytestmark = pytest.mark.distributed
 

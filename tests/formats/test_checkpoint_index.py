@@ -14,6 +14,8 @@ from pathlib import Path
 import fsspec
 import pytest
 from tests.formats.building import file_of, file_with, index_of, tensor
+from tests.harness import HttpStore
+from tests.harness.http_store import Status
 
 from shardwise.errors import CheckpointError, FormatError, StorageError
 from shardwise.formats import joining
@@ -21,8 +23,6 @@ from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.reading.memory import MemoryReader
 from shardwise.tensors import DType
-from shardwise.testing import HttpStore
-from shardwise.testing.http_store import Status
 
 
 def opened(files: Mapping[str, bytes], **options: object) -> CheckpointIndex:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.formats.torch_building import Touch, same, saved, values_of
+from tests.harness import HttpStore
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -35,7 +36,6 @@ from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.memory import MemoryReader
 from shardwise.storage.reading.remote_reader import RemoteReader
 from shardwise.tensors import Box
-from shardwise.testing import HttpStore
 
 
 def save(value: dict[str, Any], folder: Path) -> Path:

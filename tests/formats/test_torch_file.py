@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save
 from tests.formats.building import file_with
 from tests.formats.torch_building import archive, same, saved, tensor, torch_file, values_of
+from tests.harness import HttpStore
 from torch import nn
 
 from shardwise.errors import FormatError
@@ -19,7 +20,6 @@ from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.memory import MemoryReader
 from shardwise.storage.reading.remote_reader import RemoteReader
-from shardwise.testing import HttpStore
 
 
 def opened(value: object) -> tuple[CheckpointIndex, MemoryReader]:

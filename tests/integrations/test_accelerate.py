@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests import zoo
+from tests.harness.world import run_world
 from tests.integrations import accelerate_refusals, accelerate_states, accelerating
 from tests.integrations.accelerating import OURS, THEIRS, WAYS
 from tests.quiet import quieten
@@ -23,7 +24,6 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import shardwise
 from shardwise import ConfigError
 from shardwise.execution.processes.local_ranks import RankError
-from shardwise.testing.world import run_world
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from tests import zoo
+from tests.harness.world import run_world
 from tests.integrations import four_bits
 from transformers import AutoModelForCausalLM, Qwen3Config
-
-from shardwise.testing.world import run_world
 
 
 @pytest.fixture(scope="module")

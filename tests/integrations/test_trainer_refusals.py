@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.harness import EffectLog, recorded, states_after_crash
 from tests.integrations.doors import require_doors
 from tests.integrations.runs import write
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -18,7 +19,6 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.processes.local_ranks import LocalRanks
 from shardwise.execution.ranks.world import World
-from shardwise.testing import EffectLog, recorded, states_after_crash
 
 require_doors()
 from tests.integrations import refusing  # noqa: E402

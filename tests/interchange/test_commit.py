@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.harness import EffectLog, assert_old_or_new, recorded, states_after_crash
 from torch import nn
 
 import shardwise
@@ -16,7 +17,6 @@ from shardwise import StorageError
 from shardwise.formats.distributed import read_metadata
 from shardwise.options import DistributedFolder, OneFile, RankFiles
 from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.testing import EffectLog, assert_old_or_new, recorded, states_after_crash
 
 FORMS = {"one file": OneFile(), "folder": DistributedFolder(), "files of ranks": RankFiles()}
 MARK = "shardwise.saving"

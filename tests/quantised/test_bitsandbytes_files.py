@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.harness.world import run_world
 from tests.quantised import bitsandbytes_files
 from tests.quantised.test_four_bits import written
-
-from shardwise.testing.world import run_world
 
 SIZES = {
     "some rows": {"head_dim": 32, "hidden_size": 64, "intermediate_size": 73},

@@ -10,12 +10,12 @@ import torch
 from peft import LoraConfig
 from tests import zoo
 from tests.bank.four_bits import STACKS, give_numbers
+from tests.harness.world import run_world
 from tests.quantised import four_bit_experts
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 import shardwise
 from shardwise.options import Nf4
-from shardwise.testing.world import run_world
 
 EXPERTS, WIDTH, INNER = 5, 128, 192
 """On three ranks five experts are cut into rows (384 by three) where that is even, else dealt 2, 2 and 1."""

@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
+from tests.harness.world import run_world
 from tests.merging.adapters import save_adapter
 from tests.quantised import four_bits, quantising
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -22,7 +23,6 @@ from shardwise.engines import offline
 from shardwise.execution.reading import outgoing
 from shardwise.models.four_bits.quantization import of_transformers
 from shardwise.options import AsNumbers, Fp4, Later, NestedScales, Nf4, PlainScales
-from shardwise.testing.world import run_world
 
 CONFIG = Qwen3Config(
     vocab_size=97,

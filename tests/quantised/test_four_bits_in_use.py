@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
+from tests.harness.world import run_world
 from tests.quantised import four_bits_in_use
 from tests.quantised.four_bits import layers_of
 from tests.quantised.test_four_bits import written
@@ -18,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 import shardwise
 from shardwise.options import LoadOptions, MergedAdapter, NestedScales, Nf4
-from shardwise.testing.world import run_world
 
 NESTED = Nf4(scales=NestedScales())
 QUIET = LoadOptions(progress=False)

@@ -5,4 +5,4 @@ from __future__ import annotations
 import pytest
 
 # The suites are no test modules by their names; their assertions should explain themselves all the same.
-pytest.register_assert_rewrite("shardwise.testing.storage_suite", "shardwise.testing.writer_suite")
+pytest.register_assert_rewrite("tests.harness.storage_suite", "tests.harness.writer_suite")

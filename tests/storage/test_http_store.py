@@ -10,11 +10,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from tests.harness import HttpStore, HttpStoreProcess
+from tests.harness.http_store import Status
 
 from shardwise.errors import ConfigError
 from shardwise.storage.reading.remote_reader import RemoteReader
-from shardwise.testing import HttpStore, HttpStoreProcess
-from shardwise.testing.http_store import Status
 
 CONTENT = bytes(range(256)) * 4
 

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import HfApi, constants
 from tests.formats.building import file_with
+from tests.harness import HttpStore
+from tests.harness.http_store import Redirect, Status
 
 from shardwise.errors import StorageError
 from shardwise.formats.opening import open_checkpoint
@@ -18,8 +20,6 @@ from shardwise.storage.reading.hub_transport import named_commit
 from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.reading.remote_reader import RemoteReader
 from shardwise.storage.reading.transport import Retries
-from shardwise.testing import HttpStore
-from shardwise.testing.http_store import Redirect, Status
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WEIGHTS = file_with("a", "b", nbytes=1000)

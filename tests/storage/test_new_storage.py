@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.harness.storage_suite import MakeReader, StorageReaderSuite
 from tests.storage.zipped import ZipReader
 from torch import nn
 
 import shardwise
 from shardwise.storage.reading.opening import SCHEMES, UrlScheme, open_storage
-from shardwise.testing.storage_suite import MakeReader, StorageReaderSuite
 
 
 class TestZipReader(StorageReaderSuite):

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from tests.harness import HttpStore, StorageReaderSuite
+from tests.harness.storage_suite import MakeReader
 
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.policies import OBJECT_STORE
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.memory import MemoryReader
 from shardwise.storage.reading.remote_reader import RemoteReader
-from shardwise.testing import HttpStore, StorageReaderSuite
-from shardwise.testing.storage_suite import MakeReader
 
 _numbers = itertools.count()
 IN_PIECES = replace(OBJECT_STORE, request_bytes=777, concurrency=3)

@@ -11,15 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import pytest
-
-from shardwise.errors import ConfigError, StorageError
-from shardwise.storage.policies import OBJECT_STORE
-from shardwise.storage.reading import remote_reader as remote
-from shardwise.storage.reading import transport as retries
-from shardwise.storage.reading.remote_reader import RemoteReader
-from shardwise.storage.reading.transport import Retries
-from shardwise.testing import HttpStore
-from shardwise.testing.http_store import (
+from tests.harness import HttpStore
+from tests.harness.http_store import (
     Disturbance,
     IgnoreRange,
     Redirect,
@@ -29,6 +22,13 @@ from shardwise.testing.http_store import (
     Status,
     Truncate,
 )
+
+from shardwise.errors import ConfigError, StorageError
+from shardwise.storage.policies import OBJECT_STORE
+from shardwise.storage.reading import remote_reader as remote
+from shardwise.storage.reading import transport as retries
+from shardwise.storage.reading.remote_reader import RemoteReader
+from shardwise.storage.reading.transport import Retries
 
 CONTENT = bytes(range(251)) * 400
 NBYTES = len(CONTENT)

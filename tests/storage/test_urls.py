@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.harness import HttpStore
 
 from shardwise.errors import StorageError
 from shardwise.storage.hub import resolve
@@ -14,7 +15,6 @@ from shardwise.storage.names import HubOptions, Redactor, is_local, is_url, spli
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.reading.remote_reader import RemoteReader
-from shardwise.testing import HttpStore
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "https://host", "HF://org/name", "abfs+x.y-1://c", "memory://"])

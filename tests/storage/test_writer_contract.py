@@ -8,6 +8,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from tests.harness import StorageWriterSuite, WritableStorage
 from tests.storage.object_store import ObjectStore
 
 from shardwise.storage.policies import OBJECT_STORE_WRITES
@@ -15,7 +16,6 @@ from shardwise.storage.writing import fsspec_writer
 from shardwise.storage.writing.fsspec_writer import FsspecWriter
 from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.storage.writing.memory_writer import MemoryWriter
-from shardwise.testing import StorageWriterSuite, WritableStorage
 
 _numbers = itertools.count()
 

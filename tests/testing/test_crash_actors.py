@@ -6,11 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-
-from shardwise.errors import StorageError
-from shardwise.storage.policies import LOCAL_WRITES, OBJECT_STORE_WRITES
-from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.testing import (
+from tests.harness import (
     BEFORE,
     CrashState,
     EffectLog,
@@ -21,7 +17,7 @@ from shardwise.testing import (
     states_after_crash,
     states_after_kill,
 )
-from shardwise.testing.crashes import (
+from tests.harness.crashes import (
     Called,
     Created,
     Effect,
@@ -38,6 +34,10 @@ from shardwise.testing.crashes import (
     Synced,
     Wrote,
 )
+
+from shardwise.errors import StorageError
+from shardwise.storage.policies import LOCAL_WRITES, OBJECT_STORE_WRITES
+from shardwise.storage.writing.local_writer import LocalWriter
 
 
 def of_file(name: str, content: bytes, writer: int = 0) -> list[Effect]:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness import Effect, EffectLog, RecordingWriter, assert_old_or_new, states_after_crash
+from tests.harness.crashes import Created, NamesSynced, Removed, Renamed, ReplacedFile, Synced, Wrote
 from tests.testing.saving import HALF, INDEX, NBYTES, NEW, OLD, begin, commit, fill, old_save, see, see_single
 
 from shardwise.errors import StorageError
@@ -20,8 +22,6 @@ from shardwise.storage.policies import LOCAL_WRITES, OBJECT_STORE_WRITES
 from shardwise.storage.reading.memory import MemoryReader
 from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.storage.writing.memory_writer import MemoryWriter
-from shardwise.testing import Effect, EffectLog, RecordingWriter, assert_old_or_new, states_after_crash
-from shardwise.testing.crashes import Created, NamesSynced, Removed, Renamed, ReplacedFile, Synced, Wrote
 
 NAMES = ["model-new-1", "model-new-2"]
 Save = Callable[[list[StorageWriter]], None]
@@ -254,7 +254,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from shardwise.storage import LocalWriter
-from shardwise.testing.crashes import EffectLog, RecordingWriter
+from tests.harness.crashes import EffectLog, RecordingWriter
 from tests.testing.saving import fill
 folder, rank, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 with RecordingWriter(LocalWriter(folder / "model"), EffectLog(folder / "log"), writer=rank) as writer:

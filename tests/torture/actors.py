@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import doomed
-
-from shardwise.testing.crashes import Called, EffectLog, Failed, Killed, Returned, recorded
+from tests.harness.crashes import Called, EffectLog, Failed, Killed, Returned, recorded
 
 # A process has one server to fork from: ours knows what all tests want of theirs.
 _PRELOADED = [*doomed._PRELOADED, "tests.torture.verbs", "tests.torture.killing", "tests.torture.objects"]

@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 from unittest import mock
 
-from tests.torture import objects
-from tests.torture.actors import Part, actor, files_in, play
-from tests.torture.verbs import IN_MEMORY, MARK, NEW, NEXT, OLD, OTHER, SEEDS, VERBS, Found
-
-from shardwise.errors import StorageError
-from shardwise.storage.contract import WritePolicy
-from shardwise.storage.policies import LOCAL_WRITES, OBJECT_STORE_WRITES
-from shardwise.testing.crashes import (
+from tests.harness.crashes import (
     BEFORE,
     CrashState,
     EffectLog,
@@ -39,6 +32,13 @@ from shardwise.testing.crashes import (
     states_after_crash,
     states_after_kill,
 )
+from tests.torture import objects
+from tests.torture.actors import Part, actor, files_in, play
+from tests.torture.verbs import IN_MEMORY, MARK, NEW, NEXT, OLD, OTHER, SEEDS, VERBS, Found
+
+from shardwise.errors import StorageError
+from shardwise.storage.contract import WritePolicy
+from shardwise.storage.policies import LOCAL_WRITES, OBJECT_STORE_WRITES
 
 POLICIES = {"disk": LOCAL_WRITES, "s3": OBJECT_STORE_WRITES, "az": OBJECT_STORE_WRITES}
 TOKEN = re.compile(r"[0-9a-f]{8,}")

@@ -18,6 +18,7 @@ from peft import LoraConfig
 from safetensors.torch import load as load_safetensors
 from tests.checkpoints.tiny import Training
 from tests.faults.saving import Blocks
+from tests.harness.crashes import CrashState
 from tests.torture import libraries
 from tests.tuning import reference
 
@@ -25,7 +26,6 @@ import shardwise
 from shardwise import Checkpointer, Lora
 from shardwise.formats.opening import open_checkpoint
 from shardwise.options import Asynchronous, KeepLast, Synchronous
-from shardwise.testing.crashes import CrashState
 
 OLD, NEW, OTHER, NEXT = 1, 2, 3, 4
 """Seeds: what was there, what the first actor saves, what another one does, and who comes after a crash."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.harness.world import run_world
 from tests.models.on_fake_ranks import fake_rank
 from tests.training import tiny
 from tests.verbs.real_shapes import qwen3_235b
@@ -21,7 +22,6 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3Fo
 import shardwise
 from shardwise.models.live_bytes import LiveBytes
 from shardwise.models.view import local_tensor
-from shardwise.testing.world import run_world
 from shardwise.training.configuration.config import config_of
 from shardwise.training.configuration.config_values import (
     accumulation_of,

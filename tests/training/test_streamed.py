@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness.world import run_world
 from tests.training import tiny
 from tests.training.test_sources import same_rows
 
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.execution.ranks.world import World
-from shardwise.testing.world import run_world
 from shardwise.training.configuration.config import config_of
 from shardwise.training.data import row_stream
 from shardwise.training.data.batches import Packed, Padded

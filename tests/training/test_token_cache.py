@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tests.harness.world import run_world
 from tests.training import tiny
 
 from shardwise.cli.train import cache_root
@@ -19,7 +20,6 @@ from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.processes.launched import this_place
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.testing.world import run_world
 from shardwise.training.configuration.config import config_of
 from shardwise.training.data import read_once as reading
 from shardwise.training.data import token_cache

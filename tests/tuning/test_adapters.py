@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests.conftest import Worlds
+from tests.harness import EffectLog, RecordingWriter, assert_old_or_new, states_after_crash
 from tests.tuning import on_ranks, reference
 from tests.tuning.test_tune import COPIES, DORA, EXPERTS, GAUSSIAN, NARROW, PATTERNS
 
@@ -22,7 +23,6 @@ from shardwise.errors import StorageError
 from shardwise.options import CompareWithMemory, Replicated
 from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.storage.writing.opening import open_writer
-from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new, states_after_crash
 
 BIASED = LoraConfig(r=2, target_modules=["q_proj"], bias="lora_only")
 

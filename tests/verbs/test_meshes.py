@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from tests import truth, ways, zoo
+from tests.harness.http_store import HttpStore
 from tests.ways import WORLDS, Way
 from transformers import CONFIG_MAPPING
 
 from shardwise.planning.moves.sharing_choice import InIntervals, OncePerGroup
-from shardwise.testing.http_store import HttpStore
 
 # They differ in what a mesh makes hard: fused rows, stacked experts, transposed and tied matrices, odd sizes.
 NAMES = {"llama", "gpt2", "hrm_text", "qwen3_5_moe_text", "bailing_hybrid", "zamba2"}

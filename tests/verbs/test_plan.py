@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import zoo
+from tests.harness.http_store import HttpStore
 from tests.verbs import on_ranks
 from tests.verbs.conftest import small_qwen3
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +25,6 @@ from shardwise.models.wrapping.policies import Automatic, ModelPlan, ModuleListB
 from shardwise.options import Classes, Ignore, Initialize, WholeModel
 from shardwise.planning.moves.sharing_choice import Alone, InIntervals, OncePerGroup
 from shardwise.storage.policies import LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE
-from shardwise.testing.http_store import HttpStore
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.harness import EffectLog, RecordingWriter, assert_old_or_new
 
 import shardwise
 import shardwise.engines.saving
 from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.writing.opening import open_writer
-from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new
 
 SIZES = {"one file": "1GB", "several files": "40KB"}
 

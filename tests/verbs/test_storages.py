@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import save
 from tests import truth
+from tests.harness.http_store import HttpStore, Status
 from tests.verbs import on_ranks
 from tests.verbs.conftest import small_qwen3
 
 import shardwise
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.memory import MemoryReader
-from shardwise.testing.http_store import HttpStore, Status
 
 pytestmark = pytest.mark.distributed
 

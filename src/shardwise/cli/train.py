@@ -15,6 +15,7 @@ import click
 from shardwise.cli.keys import print_keys
 from shardwise.cli.launch import TRAINING, fail, run_ranks
 from shardwise.cli.tenants import TenantsOutcome, TenantsRequest, print_tenants, train_tenants_on_rank
+from shardwise.cli.train_by_trl import is_of_trl, train_by_trl
 from shardwise.cli.training_log import (
     STOPPED,
     Detail,
@@ -57,6 +58,9 @@ With what is changed most often:
 Many LoRAs of one base at once, each with keys of its own, or a grid of values:
 tenants: [{name: ada, data: ada.jsonl}, {name: bob, data: bob.jsonl}]
 sweep: {tuning.r: [8, 16], optimizer.learning_rate: [1e-4, 3e-4]}
+\b
+A configuration of TRL (trl sft, dpo, kto, grpo, reward) is taken as it is, with overrides --KEY VALUE:
+  shardwise train dpo dpo.yaml --learning_rate 1e-6 (shardwise docs train_trl)
 \b
 Every key: shardwise train --keys, or shardwise docs train; whole files for several models are in recipes/.
 Exit codes: 0 trained; 2 refused; 3 some tenants refused or failed, the others
@@ -113,8 +117,8 @@ class TrainOutcome:
         }
 
 
-@click.command("train", epilog=_EPILOG)
-@click.argument("arguments", nargs=-1, metavar="[CONFIG.yaml] [KEY=VALUE]...")
+@click.command("train", epilog=_EPILOG, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, metavar="[METHOD] [CONFIG.yaml] [--KEY VALUE]...", type=click.UNPROCESSED)
 @click.option("--nproc-per-node", default=1, type=click.IntRange(min=1), help="Ranks to start on this machine.")
 @click.option(
     "--accelerate-config", metavar="FILE", help="Shard as this file of accelerate's says, or of the Trainer's."
@@ -141,6 +145,8 @@ def train_command(
     """
     try:
         told: Told = "stderr" if as_json else "stdout"
+        if is_of_trl(arguments):
+            sys.exit(train_by_trl(arguments, nproc_per_node, as_json=as_json))
         request = read_request(arguments, told, accelerate_config, observe=observe)
         request = replace(request, detail="whole" if verbose else "brief")
         is_of_many = isinstance(request, TenantsRequest)

@@ -5,7 +5,7 @@ A *policy* says how a storage likes that: a plan makes its requests by it, and k
 is one range of one file: for a reader one call of :meth:`StorageReader.read_vectored`, whose buffers are where the
 bytes belong (:class:`shardwise.planning.loads.schedule.ReadRequest`); for a writer one of
 :meth:`StorageWriter.write`, whose buffers are where they lie. A storage of one's own is a class that answers one of
-the two; ``shardwise.testing`` has their tests.
+the two; ``tests/harness`` has their tests.
 """
 
 from __future__ import annotations

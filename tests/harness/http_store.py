@@ -456,7 +456,7 @@ class HttpStoreProcess:
     ) -> None:
         options = {"latency_s": latency_s, "bytes_per_s": bytes_per_s, "max_concurrent": max_concurrent}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "shardwise.testing.http_store", os.fspath(folder), json.dumps(options)],
+            [sys.executable, "-m", "tests.harness.http_store", os.fspath(folder), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

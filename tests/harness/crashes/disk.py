@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from shardwise.errors import StorageError
-from shardwise.storage.contract import INCOMPLETE, WritePolicy
-from shardwise.testing.crashes.effects import (
+from tests.harness.crashes.effects import (
     Created,
     Effect,
     FolderMade,
@@ -21,6 +19,9 @@ from shardwise.testing.crashes.effects import (
     Synced,
     Wrote,
 )
+
+from shardwise.errors import StorageError
+from shardwise.storage.contract import INCOMPLETE, WritePolicy
 
 _AROUND = ".."
 """The folder in which the root lies."""

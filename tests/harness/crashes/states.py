@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from tests.harness.crashes.disk import Disk, DiskFile, Naming, Write, folders_around, grow, put, steps_of
+from tests.harness.crashes.effects import Called, Effect, Entry, Failed, Killed, Partly, Returned
+
 from shardwise.storage.contract import WritePolicy
 from shardwise.storage.policies import LOCAL_WRITES
 from shardwise.storage.reading.memory import MemoryReader
-from shardwise.testing.crashes.disk import Disk, DiskFile, Naming, Write, folders_around, grow, put, steps_of
-from shardwise.testing.crashes.effects import Called, Effect, Entry, Failed, Killed, Partly, Returned
 
 _BLOCK_BYTES: Final = 4096
 """What a disk writes whole or not at all."""

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from tests.harness.crashes.effects import Called, Effect, Entry, Failed, Killed, Returned
+from tests.harness.crashes.states import CrashState, states_after_crash
+
 from shardwise.storage.contract import WritePolicy
 from shardwise.storage.policies import LOCAL_WRITES
 from shardwise.storage.reading.memory import MemoryReader
-from shardwise.testing.crashes.effects import Called, Effect, Entry, Failed, Killed, Returned
-from shardwise.testing.crashes.states import CrashState, states_after_crash
 
 Seen = TypeVar("Seen")
 

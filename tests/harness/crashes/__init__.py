@@ -1,6 +1,6 @@
 """What saves leave behind when a process or the machine dies in the middle; see [Note: What a crash leaves]."""
 
-from shardwise.testing.crashes.effects import (
+from tests.harness.crashes.effects import (
     Called,
     Created,
     Effect,
@@ -19,9 +19,9 @@ from shardwise.testing.crashes.effects import (
     Synced,
     Wrote,
 )
-from shardwise.testing.crashes.histories import BEFORE, assert_nothing_is_lost, assert_old_or_new, may_be_found
-from shardwise.testing.crashes.recording import RecordingWriter, recorded
-from shardwise.testing.crashes.states import CrashState, KilledState, states_after_crash, states_after_kill
+from tests.harness.crashes.histories import BEFORE, assert_nothing_is_lost, assert_old_or_new, may_be_found
+from tests.harness.crashes.recording import RecordingWriter, recorded
+from tests.harness.crashes.states import CrashState, KilledState, states_after_crash, states_after_kill
 
 __all__ = [
     "BEFORE",

@@ -12,10 +12,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 from unittest import mock
 
-from shardwise.storage.contract import StorageWriter, WritePolicy
-from shardwise.storage.writing.fsspec_writer import FsspecWriter
-from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.testing.crashes.effects import (
+from tests.harness.crashes.effects import (
     Created,
     Effect,
     EffectLog,
@@ -28,6 +25,10 @@ from shardwise.testing.crashes.effects import (
     Synced,
     Wrote,
 )
+
+from shardwise.storage.contract import StorageWriter, WritePolicy
+from shardwise.storage.writing.fsspec_writer import FsspecWriter
+from shardwise.storage.writing.local_writer import LocalWriter
 
 PARENT: Final = ".."
 """The folder in which the root lies."""

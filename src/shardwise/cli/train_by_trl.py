@@ -1,0 +1,76 @@
+"""``shardwise train`` with a configuration of TRL: on all ranks, with its summary and exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from shardwise.cli.launch import run_ranks, this_place
+from shardwise.cli.training_log import STOPPED
+from shardwise.trl_training.run_config import METHODS, RunConfig, read_run_config
+
+if TYPE_CHECKING:
+    from shardwise.trl_training.run import TrlOutcome
+
+_SECTIONS = ("model", "data", "output", "tenants")
+"""Keys of configurations in sections, which the training loop of our own reads."""
+
+_IMPORTED = ("trl.trainer.sft_trainer", "shardwise.trl_training.run")
+"""Modules that every training imports; they take seconds."""
+
+
+def is_of_trl(arguments: Sequence[str]) -> bool:
+    """Whether a command line has TRL's keys, and no sections."""
+    if any(word.startswith("--") for word in arguments) or (arguments and arguments[0] in METHODS):
+        return True
+    if not arguments or "=" in arguments[0] or not Path(arguments[0]).is_file():
+        return False
+    try:
+        lines = Path(arguments[0]).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return False
+    return not any(
+        line.split(":")[0].strip("'\" ") in _SECTIONS for line in lines if not line.startswith((" ", "-"))
+    )
+
+
+def train_by_trl(arguments: Sequence[str], nproc_per_node: int, *, as_json: bool) -> int:
+    """Train as a command line says; returns the exit code.
+
+    Raises:
+        ShardwiseError: naming what is wrong with the configuration, or why the training failed.
+    """
+    config = read_run_config(arguments)
+    os.environ.update({name: str(value) for name, value in (config.own["env"] or {}).items()})
+    ranks = config.own["num_processes"] or nproc_per_node
+    outcomes = run_ranks(ranks, train_on_rank, config, asks_first=True, preloaded=_IMPORTED)
+    if not outcomes:
+        return 0
+    first: TrlOutcome = outcomes[0]
+    if as_json:
+        click.echo(json.dumps(asdict(first), indent=2))
+    else:
+        click.echo("\n".join(first.summary))
+        click.echo(
+            f"stopped after step {first.steps}; run the same command to resume"
+            if first.has_stopped
+            else f"saved in {first.output_dir}"
+        )
+    return STOPPED if first.has_stopped else 0
+
+
+def train_on_rank(config: RunConfig) -> TrlOutcome:
+    """Train on one rank, with the environment that accelerate reads. Collective: yes."""
+    from shardwise.trl_training.run import train_on_rank as train
+
+    rank, size = this_place()
+    if size > 1:
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
+            os.environ.setdefault(name, str(value))
+    return train(config, int(os.environ.get("LOCAL_RANK", "0")))

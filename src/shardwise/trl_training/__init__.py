@@ -1,0 +1,1 @@
+"""``shardwise train``: TRL's trainers with models of ours, from a configuration of TRL."""
