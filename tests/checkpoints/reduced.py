@@ -41,7 +41,7 @@ def _step(model: Any, optimizer: Any, seed: int) -> None:
     import torch
 
     draw = torch.Generator().manual_seed(seed)
-    model(torch.randn(3, 64, generator=draw)).square().sum().backward()
+    model(torch.randn(3, 64, generator=draw).to(model[0].weight.device)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -139,3 +139,36 @@ def other_blocks(folder: str) -> tuple[str, str]:
     other = type(optimizer)(model.parameters(), block_size=128)
     told: tuple[str, str] = attempt(Checkpointer(Path(folder, "AdamW8bit 256")).restore, TrainState(model, other))
     return told
+
+
+def made_for_shards() -> dict[str, Any]:
+    """What is said of torchao's optimizer of these shards: what stays in 32 bits, and what cannot be."""
+    import logging
+
+    from tests.verbs.on_ranks import attempt
+
+    from shardwise.models.optimizers import reduced
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(reduced.__name__).addHandler(handler)
+    told: dict[str, Any] = {"lines": lines}
+    for rows in (256, 143, 7):
+        model, optimizer = _begin("AdamW8bit", rows)
+        told[str(rows)] = attempt(reduced.require_made_for_shards, optimizer, dict(model.named_parameters()))
+    return told
+
+
+def paged(folder: str) -> list[bool]:
+    """On one GPU: whether paged state is paged again, is as saved, and goes on alike."""
+    from shardwise import Checkpointer, TrainState
+
+    (model, optimizer), (other, its) = (_begin("PagedAdamW8bit", 2048, "bitsandbytes", "cuda") for _ in range(2))
+    _step(model, optimizer, 0)
+    Checkpointer(folder).save(1, TrainState(model, optimizer))
+    Checkpointer(folder).restore(TrainState(other, its))
+    told = [bool(its.state[other[0].weight]["state1"].is_paged), _taken(model, optimizer) == _taken(other, its)]
+    for each in ((model, optimizer), (other, its)):
+        _step(*each, 1)
+    return [*told, _taken(model, optimizer) == _taken(other, its)]
