@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training, differences
-from transformers.optimization import Adafactor
 
 import shardwise
 from shardwise import Checkpointer
@@ -28,8 +26,6 @@ KINDS = [
     OPTIMIZERS.Adadelta,
     OPTIMIZERS.ASGD,
     OPTIMIZERS.Rprop,
-    OPTIMIZERS.Adafactor,
-    partial(Adafactor, relative_step=False),
 ]
 
 

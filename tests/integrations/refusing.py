@@ -122,6 +122,8 @@ def trainers(folder: str, output: str) -> dict[str, str]:
         found["fsdp"] = told(lambda: made(args=TrainingArguments(**given, fsdp=True)))
         AcceleratorState._reset_state(reset_partial_state=True)
         os.environ.pop("ACCELERATE_USE_FSDP", None)
+        for optim in ("adafactor", "adamw_torch"):
+            found[optim] = told(made(args=TrainingArguments(**given, optim=optim)).create_optimizer)
         trainer = made()
         found["asked for"] = str(trainer.args.save_only_model)
         found["other folder"] = told(lambda: trainer.train(resume_from_checkpoint=f"{output}/{rank()}"))

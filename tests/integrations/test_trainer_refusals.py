@@ -92,6 +92,7 @@ def test_the_doors_are_closed_again(two: LocalRanks, folder: Path, tmp_path: Pat
 def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     found = same_on(two, refusing.trainers, str(folder), str(tmp_path))
     assert found.pop("asked for") == "False"
+    assert found.pop("adamw_torch") == ""
     expected = {
         "alone": "accelerate counts 1 processes, and the model's process group has 2 ranks",
         "no model": "Mine(model='gpt2'): ShardwiseTrainer trains a model that is there",
@@ -100,6 +101,7 @@ def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         "peft_config": "bring the model up with from_pretrained(tuning=Lora(config)) instead",
         "fsdp of accelerate": "would have the Trainer shard a model that is sharded already",
         "fsdp": "would have the Trainer shard a model that is sharded already",
+        "adafactor": "transformers' Adafactor: steps whole tensors, not shards. Use torchao's AdamW8bit.",
         "other folder": "resume_from_checkpoint, or output_dir, on rank 1 is not that of rank 0",
     }
     assert found.keys() == expected.keys()

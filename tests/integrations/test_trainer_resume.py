@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.integrations import eight_bits
 from tests.integrations.doors import require_doors
 from tests.integrations.runs import Outcome, Run, caught, require_same, train
 
@@ -232,3 +233,13 @@ def test_a_rank_that_is_lost_is_named(folder: Path, tmp_path: Path) -> None:
 def test_what_one_rank_asks_for_all_do(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     stopped = two.run(train, saving(folder, tmp_path / "run").but(dies_at=3, on_rank=0, end="stop"))
     assert [outcome.last_step for outcome in stopped] == [3, 3]
+
+
+@pytest.mark.slow
+def test_goes_on_with_8_bits_on_as_many_ranks(folder: Path, tmp_path: Path) -> None:
+    arguments = SAVED | {"output_dir": str(tmp_path)}
+    with LocalRanks(2, timeout_s=200) as two:
+        told = two.run(eight_bits.trained_twice, str(folder), arguments, str(tmp_path / "checkpoint-4"))
+    for whole, again in told:
+        assert len(whole) == 6
+        assert again == whole

@@ -38,7 +38,6 @@ NAMED = {
     "sgd": {"momentum": 0.9, "nesterov": True},
     "nadam": {},
     "torch.optim.Adagrad": {"lr_decay": 0.01},
-    "Adafactor": {"d": 1.5},
     "muon": {"ns_steps": 4},
 }
 """Those that are trained with, and further arguments of each."""
@@ -163,7 +162,7 @@ def on_rank(file: str, folder: str) -> dict[str, Any]:
             said(f"tests.training.stepped.{name}", may_import=True) for name in ("FailsAlone", "GoesWithout")
         ],
         "losses": {name: trained(file, options(name)).losses for name in NAMED},
-        "begun": {name: first_step(file, folder, name) for name in ("sgd", "muon", "Adafactor")},
+        "begun": {name: first_step(file, folder, name) for name in ("sgd", "muon")},
         "ended": ended(file),
         "accumulation": fitting_accumulation(model, accumulating, torch.float32),
         "for want of memory": with_little_memory(model, accumulating),

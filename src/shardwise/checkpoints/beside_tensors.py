@@ -13,6 +13,9 @@ from shardwise.checkpoints.state import KeyPath, TrainState
 from shardwise.execution.ranks.world import World
 from shardwise.storage.contract import StorageReader
 
+REDUCED = ("optimizer", "reduced", "layout")
+"""Tells of which shards the state is that is each rank's alone; that lies beside it."""
+
 
 @dataclass(frozen=True, slots=True)
 class BesideTensors:
@@ -20,7 +23,8 @@ class BesideTensors:
 
     Attributes:
         common: what is the same for all ranks, and the first rank's generators of random numbers.
-        own: this rank's position in the data ("data"), and its generators ("rng"), where they are for it.
+        own: this rank's position in the data ("data"), its generators ("rng"), and the reduced state of its
+            optimizers ("optimizers"), where they are for it.
     """
 
     common: Mapping[KeyPath, Any]
@@ -70,7 +74,11 @@ class BesideTensors:
 def common_paths(opened: Opened) -> list[KeyPath]:
     """Where lies what is the same for all ranks, and the first rank's generators."""
     is_wanted = {"optimizer", "schedulers", "scaler"}
-    return [path for path in opened.objects if path[0] in is_wanted or path == ("rng", "rank_0")]
+    return [
+        path
+        for path in opened.objects
+        if (path[0] in is_wanted and (path[:2] != REDUCED[:2] or path == REDUCED)) or path == ("rng", "rank_0")
+    ]
 
 
 def own_paths(opened: Opened, rank: int, world_size: int) -> dict[str, KeyPath]:
@@ -79,6 +87,8 @@ def own_paths(opened: Opened, rank: int, world_size: int) -> dict[str, KeyPath]:
     is_same_size = opened.facts.world_size == world_size
     if is_same_size:
         found["rng"] = "rng", f"rank_{rank}"
+        if REDUCED in opened.objects:
+            found["optimizers"] = *REDUCED[:2], f"rank_{rank}"
     if opened.facts.data == "one" or (opened.facts.data == "each" and is_same_size):
         found["data"] = "data", f"rank_{0 if opened.facts.data == 'one' else rank}"
     return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.checkpoints.base_identity import ALLOW_OTHER_BASE, BaseMatch
+from shardwise.checkpoints.beside_tensors import REDUCED
 from shardwise.checkpoints.opened import Opened
 from shardwise.checkpoints.state import KeyPath, Looked, Stateful, TrainState, adapter_settings, in_words
 from shardwise.errors import CoverageError, FormatError
@@ -67,6 +68,9 @@ def compare(
         if others := unlike(by_parameter(looked.bounds), stored):
             faults.mismatched("optimizers", f"optimizers: {'; '.join(others)}")
             kept.discard("optimizers")
+    if "optimizers" in kept and (why := _why_elsewhere(opened, looked, common, world_size)):
+        faults.mismatched("optimizers", f"optimizer: {why}")
+        kept.discard("optimizers")
     if "data" in kept and opened.facts.data == "each" and opened.facts.world_size != world_size:
         saved = opened.facts.world_size
         faults.mismatched("data", f"data: a position for each of {saved} ranks, and now there are {world_size}")
@@ -79,6 +83,24 @@ def compare(
         tuple(faults.told["unexpected"]),
         tuple(faults.told["mismatched"]),
     )
+
+
+def _why_elsewhere(opened: Opened, looked: Looked, common: Mapping[KeyPath, Any], world_size: int) -> str | None:
+    """Why reduced state, which is each rank's alone, is not for these ranks."""
+    if REDUCED not in common:
+        return None
+    saved = opened.facts.world_size
+    if saved != world_size:
+        return (
+            f"its 8-bit, 4-bit or factored state was saved by {saved} ranks and cannot be resumed by {world_size}. "
+            f"Resume on {saved} ranks, or start the optimizer anew."
+        )
+    if common[REDUCED] != looked.layout:
+        return (
+            "its 8-bit, 4-bit or factored state was saved of other shards or blocks. Resume with the mesh and the "
+            "optimizer it was saved with, or start the optimizer anew."
+        )
+    return None
 
 
 class _Misfits:

@@ -182,6 +182,8 @@ def _is_known(path: KeyPath) -> bool:
     match path:
         case ("model", _) | ("optimizer", "state", _, _) | ("optimizer", "param_groups"):
             return True
+        case ("optimizer", "reduced", _):
+            return True
         case ("schedulers",) | ("scaler",) | ("rng", _) | ("data", _):
             return True
         case _:

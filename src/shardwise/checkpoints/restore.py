@@ -33,6 +33,7 @@ from shardwise.execution.reading.place import Destination, Placer, arrange
 from shardwise.execution.states.supply import require_alike_models
 from shardwise.models.optimizers.optimizer_state import Given, read
 from shardwise.models.optimizers.rebind import Key
+from shardwise.models.optimizers.reduced import made_again
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.selection import Everything, Selection
 from shardwise.models.torch_words import in_memory, to_torch
@@ -156,6 +157,8 @@ def _carry_out(
         unchecked, checked_bytes = _read(world, opened, placer, {**model, **state_keys})
     with clock.phase("finish"):
         afresh = world.together(lambda: [] if fitting is None else fitting.bind(ours, targets))
+        if fitting is not None:
+            world.together(lambda: _put_back_reduced(ours, found.beside.own.get("optimizers", {})))
         told = world.together(lambda: found.beside.put_back(opened, state, found.fits.parts, world))
     return _RestoredValues(targets, unchecked, checked_bytes, afresh, told)
 
@@ -284,6 +287,15 @@ def _dtype_of(opened: Opened, path: KeyPath) -> torch.dtype:
     key = ".".join(path)
     index = opened.index
     return to_torch(index.composed[key].dtype if key in index.composed else index.entries[key].dtype)
+
+
+def _put_back_reduced(ours: Ours, values: Mapping[str, Mapping[str, Mapping[str, torch.Tensor]]]) -> None:
+    """Set what is this rank's alone."""
+    for fqn, entries in values.items():
+        if fqn in ours.optimizer_of:
+            optimizer, parameter = ours.bounds[ours.optimizer_of[fqn]].optimizer, ours.parameters[fqn]
+            for entry, inner in entries.items():
+                optimizer.state[parameter][entry] = made_again(optimizer, parameter, entry, inner)
 
 
 # Into the model and the optimizers

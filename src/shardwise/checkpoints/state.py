@@ -18,7 +18,8 @@ from shardwise.checkpoints.facts import as_json, digest_of
 from shardwise.errors import ConfigError
 from shardwise.layout import TensorKind
 from shardwise.models.optimizers.optimizer_state import labelled, written_out
-from shardwise.models.optimizers.rebind import Bound, OfAnyForm, look_at
+from shardwise.models.optimizers.rebind import Bound, look_at
+from shardwise.models.optimizers.reduced import inner_tensors, layout_of
 from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
 from shardwise.models.unchanged import Snapshot
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile
@@ -32,7 +33,7 @@ def key_of(path: KeyPath) -> str:
     return ".".join(path)
 
 
-KEEP_IT_APART = OfAnyForm("save what the optimizer's own state_dict() has, rank by rank")
+KEEP_IT_APART = "save what the optimizer's own state_dict() has, rank by rank"
 
 
 class Stateful(Protocol):
@@ -131,6 +132,22 @@ class Looked:
         }
 
     @cached_property
+    def reduced(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What optimizers hold of parameters that is this rank's alone, by FQN and name."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for bound in self.bounds:
+            for key, value in bound.reduced.items():
+                found.setdefault(key.parameter, {})[key.entry] = value
+        return found
+
+    @cached_property
+    def layout(self) -> str:
+        """A digest of how trained parameters, and reduced state of them, are cut; the same on all ranks."""
+        parameters = {item.fqn: item.tensor for item in self.held if item.tensor.requires_grad}
+        blocks = [getattr(bound.optimizer, "block_size", 0) for bound in self.bounds]
+        return digest_of([blocks, sorted(parameters), layout_of(parameters[name] for name in sorted(parameters))])
+
+    @cached_property
     def local(self) -> dict[str, torch.Tensor]:
         """This rank's own of them, by :func:`key_of`."""
         return {key_of(path): local_tensor(tensor) for path, tensor in self.tensors.items()}
@@ -149,7 +166,7 @@ def look(state: TrainState, only: Selection, before: Looked | None = None) -> Lo
     if before is not None and before.snapshot is not None and before.snapshot.shows(model, state.all_optimizers):
         return before
     held = look_inside(model)
-    bounds = look_at(state.all_optimizers, held, KEEP_IT_APART)
+    bounds = look_at(state.all_optimizers, held, KEEP_IT_APART, by_rank=True)
     facts = tuple((item.names, tuple(item.tensor.shape), item.tensor.requires_grad) for item in held)
     if before is not None and before.model is model and before.facts == facts:
         chosen = set(before.stored)
@@ -259,6 +276,12 @@ def contents_of(looked: Looked, state: TrainState, rank: int) -> StateContents:
         own = [{key: value for key, value in group.items() if key not in _NAMES} for group in groups]
         found.settings = digest_of(own)
         found.rates = [float(group["lr"]) for group in groups if "lr" in group]
+    if reduced := looked.reduced:
+        found.common["optimizer", "reduced", "layout"] = looked.layout
+        found.own["optimizer", "reduced", f"rank_{rank}"] = {
+            parameter: {entry: inner_tensors(value) for entry, value in entries.items()}
+            for parameter, entries in reduced.items()
+        }
     if state.all_schedulers:
         found.common["schedulers",] = [_told(item, "schedulers") for item in state.all_schedulers]
     if state.scaler is not None:

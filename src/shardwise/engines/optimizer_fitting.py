@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engines.optimizer_moments import GivenMoments
 from shardwise.errors import CoverageError, DisagreementError
 from shardwise.execution.ranks.world import World
-from shardwise.models.optimizers.blockwise import SCALE
-from shardwise.models.optimizers.factors import factor_like, factor_shape
 from shardwise.models.optimizers.optimizer_kind import by_parameter, entries_of, unlike
 from shardwise.models.optimizers.optimizer_state import Given, labelled, set_group
 from shardwise.models.optimizers.rebind import Bound, Key, Scalar, label, state_like
+from shardwise.models.optimizers.reduced import keeps_reduced
 from shardwise.models.torch_words import in_memory, to_torch
 from shardwise.models.view import Held
 from shardwise.planning.states.matching import (
@@ -63,11 +61,6 @@ class Ours:
     @property
     def optimizer_of(self) -> dict[str, int]:
         return {name: bound.index for bound in self.bounds for names in bound.groups for name in names}
-
-    def factor(self, parameter: str, entry: str) -> tuple[int, ...] | None:
-        """The shape of what an optimizer keeps by this name, where that is a factor of the parameter."""
-        optimizer = self.bounds[self.optimizer_of[parameter]].optimizer
-        return factor_shape(optimizer, entry, tuple(self.parameters[parameter].shape))
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """What an optimizer holds under this label, if it is a tensor with shards."""
@@ -136,29 +129,22 @@ def _require_same_kind(ours: Ours, agreed: _AgreedState) -> None:
 def _match(
     ours: Ours,
     agreed: _AgreedState,
-    moments: GivenMoments,
     groups: GroupMatch,
     told: Sequence[Mapping[str, Brought]],
     tolerance: Tolerance,
 ) -> Match:
     """The state that is set. Numbers need no match: only what is there now must not get lost."""
     unexpected, missing = set(groups.unexpected), {*groups.missing, *agreed.forgotten}
-    unknown, lacking = _entries_of_others(ours, agreed, moments, groups)
+    unknown, lacking = _entries_of_others(ours, agreed, groups)
     known = [
         {name: item for name, item in found.items() if agreed.keys[name][0] not in unexpected} for found in told
     ]
     places = [
-        StateSlot((name,), *_shape_and_dtype(ours, name, *agreed.keys[name], moments, item))
+        StateSlot((name,), *_shape_and_dtype(ours, name, agreed.keys[name][0], item))
         for name, item in next((found for found in known if found), {}).items()
         if name not in unknown
     ]
-    held = [
-        name
-        for name, key in ours.keys.items()
-        if name not in agreed.keys
-        and key.parameter not in missing
-        and not moments.is_derived(key.parameter, key.entry)
-    ]
+    held = [name for name, key in ours.keys.items() if name not in agreed.keys and key.parameter not in missing]
     places += [StateSlot((name,), (), DType.OTHER) for name in dict.fromkeys([*held, *lacking])]
     number = Brought((), DType.OTHER, (Box.whole(()),))
     strange = {name: number for name in unknown if name in agreed.scalars}
@@ -167,9 +153,7 @@ def _match(
     return match(places, known, tolerance)
 
 
-def _entries_of_others(
-    ours: Ours, agreed: _AgreedState, moments: GivenMoments, groups: GroupMatch
-) -> tuple[set[str], list[str]]:
+def _entries_of_others(ours: Ours, agreed: _AgreedState, groups: GroupMatch) -> tuple[set[str], list[str]]:
     """Labels of state that optimizers of these classes do not keep, and of what they do and the state lacks."""
     given: dict[str, set[str]] = {}
     for parameter, entry in agreed.keys.values():
@@ -187,30 +171,22 @@ def _entries_of_others(
     for (optimizer, names, group), giver in zip(present, groups.giver_of, strict=True):
         settings = {**group, **(agreed.settings[giver] if giver is not None else {})}
         for name in names:
-            if name not in given:
+            if name not in given or keeps_reduced(optimizer):
                 continue
             wanted = entries_of(optimizer, settings, ours.parameters[name].ndim)
             kept = held.get(name) if wanted is None else wanted
             if kept is not None:
-                strange = {entry for entry in given[name] - kept if not moments.is_derived(name, entry)}
-                unknown |= {label(name, entry) for entry in strange}
+                unknown |= {label(name, entry) for entry in given[name] - kept}
             lacking += [label(name, entry) for entry in sorted((wanted or set()) - given[name])]
     return unknown, lacking
 
 
-def _shape_and_dtype(
-    ours: Ours, name: str, parameter: str, entry: str, moments: GivenMoments, item: Brought
-) -> tuple[tuple[int, ...], DType]:
-    moment = moments.find(parameter, entry)
-    if moment is not None and (moment.is_in_blocks or item.dtype.kind != "float"):
-        part = entry.removeprefix(moment.name)
-        shape = moment.shape_of(ours.parameters[parameter], part, item.shape)
-        return shape, moment.dtype_of(part, item.dtype)
+def _shape_and_dtype(ours: Ours, name: str, parameter: str, item: Brought) -> tuple[tuple[int, ...], DType]:
     present = ours.tensor(name)
     if present is not None:
         return tuple(present.shape), in_memory(present.dtype)
     own = ours.parameters[parameter]
-    shape = ours.factor(parameter, entry) or tuple(own.shape)
+    shape = tuple(own.shape)
     if item.dtype is DType.OTHER or item.dtype.kind != "float" or item.dtype.bits < 16:
         return shape, item.dtype
     wider = torch.promote_types(to_torch(item.dtype), own.dtype)
@@ -222,7 +198,6 @@ class Fitting:
     """A state and the optimizers that take it, all that is decided before anything is changed."""
 
     agreed: _AgreedState
-    moments: GivenMoments
     groups: GroupMatch
     matched: Match
 
@@ -241,13 +216,8 @@ class Fitting:
         for item in self.matched.taken:
             parameter, entry = self.agreed.keys[item.name]
             own, dtype = ours.parameters[parameter], to_torch(item.place.dtype)
-            moment = self.moments.find(parameter, entry)
-            target = None if moment is not None and not moment.is_as_it_was else ours.tensor(item.name)
-            if target is None and moment is not None:
-                target = moment.target(own, entry.removeprefix(moment.name), item.place.shape, dtype)
-            elif target is None and ours.factor(parameter, entry) is not None:
-                target = factor_like(own, entry, item.place.shape, dtype)
-            elif target is None:
+            target = ours.tensor(item.name)
+            if target is None:
                 target = state_like(own, dtype)
             targets[Key(optimizer_of[parameter], parameter, entry)] = target
         return targets
@@ -264,28 +234,13 @@ class Fitting:
         for group, giver in zip(present, self.groups.giver_of, strict=True):
             if giver is not None:
                 set_group(group, self.agreed.settings[giver])
-        settled = self._settled(ours, targets)
         for bound in ours.bounds:
-            bound.rebind(ours.parameters, settled, scalars)
+            bound.rebind(ours.parameters, targets, scalars)
             for name in self.agreed.forgotten & ours.parameters.keys():
                 bound.optimizer.state.pop(ours.parameters[name], None)
         kept = {key.parameter for key in ours.keys.values()} - self.agreed.forgotten
         stepped = {key.parameter for key in [*targets, *scalars]} | kept
         return [name for name in optimizer_of if name not in stepped and ours.parameters[name].requires_grad]
-
-    def _settled(self, ours: Ours, targets: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-        """Moments in the blocks that they are to have."""
-        settled = dict(targets)
-        for key, values in targets.items():
-            moment = self.moments.find(key.parameter, key.entry)
-            if moment is not None and key.entry == moment.name:
-                place = Key(key.optimizer, key.parameter, moment.name + SCALE)
-                settled[key], scale = moment.settled(
-                    ours.parameters[key.parameter], values, settled.pop(place, None)
-                )
-                if scale is not None:
-                    settled[place] = scale
-        return settled
 
 
 def fit(
@@ -303,14 +258,5 @@ def fit(
     agreed = _agreed(world, given)
     world.together(lambda: _require_same_kind(ours, agreed))
     groups = world.together(lambda: match_groups(ours.groups, agreed.groups, agreed.stateful, tolerance))
-    moments = world.together(lambda: _known_moments(ours, agreed, told))
-    matched = world.together(lambda: _match(ours, agreed, moments, groups, told, tolerance))
-    return Fitting(agreed, moments, groups, matched)
-
-
-def _known_moments(ours: Ours, agreed: _AgreedState, told: Sequence[Mapping[str, Brought]]) -> GivenMoments:
-    """Raises :class:`CoverageError` for moments in blocks that these optimizers cannot take."""
-    moments = GivenMoments(ours.bounds, ours.parameters, agreed.keys, agreed.scalars)
-    shapes = {name: item.shape for found in told for name, item in found.items()}
-    moments.require_known(agreed.keys, agreed.scalars, shapes, ours.parameters)
-    return moments
+    matched = world.together(lambda: _match(ours, agreed, groups, told, tolerance))
+    return Fitting(agreed, groups, matched)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engines.optimizer_fitting import Ours, fit
+from shardwise.errors import PlacementError
 from shardwise.execution.memory.materialize import home_among
 from shardwise.execution.moving.reshard import gather
 from shardwise.execution.ranks.progress import Clock
@@ -18,8 +19,10 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import BroughtValues, StateOptions, Values, refuse_meta
 from shardwise.execution.states.replicas import as_bytes, equal_on_all
 from shardwise.execution.states.supply import require_alike_models
+from shardwise.models.optimizers.optimizer_kind import class_name
 from shardwise.models.optimizers.optimizer_state import Given, copied, read, written_out
-from shardwise.models.optimizers.rebind import Bound, KnownState, OfAnyForm, Scalar, look_at
+from shardwise.models.optimizers.rebind import Bound, Scalar, look_at
+from shardwise.models.optimizers.reduced import keeps_reduced
 from shardwise.models.view import Held, look_inside
 from shardwise.planning.loads.load_plan import Refuse
 from shardwise.planning.states.forms import FullState, StateForm
@@ -27,7 +30,7 @@ from shardwise.planning.states.matching import Tolerance
 from shardwise.planning.states.sources import digest
 from shardwise.report.state_report import StateReport
 
-KEEP_IT_APART = OfAnyForm("keep what the optimizer's own state_dict() has, rank by rank")
+KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank, or use a Checkpointer"
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,6 @@ def take_out(
     optimizers: Optimizer | Sequence[Optimizer],
     what: str,
     options: StateOptions,
-    known: KnownState = KEEP_IT_APART,
 ) -> TakenOptimizers:
     """Look at what optimizers hold, and compare what several ranks do. Collective: yes.
 
@@ -71,7 +73,7 @@ def take_out(
         ConfigError, PlacementError, DisagreementError: as of
             :func:`~shardwise.verbs.optimizer_state.optimizer_state`.
     """
-    held, bounds = _looked_at(world, model, optimizers, known)
+    held, bounds = _looked_at(world, model, optimizers)
     tensors, scalars = _held_by(world, bounds)
     world.together(lambda: refuse_meta(tensors, what))
     home = home_among(held, tensors.values())
@@ -147,14 +149,24 @@ def _looked_at(
     world: World,
     model: nn.Module,
     optimizers: Optimizer | Sequence[Optimizer],
-    known: KnownState = KEEP_IT_APART,
 ) -> tuple[list[Held], list[Bound]]:
     """The model and its optimizers, which are the same on all ranks. Collective: yes."""
     several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
     held = world.together(lambda: look_inside(model))
-    bounds = world.together(lambda: look_at(several, held, known))
+    bounds = world.together(lambda: look_at(several, held, KEEP_IT_APART))
+    world.together(lambda: _refuse_reduced(bounds))
     require_alike_models(world, held, bounds)
     return held, bounds
+
+
+def _refuse_reduced(bounds: Sequence[Bound]) -> None:
+    """Raises :class:`PlacementError` for optimizers whose state would not be their own if it were set."""
+    for bound in bounds:
+        if keeps_reduced(bound.optimizer):
+            raise PlacementError(
+                f"{class_name(bound.optimizer)}: its state is reduced (8-bit, 4-bit or factored) and belongs "
+                "to each rank. Save and restore it with a Checkpointer, on as many ranks."
+            )
 
 
 def _held_by(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:

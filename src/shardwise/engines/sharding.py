@@ -27,6 +27,7 @@ from shardwise.layout import TensorKind
 from shardwise.models.four_bits.four_bit_live import choose_to_pack, pack_model
 from shardwise.models.four_bits.quantization import FourBit
 from shardwise.models.optimizers.rebind import Bound, look_at
+from shardwise.models.optimizers.reduced import require_steps_shards
 from shardwise.models.placement import is_sharded, refuse_unmovable
 from shardwise.models.trained_dtype import TrainedDtype
 from shardwise.models.view import Held, look_inside
@@ -103,7 +104,7 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
         bounds = world.together(lambda: look_at(call.optimizers, held))
         if was_sharded:
             return _report(world, model, settled, clock, _Done(was_sharded=True))
-        world.together(lambda: _refuse(model, held, settled))
+        world.together(lambda: _refuse(model, held, settled, call.optimizers))
         world.require_equal(call.words(settled), "the list of arguments (mesh, policies, modes, budget)")
         require_alike_models(world, held, bounds)
         notes: tuple[str, ...] = ()
@@ -131,9 +132,10 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
     return _report(world, model, settled, clock, done)
 
 
-def _refuse(model: nn.Module, held: Sequence[Held], sharding: Sharding) -> None:
+def _refuse(model: nn.Module, held: Sequence[Held], sharding: Sharding, optimizers: Sequence[Optimizer]) -> None:
     refuse_unmovable(held)
     if sharding.mesh is not None:
+        require_steps_shards(optimizers)
         group_parameters(model, sharding.wrap)
     wrap.blocks_to_prepare(model, sharding)
 

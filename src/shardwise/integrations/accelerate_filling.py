@@ -26,6 +26,7 @@ from shardwise.execution.states.stored_values import StoredValues
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations.pending import Awaited, Pending, awaited_in, settle
 from shardwise.models.optimizers.rebind import Bound, look_at
+from shardwise.models.optimizers.reduced import require_steps_shards
 from shardwise.models.selection import Everything
 from shardwise.models.view import look_inside, without_compile
 from shardwise.planning.loads.load_plan import Ignore, Refuse
@@ -104,6 +105,7 @@ def load_full_state_dict(
 
 def _look(accelerator: Any, model: nn.Module, optimizers: list[Optimizer]) -> tuple[list[Bound], list[Awaited]]:
     held = look_inside(model)
+    require_steps_shards(optimizers)
     bounds = look_at(optimizers, held)
     for bound in bounds:
         if bound.tensors or bound.scalars:

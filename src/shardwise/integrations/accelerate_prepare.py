@@ -17,13 +17,13 @@ from shardwise.execution.ranks.world import World
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations import ram_efficient
 from shardwise.models import torch_words
-from shardwise.models.optimizers.rebind import OfAnyForm, look_at
+from shardwise.models.optimizers.rebind import look_at
 from shardwise.models.placement import is_sharded
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.torch_words import modules_in
 from shardwise.models.view import look_inside, without_compile
 
-_BEFORE = OfAnyForm("prepare the optimizer before its first step")
+_BEFORE = "prepare the optimizer before its first step"
 
 
 def prepare(accelerator: Any, *objects: Any, device_placement: list[bool] | None = None) -> Any:

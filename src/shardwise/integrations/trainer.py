@@ -34,6 +34,7 @@ from shardwise.integrations.trainer_runs import (
     WhereFrom,
 )
 from shardwise.interchange.trainer_folder import LeaveRandom
+from shardwise.models.optimizers.reduced import require_made_for_shards
 from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters
 from shardwise.planning.loads.load_plan import Refuse
 from shardwise.planning.states.matching import OnFault
@@ -113,6 +114,12 @@ class ShardwiseTrainer(_Trainer):
         # asked for is put back once it has been made.
         self._asked_for.append(self.args.save_only_model)
         self.args.save_only_model = True
+
+    def create_optimizer(self, *positional: Any, **keywords: Any) -> Any:
+        """As the Trainer does; and refuse one that does not step shards."""
+        made = super().create_optimizer(*positional, **keywords)
+        require_made_for_shards(compat.plain_optimizer(made), dict(self._trained.named_parameters()))
+        return made
 
     # Training
 

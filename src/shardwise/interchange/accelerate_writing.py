@@ -24,7 +24,6 @@ from shardwise.execution.writing.renames import commit_written, tidy, undo
 from shardwise.execution.writing.torch_out import Levels
 from shardwise.execution.writing.torch_states import write_rank_files, write_whole_file
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, SavedKind
-from shardwise.models.optimizers.rebind import ShapedAlike
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import Held, without_compile
 from shardwise.planning.loads.load_plan import OnDiffering
@@ -32,8 +31,6 @@ from shardwise.planning.saves.commit import WrittenFiles
 from shardwise.planning.states.forms import DistributedFolder, FileForm, OneFile, RankFiles, require_file_form
 from shardwise.report.save_report import FilesReport
 from shardwise.storage.writing.folders_writer import FoldersWriter
-
-_NO_BLOCKS = ShapedAlike("a Checkpointer keeps moments in blocks, and factors, which these files have no form for")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +130,7 @@ def write_optimizer(
     Memory, errors: as of :func:`~shardwise.verbs.accelerate_save.save_accelerate_optimizer`.
     """
     start = time.perf_counter()
-    taken = optimizer_states.take_out(world, model, optimizer, "the optimizer", options, _NO_BLOCKS)
+    taken = optimizer_states.take_out(world, model, optimizer, "the optimizer", options)
     path, nbytes = _write(world, place, OPTIMIZER, taken.written(), taken.home, options)
     return FilesReport(str(path), len(taken.tensors), nbytes, time.perf_counter() - start)
 

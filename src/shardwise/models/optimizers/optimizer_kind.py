@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.models.optimizers.factors import kind_of
 from shardwise.models.optimizers.rebind import Bound
 
 _HOW: frozenset[str] = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -28,7 +27,7 @@ _SHOWN = 3
 
 def class_name(optimizer: Optimizer) -> str:
     """The class of an optimizer, by the name that users know: "torch.optim.AdamW"."""
-    kind = kind_of(optimizer)
+    kind = type(optimizer)
     is_torch = getattr(torch.optim, kind.__name__, None) is kind
     return f"torch.optim.{kind.__name__}" if is_torch else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -79,7 +78,7 @@ def entries_of(optimizer: Optimizer, settings: Mapping[str, Any], ndim: int) -> 
 
     One of its class is made for a single number, and steps.
     """
-    kind = kind_of(optimizer)
+    kind = type(optimizer)
     if getattr(torch.optim, kind.__name__, None) is not kind:
         return None
     forms = {name: bool(settings[name]) for name in ("amsgrad", "centered", "momentum") if name in settings}

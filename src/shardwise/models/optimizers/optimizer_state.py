@@ -15,7 +15,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.models.optimizers.blockwise import SCALE
 from shardwise.models.optimizers.rebind import Bound, Key, Scalar, label
 from shardwise.models.view import canonical
 
@@ -204,7 +203,7 @@ def _sort_in(given: Given, parameter: str, entry: str, value: Any, shape: torch.
     name = label(parameter, entry)
     given.keys[name] = parameter, entry
     is_tensor = isinstance(value, torch.Tensor)
-    if is_tensor and (isinstance(value, DTensor) or value.numel() != 1 or _is_small(entry, value, shape)):
+    if is_tensor and (isinstance(value, DTensor) or value.numel() != 1 or _is_small(value, shape)):
         given.tensors[name] = value
     elif is_tensor:
         given.scalars[name] = copied(value)
@@ -214,9 +213,9 @@ def _sort_in(given: Given, parameter: str, entry: str, value: Any, shape: torch.
         raise ConfigError(f"{name} in the state is a {type(value).__name__}; only tensors and numbers can be set")
 
 
-def _is_small(entry: str, value: torch.Tensor, shape: torch.Size | None) -> bool:
-    """Whether one number is a tensor: of its parameter's shape, a factor, or the scale of one block."""
-    return bool(value.ndim) and (value.shape == shape or value.ndim > 1 or entry.endswith(SCALE))
+def _is_small(value: torch.Tensor, shape: torch.Size | None) -> bool:
+    """Whether one number is a tensor of its parameter's shape."""
+    return bool(value.ndim) and value.shape == shape
 
 
 def set_group(group: dict[str, Any], settings: Mapping[str, Any]) -> None:

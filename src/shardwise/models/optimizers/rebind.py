@@ -6,7 +6,7 @@ Everything goes by the identity of parameters. (Addresses of memory, by which ot
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -15,24 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, PlacementError
-from shardwise.models.optimizers.block_codec import counts_of_shards
-from shardwise.models.optimizers.blockwise import (
-    BLOCKS,
-    SCALE,
-    BlockwiseOptimizer,
-    CodedMoment,
-    LocalMoment,
-    blockwise,
-    codes_of,
-    halves,
-    moment_of,
-    numbers_of,
-    own_blocks,
-    packed,
-    scale_of,
-    text_of,
-)
-from shardwise.models.optimizers.factors import factor_shape, has_unknown_shards, kind_of
+from shardwise.models.optimizers.reduced import keeps_reduced, why_whole
 from shardwise.models.view import Held, local_tensor
 
 Scalar: TypeAlias = torch.Tensor | int | float | bool | str | None
@@ -68,8 +51,8 @@ class Bound:
 
     Attributes:
         groups: FQNs, by parameter group.
-        tensors: state of a parameter's shape, DTensors of any, factors, and moments in blocks ([Note: Moments in
-            blocks] in :mod:`~shardwise.models.optimizers.blockwise`).
+        tensors: state of a parameter's shape, and DTensors of any.
+        reduced: state that belongs to this rank (see :mod:`~shardwise.models.optimizers.reduced`).
         scalars: the rest of the state.
         unused: parameters whose state is an empty dict.
     """
@@ -80,10 +63,11 @@ class Bound:
     tensors: dict[Key, torch.Tensor]
     scalars: dict[Key, Scalar]
     unused: list[str]
+    reduced: dict[Key, torch.Tensor] = field(default_factory=dict)
 
     def description(self) -> list[str]:
         """What must be the same on every rank: the class, and each group's parameters and settings."""
-        lines = [kind_of(self.optimizer).__name__]
+        lines = [type(self.optimizer).__name__]
         for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
             settings = {key: _plain(value) for key, value in sorted(group.items()) if key != "params"}
             lines += [f"{settings}", *names]
@@ -95,6 +79,7 @@ class Bound:
             group["params"] = []
         self.optimizer.state.clear()
         self.tensors = {}
+        self.reduced = {}
 
     def rebind(
         self,
@@ -113,15 +98,10 @@ class Bound:
             group["params"] = [parameters[name] for name in names]
         for name in self.unused:
             self.optimizer.state[parameters[name]] = {}
-        in_blocks = blockwise(self.optimizer)
         for key, value in [*tensors.items(), *scalars.items()]:
             if key.optimizer == self.index:
                 parameter = parameters[key.parameter]
                 state = self.optimizer.state.setdefault(parameter, {})
-                if in_blocks is not None and in_blocks.is_moment(moment_of(key.entry)):
-                    if key.entry == moment_of(key.entry) and key in tensors:
-                        state.update(_together(in_blocks, parameter, key, tensors))
-                    continue
                 if isinstance(value, torch.Tensor) and key in scalars:
                     value = _settled(value, key, parameter, is_read_by_kernels=key.parameter in on_device)
                 state[key.entry] = value
@@ -146,38 +126,25 @@ def state_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ShapedAlike:
-    """State has the shape of its parameter, or is one number, so that it goes wherever the parameter goes.
-
-    ``way_out`` is what to do about any other.
-    """
-
-    way_out: str = "make the optimizer after sharding, or before its first step"
-
-
-@dataclass(frozen=True, slots=True)
-class OfAnyForm:
-    """Factors and moments in blocks are known, too; ``way_out`` is for what nobody knows how it is sharded."""
-
-    way_out: str
-
-
-KnownState: TypeAlias = ShapedAlike | OfAnyForm
-"""What may be of an optimizer's state."""
-
-
 def look_at(
     optimizers: Sequence[Optimizer],
     held: Sequence[Held],
-    known: KnownState = ShapedAlike(),
+    way_out: str = "make the optimizer after sharding, or before its first step",
+    *,
+    by_rank: bool = False,
 ) -> list[Bound]:
-    """What optimizers hold of a model, in which this is held.
+    """What optimizers hold of a model.
+
+    Args:
+        optimizers: of the model.
+        held: what the model holds.
+        way_out: what to do about state that has no shards that follow the parameter's.
+        by_rank: whether reduced state is looked at, too: as that of this rank.
 
     Raises:
         ConfigError: for what is no optimizer.
-        PlacementError: for parameters that are not the model's or are in two groups, and for state that cannot be
-            sharded; all of it by name.
+        PlacementError: for parameters that are not the model's or are in two groups, for optimizers that do not
+            step shards, and for state that cannot be sharded; all of it by name.
     """
     given: object = optimizers
     if not isinstance(given, Sequence) or not all(isinstance(item, Optimizer) for item in optimizers):
@@ -187,10 +154,10 @@ def look_at(
     seen: dict[str, str] = {}
     strange: list[str] = []
     bounds = [
-        _look_at(optimizer, index, names, seen, faults, strange, known)
+        _look_at(optimizer, index, names, seen, faults, strange, by_rank=by_rank)
         for index, optimizer in enumerate(optimizers)
     ]
-    faults += [f"{sentence}; {known.way_out}" for sentence in strange]
+    faults += [f"{sentence}; {way_out}" for sentence in strange]
     if faults:
         raise PlacementError("the optimizers cannot be bound to the model:\n  " + "\n  ".join(faults[:20]))
     return bounds
@@ -203,9 +170,13 @@ def _look_at(
     seen: dict[str, str],
     faults: list[str],
     strange: list[str],
-    known: KnownState,
+    *,
+    by_rank: bool,
 ) -> Bound:
     bound = Bound(optimizer, index, [], {}, {}, [])
+    why = why_whole(type(optimizer))
+    if why and any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
+        faults.append(why)
     for number, group in enumerate(optimizer.param_groups):
         members: list[str] = []
         for position, parameter in enumerate(group["params"]):
@@ -223,7 +194,7 @@ def _look_at(
                 seen[name] = place
                 members.append(name)
         bound.groups.append(members)
-    in_blocks = blockwise(optimizer)
+    is_reduced = keeps_reduced(optimizer)
     for parameter, state in optimizer.state.items():
         name = names.get(parameter) if isinstance(parameter, nn.Parameter) else None
         if name is None:
@@ -232,72 +203,15 @@ def _look_at(
             continue
         if not state:
             bound.unused.append(name)
-        entries: Mapping[Any, Any] = state
-        if in_blocks is not None:
-            moments, entries = in_blocks.apart(state)
-            for moment, local in moments.items():
-                key = Key(index, name, moment)
-                if isinstance(known, OfAnyForm):
-                    _sort_in_moment(bound, key, local, parameter, in_blocks, strange)
-                elif isinstance(local, CodedMoment):
-                    strange.append(f"{key} is kept in blocks of the tensor that it was made for")
-                else:
-                    _sort_in(bound, key, state[moment], parameter, strange, known)
-        for entry, value in entries.items():
-            _sort_in(bound, Key(index, name, str(entry)), value, parameter, strange, known)
+        for entry, value in state.items():
+            key = Key(index, name, str(entry))
+            if not is_reduced or not isinstance(value, torch.Tensor) or not value.ndim:
+                _sort_in(bound, key, value, parameter, strange)
+            elif by_rank:
+                bound.reduced[key] = value
+            else:
+                strange.append(f"{key} is reduced (8-bit, 4-bit or factored), and is its rank's alone")
     return bound
-
-
-def _sort_in_moment(
-    bound: Bound,
-    key: Key,
-    local: LocalMoment,
-    parameter: torch.Tensor,
-    in_blocks: BlockwiseOptimizer,
-    strange: list[str],
-) -> None:
-    """A moment in the form that all ranks have it in: an empty shard has no blocks, and those of others count."""
-    own = local_tensor(parameter)
-    is_in_blocks = isinstance(local, CodedMoment)
-    counts = counts_of_shards(parameter)
-    if own.numel() and isinstance(parameter, DTensor) and is_in_blocks != in_blocks.keeps_blocks(counts):
-        strange.append(
-            f"{key} is {'in blocks' if is_in_blocks else 'not in blocks'} on this rank, whose shard has "
-            f"{own.numel()} elements, and not so on others: call step_shards(optimizer), of "
-            "shardwise.training.optimizing.shard_steps, before the first step"
-        )
-        return
-    if not own.numel() and not is_in_blocks and in_blocks.keeps_blocks(counts):
-        local = CodedMoment(own, torch.zeros(0, device=own.device))
-    if not isinstance(local, CodedMoment):
-        if local.shape != own.shape:
-            strange.append(_no_shards(key, local, parameter))
-        else:
-            bound.tensors[key] = numbers_of(parameter, local)
-        return
-    codec = in_blocks.codec(key.entry)
-    if not halves(parameter, codec.per_byte):
-        strange.append(
-            f"{key} has {codec.per_byte} codes in a byte, and the parameter's last dimension, of "
-            f"{parameter.shape[-1]}, is odd or sharded"
-        )
-        return
-    if local.codes.shape != (packed(own.shape, codec.per_byte) if own.numel() else own.shape):
-        strange.append(_no_shards(key, local.codes, parameter))
-        return
-    bound.tensors[key] = codes_of(parameter, local.codes, codec.per_byte)
-    bound.tensors[Key(key.optimizer, key.parameter, key.entry + SCALE)] = scale_of(parameter, codec, local.scale)
-    bound.scalars[Key(key.optimizer, key.parameter, key.entry + BLOCKS)] = text_of(parameter, codec)
-
-
-def _together(
-    in_blocks: BlockwiseOptimizer, parameter: torch.Tensor, key: Key, tensors: Mapping[Key, torch.Tensor]
-) -> dict[str, Any]:
-    scale = tensors.get(Key(key.optimizer, key.parameter, key.entry + SCALE))
-    if scale is None:
-        return in_blocks.together(parameter, key.entry, local_tensor(tensors[key]))
-    own = own_blocks(parameter, in_blocks.codec(key.entry), tensors[key], scale)
-    return in_blocks.together(parameter, key.entry, own)
 
 
 def _no_shards(key: Key, value: torch.Tensor, parameter: torch.Tensor) -> str:
@@ -307,14 +221,9 @@ def _no_shards(key: Key, value: torch.Tensor, parameter: torch.Tensor) -> str:
     )
 
 
-def _sort_in(
-    bound: Bound, key: Key, value: Any, parameter: torch.Tensor, strange: list[str], known: KnownState
-) -> None:
+def _sort_in(bound: Bound, key: Key, value: Any, parameter: torch.Tensor, strange: list[str]) -> None:
     if isinstance(value, torch.Tensor):
-        is_factor = _is_factor(bound.optimizer, key.entry, value, parameter)
-        if is_factor and isinstance(known, ShapedAlike):
-            strange.append(_no_shards(key, value, parameter))
-        elif is_factor or (value.shape == parameter.shape and value.ndim) or isinstance(value, DTensor):
+        if (value.shape == parameter.shape and value.ndim) or isinstance(value, DTensor):
             bound.tensors[key] = value
         elif value.numel() == 1:
             bound.scalars[key] = value
@@ -324,11 +233,6 @@ def _sort_in(
         bound.scalars[key] = value
     else:
         strange.append(f"{key} is a {type(value).__name__}, and nobody knows how that is sharded")
-
-
-def _is_factor(optimizer: Optimizer, entry: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    shape = factor_shape(optimizer, entry, tuple(parameter.shape))
-    return tuple(value.shape) == shape and not has_unknown_shards(parameter, value)
 
 
 def _settled(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_by_kernels: bool) -> torch.Tensor:

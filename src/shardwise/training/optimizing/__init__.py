@@ -1,1 +1,1 @@
-"""Optimizers by name: made, tried, taught to step shards; scaling and clipping of gradients."""
+"""Optimizers by name: made and tried; scaling and clipping of gradients."""

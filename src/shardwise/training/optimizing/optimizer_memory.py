@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,9 +13,6 @@ from torch import nn
 
 from shardwise.layout import Spread, TensorKind, WorldLayout
 from shardwise.models.live_bytes import LiveBytes
-from shardwise.models.optimizers.block_codec import counts_of_shards
-from shardwise.models.optimizers.blockwise import BlockwiseOptimizer, blockwise
-from shardwise.models.optimizers.factors import factor_shape
 from shardwise.models.torch_words import to_torch
 from shardwise.models.view import local_tensor
 from shardwise.training.optimizing.optimizers import OptimizerRecipe, optimizers_of, parameters_by_part
@@ -151,29 +147,18 @@ class StateBytes:
         self._samples: dict[int, tuple[torch.optim.Optimizer, nn.Parameter]] = {}
 
     def of(self, parameters: Iterable[torch.Tensor]) -> int:
-        """Bytes of the state of this rank's shards of parameters; single numbers are not counted."""
+        """Bytes of the state of this rank's shards of parameters, at most; single numbers are not counted."""
         return sum(map(self._of_one, parameters))
 
     def _of_one(self, parameter: torch.Tensor) -> int:
         own = local_tensor(parameter)
-        return self.of_shard(tuple(own.shape), counts_of_shards(parameter), parameter.dtype)
-
-    def of_shard(self, shape: tuple[int, ...], counts: frozenset[int], dtype: torch.dtype) -> int:
-        """The same of one shard of this shape, where the shards of all ranks have so many elements."""
-        optimizer, sample = self._sample(len(shape))
-        entries = optimizer.state[sample]
-        numel, found = math.prod(shape), 0
-        keeper = blockwise(optimizer)
-        if keeper is not None:
-            moments, entries = keeper.apart(entries)
-            found += sum(_of_moment(keeper, name, numel, counts) for name in moments)
-        for name, value in entries.items():
-            if not isinstance(value, torch.Tensor) or not value.ndim:
-                continue
-            itemsize = (dtype if value.dtype is sample.dtype else value.dtype).itemsize
-            factor = factor_shape(optimizer, name, shape)
-            found += itemsize * (numel if factor is None else math.prod(factor))
-        return found
+        optimizer, sample = self._sample(own.ndim)
+        kept = 0
+        for value in optimizer.state[sample].values():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                dtype = parameter.dtype if value.dtype is sample.dtype else value.dtype
+                kept += dtype.itemsize * value.numel()
+        return kept * own.numel() // sample.numel()
 
     def _sample(self, ndim: int) -> tuple[torch.optim.Optimizer, nn.Parameter]:
         if ndim not in self._samples:
@@ -184,10 +169,3 @@ class StateBytes:
                 optimizer.step()
             self._samples[ndim] = optimizer, parameter
         return self._samples[ndim]
-
-
-def _of_moment(keeper: BlockwiseOptimizer, name: str, numel: int, counts: frozenset[int]) -> int:
-    if not keeper.keeps_blocks(counts):
-        return 4 * numel
-    codec = keeper.codec(name)
-    return numel // codec.per_byte + 4 * codec.blocks(numel)

@@ -23,8 +23,8 @@ from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.collectives import in_agreed_collectives
 from shardwise.execution.ranks.world import World
 from shardwise.layout import TensorKind
-from shardwise.models.optimizers.blockwise import blockwise
-from shardwise.models.optimizers.rebind import OfAnyForm, look_at
+from shardwise.models.optimizers.rebind import look_at
+from shardwise.models.optimizers.reduced import why_whole
 from shardwise.models.replicated import is_averaged
 from shardwise.models.view import Held, Slot, canonical
 from shardwise.report.names import collapse
@@ -33,8 +33,6 @@ from shardwise.training.options import TrainOptions
 
 _WIDTH = 64
 _STEPS = 2
-_IN_BLOCKS = 256
-"""The width where moments are kept in blocks: one of them, so that those of shards are those of the whole."""
 
 _TOLERANCE = 0.1
 """Of what the steps change: Muon computes in bfloat16, and in another order on shards."""
@@ -44,7 +42,7 @@ def require_optimizer(options: TrainOptions) -> None:
     """Refuse an optimizer that there is none of, or that cannot step, or that does something else to shards.
 
     Or that keeps what no checkpoint can hold: state that is neither of the shape of its parameter, nor one number,
-    nor a factor, nor a moment in blocks that are known.
+    nor known to be reduced (:mod:`~shardwise.models.optimizers.reduced`).
 
     Collective: yes, over the default process group; two steps of a matrix of two rows for each rank.
 
@@ -64,11 +62,10 @@ def require_optimizer(options: TrainOptions) -> None:
 
 def _try(recipe: OptimizerRecipe, world: World, mesh: DeviceMesh | None, device: torch.device) -> None:
     told = f"optimizer.name={recipe.name!r}"
+    if mesh is not None and (why := why_whole(recipe.kind)):
+        raise ConfigError(why)
     # Of several ranks the last one has a shard of another size; of one rank it is a matrix that is worth packing.
-    # Moments are kept in blocks where a shard has thousands of elements.
     rows, width = 2 * world.size - 1 if world.size > 1 else _WIDTH + 1, _WIDTH
-    if blockwise(recipe.of({"matrix": nn.Parameter(torch.zeros(1, 1))})) is not None:
-        rows, width = 17 * world.size - 1 if world.size > 1 else 17, _IN_BLOCKS
     draw = torch.Generator().manual_seed(0)
     before = torch.randn(rows, width, generator=draw)
     gradients = [torch.randn(rows, width, generator=draw) for _ in range(_STEPS)]
@@ -111,7 +108,7 @@ def _step(
 def _require_kept(told: str, optimizer: Optimizer, parameter: nn.Parameter) -> None:
     held = [Held(parameter, TensorKind.PARAMETER, [Slot(nn.Module(), "matrix", "a matrix")])]
     try:
-        look_at([optimizer], held, OfAnyForm("take another optimizer, such as adamw"))
+        look_at([optimizer], held, "take another optimizer, such as adamw", by_rank=True)
     except PlacementError as error:
         why = str(error).partition("\n")[2].strip()
         raise ConfigError(f"{told}: it keeps what checkpoints cannot hold: {why}") from error

@@ -20,23 +20,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
+from shardwise.models.optimizers.reduced import require_made_for_shards
 from shardwise.models.view import canonical
-from shardwise.training.optimizing.shard_steps import step_shards
 from shardwise.training.options import NamedOptimizer, TrainOptions
 
 _TORCH, _BITSANDBYTES, _TORCHAO = "torch.optim", "bitsandbytes.optim", "torchao.optim"
 _KNOWN = (_TORCH, _BITSANDBYTES, _TORCHAO, "transformers.optimization")
 """Classes of these are imported by their paths as by their names, without further consent."""
 
-_OF_BITSANDBYTES = (
-    *("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW8bit", "Lion8bit", "PagedLion8bit"),
-    *("RMSprop8bit", "Adagrad8bit", "PagedAdam32bit", "PagedAdamW32bit", "PagedLion32bit"),
-)
-_OF_TORCHAO = ("Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")
+_OF_TORCHAO = ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")
 _OURS = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop")
 SHORT_NAMES: Mapping[str, str] = {
     **{name.lower(): f"{_TORCH}.{name}" for name in (*_OURS, "Rprop", "SGD")},
-    **{name.lower(): f"{_BITSANDBYTES}.{name}" for name in _OF_BITSANDBYTES},
     **{name.lower(): f"{_TORCHAO}.{name}" for name in _OF_TORCHAO},
 }
 """The paths of classes, by their short names; these may also be written as the classes are (AdamW8bit)."""
@@ -48,12 +43,12 @@ _OTHERS = {
     "adamw_apex_fused": "adamw",
     "adam_8bit": "adam8bit",
     "adamw_8bit": "adamw8bit",
-    "adamw_bnb_8bit": "adamw8bit",
-    "paged_adamw_8bit": "pagedadamw8bit",
-    "paged_adamw_32bit": "pagedadamw32bit",
-    "lion_8bit": "lion8bit",
-    "paged_lion_8bit": "pagedlion8bit",
-    "adamw_torch_8bit": "torchao.optim.AdamW8bit",
+    "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
+    "paged_adamw_8bit": "bitsandbytes.optim.PagedAdamW8bit",
+    "paged_adamw_32bit": "bitsandbytes.optim.PagedAdamW32bit",
+    "lion_8bit": "bitsandbytes.optim.Lion8bit",
+    "paged_lion_8bit": "bitsandbytes.optim.PagedLion8bit",
+    "adamw_torch_8bit": "adamw8bit",
     "adamw_torch_4bit": "adamw4bit",
 }
 """What other trainers call them. Those of other libraries are taken by these names, too."""
@@ -61,8 +56,8 @@ _OTHERS = {
 _SAME = {name: path for name, path in _OTHERS.items() if path not in ("adam", "adamw")}
 
 _TO_INSTALL = {
-    "bitsandbytes": "pip install bitsandbytes; or take torchao.optim.AdamW8bit (pip install torchao), or",
-    "torchao": "pip install torchao; or take adamw8bit (pip install bitsandbytes), or",
+    "bitsandbytes": "take adamw8bit (pip install torchao), or",
+    "torchao": "pip install torchao; or take",
 }
 """What to do for a library that is not there."""
 
@@ -110,7 +105,7 @@ class OptimizerRecipe:
             made: Optimizer = self.kind([dict(group) for group in groups], lr=self.learning_rate, **self.settings)  # type: ignore[call-arg]
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(f"optimizer.name={self.name!r}: it cannot be made ({error})") from error
-        return step_shards(made)
+        return made
 
     def of(self, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
         """One of these parameters, by their names, in groups.
@@ -120,7 +115,9 @@ class OptimizerRecipe:
         is_mixed = len({isinstance(parameter, DTensor) for parameter in parameters.values()}) > 1
         has_foreach = "foreach" in inspect.signature(self.kind).parameters
         way = {"foreach": False} if is_mixed and has_foreach else {}
-        return replace(self, settings={**self.settings, **way}).make(self.groups(parameters))
+        made = replace(self, settings={**self.settings, **way}).make(self.groups(parameters))
+        require_made_for_shards(made, parameters)
+        return made
 
     def of_one_group(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
         """One of these parameters, which all decay; what the class raises is raised."""
