@@ -205,8 +205,11 @@ def test_a_rank_that_fails_alone_holds_nobody_up(worlds, base, size, groups):
     for each in ranks:
         assert set(each["errors"].values()) == {f"CheckpointError: {why}"}
         assert len(each["failures"]) == 2
-        is_last = each is ranks[-1]
-        assert each["waited for"] == ({"forward: 1 gathers", "backward: 1 gathers"} if is_last else set())
+        both = {"forward: 1 gathers", "backward: 1 gathers"}
+        # Of several others, one may hear of the failure before it comes to the gather that the rest are in.
+        assert (
+            each["waited for"] == both if each is ranks[-1] else each["waited for"] <= (both if size > 2 else set())
+        )
         for own in each["failures"].values():
             assert own == {"x": f"'x', whose rows fail alone, too: {why}"}
         bank, quiet = each["states"]
