@@ -17,6 +17,8 @@ from shardwise.storage.names import Redactor, scheme_of, shown, without_secrets
 _TIMEOUTS: Final = {"connect_timeout": "30s", "read_timeout": "30s", "timeout": "1h"}
 """Silence of half a minute is a failure; a request as a whole may take long, as others share the network."""
 
+_ONE_CHUNK_BYTES: Final = 16 << 20
+
 
 def is_denied(error: Exception) -> bool:
     """Whether obstore says that a server refuses access."""
@@ -44,7 +46,7 @@ class Objects:
     """The files below a URL.
 
     Args:
-        url: ``s3://``, ``gs://``, ``az://``, ``http://``, ``https://``, or ``memory://``, of which a process has one.
+        url: ``s3://``, ``gs://``, ``az://``, ``http://``, ``https://`` or ``memory://`` (one for each process).
         options: the arguments of obstore's store (``client_options``, ``retry_config``, and those of its kind).
         doing: as in "reading", for errors.
 
@@ -99,8 +101,8 @@ class Objects:
         whole = (start, stop) == (0, expected.nbytes)
         answer = self._get(file, None if whole else {"range": (start, stop)})
         self.require_same(file, expected, FileState.of(answer.meta))
-        chunks: Iterable[Any] = answer.stream(min_chunk_size=1 << 20)
-        return chunks
+        # One chunk takes a quarter less of the processor than many, and as much memory as it is long.
+        return [answer.bytes()] if stop - start <= _ONE_CHUNK_BYTES else answer.stream(min_chunk_size=1 << 20)
 
     def _get(self, file: str, options: Any) -> Any:
         return self.store.get(self.path(file), options=options)
@@ -119,7 +121,7 @@ class Objects:
 
     @contextmanager
     def failures(self, file: str | None, doing: str) -> Iterator[None]:
-        """Raise what obstore raises as a StorageError, caused by an OSError of its kind, both without credentials."""
+        """Raise errors of obstore as StorageErrors that OSErrors of their kind cause, all without credentials."""
         try:
             yield
         except StorageError:

@@ -19,10 +19,10 @@ from shardwise.storage.reading.hub_files import HubFiles
 class RemoteReader:
     """Reads files below a URL by range; see :class:`~shardwise.storage.contract.StorageReader`.
 
-    Nothing is written to disk, and no file is held in memory: chunks of about 1 MiB are copied into the caller's
-    buffers. At most ``policy.concurrency`` requests are in flight, however many threads read. Failures that may
-    pass are tried again by obstore. The version of every file is remembered when it is first looked at; bytes of
-    another version are a StorageError.
+    Nothing is written to disk, and no file is held in memory: each request in flight is held once (16 MiB at
+    most), and copied into the caller's buffers. At most ``policy.concurrency`` requests are in flight, however many
+    threads read. Failures that may pass are tried again by obstore. The version of every file is remembered when it
+    is first looked at; bytes of another version are a StorageError.
 
     ``bytes_read``, ``reads`` (ranges asked for) and ``files_opened`` (files looked at) count what has been done.
 
