@@ -87,7 +87,7 @@ class _Class:
     name: str
 
 
-_Operation: TypeAlias = "Callable[[_Machine, Any], object]"
+_StackStep: TypeAlias = "Callable[[_Machine, Any], object]"
 
 
 class _Machine:
@@ -248,7 +248,7 @@ class _Machine:
             self.refuse(str(error))
 
 
-def _tuple_of(count: int) -> _Operation:
+def _tuple_of(count: int) -> _StackStep:
     def operation(machine: _Machine, _: Any) -> None:
         machine.push(tuple(reversed([machine.pop() for _ in range(count)])))
 
@@ -270,11 +270,11 @@ def _set_item(machine: _Machine, _: Any) -> None:
     machine.set_items([key, value])
 
 
-def _without_argument(method: Callable[[_Machine], object]) -> _Operation:
+def _without_argument(method: Callable[[_Machine], object]) -> _StackStep:
     return lambda machine, _: method(machine)
 
 
-_OPERATIONS: dict[str, _Operation] = {
+_OPERATIONS: dict[str, _StackStep] = {
     "PROTO": _Machine.protocol,
     "FRAME": lambda _machine, _: None,
     "STOP": lambda _machine, _: None,
