@@ -12,7 +12,7 @@ registry no model exercised, and runs a hundred thousand random expressions agai
     make sweep ARGS="--saves --worlds 1,2,3,5"
 
 ``--mesh`` and ``--storage`` take the ways of ``tests/ways.py``: hybrid sharding, FSDP over tensor or expert
-parallel parameters, column shards; files on disk, in memory, over HTTP from this machine, through fsspec.
+parallel parameters, column shards; files on disk, in memory, over HTTP from this machine, in a bucket.
 ``--saves`` also saves what was loaded, and compares the files with those of transformers (``tests/taken.py``).
 ``--plan-ranks`` foresees the plans of so many ranks and carries them out in this process, rank after rank.
 """
@@ -40,7 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", default="", help="world sizes, with commas; default: what suits the mesh")
     parser.add_argument("--mesh", default="flat", help="with commas: flat, hsdp, tp, ep, shard1, none")
-    parser.add_argument("--storage", default="local", help="with commas: local, memory, http, fsspec")
+    parser.add_argument("--storage", default="local", help="with commas: local, memory, http, bucket")
     parser.add_argument("--layouts", default="", help="of checkpoints, with commas; default: all")
     parser.add_argument("--plan-ranks", type=int, default=0, help="carry out the plans of so many ranks")
     parser.add_argument("--saves", action="store_true", help="save what was loaded, and compare the files")

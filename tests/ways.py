@@ -7,7 +7,6 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from shardwise.models.wrapping.groups import group_parameters
 from shardwise.models.wrapping.policies import Automatic
 from shardwise.planning.moves.sharing_choice import SharedReads, Weighed
 from shardwise.report.load_report import LoadReport
+from shardwise.storage import objects
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.memory import MemoryReader
@@ -45,7 +45,7 @@ class Way:
 
     Attributes:
         mesh: one of ``MESHES``.
-        storage: local, memory, http or fsspec.
+        storage: local, memory, http or bucket.
         url: of the folder of all cases, for http.
         shared_reads: as of a load.
     """
@@ -59,7 +59,7 @@ class Way:
         return f"{self.mesh} {self.storage} {type(self.shared_reads).__name__}"
 
 
-STORAGES = ("local", "memory", "http", "fsspec")
+STORAGES = ("local", "memory", "http", "bucket")
 
 
 class NotApplicable(Exception):
@@ -216,15 +216,11 @@ def source_of(case: truth.Case, way: Way) -> str | MemoryReader:
             return MemoryReader({file.name: file.read_bytes() for file in folder.iterdir()})
         case "http":
             return f"{way.url}/{folder.parent.name}/{folder.name}"
-        case "fsspec":
-            from fsspec.implementations.memory import MemoryFileSystem
+        case "bucket":
+            from obstore.store import LocalStore
 
-            MemoryFileSystem.store.clear()
-            for file in folder.iterdir():
-                MemoryFileSystem().pipe_file(f"/case/{file.name}", file.read_bytes())
-                # Every rank has a store of its own, but ranks compare what they are told of a file.
-                MemoryFileSystem.store[f"/case/{file.name}"].created = datetime.fromtimestamp(0, tz=UTC)
-            return "memory://case"
+            objects._bucket = lambda url, options: LocalStore(prefix=folder)
+            return "s3://case"
         case _:
             raise AssertionError(way.storage)
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import fsspec
 import pytest
 from tests.formats.building import file_of, file_with, index_of, tensor
 from tests.harness import HttpStore
@@ -22,6 +21,7 @@ from shardwise.formats import joining
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.reading.memory import MemoryReader
+from shardwise.storage.writing.opening import open_writer
 from shardwise.tensors import DType
 
 
@@ -546,9 +546,6 @@ def test_a_file_that_the_index_names_and_the_server_lacks() -> None:
 
 
 def test_a_storage_that_lists_its_files_is_searched() -> None:
-    files = fsspec.filesystem("memory")
-    files.pipe_file("/checkpoint-at-url/only.safetensors", A)
-    try:
-        assert list(open_checkpoint("memory://checkpoint-at-url").files) == ["only.safetensors"]
-    finally:
-        files.rm("/checkpoint-at-url", recursive=True)
+    with open_writer("memory://checkpoint-at-url") as writer:
+        writer.replace("only.safetensors", A)
+    assert list(open_checkpoint("memory://checkpoint-at-url").files) == ["only.safetensors"]

@@ -103,8 +103,8 @@ def test_a_state_changes_no_function_and_no_class() -> None:
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (b"", "it ends in the middle"),
-        (b"\x80\x02", "it ends in the middle"),
+        (b"", "it cannot be decoded"),
+        (b"\x80\x02", "exhausted before seeing STOP"),
         (b"\x80\x02.", "it leaves 0 objects, not one"),
         (b"\x80\x02NN.", "it leaves 2 objects, not one"),
         (b"\x80\x02(.", "it leaves 1 objects, not one"),
@@ -118,19 +118,20 @@ def test_a_state_changes_no_function_and_no_class() -> None:
         (b"\x80\x02h\x05.", "it refers to object 5"),
         (b"\x80\x02j\xff\xff\xff\xff.", "it refers to object 4294967295"),
         (b"\x80\x02Nr\xff\xff\xff\xff0}.", "some.bin"),  # a memo of one, wherever it is
-        (b"\x80\x02X\xff\xff\xff\x7fabc.", "2147483647 bytes are announced"),
-        (b"\x80\x02\x8d\xff\xff\xff\xff\xff\xff\xff\x7fa.", "bytes are announced"),
-        (b"\x80\x02X\x02\0\0\0\xff\xff.", "a text is not UTF-8"),
-        (b"\x80\x02ctorch", "a line does not end"),
+        (b"\x80\x02X\xff\xff\xff\x7fabc.", "expected 2147483647 bytes"),
+        (b"\x80\x02\x8d\xff\xff\xff\xff\xff\xff\xff\x7fa.", "it cannot be decoded"),
+        (b"\x80\x02X\x02\0\0\0\xff\xff.", "it cannot be decoded"),
+        (b"\x80\x02X\x03\0\0\0\xed\xa0\x80.", "it cannot be decoded"),
+        (b"\x80\x02ctorch", "no newline found"),
         (b"\x80\x02NNa.", "it appends to what is no list"),
         (b"\x80\x02N(NNu.", "it sets items of what is no dict"),
         (b"\x80\x02}(Nu.", "it sets items of what is no dict"),
         (b"\x80\x02}(K\x01NK\x01Nu.", "a dict has the key 1 twice"),
-        (b"\x80\x02I1\n.", "it has the operation b'I', which torch does not write"),
+        (b"\x80\x02I1\n.", "it has the operation INT, which torch does not write"),
         (b"\x80\x02\x82\x01.", "which torch does not write"),
         (b"(i__main__\nX\n.", "which torch does not write"),
         (b"\x80\x02Pabc\n.", "which torch does not write"),
-        (b"\x80\x02\x8b\xff\xff\xff\x7f.", "which torch does not write"),
+        (b"\x80\x02\x8b\xff\xff\xff\x7f.", "it cannot be decoded"),
         (b"\x80\x02NQ.", "a persistent id is not that of a storage"),
     ],
 )  # fmt: skip
@@ -262,28 +263,18 @@ BY_HAND = torch_file({"a": tensor()})
         ("entry", 20, 8, "<L", "is compressed"),
         ("entry", 42, 0, "<L", "contradict each other|runs into"),
         ("entry", 42, 10**6, "<L", "is not before the directory"),
-        ("entry", 42, 0xFFFFFFFF, "<L", "a size of more than 32 bits is missing"),
-        ("entry", 28, 0xFFFF, "<H", "its directory is damaged"),
-        ("entry", 34, 1, "<H", "is not before the directory"),
+        ("entry", 42, 0xFFFFFFFF, "<L", "does not end in the directory|is not before"),
         ("local", 8, 8, "<H", "contradict each other"),
         ("local", 26, 3, "<H", "contradict each other"),
         ("local", 28, 1000, "<H", "runs into what follows it"),
         ("local", 0, 0, "<L", "contradict each other"),
-        ("end", 4, 1, "<H", "spread over several disks"),
-        ("end", 8, 1, "<H", "spread over several disks"),
-        ("end", 12, 10**6, "<L", "does not end where it should"),
-        ("end", 16, 0, "<L", "does not end where it should"),
-        ("end", 20, 5, "<H", "does not end in the directory"),
+        ("end", 12, 10**6, "<L", "does not end in the directory"),
+        ("end", 16, 10**6, "<L", "does not end in the directory|is not before"),
     ],
 )
 def test_a_directory_that_lies(what: str, at: int, value: int, form: str, words: str) -> None:
     message = refusal(edited(BY_HAND, what, at, value, form))
     assert any(word in message for word in words.split("|")), message
-
-
-def test_more_members_than_there_is_room_for() -> None:
-    content = edited(edited(BY_HAND, "end", 8, 60000, "<H"), "end", 10, 60000, "<H")
-    assert "cannot hold the 60000 members" in refusal(content)
 
 
 def test_members_that_overlap() -> None:
@@ -303,11 +294,9 @@ def test_a_zip64_directory_that_lies() -> None:
     locator, end = SOUND.rfind(b"PK\6\7"), SOUND.rfind(b"PK\6\6")
     assert end > 0
     for place, value in (
-        (locator + 8, 0),
-        (locator + 8, 2**63),
-        (end + 48, 0),
-        (end + 24, 2**63),
+        (locator, 0),
         (end + 40, 2**63),
+        (end + 48, 2**63),
     ):
         refusal(SOUND[:place] + struct.pack("<Q", value) + SOUND[place + 8 :])
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardwise.storage import hub
     from shardwise.storage.contract import StorageReader
     from shardwise.storage.names import Repositories
-    from shardwise.storage.reading.hub_transport import named_commit
+    from shardwise.storage.reading.hub_files import named_commit
     from shardwise.storage.reading.local import LocalReader
     from shardwise.storage.reading.opening import Opener, Pinner
     from shardwise.storage.reading.remote_reader import open_remote

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
-import fsspec
 import pytest
 from tests.harness import HttpStore, StorageReaderSuite
 from tests.harness.storage_suite import MakeReader
+from tests.torture import objects
 
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.policies import OBJECT_STORE
+from shardwise.storage.objects import Objects
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.memory import MemoryReader
 from shardwise.storage.reading.remote_reader import RemoteReader
 
 _numbers = itertools.count()
-IN_PIECES = replace(OBJECT_STORE, request_bytes=777, concurrency=3)
 
 
 class TestLocalReader(StorageReaderSuite):
@@ -58,32 +56,28 @@ class TestHttp(StorageReaderSuite):
             yield make
 
 
-class TestHttpInPieces(StorageReaderSuite):
-    can_list = False
+class TestMemoryAtUrl(StorageReaderSuite):
+    @pytest.fixture
+    def make_reader(self) -> MakeReader:
+        url = f"memory://contract-{next(_numbers)}"
 
+        def make(files: Mapping[str, bytes]) -> StorageReader:
+            there = Objects(url, {}, doing="writing to")
+            for name, content in files.items():
+                there.store.put(there.path(name), content)
+            return RemoteReader(url)
+
+        return make
+
+
+class TestBucket(StorageReaderSuite):
     @pytest.fixture
     def make_reader(self) -> Iterator[MakeReader]:
-        with HttpStore({}) as store:
+        with objects.bucket("s3") as url:
 
             def make(files: Mapping[str, bytes]) -> StorageReader:
                 for name, content in files.items():
-                    store.replace(name, content)
-                return RemoteReader(store.url, policy=IN_PIECES)
+                    Objects(url, {}, doing="writing to").store.put(name, content)
+                return RemoteReader(url)
 
             yield make
-
-
-class TestFsspec(StorageReaderSuite):
-    @pytest.fixture
-    def make_reader(self) -> Iterator[MakeReader]:
-        files_of = fsspec.filesystem("memory")
-        root = f"/contract-{next(_numbers)}"
-
-        def make(files: Mapping[str, bytes]) -> StorageReader:
-            for name, content in files.items():
-                files_of.pipe_file(f"{root}/{name}", content)
-            return RemoteReader(f"memory:/{root}", policy=replace(OBJECT_STORE, request_bytes=5000))
-
-        yield make
-        if files_of.exists(root):
-            files_of.rm(root, recursive=True)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-import fsspec
 import pytest
 from tests.harness import StorageWriterSuite, WritableStorage
-from tests.storage.object_store import ObjectStore
+from tests.torture import objects
 
 from shardwise.storage.policies import OBJECT_STORE_WRITES
-from shardwise.storage.writing import fsspec_writer
-from shardwise.storage.writing.fsspec_writer import FsspecWriter
+from shardwise.storage.reading.remote_reader import RemoteReader
 from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.storage.writing.memory_writer import MemoryWriter
+from shardwise.storage.writing.object_writer import ObjectWriter
 
 _numbers = itertools.count()
 
@@ -47,38 +47,27 @@ class TestMemoryWriterOfStreams(StorageWriterSuite):
         )
 
 
-class TestFsspecInMemory(StorageWriterSuite):
+class TestMemoryAtUrl(StorageWriterSuite):
+    @pytest.fixture
+    def storage(self) -> WritableStorage:
+        url = f"memory://writers-{next(_numbers)}"
+
+        def contents() -> dict[str, bytes]:
+            with RemoteReader(url) as reader:
+                return {file: reader.read(file, 0, reader.size(file)) for file in reader.list()}
+
+        return WritableStorage(lambda: ObjectWriter(url), contents)
+
+
+class TestBucket(StorageWriterSuite):
     @pytest.fixture
     def storage(self) -> Iterator[WritableStorage]:
-        files = fsspec.filesystem("memory")
-        root = f"/writers-{next(_numbers)}"
+        with objects.bucket("s3") as url:
 
-        def contents() -> dict[str, bytes]:
-            # Files on their way are named as such; nobody takes them for others.
-            found = {path.rpartition("/")[2]: files.cat_file(path) for path in files.find(root)}
-            return {name: content for name, content in found.items() if not name.endswith(".incomplete")}
+            def contents() -> dict[str, bytes]:
+                # A file on its way is named so in a folder; in a bucket it has no name.
+                return {k: v for k, v in files_of(objects.behind(f"{url}/to")).items() if not k.endswith("#1")}
 
-        yield WritableStorage(lambda: FsspecWriter(f"memory:/{root}"), contents)
-        assert [path for path in files.find(root) if path.endswith(".incomplete")] == []
-        if files.exists(root):
-            files.rm(root, recursive=True)
-
-
-class TestFsspecOnDisk(StorageWriterSuite):
-    @pytest.fixture
-    def storage(self, tmp_path: Path) -> Iterator[WritableStorage]:
-        folder = tmp_path / "not" / "yet"
-
-        def contents() -> dict[str, bytes]:
-            return {k: v for k, v in files_of(folder).items() if not k.endswith(".incomplete")}
-
-        yield WritableStorage(lambda: FsspecWriter(f"file://{folder}"), contents)
-        assert contents() == files_of(folder)
-
-
-class TestObjectStore(StorageWriterSuite):
-    @pytest.fixture
-    def storage(self, monkeypatch: pytest.MonkeyPatch) -> WritableStorage:
-        monkeypatch.setattr(fsspec_writer, "_SHOWN_WHEN_CLOSED", frozenset({"objects"}))
-        ObjectStore.objects.clear()
-        return WritableStorage(lambda: FsspecWriter("objects://bucket/folder"), ObjectStore.contents)
+            yield WritableStorage(lambda: ObjectWriter(f"{url}/to"), contents)
+            gc.collect()
+            assert contents() == files_of(objects.behind(f"{url}/to"))

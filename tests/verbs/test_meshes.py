@@ -20,7 +20,7 @@ WAYS = [
     Way("ep", shared_reads=InIntervals()),
     Way("tp"),
     Way("shard1", "http"),
-    Way("flat", "fsspec"),
+    Way("flat", "bucket"),
 ]
 FURTHER = [
     Way("flat", "memory"),
@@ -31,7 +31,7 @@ FURTHER = [
     Way("hsdp", "memory"),
     Way("hsdp", "http"),
     Way("tp", "http"),
-    Way("ep", "fsspec"),
+    Way("ep", "bucket"),
     Way("shard1"),
 ]
 

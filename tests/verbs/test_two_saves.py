@@ -9,12 +9,11 @@ import shutil
 import socket
 from contextlib import contextmanager
 
-import fsspec
 import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from tests.storage.object_store import ObjectStore
+from tests.torture import objects
 from tests.tuning.reference import save_tiny
 from torch import nn
 from torch.testing import assert_close
@@ -23,7 +22,6 @@ import shardwise
 import shardwise.engines.saving
 from shardwise.errors import CheckpointError, StorageError
 from shardwise.execution.writing import saving_lock
-from shardwise.storage.writing import fsspec_writer
 from shardwise.storage.writing.opening import open_writer
 
 ONE, SEVERAL = "1GB", "6KB"
@@ -106,14 +104,14 @@ def is_write(name, *_):
 
 
 @pytest.fixture(params=["folder", "memory", "bucket"])
-def target(request, tmp_path, monkeypatch):
+def target(request, tmp_path):
     if request.param == "folder":
-        return tmp_path / "saved"
-    if request.param == "memory":
-        return f"memory://two-saves-{next(_numbers)}"
-    monkeypatch.setattr(fsspec_writer, "_SHOWN_WHEN_CLOSED", frozenset({"objects"}))
-    ObjectStore.objects.clear()
-    return f"objects://bucket/{next(_numbers)}"
+        yield tmp_path / "saved"
+    elif request.param == "memory":
+        yield f"memory://two-saves-{next(_numbers)}"
+    else:
+        with objects.bucket("s3") as url:
+            yield f"{url}/saved"
 
 
 @pytest.fixture(autouse=True)
@@ -423,8 +421,4 @@ def test_a_folder_is_made_to_last_by_whoever_finds_it(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True, scope="module")
 def _tidy():
     yield
-    files = fsspec.filesystem("memory")
-    for path in files.ls("/", detail=False):
-        if "two-saves" in path:
-            files.rm(path, recursive=True)
     shutil.rmtree("two-saves", ignore_errors=True)

@@ -1,16 +1,18 @@
 """Pickles written by strangers, read without running anything.
 
-A pickle is a program for a small machine. Python's own machine imports what the program names and calls it. This
-one has a closed :class:`Vocabulary`: every global is one of those listed there and stands for a plain value, a
-record class of ours, or a pure function of ours. All else is refused by name. There is no option to widen it.
+A pickle is a program for a small machine. Python's own machine imports what the program names and calls it. Here
+``pickletools`` decodes the program, and a machine with a closed :class:`Vocabulary` carries it out: every global is
+one of those listed there and stands for a plain value, a record class of ours, or a pure function of ours. All else
+is refused by name. There is no option to widen it. A ``pickle.Unpickler`` that finds nothing else would not do:
+nests of tuples as keys crash it, indexes of its memo take all memory, and states change what it has found.
 """
 
 from __future__ import annotations
 
-import struct
+import pickletools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from shardwise.errors import FormatError
 from shardwise.storage.names import shown
@@ -85,6 +87,9 @@ class _Class:
     name: str
 
 
+_StackStep: TypeAlias = "Callable[[_Machine, Any], object]"
+
+
 class _Machine:
     def __init__(self, content: bytes, vocabulary: Vocabulary, what: str) -> None:
         self.content = content
@@ -95,18 +100,17 @@ class _Machine:
         self.memo: dict[int, object] = {}
 
     def run(self) -> object:
-        content, operations, stop, end = self.content, _OPERATIONS, _STOP, len(self.content)
-        while True:  # each operation puts one object on the stack at most, so the content bounds it
-            if self.position >= end:
-                self.refuse("it ends in the middle")
-            code = content[self.position]
-            self.position += 1
-            if code == stop:
-                break
-            operation = operations.get(code)
-            if operation is None:
-                self.refuse(f"it has the operation {bytes([code])!r}, which torch does not write")
-            operation(self)
+        operations = _OPERATIONS
+        try:
+            # Each operation puts one object on the stack at most, so the content bounds it.
+            for code, argument, position in pickletools.genops(self.content):
+                self.position = position or 0
+                operation = operations.get(code.name)
+                if operation is None:
+                    self.refuse(f"it has the operation {code.name}, which torch does not write")
+                operation(self, argument)
+        except (ValueError, OverflowError) as error:  # of the decoder
+            self.refuse(f"it cannot be decoded ({str(error)[:200]!a})")
         if len(self.stack) != 1 or self.stack[0] is _MARK:
             self.refuse(f"it leaves {len(self.stack)} objects, not one")
         return self.stack[0]
@@ -116,31 +120,6 @@ class _Machine:
             f"{self.what}, at byte {self.position}: {cause}; the file is damaged or of another format: download or "
             "write it again"
         )
-
-    # Arguments of operations
-
-    def take(self, nbytes: int) -> bytes:
-        start, self.position = self.position, self.position + nbytes
-        if self.position > len(self.content):
-            self.refuse(f"{nbytes} bytes are announced, and it ends before")
-        return self.content[start : self.position]
-
-    def number(self, nbytes: int) -> int:
-        return int.from_bytes(self.take(nbytes), "little")
-
-    def text(self, nbytes: int) -> str:
-        try:
-            return self.take(nbytes).decode("utf-8")
-        except UnicodeDecodeError:
-            self.refuse("a text is not UTF-8")
-
-    def line(self) -> str:
-        end = self.content.find(b"\n", self.position)
-        if end < 0:
-            self.refuse("a line does not end")
-        text = self.text(end - self.position)
-        self.position += 1
-        return text
 
     # The stack
 
@@ -176,13 +155,14 @@ class _Machine:
 
     # Operations
 
-    def protocol(self) -> None:
-        version = self.number(1)
+    def protocol(self, version: int) -> None:
         if not 2 <= version <= 5:
             self.refuse(f"it is of protocol {version}; 2 to 5 are known")
 
-    def frame(self) -> None:
-        self.take(8)  # a hint of how much to read at once
+    def text(self, text: str) -> None:
+        if not text.isascii():
+            text.encode()  # halves of surrogates raise
+        self.push(text)
 
     def remember(self, number: int) -> None:
         self.memo[number] = self.top()
@@ -268,108 +248,67 @@ class _Machine:
             self.refuse(str(error))
 
 
-def _mark(machine: _Machine) -> None:
-    machine.push(_MARK)
-
-
-def _signed(machine: _Machine) -> None:
-    machine.push(int.from_bytes(machine.take(4), "little", signed=True))
-
-
-def _long(machine: _Machine) -> None:
-    machine.push(int.from_bytes(machine.take(machine.number(1)), "little", signed=True))
-
-
-def _float(machine: _Machine) -> None:
-    machine.push(struct.unpack(">d", machine.take(8))[0])
-
-
-def _tuple_of(count: int) -> Callable[[_Machine], None]:
-    def operation(machine: _Machine) -> None:
+def _tuple_of(count: int) -> _StackStep:
+    def operation(machine: _Machine, _: Any) -> None:
         machine.push(tuple(reversed([machine.pop() for _ in range(count)])))
 
     return operation
 
 
-def _text_of(width: int) -> Callable[[_Machine], None]:
-    return lambda machine: machine.push(machine.text(machine.number(width)))
-
-
-def _bytes_of(width: int) -> Callable[[_Machine], None]:
-    def operation(machine: _Machine) -> None:
-        machine.take(machine.number(width))
-        machine.push(Other("bytes"))
-
-    return operation
-
-
-def _global(machine: _Machine) -> None:
-    module = machine.line()
-    machine.find(module, machine.line())
-
-
-def _items_of_set(machine: _Machine) -> None:
+def _items_of_set(machine: _Machine, _: Any) -> None:
     machine.pop_to_mark()
     machine.top()
 
 
-def _frozen_set(machine: _Machine) -> None:
+def _frozen_set(machine: _Machine, _: Any) -> None:
     machine.pop_to_mark()
     machine.push(Other("frozenset"))
 
 
-def _set_item(machine: _Machine) -> None:
+def _set_item(machine: _Machine, _: Any) -> None:
     value, key = machine.pop(), machine.pop()
     machine.set_items([key, value])
 
 
-_STOP = ord(".")
-_OPERATIONS: dict[int, Callable[[_Machine], object]] = {
-    ord(code): operation
-    for code, operation in (
-        ("\x80", _Machine.protocol),
-        ("\x95", _Machine.frame),
-        ("(", _mark),
-        ("0", lambda machine: machine.pop()),
-        ("N", lambda machine: machine.push(None)),
-        ("\x88", lambda machine: machine.push(True)),
-        ("\x89", lambda machine: machine.push(False)),
-        ("J", _signed),
-        ("K", lambda machine: machine.push(machine.number(1))),
-        ("M", lambda machine: machine.push(machine.number(2))),
-        ("\x8a", _long),
-        ("G", _float),
-        ("X", _text_of(4)),
-        ("\x8c", _text_of(1)),
-        ("\x8d", _text_of(8)),
-        ("B", _bytes_of(4)),
-        ("C", _bytes_of(1)),
-        ("\x8e", _bytes_of(8)),
-        ("\x96", _bytes_of(8)),
-        ("]", lambda machine: machine.push([])),
-        (")", lambda machine: machine.push(())),
-        ("}", lambda machine: machine.push({})),
-        ("\x8f", lambda machine: machine.push(Other("set"))),
-        ("\x90", _items_of_set),
-        ("\x91", _frozen_set),
-        ("t", lambda machine: machine.push(tuple(machine.pop_to_mark()))),
-        ("\x85", _tuple_of(1)),
-        ("\x86", _tuple_of(2)),
-        ("\x87", _tuple_of(3)),
-        ("a", lambda machine: machine.append([machine.pop()])),
-        ("e", lambda machine: machine.append(machine.pop_to_mark())),
-        ("s", _set_item),
-        ("u", lambda machine: machine.set_items(machine.pop_to_mark())),
-        ("q", lambda machine: machine.remember(machine.number(1))),
-        ("r", lambda machine: machine.remember(machine.number(4))),
-        ("\x94", lambda machine: machine.remember(len(machine.memo))),
-        ("h", lambda machine: machine.recall(machine.number(1))),
-        ("j", lambda machine: machine.recall(machine.number(4))),
-        ("c", _global),
-        ("\x93", _Machine.stack_global),
-        ("R", _Machine.reduce),
-        ("\x81", _Machine.new_object),
-        ("b", _Machine.build),
-        ("Q", _Machine.persistent),
-    )
+def _without_argument(method: Callable[[_Machine], object]) -> _StackStep:
+    return lambda machine, _: method(machine)
+
+
+_OPERATIONS: dict[str, _StackStep] = {
+    "PROTO": _Machine.protocol,
+    "FRAME": lambda _machine, _: None,
+    "STOP": lambda _machine, _: None,
+    "MARK": lambda machine, _: machine.push(_MARK),
+    "POP": lambda machine, _: machine.pop(),
+    "NONE": lambda machine, _: machine.push(None),
+    "NEWTRUE": lambda machine, _: machine.push(True),
+    "NEWFALSE": lambda machine, _: machine.push(False),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), _Machine.push),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"), _Machine.text),
+    **dict.fromkeys(
+        ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"), lambda machine, _: machine.push(Other("bytes"))
+    ),
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
+    "EMPTY_DICT": lambda machine, _: machine.push({}),
+    "EMPTY_SET": lambda machine, _: machine.push(Other("set")),
+    "ADDITEMS": _items_of_set,
+    "FROZENSET": _frozen_set,
+    "TUPLE": lambda machine, _: machine.push(tuple(machine.pop_to_mark())),
+    "TUPLE1": _tuple_of(1),
+    "TUPLE2": _tuple_of(2),
+    "TUPLE3": _tuple_of(3),
+    "APPEND": lambda machine, _: machine.append([machine.pop()]),
+    "APPENDS": lambda machine, _: machine.append(machine.pop_to_mark()),
+    "SETITEM": _set_item,
+    "SETITEMS": lambda machine, _: machine.set_items(machine.pop_to_mark()),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.remember),
+    "MEMOIZE": lambda machine, _: machine.remember(len(machine.memo)),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.recall),
+    "GLOBAL": lambda machine, names: machine.find(*names.split(" ", 1)),
+    "STACK_GLOBAL": _without_argument(_Machine.stack_global),
+    "REDUCE": _without_argument(_Machine.reduce),
+    "NEWOBJ": _without_argument(_Machine.new_object),
+    "BUILD": _without_argument(_Machine.build),
+    "BINPERSID": _without_argument(_Machine.persistent),
 }

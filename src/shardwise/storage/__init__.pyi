@@ -23,10 +23,9 @@ from shardwise.storage.reading.memory import MemoryReader as MemoryReader
 from shardwise.storage.reading.opening import OpenStorage as OpenStorage
 from shardwise.storage.reading.opening import open_storage as open_storage
 from shardwise.storage.reading.remote_reader import RemoteReader as RemoteReader
-from shardwise.storage.reading.transport import Retries as Retries
-from shardwise.storage.writing.fsspec_writer import FsspecWriter as FsspecWriter
 from shardwise.storage.writing.local_writer import LocalWriter as LocalWriter
 from shardwise.storage.writing.memory_writer import MemoryWriter as MemoryWriter
+from shardwise.storage.writing.object_writer import ObjectWriter as ObjectWriter
 from shardwise.storage.writing.opening import open_writer as open_writer
 
 __all__: list[str]

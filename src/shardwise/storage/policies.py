@@ -100,7 +100,7 @@ NETWORK_FILE_SYSTEM_WRITES: Final = WritePolicy(
 OBJECT_STORE_WRITES: Final = WritePolicy(
     has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=16 * _MIB, concurrency=1
 )
-"""S3, GCS and whatever else fsspec writes to as a stream."""
+"""S3, GCS and whatever else is written to as a stream."""
 
 
 _NETWORK = frozenset(

@@ -27,8 +27,8 @@ from tests.harness.crashes.effects import (
 )
 
 from shardwise.storage.contract import StorageWriter, WritePolicy
-from shardwise.storage.writing.fsspec_writer import FsspecWriter
 from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.writing.object_writer import ObjectWriter
 
 PARENT: Final = ".."
 """The folder in which the root lies."""
@@ -122,7 +122,7 @@ def recorded(
     writer: int = 0,
     before: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Notes what every local and every fsspec writer does below ``root`` within the block, whoever opens it.
+    """Notes what every local and every object writer does below ``root`` within the block, whoever opens it.
 
     Folders that are made, removed or synced there are noted, too, even where that is done beside any writer; what
     else is done to files beside writers is not, so that a replay does not end with what is really there.
@@ -137,7 +137,7 @@ def recorded(
     """
     seen = _SeenRoot(log, os.fspath(root), writer, before)
     with ExitStack() as stack:
-        for kind in (LocalWriter, FsspecWriter):
+        for kind in (LocalWriter, ObjectWriter):
             for name in _CALLS:
                 stack.enter_context(mock.patch.object(kind, name, seen.of_writer(name, getattr(kind, name))))
         for name, effect in (("mkdir", FolderMade), ("rmdir", FolderRemoved)):

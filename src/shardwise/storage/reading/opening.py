@@ -58,11 +58,11 @@ _REMOTE: Final = "shardwise.storage.reading.remote_reader:open_remote"
 SCHEMES: Final[dict[str, UrlScheme]] = {
     "http": UrlScheme(_REMOTE),
     "https": UrlScheme(_REMOTE),
-    "hf": UrlScheme(_REMOTE, ("token", "revision"), "shardwise.storage.reading.hub_transport:named_commit"),
+    "hf": UrlScheme(_REMOTE, ("token", "revision"), "shardwise.storage.reading.hub_files:named_commit"),
 }
-"""A storage of one's own is a line here. All other schemes are asked of fsspec."""
+"""A storage of one's own is a line here. All other schemes are asked of obstore."""
 
-_FSSPEC: Final = UrlScheme(_REMOTE)
+_OBJECTS: Final = UrlScheme(_REMOTE)
 _FOLDERS: Final = "shardwise.storage.reading.local:LocalReader"
 _REPOSITORIES: Final = "shardwise.storage.hub"
 
@@ -74,7 +74,7 @@ def repositories() -> Repositories:
 
 def pinner_of(url: str) -> Pinner | None:
     """What pins a URL to the state it names now; None where its storage keeps no revisions."""
-    scheme = SCHEMES.get(scheme_of(url), _FSSPEC)
+    scheme = SCHEMES.get(scheme_of(url), _OBJECTS)
     return cast(Pinner, found_at(scheme.pinner)) if scheme.pinner else None
 
 
@@ -130,7 +130,7 @@ def _open_url(url: str, hub: HubOptions, storage_options: Mapping[str, Any]) -> 
             raise StorageError(f"{where}: is a file, so subfolder={hub.subfolder!r} has no place; leave it out")
         before, mark, query = folder.partition("?")
         folder = f"{before.rstrip('/')}/{hub.subfolder}{mark}{query}"
-    scheme = SCHEMES.get(scheme_of(url), _FSSPEC)
+    scheme = SCHEMES.get(scheme_of(url), _OBJECTS)
     told = {name: value for name in scheme.told if (value := getattr(hub, name)) is not None}
     opener: Opener = found_at(scheme.opener)
     return OpenStorage(opener(folder, {**told, **storage_options}), file)

@@ -20,7 +20,7 @@ def open_writer(
     """Open a folder, which need not be there, or a URL for writing; whoever calls closes the writer.
 
     Nothing is made before the first file is. ``storage_options`` are those of
-    :class:`~shardwise.storage.writing.fsspec_writer.FsspecWriter`, for URLs only.
+    :class:`~shardwise.storage.writing.object_writer.ObjectWriter`, for URLs only.
 
     Raises:
         StorageError: for what cannot be written to: the hub, an HTTP server, a path that is a file.
@@ -45,6 +45,6 @@ def open_writer(
             f"{where}: {scheme}:// cannot be written to; save into a local folder or a bucket (s3://)"
         )
     # Imported here: what is local needs no network code.
-    from shardwise.storage.writing.fsspec_writer import FsspecWriter
+    from shardwise.storage.writing.object_writer import ObjectWriter
 
-    return FsspecWriter(url, storage_options=storage_options)
+    return ObjectWriter(url, storage_options=storage_options)
