@@ -59,8 +59,8 @@ Many LoRAs of one base at once, each with keys of its own, or a grid of values:
 tenants: [{name: ada, data: ada.jsonl}, {name: bob, data: bob.jsonl}]
 sweep: {tuning.r: [8, 16], optimizer.learning_rate: [1e-4, 3e-4]}
 \b
-A configuration of TRL (trl sft, dpo, kto, grpo, reward) is taken as it is, with overrides --KEY VALUE:
-  shardwise train dpo dpo.yaml --learning_rate 1e-6 (shardwise docs train_trl)
+A configuration of TRL (trl sft, dpo, kto, grpo, reward) is taken as it is,
+with overrides --KEY VALUE (shardwise docs train_trl).
 \b
 Every key: shardwise train --keys, or shardwise docs train; whole files for several models are in recipes/.
 Exit codes: 0 trained; 2 refused; 3 some tenants refused or failed, the others
@@ -146,7 +146,7 @@ def train_command(
     try:
         told: Told = "stderr" if as_json else "stdout"
         if is_of_trl(arguments):
-            sys.exit(train_by_trl(arguments, nproc_per_node, as_json=as_json))
+            sys.exit(train_by_trl(arguments, nproc_per_node, accelerate_config, as_json=as_json))
         request = read_request(arguments, told, accelerate_config, observe=observe)
         request = replace(request, detail="whole" if verbose else "brief")
         is_of_many = isinstance(request, TenantsRequest)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import yaml
 
 from shardwise.cli.launch import run_ranks, this_place
 from shardwise.cli.training_log import STOPPED
@@ -27,26 +28,26 @@ _IMPORTED = ("trl.trainer.sft_trainer", "shardwise.trl_training.run")
 
 def is_of_trl(arguments: Sequence[str]) -> bool:
     """Whether a command line has TRL's keys, and no sections."""
-    if any(word.startswith("--") for word in arguments) or (arguments and arguments[0] in METHODS):
-        return True
-    if not arguments or "=" in arguments[0] or not Path(arguments[0]).is_file():
-        return False
-    try:
-        lines = Path(arguments[0]).read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return False
-    return not any(
-        line.split(":")[0].strip("'\" ") in _SECTIONS for line in lines if not line.startswith((" ", "-"))
-    )
+    words = [word for word in arguments if word not in METHODS]
+    if words and not words[0].startswith("--") and "=" not in words[0]:
+        try:
+            found = yaml.safe_load(Path(words[0]).read_text("utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            return len(words) < len(arguments)
+        return isinstance(found, dict) and found.keys().isdisjoint(_SECTIONS)
+    return any(word.startswith("--") for word in words) or len(words) < len(arguments)
 
 
-def train_by_trl(arguments: Sequence[str], nproc_per_node: int, *, as_json: bool) -> int:
+def train_by_trl(
+    arguments: Sequence[str], nproc_per_node: int, accelerate_config: str | None = None, *, as_json: bool
+) -> int:
     """Train as a command line says; returns the exit code.
 
     Raises:
         ShardwiseError: naming what is wrong with the configuration, or why the training failed.
     """
-    config = read_run_config(arguments)
+    further = () if accelerate_config is None else ("--accelerate_config", accelerate_config)
+    config = read_run_config([*arguments, *further])
     os.environ.update({name: str(value) for name, value in (config.own["env"] or {}).items()})
     ranks = config.own["num_processes"] or nproc_per_node
     outcomes = run_ranks(ranks, train_on_rank, config, asks_first=True, preloaded=_IMPORTED)
