@@ -64,7 +64,8 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         arguments = world.together(lambda: trl_setup.parse(config))
     output = Path(arguments.training.output_dir)
     with stopping_on_signals() as request, _held(output, _identity(config)):
-        processor = trl_setup.processing_class(arguments, config.method)
+        with World.current(call="train") as world:
+            processor = world.together(lambda: trl_setup.processing_class(arguments, config.method))
         data = trl_setup.load_data(arguments, config.method, processor, local_rank)
         model = trl_setup.bring_up(arguments, config.method)
         trl_setup.require_pad_token(model, processor)
@@ -84,7 +85,8 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         summary = summary_lines(
             record.progress, steps=int(state.global_step), tokens=tokens, peak_bytes=_peak_bytes()
         )
-        trainer.end() if hasattr(trainer, "end") else None
+        if hasattr(trainer, "end"):  # since transformers 5.18
+            trainer.end()
     return TrlOutcome(
         str(output),
         int(state.global_step),
@@ -116,7 +118,7 @@ def _held(output: Path, identity: Mapping[str, Any]) -> Iterator[None]:
             raise ConfigError(
                 f"output_dir: {output} has a model that this training would overwrite. Set another output_dir."
             )
-        found = json.loads(file.read_text("utf-8")) if has_weights else identity
+        found = _recorded(file) if has_weights else identity
         differing = [key for key in identity if found.get(key) != identity[key]]
         if differing:
             key = differing[0]
@@ -124,7 +126,9 @@ def _held(output: Path, identity: Mapping[str, Any]) -> Iterator[None]:
                 f"output_dir: {output} has a training with {key}={found.get(key)!r}, not {identity[key]!r}. "
                 "Set another output_dir, or remove that one."
             )
-        file.write_text(json.dumps(dict(identity), indent=2), "utf-8")
+        written = file.with_suffix(".new")
+        written.write_text(json.dumps(dict(identity), indent=2), "utf-8")
+        written.replace(file)  # a kill leaves the older record or this one
 
     with World.current(call="train") as world:
         world.from_first(lambda: folder.mkdir(parents=True, exist_ok=True))
@@ -134,6 +138,21 @@ def _held(output: Path, identity: Mapping[str, Any]) -> Iterator[None]:
             finally:
                 if world.rank == 0:
                     held.marked.release()
+
+
+def _recorded(file: Path) -> Mapping[str, Any]:
+    """Read the keys of the training that a folder has.
+
+    Raises:
+        ConfigError: the record is damaged.
+    """
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: is damaged, {error}. Set another output_dir.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: is not a record of a training. Set another output_dir.")
+    return found
 
 
 def _resume_from(training: Any, output: Path) -> Any:
