@@ -37,13 +37,13 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format house docs sweep torture test-oldest test-newest newest test-gpu fuzz mutate dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantised bench-four-bits bench-trainer bench-startup clean
+.PHONY: help demo test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantised bench-four-bits bench-trainer bench-startup clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/project ## shardwise on a small model, on this machine, in a minute
-	$(VENV)/bin/shardwise demo
+	$(VENV)/bin/python examples/demo.py
 
 test: $(VENV)/project ## everything a machine without a GPU can prove
 	$(VENV)/bin/python -m pytest $(FAST) $(PARALLEL) $(ARGS)
@@ -60,9 +60,6 @@ check: $(VENV)/project ## format, lint, types and imports; takes seconds
 format: $(VENV)/project ## rewrite the sources as `make check` wants them
 	$(VENV)/bin/ruff check --quiet --fix-only .
 	$(VENV)/bin/ruff format .
-
-house: $(VENV)/project ## what the house is like to live in, counted; ARGS=--names lists it
-	$(VENV)/bin/python tests/house.py $(ARGS)
 
 docs: $(DOCS)/pinned ## the pages as a site, in build/site; a link or an anchor that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
@@ -84,9 +81,6 @@ test-gpu: $(VENV)/project ## what only a GPU can prove
 
 fuzz: $(FUZZ)/made ## hostile files of four formats, guided by coverage; ARGS="--seconds 600 --only archive"
 	PYTHONPATH=src:. $(FUZZ)/bin/python -m tests.fuzz.run $(ARGS)
-
-mutate: $(VENV)/project ## are tests able to fail? small faults in five rooms; 15 minutes, ARGS="--room tensors --jobs 2"
-	PYTHONPATH=. $(VENV)/bin/python -m tests.mutate $(ARGS)
 
 dist: $(VENV)/project ## the wheel and the source distribution, looked into and installed, in dist/
 	rm -rf dist build src/*.egg-info
@@ -116,7 +110,7 @@ bench-quantised: $(VENV)/project ## a quantised checkpoint against the same in b
 bench-four-bits: $(VENV)/project ## a base in four bits: brought up, its memory, a step of a LoRA on it; minutes, ARGS=--quick
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.four_bit_base $(ARGS)
 
-bench-trainer: $(VENV)/project ## a step of the Hugging Face Trainer against our own loop's; minutes, ARGS=--quick
+bench-trainer: $(VENV)/project ## a step of the Hugging Face Trainer against a loop by hand; minutes, ARGS=--quick
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.trainer $(ARGS)
 
 bench-startup: $(VENV)/project ## memory and seconds of a model coming up, against peers, with a picture; minutes, ARGS=--quick

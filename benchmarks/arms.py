@@ -49,12 +49,10 @@ def with_shardwise(request: Request, **keywords: Any) -> Loaded:
     if request.replicas > 1:
         from torch.distributed.device_mesh import init_device_mesh
 
-        from shardwise.planning.moves.sharing_choice import OncePerGroup
-
         sizes = (request.replicas, dist.get_world_size() // request.replicas)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
         keywords["sharding"] = shardwise.Sharding(mesh=mesh)
-        keywords["options"] = shardwise.options.LoadOptions(shared_reads=OncePerGroup())
+        keywords["options"] = shardwise.options.LoadOptions(shared_reads="always")
     if request.lora:
         keywords["tuning"] = shardwise.Lora(adapter_config())
     model, report = shardwise.from_pretrained(

@@ -12,7 +12,7 @@ arms write the model and its moments only.
 
 A restore puts values into a model and an optimizer that are there: from the page cache, which is as quick as memory
 is, so that comparing costs most there; and from the disk, as after a machine was lost. "Not compared" is the same
-checkpoint, from whose folder the fingerprints have been taken away, as before there were any.
+checkpoint, whose facts name no checksums, as before there were any.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.place import RANKS, commit, machine
-
-from shardwise.execution.processes.local_ranks import LocalRanks
+from tests.harness.local_ranks import LocalRanks
 
 ARMS = ("synchronous", "asynchronous", "dcp.save", "dcp.async_save", "the copy alone")
 AIM = 0.15
@@ -86,10 +85,10 @@ def measure_restore(what: str, layers: int, hidden: int, out: str, repeats: int)
     optimizer.step()
     optimizer.zero_grad()
     state = TrainState(model, optimizer)
-    only = shardwise.options.AdapterOnly() if what == "lora" else shardwise.options.Everything()
+    only = shardwise.options.AdapterOnly() if what == "lora" else None
     Checkpointer(f"{out}/compared", only=only).save(1, state)
     if dist.get_rank() == 0:
-        _without_fingerprints(Path(out, "compared", "step-1"), Path(out, "not compared", "step-1"))
+        _without_checksums(Path(out, "compared", "step-1"), Path(out, "not compared", "step-1"))
     rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in RESTORES}
     for number in range(repeats + 1):
         for arm in RESTORES if number % 2 else reversed(RESTORES):
@@ -113,15 +112,14 @@ def _forget(step: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _without_fingerprints(step: Path, copy: Path) -> None:
+def _without_checksums(step: Path, copy: Path) -> None:
     from dataclasses import replace
 
-    from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, Facts
+    from shardwise.checkpoints.facts import FACTS, Facts
 
     shutil.copytree(step, copy, copy_function=os.link)
-    facts = replace(Facts.from_bytes((step / FACTS).read_bytes(), FACTS), fingerprints_sha256="")
-    for name in (FACTS, FINGERPRINTS):
-        (copy / name).unlink()
+    facts = replace(Facts.from_bytes((step / FACTS).read_bytes(), FACTS), checksums={})
+    (copy / FACTS).unlink()
     (copy / FACTS).write_bytes(facts.to_bytes())
 
 
@@ -190,14 +188,10 @@ def _arms(what: str, model: Any, optimizer: Any, out: str) -> dict[str, Callable
     import shardwise
     from shardwise import Checkpointer, TrainState
     from shardwise.models.view import local_tensor
-    from shardwise.options import Asynchronous, KeepLast, Synchronous
 
-    only = shardwise.options.AdapterOnly() if what == "lora" else shardwise.options.Everything()
+    only = shardwise.options.AdapterOnly() if what == "lora" else None
     state = TrainState(model, optimizer)
-    ours = {
-        mode: Checkpointer(f"{out}/{type(mode).__name__}", mode=mode, keep=KeepLast(1), only=only)
-        for mode in (Synchronous(), Asynchronous())
-    }
+    ours = {mode: Checkpointer(f"{out}/{mode}", mode=mode, keep=1, only=only) for mode in ("sync", "async")}
 
     def save(mode: Any) -> Callable[[int], dict[str, float]]:
         def run(number: int) -> dict[str, float]:
@@ -239,7 +233,7 @@ def _arms(what: str, model: Any, optimizer: Any, out: str) -> dict[str, Callable
     arms = dict(
         zip(
             ARMS,
-            (save(Synchronous()), save(Asynchronous()), torch_save, torch_async, copy),
+            (save("sync"), save("async"), torch_save, torch_async, copy),
             strict=True,
         )
     )

@@ -15,19 +15,18 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from benchmarks.place import commit, machine
+from peft import LoraConfig
 from tests.verbs.real_shapes import deepseek_v3, in_float8, qwen3_235b
 
-from shardwise.engines.forecasting import Foreseen, forecast, foreseen
+from shardwise.engines.forecasting import forecast
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import MeshShape
 from shardwise.storage.policies import LOCAL
-from shardwise.training.configuration.config import config_of
-from shardwise.training.foretelling import foreseeing
+from shardwise.tuning.modes import Full, Lora
 
-RANKS, NODES = 1024, 128
+RANKS = 1024
 MOST_S = {
     "qwen3-235b": 5.0,
     "qwen3-235b, training": 5.0,
@@ -35,7 +34,6 @@ MOST_S = {
     "deepseek-v3": 8.0,
     "deepseek-v3-fp8": 8.0,
 }
-_LORA = {"method": "lora", "r": 16, "lora_alpha": 16, "target_modules": "all-linear"}
 
 
 def load(shape: Any, index: CheckpointIndex) -> None:
@@ -44,24 +42,17 @@ def load(shape: Any, index: CheckpointIndex) -> None:
     forecast(Path("/nowhere"), shape.config, index, MeshShape.flat(RANKS), LOCAL, options)  # type: ignore[arg-type]
 
 
-def training(shape: Any, index: CheckpointIndex, tuning: dict[str, Any]) -> None:
+def training(shape: Any, index: CheckpointIndex, tuning: Full | Lora) -> None:
     """Plan a training, of one row of 4,096 tokens on each rank, with its load."""
-
-    def of_headers(_: str, ranks: int, options: dict[str, Any]) -> Foreseen:
-        options = {**options, "model_class": shape.model_class, "dtype": "bfloat16"}
-        return foreseen(Path("/nowhere"), shape.config, index, MeshShape.flat(ranks), LOCAL, options)  # type: ignore[arg-type]
-
-    config = config_of(
-        {
-            "model": {"name": "none"},
-            "data": {"train": "none.jsonl", "max_length": 4096},
-            "output": {"directory": "none"},
-            "training": {"batch_size": 1},
-            "tuning": tuning,
-        }
-    )
-    with mock.patch.object(foreseeing, "foreseen_of", of_headers):
-        foreseeing.plan_training(config, ranks=RANKS, nodes=NODES)
+    options = {
+        "model_class": shape.model_class,
+        "dtype": "bfloat16",
+        "tuning": tuning,
+        "per_device_train_batch_size": 1,
+        "max_length": 4096,
+        "gradient_checkpointing": True,
+    }
+    forecast(Path("/nowhere"), shape.config, index, MeshShape.flat(RANKS), LOCAL, options)  # type: ignore[arg-type]
 
 
 def main() -> int:
@@ -74,8 +65,10 @@ def main() -> int:
     in_fp8 = in_float8(other)
     plans: dict[str, Callable[[], None]] = {
         "qwen3-235b": lambda: load(qwen3, headers),
-        "qwen3-235b, training": lambda: training(qwen3, headers, {"method": "full"}),
-        "qwen3-235b, training a LoRA": lambda: training(qwen3, headers, _LORA),
+        "qwen3-235b, training": lambda: training(qwen3, headers, Full()),
+        "qwen3-235b, training a LoRA": lambda: training(
+            qwen3, headers, Lora(LoraConfig(r=16, target_modules="all-linear"))
+        ),
         "deepseek-v3": lambda: load(deepseek, other),
         "deepseek-v3-fp8": lambda: load(deepseek, in_fp8),
     }

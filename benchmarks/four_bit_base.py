@@ -25,8 +25,7 @@ from benchmarks.checkpoints import SHAPES, write
 from benchmarks.meter import MemoryWatch
 from benchmarks.place import commit, machine, say
 from benchmarks.training import LEARNING_RATE, MODELS, SMALL, Job, batches, quieten, train_by_shardwise
-
-from shardwise.execution.processes.local_ranks import LocalRanks
+from tests.harness.local_ranks import LocalRanks
 
 BRING_UP_LIMIT = 1.2
 STEP_LIMIT = 1.15
@@ -90,8 +89,6 @@ def take_steps(job: Job, turns: int) -> dict[str, list[float]]:
     from benchmarks.arms import adapter_config
 
     import shardwise
-    from shardwise.execution.moving.group_gather import gather_in_windows
-    from shardwise.execution.ranks.world import World
 
     quieten()
     bases: dict[str, dict[str, Any]] = {"bfloat16": {}, "nf4": {"quantization": shardwise.options.Nf4()}}
@@ -101,13 +98,11 @@ def take_steps(job: Job, turns: int) -> dict[str, list[float]]:
         )
         for name, keywords in bases.items()
     }
-    for model in models.values():
-        gather_in_windows(model, World.current())
     found: dict[str, list[float]] = {name: [] for name in bases}
     for _ in range(turns):
         for name, model in models.items():
             report = train_by_shardwise(model, batches(job, job.steps, dist.get_rank()))
-            found[name] += [step.seconds for step in report.steps][1:]
+            found[name] += report.seconds[1:]
     return found
 
 

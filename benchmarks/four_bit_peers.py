@@ -22,8 +22,7 @@ from typing import Any
 from benchmarks.checkpoints import write
 from benchmarks.place import commit, machine
 from benchmarks.training import LEARNING_RATE, SMALL, Job, batches, quieten, step_by_hand
-
-from shardwise.execution.processes.local_ranks import LocalRanks
+from tests.harness.local_ranks import LocalRanks
 
 
 def by_shardwise(folder: str) -> Any:

@@ -67,7 +67,7 @@ def run_arm(arm: str, shape: Shape, root: Path, out: Path) -> None:
     """One merge of this process."""
     run, adapter = root / f"{shape.name}-run", root / f"{shape.name}-adapter"
     if arm == "shardwise weights":
-        from shardwise.verbs.merge_weights import merge_weights
+        from shardwise.interchange.merging_weights import merge_weights
 
         merge_weights(run, out)
     elif arm == "accelerate weights":
@@ -79,7 +79,7 @@ def run_arm(arm: str, shape: Shape, root: Path, out: Path) -> None:
             os.fsync(descriptor)
             os.close(descriptor)
     else:
-        from shardwise.verbs.merge_adapter import merge_adapter
+        from shardwise.engines.merging_adapter import merge_adapter
 
         merge_adapter(root / shape.name, adapter, out)
 

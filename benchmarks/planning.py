@@ -99,15 +99,13 @@ def plan_once(wanted: Shape) -> dict[str, float]:
 
     from shardwise.conversion import copies
     from shardwise.layout import Origin, TensorKind
-    from shardwise.models import build
-    from shardwise.models import transformers_compat as compat
-    from shardwise.models.conversions.key_conversions import bind
+    from shardwise.models import build, pretrained, wrap
     from shardwise.models.initialize import Initialisers
+    from shardwise.models.key_conversions import bind
     from shardwise.models.view import Held, layout_of, look_inside
-    from shardwise.models.wrapping import wrap
-    from shardwise.models.wrapping.wrap import Sharding
-    from shardwise.planning.loads.load_plan import Consent, ModelRules, Refuse, plan_load
-    from shardwise.planning.loads.stored import stored_tensors
+    from shardwise.models.wrap import Sharding
+    from shardwise.planning.load_memory import stored_tensors
+    from shardwise.planning.load_plan import Consent, ModelRules, plan_load
 
     clock = _Clock()
     index = _index(wanted)
@@ -117,12 +115,12 @@ def plan_once(wanted: Shape) -> dict[str, float]:
         model = build.build_on_meta(model_class, config, torch.bfloat16, Path())
     with clock.phase("bind"):
         stored = stored_tensors(index)
-        transforms = compat.conversion_transforms(model, None)
+        transforms = pretrained.conversion_transforms(model, None)
         whole = layout_of(look_inside(model), lambda item: Origin.NOWHERE)
         bindings = bind(model, stored, whole, transforms)
     with clock.phase("wrap"):
         saved = {name for tensor in whole.saved() for name in tensor.names}
-        compat.tie(model, saved - set(bindings.offers), set())
+        pretrained.tie(model, saved - set(bindings.offers), set())
         wrap.wrap(model, Sharding(mesh=wrap.default_mesh()))
     with clock.phase("layout"):
         held = look_inside(model)
@@ -134,8 +132,8 @@ def plan_once(wanted: Shape) -> dict[str, float]:
 
         layout = layout_of(held, origin_of)
     with clock.phase("plan_load"):
-        rules = ModelRules(*compat.ignore_patterns(model))
-        plan = plan_load(index, layout, bindings, rules, Consent(Refuse(), Refuse(), Refuse()))
+        rules = ModelRules(*pretrained.ignore_patterns(model))
+        plan = plan_load(index, layout, bindings, rules, Consent("error", "error", "error"))
         _ = plan.digest
     with clock.phase("copies"):
         count = 0

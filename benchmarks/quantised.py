@@ -21,8 +21,7 @@ from typing import Any
 
 from benchmarks.checkpoints import SHAPES, write
 from benchmarks.place import commit, machine, say
-
-from shardwise.execution.processes.local_ranks import LocalRanks
+from tests.harness.local_ranks import LocalRanks
 
 BLOCK = 128
 LIMIT = 1.3

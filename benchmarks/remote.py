@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.http_store import HttpStoreProcess
+from tests.harness.local_ranks import LocalRanks
 
-from shardwise.execution.processes.local_ranks import LocalRanks
 from shardwise.storage.policies import OBJECT_STORE
 
 BYTES_PER_S = 200e6

@@ -32,8 +32,7 @@ from benchmarks.limits import Limit
 from benchmarks.meter import Usage
 from benchmarks.place import RANKS, SLACK_BYTES, STAGING_BYTES, commit, machine
 from safetensors import safe_open
-
-from shardwise.execution.processes.local_ranks import LocalRanks
+from tests.harness.local_ranks import LocalRanks
 
 ARMS = ("shardwise", "transformers", "hugging_face_storage_writer", "roof")
 RATIOS = {"transformers": 0.15, "hugging_face_storage_writer": 0.15, "roof": 1.3}

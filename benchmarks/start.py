@@ -1,7 +1,7 @@
 """From the start of a process to the first optimizer step on every rank, imports included, against accelerate.
 
 Each arm is started as its users do, in fresh interpreters: shardwise by its command, ``shardwise train``, whose
-first step is done when it is in ``metrics.jsonl``; accelerate as one interpreter a rank, which is what its launcher
+first step is done when its loss is told; accelerate as one interpreter a rank, which is what its launcher
 makes, whose own time is not held against it. The command computes in float32 unless told otherwise, accelerate in
 what is stored: so the command also runs in bfloat16.
 """
@@ -53,17 +53,17 @@ def _by_command(arm: str, job: Job, ranks: int, folder: Path, timeout_s: float) 
     drawn = random.Random(0)
     rows = [" ".join(f"w{drawn.randrange(_WORDS)}" for _ in range(job.tokens - 1)) for _ in range(4 * ranks)]
     data.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    given = [f"model={model}", f"data={data}", f"output={folder / 'out'}", f"training.batch_size={job.rows}"]
-    given += ["training.max_steps=1", *(["tuning.method=lora", "tuning.target_modules=all-linear"] * job.lora)]
-    given += ["tuning.r=16"] * job.lora + ["sharding.precision=bfloat16"] * (arm == OURS_AS_STORED)
+    given = [f"--model_name_or_path={model}", f"--dataset_name={data}", f"--output_dir={folder / 'out'}"]
+    given += [f"--per_device_train_batch_size={job.rows}", "--max_steps=1", "--logging_steps=1", "--report_to=none"]
+    given += ["--use_peft", "--lora_target_modules=all-linear", "--lora_r=16"] * job.lora
+    given += ["--save_strategy=no", "--bf16=true" if arm == OURS_AS_STORED else "--bf16=false"]
     program = "from shardwise.cli import main; main()"
     command = [sys.executable, "-c", program, "train", *given, "--nproc-per-node", str(ranks)]
-    metrics = folder / "out" / "metrics.jsonl"
     with (folder / "log").open("w+") as log:
         began = meter.timestamp()
         process = subprocess.Popen(command, stdout=log, stderr=log, env=_environment())
         try:
-            while not (metrics.is_file() and metrics.stat().st_size):
+            while "'loss'" not in (folder / "log").read_text():
                 if process.poll() is not None or meter.timestamp() - began > timeout_s:
                     log.seek(0)
                     raise RuntimeError(f"{arm}: no step within {meter.timestamp() - began:.0f} s\n{log.read()}")

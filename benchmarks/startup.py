@@ -1,6 +1,6 @@
 """Bringing a model up, by ``shardwise bench startup``: figures and the picture of the README.
 
-``python -m benchmarks.startup``. Four ranks bring Qwen3-1.7B's shape up, by every arm in turns. ``--picture`` also
+``python -m benchmarks.startup``. Four ranks bring Qwen3-1.7B's shape up, by every arm. ``--picture`` also
 copies the picture to where the README shows it.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,9 +34,8 @@ def measure(folder: Path, out: Path, options: Sequence[str]) -> tuple[dict[str, 
     told: dict[str, Any] = json.loads(done.stdout)
     told["model"] = folder.name
     del told["files"]  # they are gone with their folder
-    for arm in told["arms"].values():
-        for run in arm["runs"]:
-            run["folder"] = Path(run["folder"]).name
+    for run in told["arms"].values():
+        run["folder"] = Path(run["folder"]).name
     return told, done.returncode
 
 
@@ -50,27 +48,21 @@ def page(results: Mapping[str, Any]) -> Iterator[str]:
         f"{results['date']}, commit {results['commit']}, `{results['command']}`; {place['cpus']} cores "
         f"({place['processor']}), {place['memory_bytes'] / 2**30:.0f} GiB, Linux {place['kernel']}, "
         + ", ".join(f"{name} {version}" for name, version in place["versions"].items())
-        + ". Files in the page cache; fresh processes for each arm; medians of seconds, and the most of memory."
+        + ". Files in the page cache; fresh processes for each arm."
     )
     yield ""
-    yield "| arm | seconds to wrapped | all | growth, MiB | fullest rank, MiB | mapped files, MiB | values |"
-    yield "|---|--:|---|--:|--:|--:|---|"
+    yield "| arm | seconds to wrapped | growth, MiB | fullest rank, MiB | mapped files, MiB | values |"
+    yield "|---|--:|--:|--:|--:|---|"
     for name, arm in told["arms"].items():
-        found = [run["figures"] for run in arm["runs"]]
-        seconds = [figures["seconds"] for figures in found]
-        most = [
-            f"{max(figures[key] for figures in found) / _MIB:,.0f}"
-            for key in ("growth_bytes", "fullest_bytes", "mapped_bytes")
-        ]
-        every = ", ".join(f"{value:.2f}" for value in seconds)
-        yield f"| {name} | {statistics.median(seconds):.2f} | {every} | {' | '.join(most)} | {arm['values']} |"
+        most = [f"{arm[key] / _MIB:,.0f}" for key in ("growth_bytes", "fullest_bytes", "mapped_bytes")]
+        yield f"| {name} | {arm['seconds']:.2f} | {' | '.join(most)} | {arm['values']} |"
     yield ""
     for name, reason in told["not_run"].items():
         yield f"{name} did not run: {reason}."
         yield ""
-    if limit := told["limit"]:
-        verdict = "holds" if limit["holds"] else "DOES NOT HOLD"
-        grown, most_bytes = limit["growth_bytes"] / _MIB, limit["at_most_bytes"] / _MIB
+    if ours := told["arms"].get("shardwise"):
+        verdict = "holds" if told["holds"] else "DOES NOT HOLD"
+        grown, most_bytes = ours["growth_bytes"] / _MIB, ours["limit_bytes"] / _MIB
         yield f"Limit of our arm: {grown:,.0f} MiB of at most {most_bytes:,.0f} MiB, {verdict}."
 
 
@@ -80,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
     parser.add_argument("--model", default="qwen3-1.7b", choices=list(SHAPES))
     parser.add_argument("--ranks", type=int, default=RANKS)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="float32", help="auto: as it is stored")
     parser.add_argument("--arms", default=None)
     parser.add_argument("--picture", nargs="?", type=Path, const=PICTURE, help=f"copy it there [{PICTURE}]")
@@ -89,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     shape = SHAPES[given.model].tiny() if given.quick else SHAPES[given.model]
     folder = write(shape, given.dir)
-    options = ["--ranks", str(given.ranks), "--repeats", str(given.repeats), "--dtype", given.dtype]
+    options = ["--ranks", str(given.ranks), "--dtype", given.dtype]
     options += ["--arms", given.arms] if given.arms else []
     results: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

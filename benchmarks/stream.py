@@ -24,8 +24,7 @@ from typing import Any
 
 from benchmarks.checkpoints import SHAPES, write
 from benchmarks.place import RANKS, commit, machine
-
-from shardwise.execution.processes.local_ranks import LocalRanks
+from tests.harness.local_ranks import LocalRanks
 
 USUAL = "full_tensor() of each parameter"
 ARMS = (USUAL, "iter_hf_tensors", "iter_hf_tensors, to the first rank")
@@ -53,7 +52,7 @@ def measure(folder: str, repeats: int, bucket_bytes: int) -> dict[str, Any]:
     walks: dict[str, Callable[[], Iterator[tuple[str, torch.Tensor]]]] = {
         ARMS[0]: usual,
         ARMS[1]: lambda: shardwise.iter_hf_tensors(model, options=options),
-        ARMS[2]: lambda: shardwise.iter_hf_tensors(model, to=shardwise.options.FirstRank(), options=options),
+        ARMS[2]: lambda: shardwise.iter_hf_tensors(model, to="first_rank", options=options),
     }
     seconds: dict[str, list[float]] = {arm: [] for arm in walks}
     sums: dict[str, dict[str, int]] = {}

@@ -122,7 +122,7 @@ def _others(results: Mapping[str, Any]) -> Iterator[str]:
         yield "## Two replicas of two shards"
         yield ""
         yield (
-            f"{found['shape']}, reads shared (`OncePerGroup`): all ranks together read "
+            f'{found["shape"]}, reads shared (`shared_reads="always"`): all ranks together read '
             f"{found['read_fraction']:.4f} of "
             f"the checkpoint's bytes, in {found['wall_s']:.2f} s."
         )

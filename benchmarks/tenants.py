@@ -30,8 +30,7 @@ from benchmarks.limits import Limit
 from benchmarks.place import commit, machine
 from benchmarks.tenancy import IN_TURN, JOINT, SWITCHED, TenancyJob, share, take_products, take_turns
 from benchmarks.training import smaller
-
-from shardwise.execution.processes.local_ranks import LocalRanks
+from tests.harness.local_ranks import LocalRanks
 
 SHAPE = smaller(
     "qwen3-8m",

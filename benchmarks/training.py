@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.checkpoints import SHAPES, Shape
@@ -55,13 +57,11 @@ def batches(job: Job, steps: int, rank: int) -> list[list[Any]]:
     """A batch for each step, another on every rank; every token is learned."""
     import torch
 
-    from shardwise.training.data.batches import Batch
-
     made: list[list[Any]] = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(1000 * step + rank)
         ids = torch.randint(0, job.words, (job.rows, job.tokens), generator=generator)
-        made.append([Batch(ids, torch.ones_like(ids), ids, ids.numel())])
+        made.append([SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)])
     return made
 
 
@@ -114,27 +114,37 @@ def train_by_hand(model: Any, steps: Sequence[Sequence[Any]]) -> None:
         step_by_hand(model, optimizer, batch)
 
 
-class Turns(list[Sequence[Any]]):
-    """Steps as the loop takes them; nothing here goes on from a position."""
+@dataclass
+class Trained:
+    """Of each step the seconds, and the loss of all ranks."""
 
-    epochs_done = 0.0
-
-    def name_rows(self, lines: Sequence[int]) -> str:
-        return f"rows {list(lines)}"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """There is nothing to take up."""
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
 
 
-def train_by_shardwise(model: Any, steps: Sequence[Sequence[Any]], on_step: Callable[[Any], None] = id) -> Any:
-    from shardwise.training.loop import train
-    from shardwise.training.options import TrainOptions
+def train_by_shardwise(
+    model: Any,
+    steps: Sequence[Sequence[Any]],
+    on_step: Callable[[Any], None] = id,
+    *,
+    learning_rate: float = LEARNING_RATE,
+) -> Trained:
+    """The same loop, on a model that shardwise has sharded. Collective: yes."""
+    import torch
+    import torch.distributed as dist
 
-    options = TrainOptions(learning_rate=LEARNING_RATE, schedule="constant", max_grad_norm=MAX_NORM)
-    return train(model, Turns(steps), options, on_step)
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
+    told = Trained()
+    for [batch] in steps:
+        start = time.perf_counter()
+        mean = torch.tensor(step_by_hand(model, optimizer, batch))
+        told.seconds.append(time.perf_counter() - start)
+        dist.all_reduce(mean)
+        told.losses.append(float(mean) / dist.get_world_size())
+        on_step(told)
+    return told
 
 
 BRING_UP = {

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from importlib import resources
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from small_model import CHATS, train_tokenizer, write_model
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 import shardwise
 from shardwise.integrations import ShardwiseTrainer, for_trainer
-from shardwise.training.example import train_tokenizer, write_model
 
 
 class FullTrainer(ShardwiseTrainer, Trainer):
@@ -34,15 +33,14 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group()
 
-    chats = Path(str(resources.files("shardwise.cli"))) / "data" / "facts.jsonl"
     start = options.output / "start"
     if dist.get_rank() == 0 and not start.is_dir():
-        write_model(start, train_tokenizer(chats, 600), seed=0)
+        write_model(start, train_tokenizer(CHATS, 600), seed=0)
     dist.barrier()
     tokenizer = AutoTokenizer.from_pretrained(start)
 
     rows = []
-    for line in chats.read_text("utf-8").splitlines():
+    for line in CHATS.read_text("utf-8").splitlines():
         ids = tokenizer.apply_chat_template(json.loads(line)["messages"], return_dict=False)
         rows.append({"input_ids": ids, "labels": ids})
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig
+from small_model import CHATS, train_tokenizer, write_model
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
 import shardwise
 from shardwise.integrations import ShardwiseTrainer, for_trainer
-from shardwise.training.example import train_tokenizer, write_model
 
 
 class PreferenceTrainer(ShardwiseTrainer, DPOTrainer):
@@ -38,15 +37,14 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group()
 
-    chats = Path(str(resources.files("shardwise.cli"))) / "data" / "facts.jsonl"
     start = options.output / "start"
     if dist.get_rank() == 0 and not start.is_dir():
-        write_model(start, train_tokenizer(chats, 600), seed=0)
+        write_model(start, train_tokenizer(CHATS, 600), seed=0)
     dist.barrier()
 
     # What is preferred to each answer: the same in the other order of words.
     pairs = []
-    for line in chats.read_text("utf-8").splitlines():
+    for line in CHATS.read_text("utf-8").splitlines():
         *prompt, answer = json.loads(line)["messages"]
         worse = {**answer, "content": " ".join(reversed(answer["content"].split()))}
         pairs.append({"prompt": prompt, "chosen": [answer], "rejected": [worse]})

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from importlib import resources
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig
+from small_model import CHATS, train_tokenizer, write_model
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 import shardwise
 from shardwise.integrations import ShardwiseTrainer, for_trainer
-from shardwise.training.example import train_tokenizer, write_model
 
 
 class LoraTrainer(ShardwiseTrainer, SFTTrainer):
@@ -35,10 +34,9 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group()
 
-    chats = Path(str(resources.files("shardwise.cli"))) / "data" / "facts.jsonl"
     start = options.output / "start"
     if dist.get_rank() == 0 and not start.is_dir():
-        write_model(start, train_tokenizer(chats, 600), seed=0)
+        write_model(start, train_tokenizer(CHATS, 600), seed=0)
     dist.barrier()
 
     lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -58,7 +56,7 @@ def main() -> None:
             report_to=[],
             use_cpu=not torch.cuda.is_available(),
         ),
-        train_dataset=Dataset.from_list([json.loads(line) for line in chats.read_text("utf-8").splitlines()]),
+        train_dataset=Dataset.from_list([json.loads(line) for line in CHATS.read_text("utf-8").splitlines()]),
         processing_class=AutoTokenizer.from_pretrained(start),
     )
     trainer.train()

@@ -15,12 +15,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # No caches of whoever runs the tests.
-if "SHARDWISE_CACHE" not in os.environ:
-    os.environ["SHARDWISE_CACHE"] = os.path.join(tempfile.gettempdir(), f"shardwise-cache-{os.getpid()}")
-    atexit.register(shutil.rmtree, os.environ["SHARDWISE_CACHE"], ignore_errors=True)
-
-# A second of a processor for each training; tests of pictures ask for them.
-os.environ.setdefault("SHARDWISE_CURVES", "0")
+if "HF_DATASETS_CACHE" not in os.environ:
+    os.environ["HF_DATASETS_CACHE"] = os.path.join(tempfile.gettempdir(), f"shardwise-cache-{os.getpid()}")
+    atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 # One thread per process: sums in one order, and worlds of several processes off each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,9 +28,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from tests.harness.local_ranks import LocalRanks
 from tests.quiet import quieten
-
-from shardwise.execution.processes.local_ranks import LocalRanks
 
 # The same examples on every run: a failure comes back when the test is run again. `make sweep` looks further.
 hypothesis.settings.register_profile(
@@ -50,13 +46,6 @@ hypothesis.settings.register_profile(
     derandomize=False,
     deadline=None,
     print_blob=True,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.register_profile(  # only whether a test fails is of interest
-    "mutation",
-    parent=hypothesis.settings.get_profile("default"),
-    max_examples=25,
-    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
@@ -88,8 +77,8 @@ PRELOADED = (
     "torch.distributed.checkpoint",
     "transformers",
     "peft",
-    "shardwise.verbs.pretrained",
-    "shardwise.verbs.save",
+    "shardwise.engines.bringing_up",
+    "shardwise.engines.saving",
 )
 """What nearly every test needs on its ranks: seconds for each of them, if each imported it."""
 

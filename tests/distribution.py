@@ -25,9 +25,8 @@ def require(there: Iterable[str], wanted: Iterable[str], what: str) -> None:
 
 def sources() -> set[str]:
     """What a package has to hold: modules, data, and the mark that it is typed."""
-    kinds = ("*.py", "*.pyi", "py.typed", "*.jsonl")
-    there = {path.relative_to(ROOT / "src").as_posix() for kind in kinds for path in (ROOT / "src").rglob(kind)}
-    return there | {f"shardwise/cli/pages/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    kinds = ("*.py", "*.pyi", "py.typed", "*.json")
+    return {path.relative_to(ROOT / "src").as_posix() for kind in kinds for path in (ROOT / "src").rglob(kind)}
 
 
 def look_at_wheel(wheel: Path) -> None:

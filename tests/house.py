@@ -1,31 +1,17 @@
-"""What the house is like to live in, counted: run by ``make house``, on any version of it.
+"""Measures the structure of the package: names, circles, long functions, what ``load`` reaches.
 
-    python tests/house.py [--src FOLDER] [--names]
-
-Definitions:
-
-- *lines of code*: lines with a token that is neither a comment nor part of a docstring (a string as a statement).
 - *names in two modules*: names of classes and of type aliases (``X: TypeAlias``, ``type X``) that two modules or
   more define, without leading underscores.
-- *a reader of load*: the modules of the package that importing ``shardwise.verbs.load`` brings, at any depth;
-  imports for type checkers only do not count, nor what a table names, to be opened when it is met. Their lines of
-  code.
 - *circles*: modules that import each other.
 - *the walk*: ``load``'s ``model``, followed from call to call: into every function of the package that it is given
   to, itself or under another name (``held = model``), with the functions defined inside; each function once.
-  What is made of it, and methods of objects, are not followed. A *return* is a step from a room to one above it,
-  by the order of the import contract.
-- *long*: functions of more than 50 lines, and those of them that are so without their docstring; files of more
-  than 400, and those of them that do not say why on their first page ("Longer than other files").
+  What is made of it, and methods of objects, are not followed.
+- *long*: functions of more than 50 lines without their docstring.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
-import io
-import itertools
-import tokenize
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -36,53 +22,6 @@ from typing import TypeAlias
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "shardwise"
-
-
-def main() -> None:
-    arguments = argparse.ArgumentParser(description="What the house is like to live in, counted.")
-    arguments.add_argument("--src", type=Path, default=ROOT / "src", help="the folder that holds the package")
-    arguments.add_argument("--names", action="store_true", help="list what is counted, too")
-    options = arguments.parse_args()
-    src = options.src.resolve()
-    modules = {_name_of(path, src): path for path in sorted((src / PACKAGE).rglob("*.py"))}
-    trees = {name: ast.parse(path.read_text()) for name, path in modules.items()}
-    lines = {name: lines_of_code(path.read_text()) for name, path in modules.items()}
-    reader = closure(f"{PACKAGE}.verbs.load", trees)
-    twice = names_in_two_modules(trees)
-    stays = walk(f"{PACKAGE}.verbs.load", "load", "model", trees)
-    pages = {name: path.read_text() for name, path in modules.items()}
-    told = {
-        "lines of code, src": sum(lines.values()),
-        "lines of code, tests": sum(lines_of_code(path.read_text()) for path in _python(src.parent / "tests")),
-        "lines of code, benchmarks": sum(
-            lines_of_code(path.read_text()) for path in _python(src.parent / "benchmarks")
-        ),
-        "modules": len(modules),
-        "names in two modules": twice,
-        "circles": [name for circle in circles(trees) for name in circle],
-        "functions of more than 50 lines": long_functions(trees, _length),
-        "- without their docstring": long_functions(trees, length_of_code),
-        "files of more than 400 lines": [name for name, page in pages.items() if _is_long(page)],
-        "- that do not say why": long_without_a_reason(pages),
-        "a reader of load: modules": sorted(reader),
-        "a reader of load: lines of code": sum(lines[name] for name in reader),
-        "the walk: functions": list(dict.fromkeys(stays)),
-        "the walk: files": sorted({stay.partition(":")[0] for stay in stays}),
-        "the walk: returns to a higher room": climbs(stays),
-    }
-    for what, found in told.items():
-        print(f"{what:40} {found if isinstance(found, int) else len(found):>8,}")
-        if options.names and not isinstance(found, int):
-            for item in found:
-                print(f"    {item}")
-
-
-def _python(folder: Path) -> Iterator[Path]:
-    return folder.rglob("*.py") if folder.is_dir() else iter(())
-
-
-def _name_of(path: Path, src: Path) -> str:
-    return ".".join(path.relative_to(src).with_suffix("").parts).removesuffix(".__init__")
 
 
 def long_functions(trees: dict[str, ast.Module], length: Callable[[Function], int]) -> list[str]:
@@ -102,32 +41,6 @@ def length_of_code(node: Function) -> int:
 
 def _length(node: Function | ast.stmt) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
-
-
-def long_without_a_reason(pages: dict[str, str]) -> list[str]:
-    """The files of more than 400 lines that do not say why on their first page."""
-    return [
-        name for name, page in pages.items() if _is_long(page) and "\nLonger than other files" not in page[:4000]
-    ]
-
-
-def _is_long(page: str) -> bool:
-    return len(page.splitlines()) > 400
-
-
-def lines_of_code(source: str) -> int:
-    strings = {
-        line
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    found: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in blank:
-            found.update(range(token.start[0], token.end[0] + 1))
-    return len(found - strings)
 
 
 def names_in_two_modules(trees: dict[str, ast.Module]) -> list[str]:
@@ -211,11 +124,6 @@ def walk(module: str, function: str, parameter: str, trees: dict[str, ast.Module
     return stays
 
 
-def climbs(stays: list[str]) -> list[str]:
-    """The steps of a walk that lead from a room to one above it."""
-    return [f"{one} -> {other}" for one, other in itertools.pairwise(stays) if height_of(other) > height_of(one)]
-
-
 def height_of(place: str) -> int:
     """How high the room of a module, or of ``module:function``, is in the import contract; 0: the top, or none."""
     return _heights().get(place.partition(":")[0].split(".")[1], 0)
@@ -284,7 +192,3 @@ def _imported(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         else:
             yield from _imported(node)
-
-
-if __name__ == "__main__":
-    main()

@@ -29,10 +29,9 @@ from pathlib import Path
 from tests import taken, truth, ways, zoo
 from tests.conversion.random_expressions import check_expression
 from tests.harness.http_store import HttpStore
+from tests.harness.local_ranks import LocalRanks, RankError
 from tests.quiet import quieten
 from tests.ways import Way
-
-from shardwise.execution.processes.local_ranks import LocalRanks, RankError
 
 
 def main() -> int:

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import AutoConfig
 
 import shardwise
-from shardwise.engines.save_options import CompareWithMemory, SaveOptions
-from shardwise.execution.ranks.line import Patience
+from shardwise.engines.save_plan import SaveOptions
+from shardwise.execution.patience import Patience
 
 OPTIONS = SaveOptions(budget_bytes=1 << 20, patience=Patience(silence_s=120))
 
@@ -45,7 +45,7 @@ def _faults(case: truth.Case, way: Way, model: nn.Module, folder: Path) -> list[
     if _is_first():
         faults += _unlike_transformers(case, out, folder / "expected")
     _meet()
-    shardwise.save(model, out, max_shard_size="100KB", verify=CompareWithMemory(), options=OPTIONS)
+    shardwise.save(model, out, max_shard_size="100KB", verify=True, options=OPTIONS)
     if _is_first() and case.specimen.name not in zoo.KNOWN_UPSTREAM:
         with zoo.silenced():
             loaded = zoo.model_class(case.specimen).from_pretrained(out, dtype=truth.DTYPES[case.dtype])

@@ -19,7 +19,7 @@ from transformers.core_model_loading import PrefixChange
 
 import shardwise
 from shardwise.models.view import canonical
-from shardwise.report.load_report import LoadReport
+from shardwise.report.reports import LoadReport
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

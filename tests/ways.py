@@ -6,13 +6,14 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tests import truth, zoo
+from tests.harness.memory_storage import MemoryReader
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,23 +21,20 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise
 from shardwise.engines.forecasting import _plan as plan_of_all_ranks
-from shardwise.engines.outline import config_of, outline
-from shardwise.engines.tuning_arguments import made_ready
-from shardwise.execution.ranks.line import Patience
-from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.place import Destination, Placer, arrange
+from shardwise.engines.load_plan import SharedReads
+from shardwise.engines.outline import config_of, made_ready, outline
+from shardwise.execution.patience import Patience
+from shardwise.execution.reading import Destination, Placer, arrange
+from shardwise.execution.world import World
 from shardwise.formats.opening import open_checkpoint
 from shardwise.layout import MeshShape
+from shardwise.models.policies import group_parameters
 from shardwise.models.torch_words import to_torch
 from shardwise.models.view import look_inside, strided_view
-from shardwise.models.wrapping.groups import group_parameters
-from shardwise.models.wrapping.policies import Automatic
-from shardwise.planning.moves.sharing_choice import SharedReads, Weighed
-from shardwise.report.load_report import LoadReport
+from shardwise.report.reports import LoadReport
 from shardwise.storage import objects
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.memory import MemoryReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +51,10 @@ class Way:
     mesh: str = "flat"
     storage: str = "local"
     url: str = ""
-    shared_reads: SharedReads = field(default_factory=Weighed)
+    shared_reads: SharedReads = "auto"
 
     def __str__(self) -> str:
-        return f"{self.mesh} {self.storage} {type(self.shared_reads).__name__}"
+        return f"{self.mesh} {self.storage} {self.shared_reads}"
 
 
 STORAGES = ("local", "memory", "http", "bucket")
@@ -77,7 +75,7 @@ def _mesh(kind: str, sizes: tuple[int, ...], *, mesh_dim_names: tuple[str, ...] 
 
 def shard(model: nn.Module, mesh: DeviceMesh, placement_of: Callable[[nn.Parameter], Shard | None]) -> None:
     """``fully_shard`` of the usual blocks."""
-    grouping = group_parameters(model, Automatic())
+    grouping = group_parameters(model, "auto")
     modules = dict(model.named_modules())
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -287,7 +285,7 @@ def place_by_plan(case: truth.Case, ranks: int) -> list[str]:
     twice = {name for name, _ in built.ties_stored_twice()}
     built.equal_ties = frozenset(twice & tied)
     tuned = made_ready(built, twice - tied, {}, adapters={}, casts_to=None)
-    world, plan = plan_of_all_ranks(tuned, index, MeshShape.flat(ranks), Automatic(), 256 << 20, {})
+    world, plan = plan_of_all_ranks(tuned, index, MeshShape.flat(ranks), "auto", 256 << 20, {})
     faults: list[str] = []
     held = {name: torch.zeros(plan.layout.by_name[name].shape, dtype=torch.uint8) for name in plan.reads()}
     for rank in range(ranks):

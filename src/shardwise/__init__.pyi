@@ -8,6 +8,19 @@ from shardwise.bank.adapter_bank import AdapterBank as AdapterBank
 from shardwise.checkpoints.checkpointer import Checkpointer as Checkpointer
 from shardwise.checkpoints.state import TrainState as TrainState
 from shardwise.checkpoints.verify import verify as verify
+from shardwise.engines.bringing_up import from_pretrained as from_pretrained
+from shardwise.engines.forecasting import plan as plan
+from shardwise.engines.loading import load as load
+from shardwise.engines.merging_adapter import merge_adapter as merge_adapter
+from shardwise.engines.model_states import model_state as model_state
+from shardwise.engines.model_states import set_model_state as set_model_state
+from shardwise.engines.observe import observe as observe
+from shardwise.engines.optimizer_states import optimizer_state as optimizer_state
+from shardwise.engines.optimizer_states import set_optimizer_state as set_optimizer_state
+from shardwise.engines.saving import save as save
+from shardwise.engines.saving import save_adapter as save_adapter
+from shardwise.engines.sharding import shard as shard
+from shardwise.engines.streaming import iter_hf_tensors as iter_hf_tensors
 from shardwise.errors import CheckpointError as CheckpointError
 from shardwise.errors import ConfigError as ConfigError
 from shardwise.errors import CoverageError as CoverageError
@@ -17,30 +30,17 @@ from shardwise.errors import PlacementError as PlacementError
 from shardwise.errors import RankLostError as RankLostError
 from shardwise.errors import ShardwiseError as ShardwiseError
 from shardwise.errors import StorageError as StorageError
-from shardwise.models.wrapping.wrap import Sharding as Sharding
+from shardwise.interchange.accelerate_reading import load_accelerate_model as load_accelerate_model
+from shardwise.interchange.accelerate_reading import load_accelerate_optimizer as load_accelerate_optimizer
+from shardwise.interchange.accelerate_writing import save_accelerate_model as save_accelerate_model
+from shardwise.interchange.accelerate_writing import save_accelerate_optimizer as save_accelerate_optimizer
+from shardwise.interchange.merging_weights import merge_weights as merge_weights
+from shardwise.interchange.trainer_restoring import load_trainer_checkpoint as load_trainer_checkpoint
+from shardwise.models.wrap import Sharding as Sharding
 from shardwise.tuning.modes import ExistingLora as ExistingLora
 from shardwise.tuning.modes import Freeze as Freeze
 from shardwise.tuning.modes import Full as Full
 from shardwise.tuning.modes import Lora as Lora
-from shardwise.verbs.accelerate_load import load_accelerate_model as load_accelerate_model
-from shardwise.verbs.accelerate_load import load_accelerate_optimizer as load_accelerate_optimizer
-from shardwise.verbs.accelerate_save import save_accelerate_model as save_accelerate_model
-from shardwise.verbs.accelerate_save import save_accelerate_optimizer as save_accelerate_optimizer
-from shardwise.verbs.load import load as load
-from shardwise.verbs.merge_adapter import merge_adapter as merge_adapter
-from shardwise.verbs.merge_weights import merge_weights as merge_weights
-from shardwise.verbs.observe import observe as observe
-from shardwise.verbs.optimizer_state import optimizer_state as optimizer_state
-from shardwise.verbs.optimizer_state import set_optimizer_state as set_optimizer_state
-from shardwise.verbs.plan import plan as plan
-from shardwise.verbs.pretrained import from_pretrained as from_pretrained
-from shardwise.verbs.save import save as save
-from shardwise.verbs.save_adapter import save_adapter as save_adapter
-from shardwise.verbs.shard import shard as shard
-from shardwise.verbs.state import model_state as model_state
-from shardwise.verbs.state import set_model_state as set_model_state
-from shardwise.verbs.stream import iter_hf_tensors as iter_hf_tensors
-from shardwise.verbs.trainer_checkpoint import load_trainer_checkpoint as load_trainer_checkpoint
 
 __version__: str
 __all__: list[str]

@@ -1,13 +1,11 @@
-"""What one rank, or every rank, holds of a model, and the passes of a step, as data. No torch."""
+"""What one rank, or every rank, holds of a model, and what a step keeps, as data. No torch."""
 
 from __future__ import annotations
 
-import difflib
 import enum
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from functools import cached_property
 
 from shardwise.errors import ConfigError
@@ -131,47 +129,23 @@ class ModelLayout:
         return sum(tensor.local_numel * tensor.dtype.bits // 8 for tensor in self.saved())
 
 
-class PassPart(Enum):
-    """Where in a step a stretch is."""
-
-    FORWARD = auto()
-    LOSS = auto()
-    """After the last block: norm, head, and what losses make of logits."""
-    LOSS_BACKWARD = auto()
-    BACKWARD = auto()
-
-
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """A part of the passes in which no group begins or ends. Bytes are of what operations have made.
+class Activations:
+    """Bytes of activations of one micro-batch on one rank.
 
-    ``opens`` are the groups that begin with it, ``closes`` those that end with it. ``rise`` is the most over what
-    was there at its beginning, ``kept`` what is left of that at its end; gradients of parameters are in both, until
-    ``released`` of them are taken away when their groups close. ``block`` is -1 outside of blocks.
+    Gradients of the root group are included from where they arise; those of blocks are not.
+
+    Attributes:
+        kept: saved by the forward pass up to the end of the last block.
+        loss: most that is added to ``kept`` after the last block, forward and backward.
+        backward: most that is added to ``kept`` in the backward pass of blocks.
+        last: most that is alive after the backward pass of the first block.
     """
 
-    way: PassPart
-    block: int
-    opens: tuple[int, ...]
-    closes: tuple[int, ...]
-    rise: int
-    kept: int
-    released: int = 0
-    flops: float = 0.0
-
-    def extended(self, other: Stretch, times: float) -> Stretch:
-        """On the line from this one to another, so many times as far as that is."""
-
-        def along(here: float, there: float) -> float:
-            return here + (there - here) * times
-
-        return replace(
-            self,
-            rise=round(along(self.rise, other.rise)),
-            kept=round(along(self.kept, other.kept)),
-            released=round(along(self.released, other.released)),
-            flops=along(self.flops, other.flops),
-        )
+    kept: int = 0
+    loss: int = 0
+    backward: int = 0
+    last: int = 0
 
 
 _AXES = ("replicate", "shard")
@@ -199,22 +173,13 @@ class MeshShape:
         Raises:
             ConfigError: an axis is neither ``replicate`` nor ``shard``, or the axes do not make ``ranks``.
         """
-        for name, size in axes.items():
-            if name not in _AXES:
-                near = difflib.get_close_matches(name, _AXES, n=1, cutoff=0.0)[0]
-                raise ConfigError(
-                    f"a mesh has no axis {name!r}; did you mean {near}? There are {' and '.join(_AXES)}"
-                )
-            if size < 1:
-                raise ConfigError(f"the mesh axis {name}={size} has no ranks; every axis has at least one")
-        if "shard" not in axes:
-            rest = max(1, ranks // numel([*axes.values()]))
-            raise ConfigError(f"a mesh needs an axis that shards; add shard={rest}")
+        if unknown := [name for name in axes if name not in _AXES]:
+            raise ConfigError(f"a mesh has no axis {unknown[0]!r}; there are {' and '.join(_AXES)}")
+        if "shard" not in axes or min(axes.values()) < 1:
+            raise ConfigError(f"mesh={dict(axes)}: a mesh needs an axis shard, and a rank or more in every axis")
         mesh = cls(*zip(*((name, axes[name]) for name in _AXES if name in axes), strict=True))
         if mesh.ranks != ranks:
-            replicas = axes.get("replicate", 1)
-            fitting = f"{mesh.ranks} ranks" if ranks % replicas else f"shard={ranks // replicas}"
-            raise ConfigError(f"the mesh {mesh} is of {mesh.ranks} ranks, not of {ranks}; take {fitting}")
+            raise ConfigError(f"the mesh {mesh} is of {mesh.ranks} ranks, not of {ranks}; change one of them")
         return mesh
 
     @property

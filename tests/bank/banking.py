@@ -115,7 +115,7 @@ def recipes() -> dict[str, Recipe]:
             seed=7,
         ),
         "dee": Recipe({"r": 16, "lora_alpha": 4, "target_modules": ["down_proj", *attention]}, tokens=15, rows=4),
-        "eve": Recipe({"r": 3, "init_lora_weights": "gaussian", "target_modules": attention}, seed=3),
+        "eve": Recipe({"r": 4, "init_lora_weights": "gaussian", "target_modules": attention}, rows=3, seed=3),
     }
 
 

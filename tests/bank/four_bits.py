@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 import shardwise
-from shardwise.bank.backends import LoopedAlways
-from shardwise.options import AsStored, Nf4
+from shardwise.options import Nf4
 
 STEPS = 5
 PACKED = Nf4()
@@ -42,7 +41,7 @@ ADAPTS_EXPERTS = Recipe(
 
 
 def learned(folder: str, out: str) -> dict[str, Any]:
-    bank = shardwise.AdapterBank(base(folder, Nf4()), backend=LoopedAlways())
+    bank = shardwise.AdapterBank(base(folder, Nf4()), backend="loop")
     for name, recipe in MEMBERS.items():
         create(bank, name, recipe)
     begin = {name: adapter(bank, name) for name in MEMBERS}
@@ -70,7 +69,7 @@ def experts_learned(folder: str) -> dict[str, Any]:
     give_numbers(packed, plain)
     ends, losses, begin = [], [], {}
     for model in (packed, plain):
-        bank = shardwise.AdapterBank(model, backend=LoopedAlways())
+        bank = shardwise.AdapterBank(model, backend="loop")
         create(bank, "eve", ADAPTS_EXPERTS)
         begin = adapter(bank, "eve")
         losses.append([each["eve"] for each in trained(bank, {"eve": ADAPTS_EXPERTS})])
@@ -85,11 +84,11 @@ def experts_learned(folder: str) -> dict[str, Any]:
 def stored_experts_learned(folder: str) -> dict[str, Any]:
     """A tenant on attention and on experts that stay as they are stored, beside a LoRA on the same base."""
     recipe = Recipe({**ADAPTS_EXPERTS.config, "target_modules": ["q_proj"]}, adamw, rows=2, tokens=12)
-    bank = shardwise.AdapterBank(base(folder, AsStored()), backend=LoopedAlways())
+    bank = shardwise.AdapterBank(base(folder, "as_stored"), backend="loop")
     create(bank, "eve", recipe)
     begin = adapter(bank, "eve")
     mine = [each["eve"] for each in trained(bank, {"eve": recipe})]
-    own, end = alone(folder, "eve", recipe, begin, AsStored())
+    own, end = alone(folder, "eve", recipe, begin, "as_stored")
     return {
         "losses": max(abs(a - b) / b for a, b in zip(mine, own, strict=True)),
         "adapters": distance(adapter(bank, "eve"), end, begin),

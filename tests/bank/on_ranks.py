@@ -18,18 +18,16 @@ from tests.bank.banking import STEPS, Recipe, adapter, create, recipes, rows_for
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import shardwise
-from shardwise.bank.adapter_bank import AdapterBank
-from shardwise.bank.backends import GroupedAlways, LoopedAlways
+from shardwise.bank import adapter_bank
 from shardwise.errors import ShardwiseError
-from shardwise.models.wrapping.blocks import PerBlock
-from shardwise.models.wrapping.policies import MinSize
+from shardwise.models.policies import MinSize
 
 LATE = 4
 """Micro-batches before the tenant ``eve`` comes."""
 
 
 def bank_of(base: Path, members: Mapping[str, Recipe], backend: Any = None, **keywords: Any) -> Any:
-    bank = shardwise.AdapterBank(shardwise.from_pretrained(base, **keywords), backend=backend or LoopedAlways())
+    bank = shardwise.AdapterBank(shardwise.from_pretrained(base, **keywords), backend=backend or "loop")
     for name, recipe in members.items():
         create(bank, name, recipe)
     return bank
@@ -61,14 +59,14 @@ def together(base: Path, kind: str) -> dict[str, Any]:
     members = recipes() if kind == "loop" else {name: recipes()[name] for name in ("ada", "dee", "eve")}
     micro_batches = {"loop": 3 * STEPS, "grouped": STEPS + LATE, "not reduced": 2 * LATE}[kind]
     late = members.pop("eve")
-    backend = GroupedAlways() if kind == "grouped" else LoopedAlways()
-    sharding = shardwise.Sharding(activation_checkpointing=PerBlock())
+    backend = "auto" if kind == "grouped" else "loop"
+    sharding = shardwise.Sharding(activation_checkpointing=True)
     bank = bank_of(base, members, backend, sharding=sharding)
     begin = {name: adapter(bank, name) for name in members}
     assert isinstance(bank._model, FSDPModule)
     shards = [(values.to_local().data_ptr(), values.to_local().clone()) for values in bank._model.parameters()]
     if kind == "not reduced":
-        AdapterBank._sum_over_ranks, own = lambda self, tenant: None, AdapterBank._sum_over_ranks
+        adapter_bank.summed, own = lambda world, values: values, adapter_bank.summed
     try:
         with counted() as calls:
             told = train(bank, members, LATE, **here())
@@ -78,7 +76,7 @@ def together(base: Path, kind: str) -> dict[str, Any]:
             told += train(bank, more, micro_batches - LATE, first=LATE, began={"eve": LATE}, **here())
     finally:
         if kind == "not reduced":
-            AdapterBank._sum_over_ranks = own
+            adapter_bank.summed = own
     base_is_same = all(
         values.to_local().data_ptr() == pointer and values.to_local().equal(kept)
         for values, (pointer, kept) in zip(bank._model.parameters(), shards, strict=True)

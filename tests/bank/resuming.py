@@ -19,10 +19,6 @@ WINDOWS, HALF, ALL = 3, 7, 12
 """Micro-batches of a window, after which it is saved (in the third window), and of a training."""
 
 
-def muon(own: Any) -> torch.optim.Optimizer:
-    return torch.optim.Muon(own, lr=1e-2)
-
-
 def members() -> dict[str, Recipe]:
     """Windows of three micro-batches, a schedule, dropout, a clip; optimizers that keep other things."""
     found = {name: recipes()[name] for name in ("ada", "bob", "cy", "eve")}
@@ -32,10 +28,6 @@ def members() -> dict[str, Recipe]:
         name: replace(own, accumulation=WINDOWS, config={**own.config, "lora_dropout": 0.2})
         for name, own in found.items()
     }
-
-
-def with_moments(recipe: Recipe, mode: Any) -> Recipe:
-    return replace(recipe, more={**recipe.more, "optimizer_state": mode})
 
 
 def where() -> dict[str, int]:
@@ -60,12 +52,6 @@ def told_of(bank: Any, tenants: Mapping[str, Recipe], told: list[Any]) -> dict[s
     return {
         "all": {name: everything(bank, name) for name in tenants},
         "losses": {name: losses_of(told, name) for name in tenants},
-        "kept": {
-            name: sum(
-                own.numel() for kept in bank._tenants[name].part.optimizer.state.values() for own in kept.values()
-            )
-            for name in tenants
-        },
     }
 
 
@@ -73,9 +59,9 @@ ON_RANKS = ("ada", "eve")
 """Those that several ranks train; the others differ in what is the same on any number of them."""
 
 
-def begin(base: Path, folder: Path, mode: Any) -> dict[str, Any]:
+def begin(base: Path, folder: Path) -> dict[str, Any]:
     """The first half of a training, saved in the middle of a window; then the other half."""
-    tenants = {name: with_moments(own, mode) for name, own in members().items() if name in ON_RANKS}
+    tenants = {name: own for name, own in members().items() if name in ON_RANKS}
     bank = bank_of(base, tenants)
     told = train(bank, tenants, HALF, **where())
     for name in tenants:
@@ -85,13 +71,12 @@ def begin(base: Path, folder: Path, mode: Any) -> dict[str, Any]:
     return {"half": half, **told_of(bank, tenants, told)}
 
 
-def go_on(base: Path, folder: Path, mode: Any) -> dict[str, Any]:
+def go_on(base: Path, folder: Path) -> dict[str, Any]:
     """The other half, by a bank that has only the files."""
     bank = bank_of(base, {})
     tenants = {name: own for name, own in members().items() if name in ON_RANKS}
     started = {
-        name: bank.load(name, folder / name, schedule=own.schedule or unchanging, optimizer_state=mode)
-        for name, own in tenants.items()
+        name: bank.load(name, folder / name, schedule=own.schedule or unchanging) for name, own in tenants.items()
     }
     half = told_of(bank, tenants, [])
     told = train(bank, tenants, ALL - HALF, first=HALF, **where())
@@ -104,7 +89,7 @@ def differing(base: Path, folder: Path) -> dict[str, Any]:
     bank = bank_of(base, tenants)
     train(bank, tenants, HALF, **where())
     rank = where()["rank"]
-    modes = (shardwise.options.WithTraining(), shardwise.options.MatricesOnly())
+    modes = (True, False)
     before = bank.state_dict("ada")
     train(bank, tenants, 1, first=HALF, **where())
     after = bank.state_dict("ada")
@@ -114,10 +99,10 @@ def differing(base: Path, folder: Path) -> dict[str, Any]:
         return bank.load("x", folder, **{"schedule": banking.falling, **keywords})
 
     return {
-        "state": said(lambda: bank.save("ada", folder, state=modes[rank])),
+        "state": said(lambda: bank.save("ada", folder, training_state=modes[rank])),
         "name": said(lambda: bank.state_dict(ON_RANKS[rank])),
         "given": said(lambda: bank.load_state_dict("ada", (before, after)[rank])),
-        "no mode": said(lambda: load(state=(modes[0], "no")[rank])),
+        "no mode": said(lambda: load(training_state=(modes[0], "no")[rank])),
         "seed of one rank": said(lambda: load(seed=rank)),
         "another optimizer": said(lambda: load(optimizer=banking.sgd)),
         "names": bank.names,

@@ -23,9 +23,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
 
 import shardwise
-from shardwise.bank.adapter_bank import AdapterBank
-from shardwise.execution.ranks import lost_ranks
-from shardwise.options import BeginsAnew, GoesOn
+from shardwise.bank import adapter_bank
+from shardwise.bank.tenant import TenantStart
+from shardwise.execution import meetings
 
 ADA = recipes()["ada"]
 
@@ -60,8 +60,8 @@ def given_other_states(base: Path) -> dict[str, str]:
     return {
         "matrices": given(lambda state: next(iter(state["adapter"].values()))[0, 0].add_(1e-3)),
         "moments": given(lambda state: state["optimizer"]["state"][0]["exp_avg_sq"][5:6].mul_(1.5)),
-        "rate": given(lambda state: state["optimizer"]["param_groups"][0].update(lr=0.02)),
-        "clip": given(lambda state: state.update(max_grad_norm=2.0)),
+        "rate": given(lambda state: state["facts"]["settings"].update(lr=0.02)),
+        "clip": given(lambda state: state["facts"].update(max_grad_norm=2.0)),
         "of PEFT": of_peft(),
         "the same": said(lambda: bank.load_state_dict("ada", bank.state_dict("ada"))),
     }
@@ -91,9 +91,9 @@ def other_settings(base: Path) -> dict[str, Any]:
     before = adapter(bank, "ada")
     told = {"schedule": said(lambda: bank.optim_step("ada"))}
     require_equal(adapter(bank, "ada"), before)
-    bank._tenants["bob"].part.optimizer.param_groups[0]["momentum"] = 0.9 - rank / 10
+    bank._tenants["bob"].optimizer.param_groups[0]["momentum"] = 0.9 - rank / 10
     told["momentum"] = said(lambda: bank.optim_step("bob"))
-    bank._tenants["bob"].part.optimizer.param_groups[0]["momentum"] = 0.9
+    bank._tenants["bob"].optimizer.param_groups[0]["momentum"] = 0.9
     told["goes on"] = said(lambda: bank.optim_step("bob"))
     kinds = (banking.falling, lambda optimizer: LambdaLR(optimizer, lambda step: 1.0))
     told["at once"] = said(lambda: create(bank, "x", replace(ADA, schedule=kinds[rank])))
@@ -105,10 +105,10 @@ def test_ranks_step_alike(worlds, base):
     first, second = worlds(2).run(other_settings, base)
     assert first == second
     assert first["schedule"] == (
-        "DisagreementError: the step of 'ada' on rank 1 is not that of rank 0: lr (0.005 against 0.01); no step "
-        "was taken. Give it the same optimizer and schedule on every rank"
+        "DisagreementError: lr of 'ada' on rank 1 is not that of rank 0 (0.005 against 0.01); "
+        "give every rank the same"
     )
-    assert "the step of 'bob' on rank 1 is not that of rank 0: momentum (0.8 against 0.9)" in first["momentum"]
+    assert "momentum of 'bob' on rank 1 is not that of rank 0 (0.8 against 0.9)" in first["momentum"]
     assert first["goes on"] == "nothing"
 
 
@@ -129,14 +129,14 @@ def test_a_state_dict_of_pefts_begins_anew(base):
     own = adapter(bank, "cy")
     assert state.keys() > own.keys()
     train(bank, members, 4)
-    assert bank.load_state_dict("cy", state) == BeginsAnew("the state has matrices alone")
+    assert bank.load_state_dict("cy", state) == TenantStart(reason="the state has matrices alone")
     require_equal(adapter(bank, "cy"), {key: state[key] for key in own})
     fresh = bank_of(base, members)
     fresh.load_state_dict("cy", {key: state[key] for key in own})
     for each in (bank, fresh):
         train(each, members, 3)
     require_equal(adapter(bank, "cy"), adapter(fresh, "cy"))
-    assert fresh.load_state_dict("cy", bank.state_dict("cy")) == GoesOn(1, 1, 0, 0)
+    assert fresh.load_state_dict("cy", bank.state_dict("cy")) == TenantStart(1, 1, 0, 0)
 
 
 def test_other_state_dicts_are_refused_by_name(base):
@@ -162,23 +162,21 @@ def test_other_state_dicts_are_refused_by_name(base):
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────
 
 ROWS = rows_for("ada", ADA, 0)
+NO_PAIRS = r"batches: is a \w+, not a list of \(name, rows\)"
+NO_TENSORS = "'ada': the rows are not a dict of tensors of one shape"
 NO_ROWS: dict[str, tuple[Any, str]] = {
-    "a dict of batches": ({"ada": ROWS}, r"the batches \(of 'ada'\) are a dict; pass list\(batches.items\(\)\)"),
-    "a text": ("ada", r"the batches are a str; pass a list of \(name, rows\)"),
-    "a number": (3, r"the batches are a int; pass a list"),
-    "names alone": (["ada"], r"batches\[0\] is a str, and no pair; pass \(name, rows\)"),
-    "no name": ([(3, ROWS)], r"batches\[0\] has a int for the name of an adapter"),
-    "a list of rows": ([("ada", [ROWS])], r"'ada': the rows are a list; pass a dict of tensors of shape"),
-    "texts": ([("ada", ["one", "two"])], "'ada': the rows are a list; pass a dict of tensors"),
-    "a tensor": ([("ada", ROWS["input_ids"])], "'ada': the rows are a Tensor; pass a dict of tensors"),
-    "nothing": ([("ada", None)], "'ada': the rows are a NoneType; pass a dict"),
-    "lists in it": ([("ada", {"input_ids": [[1, 2]]})], "'ada': input_ids is a list; pass a tensor of shape"),
-    "labels of text": ([("ada", {**ROWS, "labels": ["x"]})], "'ada': labels is a list; pass a tensor"),
-    "labels in floats": (
-        [("ada", {**ROWS, "labels": ROWS["labels"].float()})],
-        "'ada': labels are torch.float32; they are",
-    ),
-    "other keys": ([("ada", {**ROWS, 3: 4, "x": 5})], "'ada': a batch has input_ids, .*, and not 'x', 3"),
+    "a dict of batches": ({"ada": ROWS}, NO_PAIRS),
+    "a text": ("ada", NO_PAIRS),
+    "a number": (3, NO_PAIRS),
+    "names alone": (["ada"], NO_PAIRS),
+    "no name": ([(3, ROWS)], NO_PAIRS),
+    "a list of rows": ([("ada", [ROWS])], NO_TENSORS),
+    "a tensor": ([("ada", ROWS["input_ids"])], NO_TENSORS),
+    "nothing": ([("ada", None)], NO_TENSORS),
+    "lists in it": ([("ada", {"input_ids": [[1, 2]]})], NO_TENSORS),
+    "labels of text": ([("ada", {**ROWS, "labels": ["x"]})], NO_TENSORS),
+    "labels in floats": ([("ada", {**ROWS, "labels": ROWS["labels"].float()})], NO_TENSORS),
+    "other keys": ([("ada", {**ROWS, 3: 4, "x": 5})], NO_TENSORS),
 }
 
 
@@ -200,8 +198,8 @@ def odd_rows(base: Path) -> list[str]:
 def test_rows_of_one_rank_that_are_none(worlds, base):
     first, second = worlds(2).run(odd_rows, base)
     assert first == second
-    assert first[0].startswith("ConfigError: rank 1: 'ada': the rows are a list; pass a dict of tensors")
-    assert first[1] == "ConfigError: the batches are a str; pass a list of (name, rows)"
+    assert first[0].startswith("ConfigError: rank 1: 'ada': the rows are not a dict")
+    assert first[1].startswith("ConfigError: batches: is a str")
 
 
 # ── ranks that fail in a step, or are gone ────────────────────────────────────────────────────────
@@ -213,22 +211,22 @@ def step_with(seat: Seat, base: str, how: str) -> dict[str, Any]:
     bank = on_ranks.bank_of(Path(base), members)
     train(bank, members, 1, rank=seat.rank, size=seat.size)
     bank.forward_backward([("ada", rows_for("ada", ADA, 1))])
-    own = AdapterBank._sum_over_ranks
+    own = adapter_bank.summed
 
-    def struck(self: Any, tenant: Any) -> None:
+    def struck(world: Any, values: Any) -> Any:
         if seat.rank == 1 and how == "killed":
             seat.tell()
             os.kill(os.getpid(), signal.SIGKILL)
         if seat.rank == 1:
             raise ValueError("struck")
-        own(self, tenant)
+        return own(world, values)
 
     seat.leaves = seat.rank == 0 and how == "the store goes"
     late = how == "the store goes" and seat.rank == 1
     with (
-        mock.patch.object(AdapterBank, "_sum_over_ranks", struck),
-        mock.patch.object(lost_ranks, "_FIRST_POLL_S", 0.3 if late else 0.0001),
-        mock.patch.object(lost_ranks, "_LAST_POLL_S", 0.3 if late else 0.05),
+        mock.patch.object(adapter_bank, "summed", struck),
+        mock.patch.object(meetings, "_FIRST_POLL_S", 0.3 if late else 0.0001),
+        mock.patch.object(meetings, "_LAST_POLL_S", 0.3 if late else 0.05),
     ):
         return {"told": said(lambda: bank.optim_step("ada"))}
 

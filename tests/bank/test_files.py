@@ -19,8 +19,8 @@ from tests.bank.test_alone import bank_of, require_equal
 from transformers import AutoModelForCausalLM
 
 import shardwise
-from shardwise.bank.tenant import unchanging
-from shardwise.options import GoesOn, Ignore
+from shardwise.bank.tenant import TenantStart, unchanging
+from shardwise.options import Ignore
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def trained_and_saved(base: Path, folder: Path, *, experts: bool = False) -> dic
         told = bank.load(
             f"{name}-again", folder / name, schedule=members[name].schedule or unchanging, on_other_base=Ignore()
         )
-        assert told == GoesOn(bank._tenants[name].steps, bank._tenants[name].windows, 0, 0)
+        assert told == TenantStart(bank._tenants[name].steps, bank._tenants[name].windows, 0, 0)
         require_equal(adapter(bank, f"{name}-again"), adapter(bank, name))
     assert all(one.equal(other) for one, other in zip(shards, changed, strict=True)), "nothing writes to the base"
     for values, kept in zip(shards, before, strict=True):

@@ -8,7 +8,6 @@ import pytest
 from tests.bank import four_bits
 from tests.quantised.stored_experts import make_gpt_oss
 from tests.quantised.test_four_bit_experts import plain as mixture  # noqa: F401 - a fixture
-from tests.tenants.trying import alone, base, losses, run, values, write
 
 
 @pytest.mark.distributed
@@ -43,20 +42,3 @@ def test_tenants_learn_on_experts_as_they_are_stored(worlds, tmp_path, size):
         assert told["losses"] < 1e-6, told
         assert told["adapters"] < 1e-4, told
         assert told["falls"], told
-
-
-def test_the_command_trains_tenants_in_four_bits(tmp_path):
-    folder = base(tmp_path)
-
-    def config(output: str, **more: object) -> dict[str, object]:
-        found = values(folder, tmp_path / output) | {"evaluation": {}, **more}
-        return found | {"tenants": found["tenants"][:1]}
-
-    in_four_bits = config("out", quantization={"form": "nf4", "block_size": 32})
-    result = run(write(tmp_path / "tenants.yaml", in_four_bits), "--json")
-    assert result.exit_code == 0, result.stderr
-    own = losses(result)["ada"]
-    assert alone(tmp_path / "out" / "ada", tmp_path / "alone") == pytest.approx(own, rel=1e-6)
-    other = run(write(tmp_path / "numbers.yaml", config("numbers")), "--json")
-    assert other.exit_code == 0, other.stderr
-    assert losses(other)["ada"] != own

@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks import gpu, load, planning, roof
+from benchmarks import load, planning, roof
 from benchmarks.arms import ARMS, why_no_runai
 from benchmarks.checkpoints import SHAPES, Shape, write
-from benchmarks.limits import limits_of
-from benchmarks.place import machine
 from benchmarks.rank import Job, measure
-from benchmarks.tables import render
 from tests.conftest import Worlds
 from tests.models.on_fake_ranks import fake_rank
 
@@ -53,32 +50,6 @@ def test_a_model_with_other_values_is_not_the_same(worlds: Worlds, tmp_path: Pat
     assert verdict.startswith("1 of ")
 
 
-@pytest.mark.slow
-def test_a_row_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "RANKS", 2)
-    shape = SHAPES["qwen3-0.6b"].tiny()
-    monkeypatch.setitem(SHAPES, shape.name, shape)
-    row = load.Row("tiny", shape, ("shardwise", "roof"), skipped={"dcp": "a reason"})
-    found = load.run_row(row, tmp_path, repeats=1, timeout_s=60, patience_s=0)
-    assert found["runs"]["shardwise"][0]["read_fraction"] >= 1.0  # gaps in so small a file are read over
-    results = {
-        "date": "today",
-        "command": "none",
-        "commit": "none",
-        "machine": machine(),
-        "ranks": 2,
-        "repeats": 1,
-        "minutes": 0.0,
-        "rows": [found],
-        "gpu": "unmeasured: no GPU",
-    }
-    results["limits"] = [vars(limit) | {"verdict": limit.verdict} for limit in limits_of(results)]
-    text = render(results)
-    assert "| shardwise |" in text
-    assert "dcp is not measured: a reason." in text
-    assert "tiny: read phase / roof" in text
-
-
 def test_the_roof_reads_every_byte(tmp_path: Path) -> None:
     folder = write(SHAPES["qwen3-1.7b"].tiny(), tmp_path)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -93,11 +64,3 @@ def test_planning_is_timed(shape: Shape) -> None:
         found = planning.plan_once(shape.tiny())
     assert set(planning.COUNTED) < set(found)
     assert found["stored"] == len(shape.tiny().tensors())
-
-
-def test_without_a_gpu_the_row_says_so(tmp_path: Path) -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    assert gpu.measure(tmp_path, SHAPES["qwen3-0.6b"]) == "unmeasured: no GPU"

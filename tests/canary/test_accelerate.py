@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.models import pretrained
-from shardwise.tuning import configs
+from shardwise.tuning import peft_compat
 
 
 @pytest.fixture
@@ -34,8 +35,37 @@ def llama(folder: Path) -> transformers.PreTrainedModel:
     return model
 
 
-def test_doors_take_what_is_known() -> None:
-    compat.check_doors()
+FSDP = ("fsdp_plugin", "accelerator")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "arguments"),
+    [
+        (Accelerator, "_prepare_fsdp2", ("self", "args")),
+        (Accelerator, "_prepare_one", ("self", "obj", "first_pass", "device_placement")),
+        (Accelerator, "prepare", ("self", "args", "device_placement")),
+        (Accelerator, "get_state_dict", ("self", "model", "unwrap")),
+        (Accelerator, "clip_grad_norm_", ("self", "parameters", "max_norm", "norm_type")),
+        (Accelerator, "save_state", ("self", "output_dir", "safe_serialization")),
+        (Accelerator, "load_state", ("self", "input_dir", "load_kwargs")),
+        (compat.accelerator_module, "save_fsdp_model", (*FSDP, "model", "output_dir", "model_index")),
+        (compat.accelerator_module, "load_fsdp_model", (*FSDP, "model", "input_dir", "model_index")),
+        (
+            compat.accelerator_module,
+            "save_fsdp_optimizer",
+            (*FSDP, "optimizer", "model", "output_dir", "optimizer_index"),
+        ),
+        (
+            compat.accelerator_module,
+            "load_fsdp_optimizer",
+            (*FSDP, "optimizer", "model", "input_dir", "optimizer_index"),
+        ),
+        (compat.fsdp_utils, "fsdp2_load_full_state_dict", ("accelerator", "model", "full_sd")),
+        (AcceleratorState, "__init__", ("self", "mixed_precision", "cpu")),
+    ],
+)
+def test_functions_begin_with_the_arguments_that_are_known(owner, name, arguments) -> None:
+    assert tuple(inspect.signature(getattr(owner, name)).parameters)[: len(arguments)] == arguments
 
 
 def test_one_process_is_no_fsdp_and_a_state_may_become_one(accelerator) -> None:
@@ -60,7 +90,7 @@ def test_what_is_prepared_beside_a_model(accelerator) -> None:
     assert found[0] is model
     assert compat.bare(found[1]) is optimizer
     assert type(found[2]).__name__ == "AcceleratedScheduler"
-    assert compat.models_of(accelerator) == [model]
+    assert accelerator._models == [model]
     assert accelerator._optimizers == [found[1]]
     assert optimizer.param_groups[0]["params"][0] is model.weight
 
@@ -118,14 +148,14 @@ def test_peft_moves_adapters_through_doors_and_copies_modules(tmp_path: Path, mo
     from peft import LoraConfig, get_peft_model
 
     seen: list[nn.Module] = []
-    for owner, name in configs.adapter_doors():
+    for owner, name in peft_compat.adapter_doors():
         original = vars(owner)[name]
 
         def door(*given, original=original, **keywords):
-            layer = configs.layer_among(given)
+            layer = peft_compat.layer_among(given)
             if layer is not None:
                 seen.append(layer)
-                assert [tensor.shape for tensor in configs.tensors_of_layer(layer)] == [(8, 8)]
+                assert [tensor.shape for tensor in peft_compat.tensors_of_layer(layer)] == [(8, 8)]
             return original(*given, **keywords)
 
         monkeypatch.setattr(owner, name, door)
@@ -135,6 +165,6 @@ def test_peft_moves_adapters_through_doors_and_copies_modules(tmp_path: Path, mo
     assert len(seen) >= 2
     assert {id(item) for item in seen} == {id(layer)}
     prefix = "base_model.model.model.norm"
-    assert configs.copied_names(model) == {
+    assert peft_compat.copied_names(model) == {
         f"{prefix}.modules_to_save.default.weight": f"{prefix}.original_module.weight"
     }

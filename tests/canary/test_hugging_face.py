@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import accelerate.utils.constants as accelerate_names
 import pytest
 import torch
 import transformers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torch import nn
 from transformers import trainer_utils
 
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER
 from shardwise.interchange import trainer_folder
-from shardwise.models import pretrained, templates_compat
-from shardwise.models import transformers_compat as compat
+from shardwise.models import pretrained
 from shardwise.tuning import peft_compat
 
 SMALL = {
@@ -43,12 +40,12 @@ def llama() -> transformers.PreTrainedModel:
 
 def test_conversion_objects(mixtral: transformers.PreTrainedModel) -> None:
     """A key of the hub's leads to a name and a converter's pattern; that runs on the tensors of all its keys."""
-    renamings, converters = compat.split_transforms(compat.conversion_transforms(mixtral, {"^old": "new"}))
+    renamings, converters = pretrained.split_transforms(pretrained.conversion_transforms(mixtral, {"^old": "new"}))
     assert renamings[0].rename_source_key("old.weight")[0] == "new.weight"
     stem = "model.layers.1.block_sparse_moe.experts"
     names = dict(mixtral.state_dict())
     found = {
-        key: compat.rename_source_key(key, renamings, converters, mixtral.base_model_prefix, names)
+        key: pretrained.rename_source_key(key, renamings, converters, mixtral.base_model_prefix, names)
         for key in (f"{stem}.0.w1.weight", f"{stem}.1.w1.weight", f"{stem}.0.w3.weight", f"{stem}.1.w3.weight")
     }
     assert {name for name, _ in found.values()} == {"model.layers.1.mlp.experts.gate_up_proj"}
@@ -60,7 +57,7 @@ def test_conversion_objects(mixtral: transformers.PreTrainedModel) -> None:
     for number, (_, pattern) in enumerate(found.values()):
         assert pattern is not None
         sources.setdefault(pattern, []).append(torch.full((4, 8), float(number)))
-    made = compat.convert(converter, target, sources, mixtral)
+    made = pretrained.convert(converter, target, sources, mixtral)
     assert set(made) == {target}
     assert made[target].shape == (2, 8, 8)
     assert made[target][:, ::4, 0].tolist() == [[0, 2], [1, 3]]  # expert by expert, gate before up
@@ -72,40 +69,40 @@ def test_conversions_are_left_on_the_model_and_run_backwards(
 ) -> None:
     mixtral.save_pretrained(tmp_path)
     loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
-    used = compat.saved_conversions(loaded)
+    used = pretrained.saved_conversions(loaded)
     assert any(item.was_used() for item in used)
-    reverted = compat.revert(loaded, used, loaded.state_dict())
+    reverted = pretrained.revert(loaded, used, loaded.state_dict())
     assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in reverted
-    assert compat.saved_conversions(mixtral), "a model that was not loaded has its class's own"
+    assert pretrained.saved_conversions(mixtral), "a model that was not loaded has its class's own"
 
 
 def test_ties_plans_and_lists_of_a_model(llama: transformers.PreTrainedModel) -> None:
     assert pretrained.declared_ties(llama) == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert compat.tie_targets(llama) == {"lm_head.weight"}
-    assert compat.no_split_classes(llama) == {"LlamaDecoderLayer"}
+    assert pretrained.tie_targets(llama) == {"lm_head.weight"}
+    assert pretrained.no_split_classes(llama) == {"LlamaDecoderLayer"}
     assert pretrained.base_model_prefix(llama) == "model"
     assert pretrained.text_layers(llama) == 2
-    assert compat.attention_of(llama) == "sdpa"
+    assert pretrained.attention_of(llama) == "sdpa"
     config = transformers.T5Config(d_model=4, d_kv=2, d_ff=4, num_layers=1, num_heads=2, vocab_size=8)
-    kept = compat.dtype_plan(transformers.T5ForConditionalGeneration(config), torch.float16)
+    kept = pretrained.dtype_plan(transformers.T5ForConditionalGeneration(config), torch.float16)
     name = "encoder.block.0.layer.1.DenseReluDense.wo.weight"
-    assert compat.planned_dtype(kept, name) is torch.float32
-    assert compat.planned_dtype(kept, name.replace("wo", "wi")) is None
+    assert pretrained.planned_dtype(kept, name) is torch.float32
+    assert pretrained.planned_dtype(kept, name.replace("wo", "wi")) is None
 
 
 def test_building_and_initialising(llama: transformers.PreTrainedModel) -> None:
-    with compat.building_on_meta(torch.bfloat16):
+    with pretrained.building_on_meta(torch.bfloat16):
         built = transformers.LlamaForCausalLM(llama.config)
     assert {(tensor.is_meta, tensor.dtype) for tensor in built.parameters()} == {(True, torch.bfloat16)}
-    found, config = compat.auto_model_class(llama.config, transformers.AutoModelForCausalLM)
+    found, config = pretrained.auto_model_class(llama.config, transformers.AutoModelForCausalLM)
     assert (found, config) == (transformers.LlamaForCausalLM, llama.config)
-    fresh = compat.built_without_weights(llama)
+    fresh = pretrained.built_without_weights(llama)
     assert type(fresh) is type(llama)
     assert all(tensor.is_meta for tensor in fresh.parameters())
     rotary = dict(fresh.named_buffers())["model.rotary_emb.inv_freq"]
     assert torch.equal(rotary, dict(llama.named_buffers())["model.rotary_emb.inv_freq"])
     ones = torch.ones(2)
-    with compat.not_initialising():
+    with pretrained.not_initialising():
         nn.init.zeros_(ones)
     assert ones.tolist() == [1, 1]
     model = transformers.LlamaForCausalLM(llama.config)
@@ -113,26 +110,24 @@ def test_building_and_initialising(llama: transformers.PreTrainedModel) -> None:
         for tensor in model.parameters():
             tensor.fill_(7)
     norm, linear = model.model.norm, model.model.layers[0].mlp.up_proj
-    compat.run_initializers(model, {norm})
+    pretrained.run_initializers(model, {norm})
     assert norm.weight.tolist() == [1] * 8
     assert bool((linear.weight == 7).all()), "only the modules that were named"
     seen = []
-    with compat.init_function("ones_", lambda tensor: seen.append(tensor)):
-        compat.run_initializers(model, {norm})
+    with pretrained.init_function("ones_", lambda tensor: seen.append(tensor)):
+        pretrained.run_initializers(model, {norm})
     assert [id(tensor) for tensor in seen] == [id(norm.weight)]
-    compat.mark_initialized(norm.weight)
+    pretrained.mark_initialized(norm.weight)
     with torch.no_grad():
         norm.weight.fill_(7)
-    compat.run_initializers(model, {norm})
+    pretrained.run_initializers(model, {norm})
     assert norm.weight.tolist() == [7] * 8, "what is marked is passed over"
 
 
 def test_layers_of_peft(llama: transformers.PreTrainedModel) -> None:
     with torch.device("meta"):
         base = transformers.LlamaForCausalLM(llama.config)
-    config = peft_compat.lora_config(
-        r=2, target_modules=["q_proj"], modules_to_save=["model.norm"], init_lora_weights="orthogonal"
-    )
+    config = peft_compat.lora_config(r=2, target_modules=["q_proj"], modules_to_save=["model.norm"])
     model = peft_compat.inject(base, config, "mine", starts_anew=True)
     targets = peft_compat.targets_of(model, "mine")
     assert targets.modules == tuple(f"model.layers.{number}.self_attn.q_proj" for number in range(2))
@@ -146,61 +141,21 @@ def test_layers_of_peft(llama: transformers.PreTrainedModel) -> None:
     assert layer.lora_A["mine"].weight.shape == (2, 8)
     assert peft_compat.magnitude(layer, "mine") is None
     assert peft_compat.has_row_norms(layer)
-    drawn = [draw() for draw in peft_compat.drawn_whole(layer, "mine", "orthogonal").values()]
-    assert [item.shape for item in drawn] == [(2, 8), (8, 2)]
     rows = torch.tensor([[3.0, 4.0]])
     assert peft_compat.row_norms(rows).tolist() == [5]
 
 
 def test_fused_experts(mixtral: transformers.PreTrainedModel) -> None:
-    (experts, *_) = [module for module in mixtral.modules() if compat.are_fused_experts(module)]
-    assert not compat.are_fused_experts(mixtral)
-    assert not compat.are_parted_experts(experts)
+    (experts, *_) = [module for module in mixtral.modules() if pretrained.are_fused_experts(module)]
+    assert not pretrained.are_fused_experts(mixtral)
+    assert not pretrained.are_parted_experts(experts)
     assert (experts.has_gate, experts.has_bias, experts.is_transposed) == (True, False, False)
     gate, up = torch.randn(3, 4), torch.randn(3, 4)
     expected = nn.functional.silu(gate) * up
-    torch.testing.assert_close(compat.activated(experts, torch.cat([gate, up], 1)), expected)
-    eager = compat.eager_experts(type(experts))
+    torch.testing.assert_close(pretrained.activated(experts, torch.cat([gate, up], 1)), expected)
+    eager = pretrained.eager_experts(type(experts))
     assert eager is not type(experts).forward
     assert not hasattr(eager, "__wrapped__")
-
-
-def test_chat_templates() -> None:
-    """They are run in a sandbox, in pieces, and say which places of these are marked."""
-    text = "{{ 'a' }}{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% endfor %}{{ 'c' }}"
-    template = templates_compat.compile_template(text)
-    assert template is templates_compat.compile_template(text)
-    assert isinstance(template.environment, ImmutableSandboxedEnvironment)
-    pieces: list[str] = []
-    marks: list[tuple[int, int]] = []
-    with templates_compat.follow_marks(template, pieces, marks):
-        for piece in template.generate(messages=["bb", "d"]):
-            pieces.append(piece)
-    assert ("".join(pieces), marks) == ("abbdc", [(1, 3), (3, 4)])
-
-
-def test_what_a_template_has_set_can_be_read_and_its_loop_moved() -> None:
-    text = (
-        "{%- macro f() %}{% endmacro %}{%- if 1 %}{%- set ns = namespace(a=1) %}{%- endif %}{%- set n = nothing %}"
-        "{%- for m in told(messages) %}{{- moved(loop) or '' }}{{- loop.index0 }}{{- ns.a }}{%- endfor %}"
-    )
-    template = templates_compat.compile_template(text)
-
-    def told(found: Any, value: Any) -> Any:
-        assert set(found) == {"f", "ns", "n"}
-        assert templates_compat.is_macro(found["f"])
-        assert templates_compat.is_undefined(found["n"])
-        said = templates_compat.attributes(found["ns"])
-        assert said == {"a": 1}
-        said["a"] = 2
-        return value[1:]
-
-    def moved(loop: Any) -> None:
-        if loop.first:
-            templates_compat.set_round(loop, 5)
-
-    doors = {"told": templates_compat.told_what_is_set(told), "moved": moved}
-    assert "".join(template.generate(messages=["a", "b", "c"], **doors)) == "5262"
 
 
 def test_files_of_accelerate_and_of_the_trainer() -> None:

@@ -10,7 +10,7 @@ from tests.verbs.on_ranks import attempt
 
 import shardwise
 from shardwise import Checkpointer, TrainState
-from shardwise.options import AdapterOnly, Ignore, NestedScales, Nf4
+from shardwise.options import AdapterOnly, Ignore, Nf4
 
 
 def tuned(folder: str, quantization: Any = None, dtype: torch.dtype = torch.float32) -> Any:
@@ -20,7 +20,7 @@ def tuned(folder: str, quantization: Any = None, dtype: torch.dtype = torch.floa
 
 QUANTIZATIONS = {
     "nf4": Nf4(block_size=32),
-    "nested nf4": Nf4(block_size=32, scales=NestedScales()),
+    "nested nf4": Nf4(block_size=32, double_quant=True),
 }
 
 

@@ -25,22 +25,16 @@ import shardwise
 from shardwise import Checkpointer, TrainState
 from shardwise.checkpoints import write
 from shardwise.errors import StorageError
-from shardwise.execution.writing import saving_lock
-from shardwise.execution.writing.chunk_stream import ChunkStaging
+from shardwise.execution import saving_lock
+from shardwise.execution.chunks import ChunkStaging
 from shardwise.options import (
     AdapterOnly,
-    Asynchronous,
-    AtStep,
     CheckpointerOptions,
     Ignore,
-    KeepAll,
-    KeepLast,
-    Latest,
-    Synchronous,
 )
 from shardwise.storage.writing.opening import open_writer
 
-MODES = {"sync": Synchronous(), "async": Asynchronous()}
+MODES = {"sync": "sync", "async": "async"}
 
 
 def seed_all(seed: int) -> None:
@@ -73,7 +67,7 @@ def restore_and_train(
     training.step(1)
     seed_all(7)
     with Checkpointer(folder) as checkpointer:
-        report = checkpointer.restore(training.state, Latest() if step is None else AtStep(step))
+        report = checkpointer.restore(training.state, None if step is None else step)
         numbers = tiny.draws()
         found = training.taken()
         training.losses.clear()
@@ -103,7 +97,7 @@ def train_while_it_is_written(folder: str, steps: int) -> tuple[dict[str, Any], 
         assert may_write.wait(30)
         return original(*args)
 
-    with mock.patch.object(write, "carry_out", late), Checkpointer(folder, mode=Asynchronous()) as checkpointer:
+    with mock.patch.object(write, "carry_out", late), Checkpointer(folder, mode="async") as checkpointer:
         saved = training.taken()
         report = checkpointer.save(steps, training.state)
         training.step(2)
@@ -117,7 +111,7 @@ def save_twice(folder: str) -> list[int]:
     """Where the copies of two checkpoints lay."""
     training = Training()
     memories: list[int] = []
-    with Checkpointer(folder, mode=Asynchronous()) as checkpointer:
+    with Checkpointer(folder, mode="async") as checkpointer:
         for step in (1, 2):
             training.step()
             checkpointer.save(step, training.state)
@@ -170,7 +164,7 @@ def random_numbers(folder: str, kind: str) -> list[tuple[float, float, float]]:
 def keep_last(folder: str, keep: int) -> list[Any]:
     training = Training()
     found: list[Any] = []
-    with Checkpointer(folder, keep=KeepLast(keep) if keep else KeepAll()) as checkpointer:
+    with Checkpointer(folder, keep=keep or None) as checkpointer:
         for step in (2, 5, 10, 11):
             report = checkpointer.save(step, training.state)
             found.append((checkpointer.steps(), report.removed))
@@ -228,7 +222,7 @@ def refused(folder: str, fault: str) -> tuple[str, str]:
 def fail_in_the_background(folder: str) -> tuple[Any, ...]:
     """What befalls rank 1's writing is told to all at the next call, and the next checkpoint succeeds."""
     training = Training()
-    checkpointer = Checkpointer(folder, mode=Asynchronous())
+    checkpointer = Checkpointer(folder, mode="async")
     checkpointer.save(1, training.state)
     checkpointer.wait()
     original = write._write_own
@@ -274,7 +268,7 @@ def fail_to_tidy_up(folder: str, mode: str) -> tuple[Any, ...]:
 def wait_interrupted(folder: str) -> tuple[Any, ...]:
     """A wait that Ctrl-C ends leaves the checkpoint on its way: the next save waits for it before it copies."""
     training = Training()
-    checkpointer = Checkpointer(folder, mode=Asynchronous())
+    checkpointer = Checkpointer(folder, mode="async")
     checkpointer.save(1, training.state)
     with mock.patch.object(type(checkpointer._on_its_way), "join", side_effect=KeyboardInterrupt):
         error = attempt_interrupt(checkpointer.wait)
@@ -296,7 +290,7 @@ def attempt_interrupt(function: Any) -> str:
 def fail_to_stage(folder: str) -> tuple[Any, ...]:
     """A rank that has no room for its copy keeps in step; all hear of it at the next call."""
     training = Training()
-    checkpointer = Checkpointer(folder, mode=Asynchronous())
+    checkpointer = Checkpointer(folder, mode="async")
     checkpointer.save(1, training.state)
     checkpointer.wait()
 
@@ -319,8 +313,8 @@ def restore_badly(folder: str, fault: str) -> tuple[tuple[str, str], list[str]]:
     training = Training(seed=3)
     training.step(1)
     state: Any = training.state
-    which: Any = Latest()
-    only: Any = shardwise.options.Everything()
+    which: Any = None
+    only: Any = None
     if fault == "optimizer of others":
         some = [p for p in training.model.parameters() if p.ndim > 1]
         state = TrainState(training.model, torch.optim.AdamW(some), training.schedule, training.data)
@@ -348,38 +342,15 @@ def restore_badly(folder: str, fault: str) -> tuple[tuple[str, str], list[str]]:
     elif fault == "dtype":
         state = TrainState(training.model.bfloat16(), (), training.schedule, training.data)
     elif fault == "step":
-        which = AtStep(4)
+        which = 4
     elif fault == "which":
-        which = AtStep(1 + tiny.rank())
+        which = 1 + tiny.rank()
     else:
         raise AssertionError(fault)
     before = training.taken() if fault != "dtype" else None
     checkpointer = Checkpointer(folder, only=only)
     error = attempt(lambda: checkpointer.restore(state, which))
     return error, differences(training.taken(), before) if before else []
-
-
-def save_in_small_messages(folder: str) -> list[int]:
-    """The sizes of what is told while a checkpoint is written in the background, and that it is whole."""
-    from shardwise.execution.ranks.world import World
-
-    sizes: list[int] = []
-    original = World.to_first
-
-    def to_first(self: World, function: Any) -> Any:
-        sizes.append(len(function()))
-        return original(self, function)
-
-    training = Training()
-    with (
-        mock.patch("shardwise.checkpoints.fingerprints._MESSAGE_BYTES", 48),
-        mock.patch.object(World, "to_first", to_first),
-        Checkpointer(folder, mode=Asynchronous()) as checkpointer,
-    ):
-        checkpointer.save(1, training.state)
-        checkpointer.wait()
-    assert Checkpointer(folder).restore(Training(seed=1).state).checked_bytes
-    return sizes
 
 
 def restore_others(folder: str) -> list[tuple[Any, ...]]:
@@ -437,7 +408,7 @@ def restore_damaged(
 
     def restore() -> dict[str, Any]:
         if base:
-            model = shardwise.from_pretrained(base, weights=shardwise.options.Later())
+            model = shardwise.from_pretrained(base, load_weights=False)
             state = TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.5))
         else:
             state = Training(seed=1, way=way).state
@@ -501,7 +472,7 @@ def restore_adapter(folder: str, how: str) -> Any:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.5)
     state = TrainState(model, optimizer)
     if how != "same":
-        only = shardwise.options.Everything() if how == "full" else AdapterOnly()
+        only = None if how == "full" else AdapterOnly()
         return attempt(lambda: Checkpointer(folder, only=only).restore(state))
     report = Checkpointer(folder, only=AdapterOnly()).restore(state)
     losses = [step_lora(model, optimizer, seed) for seed in (1, 2)]
@@ -521,7 +492,7 @@ def save_pretrained_run(base: str, folder: str) -> Any:
 
 def resume_pretrained_run(base: str, folder: str) -> Any:
     """From the config alone: there are no weights beside it that could be read."""
-    model = shardwise.from_pretrained(base, weights=shardwise.options.Later())
+    model = shardwise.from_pretrained(base, load_weights=False)
     is_hollow = all(parameter.is_meta for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     report = Checkpointer(folder).restore(TrainState(model, optimizer))
@@ -546,7 +517,7 @@ def recorded(root: str, log: str | None) -> Any:
 
     with (
         mock.patch("shardwise.checkpoints.write.open_writer", opened),
-        mock.patch("shardwise.execution.writing.marked_folder.open_writer", opened),
+        mock.patch("shardwise.execution.marked_folder.open_writer", opened),
         mock.patch("shardwise.checkpoints.folder.open_writer", opened),
     ):
         yield
@@ -554,7 +525,7 @@ def recorded(root: str, log: str | None) -> Any:
 
 def save_steps(folder: str, steps: list[int], keep: int, mode: str, log: str | None) -> None:
     training = Training()
-    with recorded(folder, log), Checkpointer(folder, keep=KeepLast(keep), mode=MODES[mode]) as checkpointer:
+    with recorded(folder, log), Checkpointer(folder, keep=keep, mode=MODES[mode]) as checkpointer:
         for step in steps:
             training.step()
             checkpointer.save(step, training.state)
@@ -563,14 +534,14 @@ def save_steps(folder: str, steps: list[int], keep: int, mode: str, log: str | N
 def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:
     """A save while another machine's mark is there, which is renewed or not."""
     with (
-        mock.patch("shardwise.execution.writing.saving_lock.RENEWED_S", 0.1),
-        mock.patch("shardwise.execution.writing.saving_lock._LOOK_S", 0.01),
+        mock.patch("shardwise.execution.saving_lock.RENEWED_S", 0.1),
+        mock.patch("shardwise.execution.saving_lock._LOOK_S", 0.01),
     ):
         Path(folder).mkdir(exist_ok=True)
         with open_writer(folder) as writer:
             with (
                 mock.patch("socket.gethostname", return_value="elsewhere"),
-                mock.patch("shardwise.execution.writing.saving_lock.process_space", return_value="elsewhere"),
+                mock.patch("shardwise.execution.saving_lock.process_space", return_value="elsewhere"),
             ):
                 held = saving_lock.take_lock(writer, "theirs")
             if not is_renewed:

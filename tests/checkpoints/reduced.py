@@ -50,7 +50,7 @@ def _taken(model: Any, optimizer: Any) -> dict[str, Any]:
     """All that this rank has, as bytes."""
     import torch
 
-    from shardwise.models.optimizers.reduced import inner_tensors
+    from shardwise.models.rebind import inner_tensors
     from shardwise.models.view import local_tensor, raw_bytes
 
     found = {name: raw_bytes(local_tensor(value)).tolist() for name, value in model.named_parameters()}
@@ -147,16 +147,16 @@ def made_for_shards() -> dict[str, Any]:
 
     from tests.verbs.on_ranks import attempt
 
-    from shardwise.models.optimizers import reduced
+    from shardwise.models import rebind
 
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(reduced.__name__).addHandler(handler)
+    logging.getLogger(rebind.__name__).addHandler(handler)
     told: dict[str, Any] = {"lines": lines}
     for rows in (256, 143, 7):
         model, optimizer = _begin("AdamW8bit", rows)
-        told[str(rows)] = attempt(reduced.require_made_for_shards, optimizer, dict(model.named_parameters()))
+        told[str(rows)] = attempt(rebind.require_made_for_shards, optimizer, dict(model.named_parameters()))
     return told
 
 

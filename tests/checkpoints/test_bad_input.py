@@ -17,14 +17,14 @@ from tests.checkpoints.tiny import Training
 import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints.facts import Facts
-from shardwise.options import CheckpointerOptions, KeepLast
+from shardwise.options import CheckpointerOptions
 
 pytestmark = pytest.mark.distributed
 
 CALLS = {
     "meta": ("PlacementError", "are on meta and have no values"),
     "no state_dict": ("ConfigError", "data is a object, which has no state_dict and load_state_dict"),
-    "no plain data": ("ConfigError", "data.rank_0['at'] is of type pathlib"),
+    "no plain data": ("ConfigError", "data.rank_0: holds what is no plain data"),
     "no json": ("ConfigError", "user holds what is no JSON"),
     "other optimizer": ("PlacementError", "is not the model's"),
     "step": ("ConfigError", "step=-1 is not a number of optimizer steps"),
@@ -87,12 +87,12 @@ def test_what_befalls_the_background_is_told_at_the_next_call(worlds, tmp_path):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda folder: KeepLast(0), "at least one checkpoint must be kept"),
+        (lambda folder: Checkpointer(folder, keep=0), "1 or more"),
         (lambda folder: CheckpointerOptions(budget_bytes=1), "less than a page"),
         (lambda folder: Checkpointer("s3://bucket/run"), "not at a URL"),
-        (lambda folder: Checkpointer(folder, keep=3), "pass KeepLast"),
-        (lambda folder: Checkpointer(folder, mode="async"), "pass Synchronous"),
-        (lambda folder: Checkpointer(folder, only="adapter"), "pass Everything"),
+        (lambda folder: Checkpointer(folder, keep="all"), "1 or more"),
+        (lambda folder: Checkpointer(folder, mode="later"), "pass 'sync'"),
+        (lambda folder: Checkpointer(folder, only="adapter"), "pass None"),
     ],
 )
 def test_an_argument_that_cannot_be_honoured(tmp_path, make, text):
@@ -121,7 +121,7 @@ MISFITS = {
     "other schedule": ("CoverageError", "schedulers: what is stored is not of a StepLR"),
     "schedule of more groups": (
         "CoverageError",
-        "of a LambdaLR (its base_lrs are of 2 groups of parameters, and there",
+        "of a LambdaLR (its base_lrs do not fit the 3 here",
     ),
     "other model": ("CoverageError", "missing 2        0.weight"),
     "dtype": ("CoverageError", "embed.weight: stored (11, 6) F32, the model has (11, 6) BF16"),
@@ -158,8 +158,7 @@ def rewritten(step: Path, change) -> None:
     change(facts)
     facts["metadata_sha256"] = hashlib.sha256((step / ".metadata").read_bytes()).hexdigest()
     facts["files"] = {name: (step / name).stat().st_size for name in facts["files"] if (step / name).exists()}
-    facts["fingerprints_sha256"] = ""
-    (step / "shardwise.fingerprints.json").unlink()
+    del facts["checksums"]
     del facts["sha256"]  # so are those of earlier versions
     file.write_text(json.dumps(facts))
 
@@ -200,21 +199,22 @@ def spoil(fault: str, step: Path, bomb: Path) -> None:
             facts.write_text(facts.read_text().replace('"best": 0.25', '"best": 0.75'))
         case "no seal":
             facts.write_text(facts.read_text().replace('"sha256"', '"sha257"'))
-        case "untold":
-            marks = (step / "shardwise.fingerprints.json").read_bytes()
-            rewritten(step, lambda found: None)
-            (step / "shardwise.fingerprints.json").write_bytes(marks)
-        case "other fingerprints":
-            (step / "shardwise.fingerprints.json").write_bytes(b"{}")
-        case "hostile fingerprints":
-            marks = json.loads((step / "shardwise.fingerprints.json").read_text())
-            marks["files"]["__0_0.distcp"]["tensors"][0][1] = 1 << 70
-            (step / "shardwise.fingerprints.json").write_text(json.dumps(marks))
-            told = replace(
-                Facts.from_bytes(facts.read_bytes(), ""),
-                fingerprints_sha256=hashlib.sha256((step / "shardwise.fingerprints.json").read_bytes()).hexdigest(),
-            )
-            facts.write_bytes(told.to_bytes())
+        case "checksums":
+            content = bytearray(data.read_bytes())
+            content[-3] ^= 1
+            data.write_bytes(content)
+        case "names checksums":
+            found = pickle.loads((step / ".metadata").read_bytes())
+            place = next(info for index, info in found.storage_data.items() if index.fqn == "schedulers")
+            place.offset = (step / "__0_0.distcp").stat().st_size - 8
+            place.length = 8
+            (step / ".metadata").write_bytes(pickle.dumps(found))
+            told = Facts.from_bytes(facts.read_bytes(), "")
+            digest = hashlib.sha256((step / ".metadata").read_bytes()).hexdigest()
+            facts.write_bytes(replace(told, metadata_sha256=digest).to_bytes())
+        case "other checksums":
+            told = Facts.from_bytes(facts.read_bytes(), "")
+            facts.write_bytes(replace(told, files=dict.fromkeys(told.files, 3)).to_bytes())
         case _:
             raise AssertionError(fault)
 
@@ -230,12 +230,12 @@ DAMAGE = {
     "pickle": "pathlib",
     "climbing": "refused",
     "other names": "schedulerz, which no checkpoint of shardwise has",
-    "object": r"__0_0.distcp: what lies around its tensors|is not what was written",
+    "object": r"is not what was written|are not what was written",
     "seal": r"shardwise.checkpoint.json: is not what was written",
     "no seal": r"shardwise.checkpoint.json: is not what was written",
-    "untold": "does not tell of it",
-    "other fingerprints": "shardwise.fingerprints.json: is not the one that",
-    "hostile fingerprints": "does not tell of the files of this checkpoint",
+    "checksums": "__1_0.distcp: its checksums are not what was written",
+    "names checksums": ".metadata: names the checksums of __0_0.distcp",
+    "other checksums": "files is not what belongs there",
 }
 
 

@@ -17,10 +17,10 @@ from tests.faults.doomed import Doomed, Seat
 import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints import write
-from shardwise.execution.ranks.line import Patience
-from shardwise.execution.writing import chunk_stream, saving_lock
-from shardwise.execution.writing import marked_folder as marked
-from shardwise.options import CheckpointerOptions, KeepLast
+from shardwise.execution import chunks, saving_lock
+from shardwise.execution import marked_folder as marked
+from shardwise.execution.patience import Patience
+from shardwise.options import CheckpointerOptions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
@@ -28,9 +28,9 @@ QUICK = Patience(beat_s=0.1, silence_s=3.0, join_s=60)
 
 STAGES = {
     "begin": (marked, "new_token", 0),
-    "stage": (chunk_stream, "copy_all", 1),
+    "stage": (chunks, "copy_all", 1),
     "write": (write, "_write_own", 1),
-    "sync": (chunk_stream, "envelope", 2),
+    "sync": (chunks, "envelope", 2),
     "commit": (write, "metadata_of", 0),
     "remove": (saving_lock, "release_lock", 0),
 }
@@ -41,7 +41,7 @@ def struck(seat: Seat, folder: str, at: str, mode: str) -> list[int]:
     """Train and save; at the third checkpoint a rank is killed in the middle."""
     options = CheckpointerOptions(patience=QUICK)
     training = Training()
-    checkpointer = Checkpointer(folder, mode=MODES[mode], keep=KeepLast(2), options=options)
+    checkpointer = Checkpointer(folder, mode=MODES[mode], keep=2, options=options)
     for step in (1, 2):
         training.step()
         checkpointer.save(step, training.state)
@@ -109,9 +109,7 @@ def kill_and_resume(worlds, tmp_path, at, mode):
 def save_for_ever(seat: Seat, folder: str, mode: str) -> None:
     """Train and save until killed."""
     training = Training()
-    checkpointer = Checkpointer(
-        folder, mode=MODES[mode], keep=KeepLast(2), options=CheckpointerOptions(patience=QUICK)
-    )
+    checkpointer = Checkpointer(folder, mode=MODES[mode], keep=2, options=CheckpointerOptions(patience=QUICK))
     if checkpointer.latest() is not None:
         checkpointer.restore(training.state)
     seat.tell()

@@ -76,7 +76,6 @@ def test_with_consent_the_optimizer_is_left_as_it_is(tmp_path):
     report = Checkpointer(tmp_path).restore(training.state, on_mismatched=Ignore(only=("optimizers",)))
     assert report.mismatched == ("optimizers",)
     assert "optimizers" not in report.restored
-    assert any(name.startswith("optimizer.state.") for name in report.unchecked)
     assert differences(training.taken()["moments"], moments) == []
     assert differences(training.taken()["model"], saved.taken()["model"]) == []
     training.step(1)
@@ -156,8 +155,8 @@ def test_what_accelerate_and_the_trainer_wrote_is_told_apart_too(tmp_path):
     shardwise.save_accelerate_optimizer(saved.model, saved.optimizer, tmp_path)
     torch.save(saved.optimizer.state_dict(), tmp_path / "optimizer.pt")
     for path, order in (
-        (tmp_path, shardwise.options.ByName()),
-        (tmp_path / "optimizer.pt", shardwise.options.ByPosition()),
+        (tmp_path, "name"),
+        (tmp_path / "optimizer.pt", "position"),
     ):
         training = Training(seed=1)
         shardwise.load_accelerate_optimizer(training.model, training.optimizer, path, order=order)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from tests.checkpoints import reduced
 from tests.conftest import PRELOADED
-
-from shardwise.execution.processes.local_ranks import LocalRanks
+from tests.harness.local_ranks import LocalRanks
 
 pytestmark = pytest.mark.distributed
 

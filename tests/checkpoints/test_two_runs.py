@@ -11,8 +11,7 @@ from tests.verbs.test_two_saves import Before
 
 from shardwise import Checkpointer, FormatError, StorageError
 from shardwise.checkpoints import write
-from shardwise.execution.writing import marked_folder as marked
-from shardwise.options import AtStep, KeepAll, KeepLast
+from shardwise.execution import marked_folder as marked
 from shardwise.storage.writing.opening import open_writer
 
 MARK = "shardwise.saving"
@@ -31,13 +30,13 @@ def other_run(root: Path, step: int) -> Training:
     """Another run takes the folder over, and saves; its training."""
     (root / MARK).unlink()
     training = Training(seed=7)
-    Checkpointer(root, keep=KeepAll()).save(step, training.state)
+    Checkpointer(root, keep=None).save(step, training.state)
     return training
 
 
 def restored(root: Path, step: int) -> dict:
     training = Training(seed=3)
-    assert Checkpointer(root).restore(training.state, AtStep(step)).step == step
+    assert Checkpointer(root).restore(training.state, step).step == step
     return training.taken()
 
 
@@ -56,7 +55,7 @@ def test_one_that_lost_its_mark_harms_neither_the_other_nor_the_older(saved, at,
     root, training = saved
     good = training.taken()
     others: list[Training] = []
-    checkpointer = Checkpointer(root, keep=KeepLast(1))
+    checkpointer = Checkpointer(root, keep=1)
     with monkeypatch.context() as patched:
 
         def act() -> None:
@@ -75,16 +74,16 @@ def test_one_that_lost_its_mark_harms_neither_the_other_nor_the_older(saved, at,
 def test_one_that_was_taken_over_once_it_counts_removes_nothing(saved, monkeypatch):
     """Its own good step, least of all, for not being among the newest any more."""
     root, training = saved
-    original = write.let_count
+    original = write.publish
 
     def taken_over(*arguments):
-        monkeypatch.setattr(write, "let_count", original)
+        monkeypatch.setattr(write, "publish", original)
         removed = original(*arguments)
         other_run(root, 9)
         return removed
 
-    monkeypatch.setattr(write, "let_count", taken_over)
-    report = Checkpointer(root, keep=KeepLast(1)).save(3, training.state)
+    monkeypatch.setattr(write, "publish", taken_over)
+    report = Checkpointer(root, keep=1).save(3, training.state)
     assert report.removed == ()
     assert Checkpointer(root).steps() == [1, 3, 9]
     assert differences(restored(root, 3), training.taken()) == []
@@ -93,50 +92,49 @@ def test_one_that_was_taken_over_once_it_counts_removes_nothing(saved, monkeypat
 def test_what_counts_by_the_time_it_is_tidied_up_stays(saved, monkeypatch):
     """One that was left goes on after all, just before its folder is emptied."""
     root, training = saved
-    Checkpointer(root, keep=KeepAll()).save(2, training.state)
+    Checkpointer(root, keep=None).save(2, training.state)
     metadata = root / "step-2" / ".metadata"
     ready = root / "step-2" / "..metadata.0123abcd.incomplete"
     os.rename(metadata, ready)
-    listed = write.folder.leftovers_in
+    listed = write.folder.folders_of
 
-    def goes_on(place):
-        found = listed(place)
-        os.rename(ready, metadata)
+    def goes_on(place, kind):
+        found = listed(place, kind)
+        if kind is write.folder.StepKind.LEFT:
+            os.rename(ready, metadata)
         return found
 
     checkpointer = Checkpointer(root)
-    monkeypatch.setattr(write.folder, "leftovers_in", goes_on)
+    monkeypatch.setattr(write.folder, "folders_of", goes_on)
     with pytest.raises(StorageError, match="another run has saved step 2 there"):
         checkpointer.save(3, training.state)
     assert Checkpointer(root).steps() == [1, 2]
     assert restored(root, 2)
 
 
-@pytest.mark.parametrize("fault", ["gone", "cut", "without proof", "no facts"])
+@pytest.mark.parametrize("fault", ["gone", "cut", "no facts"])
 def test_the_latest_is_the_newest_that_is_whole(saved, fault):
     root, training = saved
     good = training.taken()
-    checkpointer = Checkpointer(root, keep=KeepAll())
+    checkpointer = Checkpointer(root, keep=None)
     training.step()
     checkpointer.save(2, training.state)
     file = root / "step-2" / "__0_0.distcp"
     if fault == "gone":
         file.unlink()
-    elif fault == "without proof":
-        (root / "step-2" / "shardwise.fingerprints.json").unlink()
     elif fault == "cut":
         os.truncate(file, file.stat().st_size - 1)
     else:
         (root / "step-2" / "shardwise.checkpoint.json").write_text("{")
     again = Training(seed=3)
-    resumed = Checkpointer(root, keep=KeepAll())
+    resumed = Checkpointer(root, keep=None)
     assert resumed.latest() == 1
     report = resumed.restore(again.state)
     assert (report.step, report.passed_over) == (1, (2,))
     assert "passed over, as files are gone or cut: step 2" in str(report)
     assert differences(again.taken(), good) == []
     with pytest.raises((FormatError, StorageError), match="step-2"):
-        resumed.restore(again.state, AtStep(2))
+        resumed.restore(again.state, 2)
     again.step()
     resumed.save(2, again.state)
     assert resumed.latest() == 2

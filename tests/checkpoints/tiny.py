@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import TrainState, model_state, optimizer_state
-from shardwise.options import EveryRank, FullState
 
 
 class Tiny(nn.Module):
@@ -109,9 +108,9 @@ class Training:
 
     def taken(self) -> dict[str, Any]:
         """Everything that matters, whole, as plain tensors and values."""
-        moments = optimizer_state(self.model, self.optimizer, FullState(on=EveryRank()))
+        moments = optimizer_state(self.model, self.optimizer, "full_on_all_ranks")
         return {
-            "model": {k: v.clone() for k, v in model_state(self.model, FullState(on=EveryRank())).items()},
+            "model": {k: v.clone() for k, v in model_state(self.model, "full_on_all_ranks").items()},
             "moments": {name: dict(entries) for name, entries in sorted(moments["state"].items())},
             "groups": moments["param_groups"],
             "schedule": dict(self.schedule.state_dict()),

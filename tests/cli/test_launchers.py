@@ -26,9 +26,10 @@ def launched(
     place: Path, out: str, launcher: list[str], module: str, *more: str
 ) -> subprocess.CompletedProcess[str]:
     """A training by a launcher. Ports are whichever are free."""
-    arguments = [f"model={place / 'model'}", f"data={place / 'chats.jsonl'}", f"output={place / out}", *more]
+    arguments = ["--model_name_or_path", place / "model", "--dataset_name", place / "chats.jsonl", "--output_dir"]
+    arguments += [place / out, "--report_to=none", "--bf16=false", "--max_length=64", "--logging_steps=1", *more]
     return subprocess.run(
-        [sys.executable, "-m", *launcher, "-m", module, "train", *arguments],
+        [sys.executable, "-m", *launcher, "-m", module, "train", *map(str, arguments)],
         check=False,
         timeout=110,
         capture_output=True,
@@ -41,22 +42,22 @@ def launched(
     )
 
 
-def metrics(place: Path, out: str, kind: str) -> list[int]:
-    lines = [json.loads(line) for line in (place / out / "metrics.jsonl").read_text().splitlines()]
-    return [line["step"] for line in lines if line["kind"] == kind]
+def steps(place: Path, out: str) -> list[int]:
+    """Steps that the newest checkpoint knows of."""
+    newest = max((place / out).glob("checkpoint-*"), key=lambda folder: int(folder.name.partition("-")[2]))
+    told = json.loads((newest / "trainer_state.json").read_text())
+    return [entry["step"] for entry in told["log_history"] if "loss" in entry]
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rank_that_is_killed_is_started_again_by_torchrun_and_all_go_on(place: Path) -> None:
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    more = ("training.max_steps=6", "training.batch_size=1", "checkpoints.every=1")
+    more = ("--max_steps=6", "--per_device_train_batch_size=1", "--save_steps=1")
     result = launched(place, "restarted", torchrun, "tests.training.killed_once", *more)
     assert result.returncode == 0, result.stderr
-    assert "training goes on after step 3" in result.stdout
-    assert metrics(place, "restarted", "step") == [1, 2, 3, 4, 5, 6]
-    assert metrics(place, "restarted", "checkpoint_restored") == [3]
-    assert (place / "restarted" / "last" / "model.safetensors").is_file()
+    assert steps(place, "restarted") == [1, 2, 3, 4, 5, 6]
+    assert (place / "restarted" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow
@@ -64,9 +65,7 @@ def test_a_rank_that_is_killed_is_started_again_by_torchrun_and_all_go_on(place:
 def test_accelerate_launches_the_module(place: Path) -> None:
     pytest.importorskip("accelerate")
     accelerate = ["accelerate.commands.launch", "--use_fsdp", "--fsdp_version=2", "--num_processes=2"]
-    result = launched(
-        place, "accelerated", [*accelerate, "--main_process_port=0"], "shardwise", "training.max_steps=2"
-    )
+    more = ("--max_steps=2", "--save_steps=1")
+    result = launched(place, "accelerated", [*accelerate, "--main_process_port=0"], "shardwise", *more)
     assert result.returncode == 0, result.stderr
-    assert "training: 2 steps on 2 ranks, in float32" in result.stdout
-    assert metrics(place, "accelerated", "step") == [1, 2]
+    assert steps(place, "accelerated") == [1, 2]

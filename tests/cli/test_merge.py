@@ -13,7 +13,7 @@ from tests import zoo
 from tests.merging.adapters import save_adapter, tensors_of
 from tests.quiet import quieten
 
-from shardwise.cli.main import main
+from shardwise.cli import main
 
 
 @pytest.fixture(scope="session", autouse=True)

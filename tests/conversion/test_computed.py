@@ -12,9 +12,6 @@ from tests.conversion.random_expressions import Grower
 from tests.conversion.scaled import scaled, scales_of
 
 from shardwise.conversion import (
-    Axis,
-    OutputMove,
-    Region,
     Stored,
     aligned_blocks,
     computed_leaves,
@@ -26,7 +23,7 @@ from shardwise.conversion import (
     stack,
 )
 from shardwise.conversion import views as room
-from shardwise.tensors import Box, DType, Strided, contiguous_strides
+from shardwise.tensors import Box, DType
 
 
 def counted(boxes, shape):
@@ -115,35 +112,3 @@ def test_a_stack_is_a_box_for_each_part_where_these_are_few(monkeypatch):
 def test_pieces_of_a_box_outside_are_refused():
     with pytest.raises(ValueError, match="not within"):
         list(pieces(Stored("w", (4, 3), DType.F32), {}, Box((3, 0), (2, 3))))
-
-
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms(use_true_random=False))
-def test_all_of_a_block_goes_to_one_place_in_the_order_of_its_dimensions(sizes, rng):
-    dims = list(range(len(sizes)))
-    rng.shuffle(dims)
-    strides, step = [0] * len(sizes), 1
-    for dim in dims:
-        strides[dim], step = step, step * (sizes[dim] + rng.randint(0, 1))
-    offset = rng.randint(0, 5)
-    into = Strided(offset, tuple(sizes), tuple(strides))
-    box = Box(tuple(rng.randint(0, 3) for _ in sizes), tuple(sizes))
-    (region,) = Region.of(box, into).within(box)
-    move = OutputMove(0, "out", *region.strided(contiguous_strides(box.sizes)))
-    found = move.place_of_all(box)
-    assert found is not None
-    memory = np.arange(step + 5)
-    itemsize = memory.itemsize
-    shown = [
-        np.lib.stride_tricks.as_strided(memory[place.offset :], place.sizes, [n * itemsize for n in place.strides])
-        for place in (found, into)
-    ]
-    assert (shown[0] == shown[1]).all()
-    assert move.place_of_all(Box(box.offsets, (*box.sizes[:-1], box.sizes[-1] + 1))) is None
-
-
-def test_what_dimensions_cannot_say_is_no_place():
-    box = Box((0,), (6,))
-    region = Region((0,), 0, (Axis(2, 100, 0, 3), Axis(3, 1, 0, 1)))
-    assert OutputMove(0, "out", *region.strided((1,))).place_of_all(box) is None
-    by_rows = OutputMove(0, "out", *region.strided((1,))).place_of_all(Box((0, 0), (2, 3)))
-    assert by_rows == Strided(0, (2, 3), (100, 1))

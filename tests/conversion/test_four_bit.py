@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from shardwise.conversion.four_bit import (
     dequantise_rows,
     fits_blocks,
-    nested_bytes,
     packed_shape,
     quantise_rows,
-    quantised_bytes,
     raw_scales_shape,
     scales_in,
     scales_shape,
@@ -190,10 +188,6 @@ def test_sizes():
     assert scales_shape((3, 10, 256), 64) == (3, 10, 4)
     assert raw_scales_shape((3, 10, 256), 64) == (3, 10, 16)
     assert scales_in(torch.zeros(10, 16, dtype=torch.uint8)).shape == (10, 4)
-    assert quantised_bytes(10, 256, 64) == 10 * (128 + 16)
-    assert nested_bytes(10, 256, 64, 100) == 10 * (128 + 4) + 4 * 2 + 4
-    assert nested_bytes(64, 256, 64, 64) == 64 * (128 + 4) + 4 * 1 + 4
-    assert nested_bytes(65, 256, 64, 65) == 65 * (128 + 4) + 4 * 2 + 4
     assert scratch_bytes(100) == 1000
     assert scratch_bytes(1 << 30) == 10 << 17
     assert fits_blocks((5, 128), 64)

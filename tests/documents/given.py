@@ -47,7 +47,7 @@ trainer = Trainer(model=plain, args=args, train_dataset=rows)
 trainer.train()
 place = pathlib.Path("run/checkpoint-1").rename("run/checkpoint-500")
 place.joinpath("optimizer.pt").unlink()  # of one process, without names; several save it so:
-shardwise.save_accelerate_optimizer(model, optimizer, place, shardwise.options.OneFile())
+shardwise.save_accelerate_optimizer(model, optimizer, place, "full")
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 torch.save(scheduler.state_dict(), place / "scheduler.pt")
 """
@@ -74,13 +74,13 @@ make_gpt_oss(place / "snapshots" / (40 * "0"))
 
 GIVEN: dict[str, dict[int, str]] = {
     "README.md": {
-        2: f"{_OWN}\nshardwise.save(MyModel().blocks, 'checkpoint', max_shard_size='5GB')\n"
+        4: f"{_OWN}\nshardwise.save(MyModel().blocks, 'checkpoint', max_shard_size='5GB')\n"
         "import safetensors.torch as st\n"
         "tensors = {k: v for k, v in MyModel().state_dict().items() if not k.startswith('head')}\n"
         "st.save_file(tensors, 'checkpoint/model.safetensors')\n",
-        3: _TRAINED,
-        4: "from transformers import AutoTokenizer\ntokenizer = AutoTokenizer.from_pretrained('base')",
-        5: "import torch\nfrom peft import LoraConfig",
+        5: _TRAINED,
+        6: "from transformers import AutoTokenizer\ntokenizer = AutoTokenizer.from_pretrained('base')",
+        7: "import torch\nfrom peft import LoraConfig",
     },
     "four_bits.md": {2: _GPT_OSS},
     "accelerate.md": {
@@ -90,8 +90,7 @@ GIVEN: dict[str, dict[int, str]] = {
     "interchange.md": {0: f"{_TRAINED}{_ROWS}{_TRAINER_CHECKPOINT}"},
     "merge_on_a_laptop.md": {
         0: f"{_LORA}shardwise.save_adapter(model, 'out/last')",
-        2: f"{_TRAINED}place = 'run/checkpoint-500'\n"
-        "shardwise.save_accelerate_model(model, place, shardwise.options.DistributedFolder())",
+        2: f"{_TRAINED}place = 'run/checkpoint-500'\nshardwise.save_accelerate_model(model, place, 'sharded')",
     },
     "save.md": {
         0: f"{_TRAINED}{_ENGINE}from transformers import AutoTokenizer\n"
@@ -101,5 +100,5 @@ GIVEN: dict[str, dict[int, str]] = {
     "state.md": {0: _TRAINED},
     "trainer.md": {0: _ROWS},
     "trainers.md": {1: _ROWS, 0: _ROWS},
-    "vllm.md": {1: f"{_ENGINE}{_LORA}"},
+    "vllm.md": {0: f"{_ENGINE}{_LORA}"},
 }

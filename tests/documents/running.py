@@ -30,15 +30,11 @@ fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fs
 
 def prepare(folder: Path) -> None:
     """A base, a cache of the hub that has it under the names of pages, data, and a configuration."""
-    from importlib import resources
-
     import torch
+    from small_model import CHATS, train_tokenizer
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from shardwise.training.example import train_tokenizer
-
-    facts = Path(str(resources.files("shardwise.cli"))) / "data" / "facts.jsonl"
-    tokenizer = train_tokenizer(facts, 1024)
+    tokenizer = train_tokenizer(CHATS, 1024)
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=1024,
@@ -63,10 +59,10 @@ def prepare(folder: Path) -> None:
         (repository / "refs" / "main").write_text(commit)
         (repository / "snapshots").mkdir()
         (repository / "snapshots" / commit).symlink_to(folder / "base")
-    lines = facts.read_text("utf-8").splitlines()[:24]
+    lines = CHATS.read_text("utf-8").splitlines()[:24]
     for file in ("chats.jsonl", "held-out.jsonl", "ada.jsonl", "bob.jsonl"):
         (folder / file).write_text("\n".join(lines) + "\n")
-    (folder / "config.yaml").write_text("model: base\ndata: chats.jsonl\noutput: out\n")
+    (folder / "config.yaml").write_text("model_name_or_path: base\ndataset_name: chats.jsonl\noutput_dir: out\n")
     (folder / "fsdp.yaml").write_text(_FSDP)
 
 

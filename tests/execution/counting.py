@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
-
-from shardwise.execution.ranks import world as world_module
+from shardwise.execution import meetings
+from shardwise.execution import world as world_module
 
 LIMIT_S = 100.0
 
@@ -100,24 +100,12 @@ class CountedStore:
             return self._values.pop(key, None) is not None
 
 
-class _Done:
-    """A collective that has ended."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> None: ...
-
-
 class _FakeDist:
-    """``torch.distributed``, as a thread that is a rank sees it; broadcasts are counted."""
+    """``torch.distributed``, as a thread that is a rank sees it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.here = threading.local()
-        self.broadcast_bytes = 0
-        self._sent: dict[int, bytes] = {}
-        self._there: defaultdict[int, threading.Event] = defaultdict(threading.Event)
 
     def is_initialized(self) -> bool:
         return True
@@ -131,15 +119,19 @@ class _FakeDist:
     def get_process_group_ranks(self, group: object) -> range:
         return range(self.size)
 
-    def broadcast(self, buffer: torch.Tensor, src: int, **_: object) -> _Done:
-        number = self.here.broadcasts = getattr(self.here, "broadcasts", 0) + 1
-        if src == self.here.rank:
-            self._sent[number] = buffer.numpy().tobytes()
-            self.broadcast_bytes += buffer.nbytes
-            self._there[number].set()
-        assert self._there[number].wait(LIMIT_S)
-        buffer.numpy()[:] = memoryview(self._sent[number])
-        return _Done()
+
+class _Deaf:
+    """A detector that looks for nobody, so that only meetings are counted."""
+
+    error, progress, signs = None, 0, {}
+
+    @property
+    def heard_s(self) -> float:
+        return time.monotonic()
+
+    def add(self, *_: object) -> None: ...
+
+    def remove(self, *_: object) -> None: ...
 
 
 @dataclass
@@ -174,8 +166,9 @@ def counted_ranks(size: int, store: Any = None) -> Iterator[CountedRanks]:
     """Ranks of this process; ``store`` is a counted one unless another is given."""
     dist = _FakeDist(size)
     store = store or CountedStore(size)
-    private = SimpleNamespace(default_store=lambda: store, object_device=lambda _: torch.device("cpu"))
-    with mock.patch.multiple(
-        world_module, dist=dist, torch_words=private, keep_beating=lambda *_: None, create=True
-    ):
+    words = SimpleNamespace(default_store=lambda: store)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(world_module, dist=dist, torch_words=words))
+        if isinstance(store, CountedStore) and store.size:
+            stack.enter_context(mock.patch.object(meetings, "detector_of", return_value=_Deaf()))
         yield CountedRanks(size, store, dist)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from shardwise.conversion import Stored
 from shardwise.errors import StorageError
-from shardwise.execution.moving.exchange import exchange
-from shardwise.execution.ranks.world import World
-from shardwise.planning.moves.exchange import WantedBoxes, dealt, from_sources, rounds
-from shardwise.planning.moves.parcels import Parcel
-from shardwise.tensors import Box
+from shardwise.execution import moving
+from shardwise.execution.moving import Exchange, Handover, LocalTensor, part_of
+from shardwise.execution.world import World
+from shardwise.models.view import raw_bytes
+from shardwise.planning.moves import Move, plan_rounds, whole_on
+from shardwise.tensors import Box, DType
 
 CPU = torch.device("cpu")
 
@@ -82,79 +82,65 @@ def boxes(name: str, rank: int, size: int) -> tuple[Box, ...]:
     return (Box((start, 0), (min(7, start + rows) - start, 3)),)
 
 
-def through(way: str) -> AbstractContextManager[object]:
-    """Bytes go by collectives, or by whatever way is the best: on one machine, windows."""
-    return patch(f"{exchange.__module__}.open_windows", lambda *_: None) if way == "collectives" else nullcontext()
-
-
-def hand_over(source_of: list[int] | None, budget: int, way: str = "") -> tuple[list[str], dict[str, int]]:
-    """Names of what did not arrive bitwise in all of its boxes, and the traffic. No sources: dealt among all."""
+def hand_over(source_of: list[int] | None, budget: int) -> tuple[list[str], dict[str, int]]:
+    """Names of what did not arrive bitwise in all of its boxes, and the traffic. No sources: from shards."""
     world = World.current()
     everything = tensors()
-    wanted = [
-        WantedBoxes(name, tensor.itemsize, tuple(boxes(name, rank, world.size) for rank in range(world.size)))
-        for name, tensor in everything.items()
-    ]
-    if source_of is None:
-        plan = rounds(dealt(wanted, range(world.size), budget // 8), budget)
-    else:
-        spread = from_sources(wanted, [source_of] * len(wanted))
-        plan = rounds(spread.first, budget) + rounds(spread.then, budget)
+    wanted, items = {}, []
     found = {name: tensor.clone().view(-1).view(torch.uint8).fill_(1).view(tensor.dtype).view(tensor.shape)
              for name, tensor in everything.items()}  # fmt: skip
-    written = {name: torch.zeros(tensor.shape, dtype=torch.int32) for name, tensor in everything.items()}
-
-    def give(parcel: Parcel) -> torch.Tensor:
-        is_source = source_of is None or source_of[world.rank] == world.rank
-        return of_box((everything if is_source else found)[parcel.tensor], parcel.box)
-
-    def take(parcel: Parcel, values: torch.Tensor) -> None:
-        of_box(found[parcel.tensor], parcel.box).copy_(values)
-        of_box(written[parcel.tensor], parcel.box).add_(1)
-
-    with world, through(way):
-        dtypes = {name: tensor.dtype for name, tensor in everything.items()}
-        traffic = exchange(world, plan, give, take, dtypes, CPU, budget_bytes=budget)
+    for name, tensor in everything.items():
+        whole = Box.whole(tuple(tensor.shape))
+        shards = tuple(boxes(name, rank, world.size) for rank in range(world.size))
+        if source_of is None:
+            held, wanted[name] = shards, ((whole,),) * world.size
+        else:
+            held = tuple((whole,) if source == rank else () for rank, source in enumerate(source_of))
+            wanted[name] = shards
+        mine = LocalTensor.whole(tensor) if held[world.rank] else None
+        into = LocalTensor.whole(found[name])
+        items.append(Handover(name, tensor.shape, tensor.dtype, held, wanted[name], mine, into))
+    with world:
+        traffic = moving.hand_over(world, items, budget_bytes=budget, device=CPU)
     wrong = []
-    for item in wanted:
-        mine = torch.zeros(everything[item.tensor].shape, dtype=torch.int32)
-        for box in item.boxes[world.rank]:
-            of_box(mine, box).fill_(1)
-            one, other = (of_box(source[item.tensor], box).contiguous() for source in (found, everything))
-            if not torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)):
-                wrong.append(item.tensor)
-        if not torch.equal(mine, written[item.tensor]):
-            wrong.append(f"{item.tensor} not written once")
-    return wrong, {"staging": traffic.staging_bytes, "rounds": traffic.rounds, "sent": traffic.sent_bytes}
+    for name, tensor in everything.items():
+        expected = tensor.clone().view(-1).view(torch.uint8).fill_(1).view(tensor.dtype).view(tensor.shape)
+        for box in wanted[name][world.rank]:
+            of_box(expected, box).copy_(of_box(tensor, box))
+        if not torch.equal(raw_bytes(expected), raw_bytes(found[name])):
+            wrong.append(name)
+    return wrong, {"staging": traffic.staging_bytes, "sent": traffic.sent_bytes}
 
 
-def fail_half_way(failing: int, where: str, way: str) -> tuple[str, str, float]:
+def fail_half_way(failing: int, where: str) -> tuple[str, str, float]:
     """One rank raises in the middle; everybody gets the same error, soon."""
     world = World.current()
-    whole = noise((64, 64), torch.float32, 0)
-    wanted = [WantedBoxes("w", 4, tuple((Box((rank * 8, 0), (8, 64)),) for rank in range(world.size)))]
-    plan = rounds(from_sources(wanted, [[0] * world.size]).first, 1024)
+    leaf = Stored("w", (64, 64), DType.F32)
+    halves = tuple((Box((32 * rank, 0), (32, 64)),) if rank < 2 else () for rank in range(world.size))
+    rounds = plan_rounds(
+        [[Move("w", leaf, 4, whole_on(range(world.size), (64, 64), world.size))]], {"w": halves}, 1024
+    )
+    memory = torch.empty(64, 64)
     calls = 0
 
     def spoil(call: str, tensor: torch.Tensor) -> torch.Tensor:
         nonlocal calls
-        calls += 1
+        calls += call == where
         if world.rank == failing and call == where and calls > 3:
             raise StorageError("the disk is gone")
         return tensor
 
+    def share(name: str, number: int) -> torch.Tensor:
+        return spoil("give", memory[32 * world.rank :])
+
+    def room(name: str, box: Box) -> torch.Tensor:
+        return spoil("take", part_of(memory, box))
+
     begin = time.monotonic()
     try:
-        with world, through(way):
-            exchange(
-                world,
-                plan,
-                lambda parcel: spoil("give", of_box(whole, parcel.box)),
-                lambda parcel, values: spoil("take", values),
-                {"w": torch.float32},
-                CPU,
-                budget_bytes=1 << 20,
-            )
+        with world:
+            for _ in Exchange(world, rounds, share, room, {"w": torch.float32}, CPU).run():
+                pass
     except Exception as error:
         dist.barrier()  # the ranks are in step afterwards
         return type(error).__name__, str(error), time.monotonic() - begin

@@ -11,8 +11,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from shardwise.errors import CoverageError, FormatError, StorageError
-from shardwise.execution.ranks.line import Patience
-from shardwise.execution.ranks.world import World
+from shardwise.execution.patience import Patience
+from shardwise.execution.world import World
 from shardwise.storage import machine
 
 
@@ -95,13 +95,6 @@ def raise_here(rank: int) -> int:
 
 def add(one: int, other: int) -> int:
     return one + other + dist.get_rank()
-
-
-def no_seat_for_one(rank: int, _size: int) -> str:
-    """A seating that fails on rank 1."""
-    if rank == 1:
-        raise StorageError("no seat")
-    return "gloo"
 
 
 def gone_on(rank: int) -> None:

@@ -10,14 +10,13 @@ from tests import zoo
 from tests.verbs.streaming import sharded
 
 from shardwise.errors import ShardwiseError, StorageError
-from shardwise.execution.ranks.world import World
-from shardwise.execution.states.given_parts import Giver, agree_on_shares
-from shardwise.execution.writing.owned_files import write_by_owners
+from shardwise.execution.given_parts import Giver, agree_on_shares
+from shardwise.execution.world import World
+from shardwise.execution.write import write_by_owners
 from shardwise.layout import Origin
-from shardwise.models.conversions.revert import revert
+from shardwise.models.revert import revert
 from shardwise.models.view import layout_of, look_inside
-from shardwise.options import TakeFirst
-from shardwise.planning.saves.save_plan import plan_save
+from shardwise.planning.save_plan import plan_save
 from shardwise.storage.contract import WritePolicy
 from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.tensors.fingerprint import fingerprint
@@ -69,7 +68,7 @@ def write(
     model = sharded(specimen, mesh)
     held = look_inside(model)
     with World.current() as world:
-        shares = agree_on_shares(world, held, TakeFirst()).by_name
+        shares = agree_on_shares(world, held, "first_rank").by_name
         made = revert(model, layout_of(held, lambda item: Origin.NOWHERE))
         tensors = [(key, output.dtype, output.shape) for key, output in made.items()]
         plan = plan_save(tensors, max_shard_bytes=max_shard_bytes, parameters=1, token="t")

@@ -9,10 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.execution.ranks.world import World
-from shardwise.execution.states.given_parts import agree_on_shares
+from shardwise.execution.given_parts import agree_on_shares
+from shardwise.execution.world import World
 from shardwise.models.view import look_inside
-from shardwise.options import TakeFirst
 
 
 class Block(nn.Module):
@@ -51,7 +50,7 @@ def shares_are_exact(mesh: str) -> list[str]:
     model = sharded(mesh)
     held = look_inside(model)
     with World.current() as world:
-        shares = agree_on_shares(world, held, TakeFirst()).by_name
+        shares = agree_on_shares(world, held, "first_rank").by_name
         rank = world.rank
     faults = [] if "forgotten" not in shares else ["forgotten is not saved"]
     for item in held:
@@ -81,7 +80,7 @@ def error_of(what: str) -> tuple[str, str]:
             model.blocks[0].q_proj = nn.Linear(96, 32, bias=False)
     try:
         with World.current() as world:
-            agree_on_shares(world, look_inside(model), TakeFirst())
+            agree_on_shares(world, look_inside(model), "first_rank")
     except ShardwiseError as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -95,7 +94,7 @@ def error_of_half_a_mesh() -> tuple[str, str]:
         return "", ""
     try:
         with World.current(half) as world:
-            agree_on_shares(world, look_inside(model), TakeFirst())
+            agree_on_shares(world, look_inside(model), "first_rank")
     except ShardwiseError as error:
         return type(error).__name__, str(error)
     return "", ""

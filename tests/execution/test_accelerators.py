@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.execution.memory.copy_in import DeviceLanding
-from shardwise.execution.memory.free import available_memory
+from shardwise.execution.memory import DeviceLanding, available_memory
 from shardwise.models.torch_words import settle
 
 GIB = 1 << 30

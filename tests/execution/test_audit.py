@@ -8,12 +8,12 @@ from torch import nn
 
 from shardwise.conversion import Bindings
 from shardwise.errors import CoverageError
-from shardwise.execution.reading.audit import audit
+from shardwise.execution.audit import audit
 from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.layout import Origin
 from shardwise.models.view import layout_of, look_inside, meta_leftovers
-from shardwise.planning.loads.load_plan import Consent, ModelRules, plan_load
-from shardwise.planning.loads.stored import stored_tensors
+from shardwise.planning.load_memory import stored_tensors
+from shardwise.planning.load_plan import Consent, ModelRules, plan_load
 from shardwise.tensors import DType
 
 

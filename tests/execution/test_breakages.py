@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.execution.ranks.causes import is_of_a_collective, is_out_of_memory
-from shardwise.execution.ranks.collectives import naming_the_lost
-from shardwise.execution.ranks.world import World
+from shardwise.execution.collectives import is_of_a_collective, is_out_of_memory, naming_the_lost
+from shardwise.execution.world import World
 
 GLOO = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.execution.exchanging import DTYPES, noise
 
-from shardwise.execution.states import checksum as checksum_module
-from shardwise.execution.states.checksum import checksum
+from shardwise.execution import replicas as checksum_module
+from shardwise.execution.replicas import checksum
 from shardwise.tensors.fingerprint import fingerprint
 
 

@@ -21,12 +21,10 @@ pytestmark = pytest.mark.distributed
         (4, None),
     ],
 )
-@pytest.mark.parametrize("way", ["windows", "collectives"])
-def test_every_dtype_arrives_bitwise_and_once(worlds, size, source_of, way):
-    for wrong, traffic in worlds(size).run(exchanging.hand_over, source_of, 256, way):
+def test_every_dtype_arrives_bitwise(worlds, size, source_of):
+    for wrong, traffic in worlds(size).run(exchanging.hand_over, source_of, 1024):
         assert wrong == []
-        assert traffic["staging"] <= 256
-        assert traffic["rounds"] > 3
+        assert traffic["staging"] <= 1024
 
 
 def test_who_has_its_values_sends_nothing(worlds):
@@ -34,8 +32,7 @@ def test_who_has_its_values_sends_nothing(worlds):
 
 
 @pytest.mark.parametrize(("failing", "where"), [(0, "give"), (1, "take"), (0, "take")])
-@pytest.mark.parametrize("way", ["windows", "collectives"])
-def test_a_rank_that_fails_half_way_leaves_nobody_waiting(worlds, failing, where, way):
-    for kind, text, seconds in worlds(3).run(exchanging.fail_half_way, failing, where, way):
+def test_a_rank_that_fails_half_way_leaves_nobody_waiting(worlds, failing, where):
+    for kind, text, seconds in worlds(3).run(exchanging.fail_half_way, failing, where):
         assert (kind, text) == ("StorageError", f"rank {failing}: the disk is gone")
         assert seconds < 10

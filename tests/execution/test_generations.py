@@ -1,4 +1,4 @@
-"""Generations of ranks over one store: each has a part of it for itself, whatever others have left."""
+"""Ranks that a launcher starts again over one store find nothing of those before them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from shardwise.errors import RankLostError
-from shardwise.execution.processes.launched import store_of_generation
+from shardwise.execution.launched import store_of_generation
 
 
 def test_a_generation_finds_nothing_of_those_before_it() -> None:
     store = HashStore()
+    store.set("shardwise/asks/1", "of a rank that has gone")
     for number, size in enumerate((3, 3, 2, 4)):  # elastic: generations may have other sizes
 
         def come(rank: int, number: int = number, size: int = size) -> tuple[bool, list[str]]:
@@ -27,16 +28,7 @@ def test_a_generation_finds_nothing_of_those_before_it() -> None:
         assert found == [(True, [str(number)] * size)] * size
 
 
-def test_a_rank_that_has_left_its_word_and_gone_holds_nobody_up() -> None:
-    store = HashStore()
-    store.set("shardwise generation/asked/1", "of a generation before")
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda rank: store_of_generation(store, rank, 2, patience_s=20.0), (0, 1)))
-    found[0].set("key", "value")
-    assert found[1].get("key") == b"value"
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_do_not_come_are_waited_for_no_longer_than_said(rank: int) -> None:
-    with pytest.raises(RankLostError):
+@pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
+def test_ranks_that_do_not_come_are_named_and_waited_for_no_longer_than_said(rank: int, other: int) -> None:
+    with pytest.raises(RankLostError, match=f"waiting for rank {other} of 2"):
         store_of_generation(HashStore(), rank, 2, patience_s=0.2)

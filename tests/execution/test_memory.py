@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.execution.memory.free import host_pools
+from shardwise.execution.memory import host_memory
 
 GIB = 1 << 30
 
@@ -17,7 +17,7 @@ def system(tmp_path):
     (tmp_path / "groups").mkdir()
 
     def ask() -> int | None:
-        return min(host_pools(tmp_path / "meminfo", tmp_path / "own", tmp_path / "groups").values())
+        return host_memory(tmp_path / "meminfo", tmp_path / "own", tmp_path / "groups")
 
     return tmp_path, ask
 
@@ -59,10 +59,4 @@ def test_a_full_group_has_nothing_left(system):
 
 
 def test_a_system_that_does_not_tell(tmp_path):
-    assert host_pools(tmp_path / "absent", tmp_path / "absent", tmp_path / "absent") == {}
-
-
-def test_this_machine_tells():
-    free = min(host_pools().values())
-    assert free is not None
-    assert free > 1 << 20
+    assert host_memory(tmp_path / "absent", tmp_path / "absent", tmp_path / "absent") is None

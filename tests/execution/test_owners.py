@@ -55,9 +55,3 @@ def test_all_ranks_raise_when_one_cannot_write(worlds, tmp_path):
     assert kind == "StorageError"
     assert text.startswith("rank 1: ")
     assert text.endswith("the disk is full")
-
-
-def test_a_budget_that_holds_nothing_is_refused(tmp_path):
-    (kind, text), _ = owning.write("qwen3_moe", str(tmp_path), "flat", 100_000, 100)
-    assert kind == "ConfigError"
-    assert "budget_bytes=100 is too little for 1 ranks: 192 at least" in text

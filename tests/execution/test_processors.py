@@ -8,45 +8,11 @@ import time
 import pytest
 import torch
 from tests import zoo
-from tests.execution.counting import counted_ranks
-from tests.execution.test_meetings import CALM, prepared
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import shardwise
 from shardwise.conversion import quantise
-from shardwise.execution.ranks.agreement import agree_on
-from shardwise.execution.ranks.whereabouts import ProcessorSet, ProcessorShares
-from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.workers import computing
 from shardwise.storage import machine
-from shardwise.storage.policies import LOCAL, OBJECT_STORE
-
-
-def shares(*told: tuple) -> list[int]:
-    """``told``: machine, the processors of a rank as bits, and its quotas."""
-    found = ProcessorShares.of([ProcessorSet(*one) for one in told])
-    return [found.on(rank) for rank in range(len(told))]
-
-
-def test_processors_are_shared_by_the_ranks_that_may_run_on_them():
-    assert shares(("a", 0b11)) == [2]
-    assert shares(*[("a", 0b11)] * 4) == [1] * 4, "at least one"
-    assert shares(*[("a", 0xFF)] * 3) == [2] * 3
-    assert shares(*[("a", 0xFFFFFF)] * 3) == [8] * 3, "three thirds are one"
-    assert shares(("a", 0b0011), ("a", 0b1100)) == [2, 2], "each has been given its own"
-    assert shares(("a", 0b11), ("b", 0b11)) == [2, 2], "another machine"
-    assert shares(("a", 0xFF), ("a", 0xF0)) == [6, 2]
-    assert shares(("a", 0)) == [1]
-
-
-def test_ranks_of_a_container_share_its_quota():
-    quota, other = (("group", 4.0),), (("other", 4.0),)
-    assert shares(*[("a", 0xFFFF, quota)] * 2) == [2] * 2
-    assert shares(*[("a", 0xFFFF, quota)] * 8) == [1] * 8, "at least one"
-    assert shares(("a", 0xFFFF, quota), ("a", 0xFFFF, other)) == [4, 4]
-    assert shares(("a", 0b11, quota)) == [2], "fewer than the quota"
-    assert shares(("a", 0xFF, (("group", 2.5), ("around", 6.0)))) == [2], "the smallest of all around it"
-    assert ProcessorSet("a", 0xFF, (("group", 2.5),)).count == 2
 
 
 @pytest.mark.parametrize(
@@ -81,24 +47,6 @@ def test_no_more_than_the_quota_compute_and_tokenise(monkeypatch):
     assert machine.processor_count() == 3
     monkeypatch.setattr(machine, "processor_quotas", lambda: {"/": 0.1})
     assert machine.processor_count() == 1
-
-
-def test_ranks_learn_from_their_meeting_how_many_share_a_machine(monkeypatch):
-    monkeypatch.setattr(machine, "processors", lambda: frozenset(range(32)))
-
-    def agree(rank: int) -> int:
-        with World.current(patience=CALM, call="load") as world:
-            return agree_on(world, **prepared(rank)).processors.on(rank)
-
-    with counted_ranks(8) as ranks:
-        assert ranks.each(agree) == [4] * 8
-
-
-def test_as_many_compute_as_read_where_reading_is_waiting():
-    assert computing(LOCAL, 1) == 1
-    assert computing(LOCAL, 2) == 2
-    assert computing(LOCAL, 100) == LOCAL.concurrency
-    assert computing(OBJECT_STORE, 1) == OBJECT_STORE.concurrency
 
 
 @pytest.mark.parametrize("count", [1, 2])

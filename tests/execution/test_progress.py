@@ -7,8 +7,8 @@ import io
 
 import pytest
 
-from shardwise.execution.ranks.progress import ProgressBar
-from shardwise.execution.ranks.world import World
+from shardwise.execution.progress import ProgressBar
+from shardwise.execution.world import World
 
 
 class Terminal(io.StringIO):

@@ -10,13 +10,13 @@ from tests.harness import EffectLog, recorded, states_after_crash
 from tests.interchange.test_commit import contents, last_mark_removed, meanwhile
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.renamed_folder import as_renamed
-from shardwise.execution.writing import renames
-from shardwise.execution.writing.committing import make_file
-from shardwise.execution.writing.marked_folder import marked_by_first
-from shardwise.execution.writing.saving_lock import HeldMark, take_lock
-from shardwise.planning.saves.commit import Renames, WrittenFiles, fresh
+from shardwise.execution import renames
+from shardwise.execution.committing import make_file
+from shardwise.execution.marked_folder import marked_by_first
+from shardwise.execution.renames import as_renamed
+from shardwise.execution.saving_lock import HeldMark, take_lock
+from shardwise.execution.world import World
+from shardwise.planning.commit import Renames, WrittenFiles, fresh
 from shardwise.storage.writing.folders_writer import FoldersWriter
 from shardwise.storage.writing.opening import open_writer
 

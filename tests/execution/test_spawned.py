@@ -19,21 +19,32 @@ import torch
 from tests.execution import faults
 
 from shardwise.errors import PlacementError, RankLostError, StorageError
-from shardwise.execution.processes.launched import this_device
-from shardwise.execution.processes.local_ranks import ProcessEnded, RankError, RanksLateError
-from shardwise.execution.processes.spawned import _meant, at_own_gpu, run_spawned
+from shardwise.execution import spawned
+from shardwise.execution.launched import this_device
+from shardwise.execution.spawned import (
+    RankEndedError,
+    RankError,
+    RanksLateError,
+    _priority,
+    at_own_gpu,
+    run_spawned,
+)
 
 T = TypeVar("T")
 
 
 @pytest.mark.distributed
-def test_values_come_by_rank_and_errors_as_they_are():
+def test_values_come_by_rank_and_errors_as_they_are(monkeypatch):
+    monkeypatch.setattr(spawned, "_GRACE_S", 1.0)
     assert run_spawned(2, faults.add, 3, 4) == [7, 8]
     with pytest.raises(StorageError, match="^gone$"):
         run_spawned(2, faults.gone_on, 1)
-    with pytest.raises(RanksLateError, match="did not finish in time") as late:
+    with pytest.raises(RankError, match=r"\[rank 1\] ValueError: not like this"):
+        run_spawned(2, faults.raise_here, 1)
+    with pytest.raises(RankEndedError, match="rank 1: its process ended with exit code 7"):
+        run_spawned(2, faults.exit_on, 1)
+    with pytest.raises(RanksLateError, match=r"rank 0, 1 did not finish in 0\.5 s"):
         run_spawned(2, time.sleep, 600, timeout_s=0.5)
-    assert sorted(late.value.failures) == [0, 1]
 
 
 def test_what_is_meant_for_the_process_that_forks_changes_no_other():
@@ -41,8 +52,8 @@ def test_what_is_meant_for_the_process_that_forks_changes_no_other():
         return signal.getsignal(signal.SIGTERM), gc.isenabled(), list(sys.path)
 
     before = kept()
-    sys.modules.pop("shardwise.execution.processes.importing", None)
-    importlib.import_module("shardwise.execution.processes.importing")
+    sys.modules.pop("shardwise.execution.importing", None)
+    importlib.import_module("shardwise.execution.importing")
     assert kept() == before
 
 
@@ -50,7 +61,7 @@ def test_what_is_meant_for_the_process_that_forks_changes_no_other():
 def test_ranks_share_one_import_and_the_parent_needs_none():
     program = (
         "import sys\n"
-        "from shardwise.execution.processes.spawned import run_spawned\n"
+        "from shardwise.execution.spawned import run_spawned\n"
         "from tests.execution.forked import place_of_torch\n"
         "told = run_spawned(3, place_of_torch, preloaded=('torch',))\n"
         "assert 'torch' not in sys.modules\n"
@@ -63,7 +74,7 @@ def test_ranks_share_one_import_and_the_parent_needs_none():
 @pytest.mark.distributed
 def test_ranks_end_when_whoever_started_them_is_killed(tmp_path):
     program = (
-        "from shardwise.execution.processes.spawned import run_spawned\n"
+        "from shardwise.execution.spawned import run_spawned\n"
         "from tests.execution.forked import goes_on\n"
         f"run_spawned(2, goes_on, {str(tmp_path)!r}, preloaded=('torch',))\n"
     )
@@ -119,12 +130,7 @@ def test_a_rank_forked_from_a_user_of_cuda_is_refused(machine_with, monkeypatch)
         at_own_gpu(0, 2)
 
 
-def test_what_nobody_raised_on_purpose_is_shown_rather_than_that_it_was_missed():
+def test_what_a_rank_raised_on_purpose_is_shown_rather_than_that_it_was_missed():
     """Others only lost a rank: to say so is of use where nothing else is known."""
-    lost, missed = RankLostError("rank 1 is lost"), RankLostError("rank 1 has left the call")
-    died = RankError({0: "lost", 1: "exit code -9"}, {0: lost, 1: ProcessEnded("exit code -9")})
-    assert _meant(died) is lost
-    mistaken = RankError({0: "left", 1: "Traceback: ValueError"}, {0: missed, 1: ValueError("no")})
-    assert str(_meant(mistaken)) == "[rank 1] Traceback: ValueError"
-    refused = RankError({0: "left", 1: "gone"}, {0: missed, 1: StorageError("gone")})
-    assert str(_meant(refused)) == "gone"
+    kinds = (StorageError, RankError, RankLostError, RankEndedError)
+    assert [_priority(kind("gone")) for kind in kinds] == [0, 1, 2, 3]

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from shardwise.errors import PlacementError
-from shardwise.execution.ranks.world import World
-from shardwise.execution.writing.marked_folder import marked_by_first
-from shardwise.execution.writing.renames import commit_written, tidy, undo
-from shardwise.execution.writing.torch_states import write_whole_file
+from shardwise.execution.marked_folder import marked_by_first
+from shardwise.execution.renames import commit_written, tidy, undo
+from shardwise.execution.torch_saves import write_whole_file
+from shardwise.execution.world import World
 
 
 def write(folder, tensors, objects):

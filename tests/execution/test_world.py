@@ -8,12 +8,11 @@ import time
 
 import pytest
 from tests.execution import faults
-from tests.harness import run_world
+from tests.harness import local_ranks, run_world
+from tests.harness.local_ranks import LocalRanks, RankError
 
 from shardwise.errors import StorageError
-from shardwise.execution.processes import local_ranks
-from shardwise.execution.processes.local_ranks import LocalRanks, RankError
-from shardwise.execution.ranks.world import World
+from shardwise.execution.world import World
 
 pytestmark = pytest.mark.distributed
 
@@ -83,15 +82,6 @@ def test_a_rank_that_has_ended_between_two_calls_is_named(monkeypatch):
         ranks._processes[1].join(30)
         with pytest.raises(RankError, match=r"\[rank 1\] its process ended with exit code -9"):
             ranks.run(faults.add, 1, 2)
-
-
-@pytest.mark.parametrize("preloaded", [("torch",), pytest.param((), marks=pytest.mark.slow)])
-def test_a_rank_that_cannot_take_its_seat_says_so(preloaded, monkeypatch):
-    monkeypatch.setattr(local_ranks, "_GRACE_S", 1.0)
-    with LocalRanks(2, timeout_s=100, seat=faults.no_seat_for_one, preloaded=preloaded) as ranks:
-        with pytest.raises(RankError, match=r"\[rank 1\] .*StorageError: no seat"):
-            ranks.run(faults.add, 1, 2)
-        assert not ranks.is_alive
 
 
 def test_a_rank_that_dies_ends_the_others(monkeypatch):

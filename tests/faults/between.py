@@ -12,10 +12,9 @@ from tests.faults.doomed import Seat
 from tests.verbs.on_ranks import Plain, angles, shard_plain
 
 import shardwise
-from shardwise.execution.ranks import lost_ranks
-from shardwise.execution.ranks.line import Patience
-from shardwise.execution.ranks.messages import Outcome
-from shardwise.execution.ranks.world import World
+from shardwise.execution import meetings
+from shardwise.execution.patience import Patience
+from shardwise.execution.world import Failure, World
 
 Told = tuple[str, str]
 
@@ -92,7 +91,7 @@ def fail_alone(seat: Seat, patience: Patience, first: str) -> None:
 
     world.together(lambda: None)
     if seat.rank == 1:
-        lost_ranks._FIRST_POLL_S = lost_ranks._LAST_POLL_S = 0.5
+        meetings._FIRST_POLL_S = meetings._LAST_POLL_S = 0.5
     if seat.rank == 0 and first == "untold":
-        Outcome.among = lambda said, asked: os._exit(1)  # type: ignore[method-assign, assignment]
+        Failure.among = lambda *_: os._exit(1)  # type: ignore[method-assign, assignment]
     world.all_reduce(tell, conclude)

@@ -20,44 +20,38 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 import shardwise
-from shardwise.execution.moving import exchange
-from shardwise.execution.ranks import world as world_module
-from shardwise.execution.ranks.line import Patience
-from shardwise.planning.moves.sharing_choice import InIntervals, OncePerGroup, Weighed
-from shardwise.report.load_report import LoadReport
+from shardwise.execution.patience import Patience
+from shardwise.report.reports import LoadReport
 from shardwise.storage.reading.local import LocalReader
 
 STAGES = {
     "open": ("shardwise.engines.bringing_up", "open_storage"),
     "headers": ("shardwise.engines.opening", "open_checkpoint"),
-    "build": ("shardwise.engines.bringing_up", "outline"),
-    "wrap": ("shardwise.models.wrapping.wrap", "wrap"),
+    "build": ("shardwise.engines.outline", "outline"),
+    "wrap": ("shardwise.models.wrap", "wrap"),
     "plan": ("shardwise.engines.load_plan", "make_plan"),
     "materialize": ("shardwise.engines.loading", "materialize"),
     "read": ("shardwise.storage.reading.local", "LocalReader.read_vectored"),
-    "join": ("shardwise.execution.reading.shared_reads", "boxes_of_ranks"),
-    "share": ("shardwise.execution.reading.place", "Placer.values_of"),
-    "interval": ("shardwise.execution.reading.place", "Placer.values_of"),
+    "join": ("shardwise.execution.shared_reads", "boxes_of_ranks"),
+    "share": ("shardwise.execution.reading", "Placer.values_of"),
     "send": ("torch.distributed", "all_to_all_single"),
-    "large": ("torch.distributed", "broadcast"),
-    "fill": ("shardwise.engines.load_fill", "fill"),
-    "audit": ("shardwise.engines.load_fill", "audit"),
+    "fill": ("shardwise.engines.loading", "fill"),
+    "audit": ("shardwise.engines.loading", "audit"),
     "look": ("shardwise.engines.sharding", "look_inside"),
-    "give": ("shardwise.execution.moving.distribute", "_Yard.give"),
-    "take": ("shardwise.execution.moving.distribute", "_Yard.take"),
-    "pack": ("shardwise.execution.states.given_parts", "Giver.share"),
+    "give": ("shardwise.execution.moving", "Exchange._given"),
+    "take": ("shardwise.execution.moving", "Exchange._put"),
+    "pack": ("shardwise.execution.given_parts", "Giver.share"),
     "arrange": ("shardwise.engines.saving", "prepare"),
     "create": ("shardwise.storage.writing.local_writer", "LocalWriter.create"),
     "mark": ("shardwise.engines.saving", "require_lock"),
-    "write": ("shardwise.execution.writing.write", "Emitter._buffers"),
+    "write": ("shardwise.execution.write", "Emitter._buffers"),
     "sync": ("shardwise.storage.writing.local_writer", "LocalWriter.sync"),
-    "compare": ("shardwise.execution.writing.write", "Emitter.require_same"),
-    "add up": ("torch.distributed", "all_reduce"),
+    "compare": ("shardwise.execution.write", "Emitter.require_same"),
     "commit": ("shardwise.engines.saving", "commit_save"),
-    "beside": ("shardwise.execution.writing.committing", "fingerprints.to_bytes"),
+    "beside": ("shardwise.execution.committing", "fingerprints.to_bytes"),
     "name": ("shardwise.storage.writing.local_writer", "LocalWriter.rename"),
     "remove": ("shardwise.storage.writing.local_writer", "LocalWriter.remove"),
-    "tidy": ("shardwise.execution.writing.saving_lock", "release_lock"),
+    "tidy": ("shardwise.execution.saving_lock", "release_lock"),
 }
 """By stage, a function that a rank calls in it, as module and name."""
 
@@ -77,8 +71,6 @@ class Blow:
 
 def lay(blow: Blow, seat: Seat) -> None:
     """Have the blow fall once, on its rank."""
-    if blow.stage == "send":  # by collectives, as ranks do that do not see one memory
-        exchange.open_windows = lambda *_: None  # type: ignore[assignment]
     if seat.rank != blow.rank:
         return
     module, path = STAGES[blow.stage]
@@ -126,12 +118,12 @@ def load(seat: Seat, directory: str, way: str, patience: Patience, blow: Blow | 
     """Bring a model up in a certain way while the blow falls."""
     if blow is not None:
         lay(blow, seat)
-    if way in ("flat", "hsdp", "intervals"):
+    if way in ("flat", "hsdp"):
         bring_up(seat, directory, way, patience)
     elif way in ("reader", "whole"):
         with torch.device("meta"):
             model = Plain()
-        shared = OncePerGroup() if way == "whole" else Weighed()
+        shared = "always" if way == "whole" else "auto"
         options = shardwise.options.LoadOptions(patience=patience, shared_reads=shared, budget_bytes=1 << 14)
         checkpoint = LocalReader(directory) if way == "reader" else directory
         shardwise.load(model, checkpoint, buffers={"*.angles": angles}, options=options)
@@ -161,18 +153,10 @@ def load_and_leave(seat: Seat, directory: str, way: str, patience: Patience, blo
         dist.destroy_process_group()
 
 
-def load_with_large_messages(
-    seat: Seat, directory: str, way: str, patience: Patience, blow: Blow | None = None
-) -> None:
-    """As if all that ranks tell each other were more than a store is made for."""
-    world_module._LARGE_BYTES = 100
-    load(seat, directory, way, patience, blow)
-
-
 def bring_up(seat: Seat, directory: str, way: str, patience: Patience) -> tuple[PreTrainedModel, LoadReport]:
     sizes = (2, seat.size // 2) if way == "hsdp" else (seat.size,)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
-    shared = {"flat": Weighed(), "hsdp": OncePerGroup(), "intervals": InIntervals()}[way]
+    shared = {"flat": "auto", "hsdp": "always"}[way]
     options = shardwise.options.LoadOptions(patience=patience, shared_reads=shared, budget_bytes=1 << 14)
     return shardwise.from_pretrained(
         directory, sharding=shardwise.Sharding(mesh=mesh), options=options, output_loading_info=True

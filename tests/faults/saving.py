@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise
-from shardwise.engines.save_options import CompareWithMemory
-from shardwise.execution.ranks.line import Patience
+from shardwise.execution.patience import Patience
 
 ONE_FILE, SEVERAL_FILES = "1GB", "2KB"
 
@@ -53,7 +52,7 @@ def save(
     if blow is not None:
         lay(blow, seat)
     options = shardwise.options.SaveOptions(budget_bytes=4096, patience=patience, progress=False)
-    return shardwise.save(model, folder, max_shard_size=size, verify=CompareWithMemory(), options=options).files
+    return shardwise.save(model, folder, max_shard_size=size, verify=True, options=options).files
 
 
 def save_apart(seat: Seat, folder: str, patience: Patience) -> None:

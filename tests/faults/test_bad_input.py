@@ -11,9 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.errors import PlacementError
-from shardwise.models.wrapping.policies import ModuleListBlocks
-from shardwise.models.wrapping.wrap import Sharding, wrap
-from shardwise.planning.moves.sharing_choice import InIntervals, OncePerGroup
+from shardwise.models.wrap import Sharding, wrap
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +32,8 @@ def test_a_budget_smaller_than_a_row_is_enough(worlds, wide, dim, dtype):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("mode", [OncePerGroup(), InIntervals()])
-def test_a_budget_smaller_than_a_row_is_enough_for_what_is_read_once_for_all(worlds, wide, dim, mode):
-    assert worlds(4).run(bad_input.load_wide_replicas, wide, dim, 1 << 16, mode) == [[]] * 4
+def test_a_budget_smaller_than_a_row_is_enough_for_what_is_read_once_for_all(worlds, wide, dim):
+    assert worlds(4).run(bad_input.load_wide_replicas, wide, dim, 1 << 16, "always") == [[]] * 4
 
 
 def on_meta():
@@ -50,7 +47,7 @@ def test_a_mesh_of_three_axes_is_refused_by_name():
     with fake_rank(0, 8):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
         with pytest.raises(PlacementError, match=r"on the mesh pp=2, dp=2, tp=2: fully_shard takes one axis"):
-            wrap(on_meta(), Sharding(mesh=mesh, wrap=ModuleListBlocks()))
+            wrap(on_meta(), Sharding(mesh=mesh, wrap="module_list"))
 
 
 def test_a_parameter_that_fully_shard_refuses_is_named_before_anything_is_sharded():
@@ -60,7 +57,7 @@ def test_a_parameter_that_fully_shard_refuses_is_named_before_anything_is_sharde
     with fake_rank(0, 4):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
         with pytest.raises(PlacementError, match=r"layers\.1\.weight .* the mesh fsdp=4: .* contiguous"):
-            wrap(model, Sharding(mesh=mesh, wrap=ModuleListBlocks()))
+            wrap(model, Sharding(mesh=mesh, wrap="module_list"))
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.faults import between
 from tests.faults.doomed import Doomed, through_a_file, through_rank_0
 
-from shardwise.execution.ranks.line import Patience
+from shardwise.execution.patience import Patience
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 

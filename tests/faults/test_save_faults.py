@@ -17,7 +17,7 @@ from tests.faults.on_ranks import Blow
 from tests.faults.saving import ONE_FILE, SEVERAL_FILES, is_model, litter
 
 import shardwise
-from shardwise.execution.ranks.line import Patience
+from shardwise.execution.patience import Patience
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
@@ -39,7 +39,6 @@ STAGES = {
     "write": 2,
     "sync": 1,
     "compare": 0,
-    "add up": 0,
     "commit": 0,
     "beside": 0,
     "name": 0,
@@ -154,7 +153,7 @@ def test_a_save_that_is_interrupted_leaves_no_mark(rank, tmp_path):
     folder = tmp_path / "saved"
     shardwise.save(saving.Blocks(OLD), folder)
     with Doomed(RANKS) as world:
-        outcome = world.run(saving.save, str(folder), NEW, SEVERAL_FILES, CALM, Blow("interrupt", "add up", rank))
+        outcome = world.run(saving.save, str(folder), NEW, SEVERAL_FILES, CALM, Blow("interrupt", "write", rank))
         assert outcome.ends.pop(rank).error == "KeyboardInterrupt"
         ((error, text),) = set(outcome.errors().values())
         assert error == "RankLostError"

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.formats.torch_building import Touch, same, saved, values_of
 from tests.harness import HttpStore
+from tests.harness.memory_storage import MemoryReader
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -33,7 +34,6 @@ from shardwise.formats.checkpoint_index import Joined, View, Whole
 from shardwise.formats.nested_dicts import tiling
 from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.memory import MemoryReader
 from shardwise.storage.reading.remote_reader import RemoteReader
 from shardwise.tensors import Box
 

@@ -16,6 +16,7 @@ from tests.formats.building import file_of
 from tests.formats.test_distributed import GRID, Written, cut, spiral
 from tests.formats.test_peft_adapter import parsed
 from tests.formats.torch_building import Called, saved, storage, tensor, torch_file
+from tests.harness.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError
 from shardwise.formats import opening
@@ -30,7 +31,6 @@ from shardwise.formats.torch_files import holds_optimizer, open_state
 from shardwise.formats.torch_values import TORCH_FILE
 from shardwise.formats.zip_archive import Archive, FileWindow
 from shardwise.storage.contract import ReadPolicy
-from shardwise.storage.reading.memory import MemoryReader
 from shardwise.tensors import Box
 
 LARGEST = 2**63 - 1
@@ -118,12 +118,6 @@ def test_a_call_among_items_of_a_tuple() -> None:
     assert read_pickle(b"\x80\x02(t.", TORCH_FILE, what="here") == ()
 
 
-@pytest.mark.parametrize("code", [b"N(0.", b"(q\0t.", b"(0.", b"N(\x85.", b"0.", b"q\0."])
-def test_nothing_is_taken_from_below_a_mark(code: bytes) -> None:
-    with pytest.raises(FormatError, match="more from the stack than there is"):
-        read_pickle(b"\x80\x02" + code, TORCH_FILE, what="here")
-
-
 def third(*arguments: object) -> Called:
     return Called(torch._utils._rebuild_tensor_v3, storage(), 0, (2, 2), (2, 1), False, *arguments)
 
@@ -135,7 +129,7 @@ def test_a_tensor_that_tells_its_dtype() -> None:
         assert (found.shape, found.dtype.label) == ((2, 2), "F32")
     assert "conjugated or negated" in refusal_of_torch({"a": third({}, torch.float32, {"conj": True})})
     for arguments in (({},), ({}, torch.float32, {}, {})):
-        assert "it takes seven arguments" in refusal_of_torch({"a": third(*arguments)})
+        assert "it takes 7 arguments" in refusal_of_torch({"a": third(*arguments)})
 
 
 def test_equal_pickles_are_read_once() -> None:

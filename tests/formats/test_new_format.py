@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from tests.formats import own_format
+from tests.harness.memory_storage import MemoryReader
 from torch import nn
 
 import shardwise
 from shardwise.errors import FormatError
 from shardwise.formats import opening
-from shardwise.storage import MemoryReader
 
 
 @pytest.fixture

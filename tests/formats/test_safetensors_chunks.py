@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save
 from tests.formats.torch_building import same, values_of
+from tests.harness.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError
 from shardwise.formats.opening import open_checkpoint
-from shardwise.storage.reading.memory import MemoryReader
 
 GRID = torch.arange(48.0).reshape(6, 8)
 

@@ -12,13 +12,13 @@ from safetensors.torch import save
 from tests.formats.building import file_with
 from tests.formats.torch_building import archive, same, saved, tensor, torch_file, values_of
 from tests.harness import HttpStore
+from tests.harness.memory_storage import MemoryReader
 from torch import nn
 
 from shardwise.errors import FormatError
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.memory import MemoryReader
 from shardwise.storage.reading.remote_reader import RemoteReader
 
 

@@ -10,11 +10,11 @@ from io import BytesIO
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError
 from shardwise.formats import zip_archive
 from shardwise.formats.zip_archive import Archive, FileWindow
-from shardwise.storage.reading.memory import MemoryReader
 from shardwise.tensors import ByteRange
 
 FULL_16, FULL_32 = 0xFFFF, 0xFFFFFFFF
@@ -153,9 +153,9 @@ def test_a_small_archive_is_read_at_once_and_of_a_large_one_its_ends(nbytes: int
     part = FileWindow(reader, "f", 5, 5 + nbytes)
     assert reader.asked == reads
     for start, stop in ((0, 10), (4090, 4096), (nbytes - 4096, nbytes - 4000), (nbytes - 3, nbytes), (0, 0)):
-        assert part.read(start, stop) == content[5 + start : 5 + stop]
+        assert part.read_range(start, stop) == content[5 + start : 5 + stop]
     assert reader.asked == reads
-    assert part.read(4090, 4097) == content[5 + 4090 : 5 + 4097]
+    assert part.read_range(4090, 4097) == content[5 + 4090 : 5 + 4097]
     assert reader.asked == more
 
 

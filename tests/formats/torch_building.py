@@ -14,7 +14,7 @@ import torch
 from shardwise.conversion import Stored, copies
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.models.torch_words import to_torch
-from shardwise.planning.loads.stored import stored_tensors
+from shardwise.planning.load_memory import stored_tensors
 from shardwise.storage.contract import StorageReader
 from shardwise.tensors import Box
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from shardwise.errors import CheckpointError
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
-from shardwise.planning.loads.stored import stored_tensors
+from shardwise.planning.load_memory import stored_tensors
 
 FILES = Path(__file__).parent.parent / "fixtures" / "files" / "2"
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
 
 import shardwise
-from shardwise.execution.states.checksum import checksums
+from shardwise.execution.replicas import checksums
 
 pytestmark = pytest.mark.gpu
 
@@ -162,7 +162,7 @@ def test_a_save_has_what_was_asked_of_the_device_before(mixtral, side, tmp_path)
 
 def test_memory_that_torch_keeps_counts_as_free(mixtral):
     """A load that fits only into what was freed and is kept."""
-    from shardwise.execution.memory.free import available_memory
+    from shardwise.execution.memory import available_memory
 
     device = torch.device("cuda", 0)
     free = torch.cuda.mem_get_info(device)[0]
@@ -179,13 +179,13 @@ def test_memory_that_torch_keeps_counts_as_free(mixtral):
 
 @pytest.mark.parametrize("numel", [0, 1, 1000, (3 << 20) + 5])
 def test_a_checksum_is_that_of_the_host(monkeypatch, numel):
-    monkeypatch.setattr("shardwise.execution.states.checksum._BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr("shardwise.execution.replicas._BLOCK_BYTES", 1 << 20)
     tensors = [torch.randn(numel).to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float8_e4m3fn)]
     tensors += [tensor[3:] for tensor in tensors] + [torch.randn(numel // 7, 7).t()]
     assert checksums([tensor.cuda() for tensor in tensors]) == checksums(tensors)
 
 
-@pytest.mark.parametrize("scales", [shardwise.options.PlainScales(), shardwise.options.NestedScales()])
+@pytest.mark.parametrize("scales", [False, True])
 def test_a_base_in_four_bits(tmp_path, one_rank, scales):
     """Its bytes are those of the CPU; products are within the rounding of bfloat16."""
     (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "llama")

@@ -1,11 +1,9 @@
-"""An object store on this machine: an HTTP server with ranges, as slow and as faulty as one wishes.
-
-Longer than other files: it is one server, whose state stands under one lock.
-"""
+"""An object store on this machine: an HTTP server with ranges, as slow and as faulty as one wishes."""
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 import socket
@@ -15,14 +13,13 @@ import sys
 import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any, BinaryIO, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 from urllib.parse import unquote
 
 from shardwise.errors import ConfigError
@@ -33,7 +30,6 @@ _SERVER = re.compile(r"^http://[^/]*/")
 _SEND_BYTES = 1 << 20
 _SLICE_S = 0.005
 _CREDIT_S = 0.02
-_LOGGED = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +96,12 @@ class ServedRequest:
     headers: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Counters:
-    """What a store has done so far. ``bytes_sent`` counts bodies; ``most_at_once`` requests being served."""
+    """What a store has done so far: requests, and the most that were served at once."""
 
-    requests: int
-    bytes_sent: int
-    connections: int
-    most_at_once: int
+    requests: int = 0
+    most_at_once: int = 0
 
 
 @dataclass(slots=True)
@@ -116,20 +110,6 @@ class _Injection:
     pattern: str
     skip: int
     left: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredBytes:
-    descriptor: int
-    nbytes: int
-    etag: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    method: str
-    file: str
-    headers: Mapping[str, str]
 
 
 class _Bandwidth:
@@ -165,14 +145,13 @@ class HttpStore:
             store.inject(Status(503), times=2)
             reader = RemoteReader(store.url)
 
-    Connections are kept alive, one thread each; bodies go from the page cache to the socket (sendfile). For
-    measurements, let it run in a process of its own: :class:`HttpStoreProcess`.
+    Connections are kept alive, one thread each. For measurements, let it run in a process of its own:
+    :class:`HttpStoreProcess`.
 
     Args:
         files: a folder, or contents by name.
         latency_s: time from a request to the first byte of its answer.
         bytes_per_s: what all connections together send, bodies only; None: no limit.
-        max_concurrent: how many requests are served at once; the others wait. None: no limit.
     """
 
     def __init__(
@@ -181,48 +160,23 @@ class HttpStore:
         *,
         latency_s: float = 0.0,
         bytes_per_s: float | None = None,
-        max_concurrent: int | None = None,
     ) -> None:
-        if latency_s < 0:
-            raise ConfigError(f"latency_s={latency_s} is negative")
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise ConfigError(f"bytes_per_s={bytes_per_s} is not positive; None sets no limit")
-        if max_concurrent is not None and max_concurrent < 1:
-            raise ConfigError(f"max_concurrent={max_concurrent}: nothing would be served; None sets no limit")
+        self.latency_s = latency_s
+        self.bandwidth = None if bytes_per_s is None else _Bandwidth(bytes_per_s)
+        self.log: list[ServedRequest] = []
+        """The requests answered so far."""
+        self.counters = Counters()
+        self.closing = threading.Event()
+        self._files = dict(files) if isinstance(files, Mapping) else os.path.abspath(os.fspath(files))
         self._lock = threading.Lock()
-        self._folder: str | None = None
-        self._contents: dict[str, _StoredBytes] = {}
-        self._replaced: list[int] = []
-        if isinstance(files, Mapping):
-            for name, content in files.items():
-                self._contents[name] = _in_memory(content)
-        else:
-            self._folder = os.path.abspath(os.fspath(files))
-        self._latency_s = latency_s
-        self._bandwidth = None if bytes_per_s is None else _Bandwidth(bytes_per_s)
-        self._gate = nullcontext() if max_concurrent is None else threading.BoundedSemaphore(max_concurrent)
         self._injections: list[_Injection] = []
-        self._log: deque[ServedRequest] = deque(maxlen=_LOGGED)
-        self._counts = dict.fromkeys(("requests", "bytes_sent", "connections", "most_at_once"), 0)
         self._at_once = 0
-        self._closing = threading.Event()
-        self._sockets: set[socket.socket] = set()
-        self._threads: set[threading.Thread] = set()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._acceptor = threading.Thread(target=self._accept, name="http-store", daemon=True)
-        self._acceptor.start()
-
-    @property
-    def counters(self) -> Counters:
-        with self._lock:
-            return Counters(**self._counts)
-
-    @property
-    def log(self) -> list[ServedRequest]:
-        """The requests answered so far, the last hundred thousand of them."""
-        with self._lock:
-            return list(self._log)
+        self._server = _Server(self)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
 
     def inject(self, fault: Disturbance, *, file: str = "*", skip: int = 0, times: int | None = None) -> None:
         """From now on, after ``skip`` requests for files that match, meet ``times`` of them with a fault.
@@ -232,107 +186,48 @@ class HttpStore:
         with self._lock:
             self._injections.append(_Injection(fault, file, skip, times))
 
-    def heal(self) -> None:
-        """Forget all faults."""
-        with self._lock:
-            self._injections.clear()
-
     def replace(self, file: str, content: bytes | None) -> None:
         """Serve another content from now on, with another ETag; None: nothing. For stores made of a mapping."""
+        assert isinstance(self._files, dict)
         with self._lock:
-            before = self._contents.pop(file, None)
-            if before is not None:
-                self._replaced.append(before.descriptor)  # an answer may still be under way
+            self._files.pop(file, None)
             if content is not None:
-                self._contents[file] = _in_memory(content)
+                self._files[file] = content
 
     def hang_up(self) -> None:
         """End all connections there are, as servers do with idle ones; new ones are accepted."""
-        with self._lock:
-            connections, threads = list(self._sockets), list(self._threads)
-        for connection in connections:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        for thread in threads:
-            thread.join()
+        self._server.hang_up()
 
     def close(self) -> None:
         """End all connections; closing twice is fine."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._acceptor.join()
-        self.hang_up()
-        for descriptor in (*self._replaced, *(content.descriptor for content in self._contents.values())):
-            os.close(descriptor)
-        self._replaced, self._contents = [], {}
+        if not self.closing.is_set():
+            self.closing.set()
+            self._server.shutdown()
+            self._thread.join()
+            self.hang_up()
+            self._server.server_close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
-            with self._lock:
-                self._sockets.add(connection)
-                self._threads.add(thread)
-                self._counts["connections"] += 1
-            thread.start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        """Answer the requests of one connection, one after the other."""
-        try:
-            with connection, connection.makefile("rb") as lines:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                while not self._closing.is_set() and self._serve_one(connection, lines):
-                    pass
-        except OSError:
-            pass  # the other end went away, or the store is closed
-        finally:
-            with self._lock:
-                self._sockets.discard(connection)
-                self._threads.discard(threading.current_thread())
-
-    def _serve_one(self, connection: socket.socket, lines: BinaryIO) -> bool:
-        """Whether the connection can go on."""
-        request = _parse(lines)
-        if request is None:
-            return False
-        with self._gate, self._counted():
-            if self._latency_s:
-                time.sleep(self._latency_s)
-            fault = self._fault_for(request.file)
-            with self._content(request.file) as content:
-                return self._answer(connection, request, content, fault)
-
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def counted(self) -> Iterator[None]:
         with self._lock:
-            self._counts["requests"] += 1
+            self.counters.requests += 1
             self._at_once += 1
-            self._counts["most_at_once"] = max(self._counts["most_at_once"], self._at_once)
+            self.counters.most_at_once = max(self.counters.most_at_once, self._at_once)
         try:
             yield
         finally:
             with self._lock:
                 self._at_once -= 1
 
-    def _fault_for(self, file: str) -> Disturbance | None:
+    def fault_for(self, file: str) -> Disturbance | None:
         with self._lock:
             for injection in self._injections:
                 if not fnmatchcase(file, injection.pattern) or injection.left == 0:
@@ -345,99 +240,141 @@ class HttpStore:
                 return injection.fault
         return None
 
-    @contextmanager
-    def _content(self, file: str) -> Iterator[_StoredBytes | None]:
-        if self._folder is None:
+    def content(self, file: str) -> tuple[bytes | mmap.mmap, str] | None:
+        """Return the bytes of a file, and its ETag; None if there is none."""
+        if isinstance(self._files, dict):
             with self._lock:
-                content = self._contents.get(file)
-            yield content
-            return
+                found = self._files.get(file)
+            return None if found is None else (found, f'"{zlib.crc32(found):08x}-{len(found):x}"')
         try:
             if why_unsafe(file) is not None:
-                raise FileNotFoundError(file)
-            descriptor = os.open(os.path.join(self._folder, file), os.O_RDONLY | os.O_CLOEXEC)
+                return None
+            with open(os.path.join(self._files, file), "rb") as opened:
+                status = os.fstat(opened.fileno())
+                data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if status.st_size else b""
         except OSError:
-            yield None
-            return
-        try:
-            status = os.fstat(descriptor)
-            yield _StoredBytes(descriptor, status.st_size, f'"{status.st_ino:x}-{status.st_mtime_ns:x}"')
-        finally:
-            os.close(descriptor)
+            return None
+        return data, f'"{status.st_ino:x}-{status.st_mtime_ns:x}"'
 
-    def _answer(
-        self, connection: socket.socket, request: _Request, content: _StoredBytes | None, fault: Disturbance | None
-    ) -> bool:
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = False  # they are joined when it is closed
+    request_queue_size = 512
+
+    def __init__(self, store: HttpStore) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.store = store
+        self._sockets: set[socket.socket] = set()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._sockets.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._sockets.discard(request)
+        request.close()  # at once, so that a reset is one
+
+    def hang_up(self) -> None:
+        for connection in list(self._sockets):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """The other end went away, or the store is closed."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def do_GET(self) -> None:
+        store = self.server.store
+        # What a proxy is asked for begins with the server; a store serves its files for all of them.
+        file = unquote(_SERVER.sub("/", self.path).partition("?")[0]).removeprefix("/")
+        with store.counted():
+            time.sleep(store.latency_s)
+            self._answer(file, store.fault_for(file))
+
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Nothing is printed."""
+
+    def _answer(self, file: str, fault: Disturbance | None) -> None:
         match fault:
             case Status(code, retry_after_s):
-                more = () if retry_after_s is None else (f"Retry-After: {retry_after_s}",)
-                return self._refuse(connection, request, code, *more)
+                return self._refuse(
+                    file, code, {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+                )
             case Redirect(folder_url):
-                return self._refuse(connection, request, 302, f"Location: {folder_url}/{request.file}")
+                return self._refuse(file, 302, {"Location": f"{folder_url}/{file}"})
             case Reset(None):
-                self._note(request, 0)
-                _reset(connection)
-                return False
-        if request.method not in ("GET", "HEAD"):
-            return self._refuse(connection, request, 405)
-        if content is None:
-            return self._refuse(connection, request, 404)
-        about = [f"ETag: {content.etag}", "Accept-Ranges: bytes"]
-        start, stop, status = 0, content.nbytes, 200
-        if "range" in request.headers and not isinstance(fault, IgnoreRange):
-            found = _range_of(request.headers["range"], content.nbytes)
-            if found is None:
-                return self._refuse(connection, request, 416, *about, f"Content-Range: bytes */{content.nbytes}")
+                self._note(file, 0)
+                return self._reset()
+        found = self.server.store.content(file)
+        if self.command not in ("GET", "HEAD"):
+            return self._refuse(file, 405)
+        if found is None:
+            return self._refuse(file, 404)
+        data, etag = found
+        headers = {"ETag": etag, "Accept-Ranges": "bytes"}
+        start, stop, status = 0, len(data), 200
+        if (asked := self.headers["Range"]) and not isinstance(fault, IgnoreRange):
+            wanted = _range_of(asked, len(data))
+            if wanted is None:
+                return self._refuse(file, 416, {**headers, "Content-Range": f"bytes */{len(data)}"})
             later = fault.nbytes if isinstance(fault, Shift) else 0
-            start, stop, status = found[0] + later, found[1] + later, 206
-            about.append(f"Content-Range: bytes {start}-{stop - 1}/{content.nbytes}")
-        self._note(request, status, start, stop)
-        connection.sendall(_head(status, stop - start, *about))
-        return request.method == "HEAD" or self._send_body(connection, content, start, stop, fault)
+            start, stop, status = wanted[0] + later, wanted[1] + later, 206
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+        self._note(file, status, start, stop)
+        self._head(status, stop - start, headers)
+        if self.command == "GET":
+            self._send_body(memoryview(data)[start:stop], fault)
+        return None
 
-    def _note(self, request: _Request, status: int, start: int = 0, stop: int = 0) -> None:
-        with self._lock:
-            self._log.append(ServedRequest(request.method, request.file, start, stop, status, request.headers))
+    def _note(self, file: str, status: int, start: int = 0, stop: int = 0) -> None:
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.server.store.log.append(ServedRequest(self.command, file, start, stop, status, headers))
 
-    def _refuse(self, connection: socket.socket, request: _Request, status: int, *more: str) -> bool:
-        self._note(request, status)
-        connection.sendall(_head(status, 0, *more))
-        return True
+    def _refuse(self, file: str, status: int, headers: Mapping[str, str] = {}) -> None:
+        self._note(file, status)
+        self._head(status, 0, headers)
 
-    def _send_body(
-        self, connection: socket.socket, content: _StoredBytes, start: int, stop: int, fault: Disturbance | None
-    ) -> bool:
+    def _head(self, status: int, nbytes: int, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(nbytes), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _reset(self) -> None:
+        """Close with RST instead of FIN, as a server does that dies or a firewall that forgets."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+
+    def _send_body(self, body: memoryview, fault: Disturbance | None) -> None:
         match fault:
             case Truncate(after_bytes):
-                self._send(connection, content, start, min(stop, start + after_bytes))
-                return False
+                self._send(body[:after_bytes])
+                self.close_connection = True
             case Reset(int(after_bytes)):
-                self._send(connection, content, start, min(stop, start + after_bytes))
-                _reset(connection)
-                return False
+                self._send(body[:after_bytes])
+                self._reset()
             case Stall(seconds, after_bytes):
-                middle = min(stop, start + after_bytes)
-                self._send(connection, content, start, middle)
-                self._closing.wait(seconds)
-                self._send(connection, content, middle, stop)
+                self._send(body[:after_bytes])
+                self.server.store.closing.wait(seconds)
+                self._send(body[after_bytes:])
             case _:
-                self._send(connection, content, start, stop)
-        return True
+                self._send(body)
 
-    def _send(self, connection: socket.socket, content: _StoredBytes, start: int, stop: int) -> None:
-        most = _SEND_BYTES if self._bandwidth is None else self._bandwidth.slice_bytes
-        while start < stop:
-            nbytes = min(most, stop - start)
-            if self._bandwidth is not None:
-                self._bandwidth.take(nbytes)
-            with self._lock:
-                self._counts["bytes_sent"] += nbytes  # first: whoever has the bytes finds them counted
-            while nbytes:
-                sent = os.sendfile(connection.fileno(), content.descriptor, start, nbytes)
-                if sent == 0:
-                    raise ConnectionError("the file became shorter")
-                start += sent
-                nbytes -= sent
+    def _send(self, body: memoryview) -> None:
+        bandwidth = self.server.store.bandwidth
+        size = _SEND_BYTES if bandwidth is None else bandwidth.slice_bytes
+        for start in range(0, len(body), size):
+            part = body[start : start + size]
+            if bandwidth is not None:
+                bandwidth.take(len(part))
+            self.wfile.write(part)
 
 
 class HttpStoreProcess:
@@ -452,9 +389,8 @@ class HttpStoreProcess:
         *,
         latency_s: float = 0.0,
         bytes_per_s: float | None = None,
-        max_concurrent: int | None = None,
     ) -> None:
-        options = {"latency_s": latency_s, "bytes_per_s": bytes_per_s, "max_concurrent": max_concurrent}
+        options = {"latency_s": latency_s, "bytes_per_s": bytes_per_s}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.harness.http_store", os.fspath(folder), json.dumps(options)],
             stdin=subprocess.PIPE,
@@ -463,10 +399,6 @@ class HttpStoreProcess:
         )
         answer = self._read_line()
         self.url: str = answer["url"]
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def counters(self) -> Counters:
@@ -501,29 +433,6 @@ class HttpStoreProcess:
         return answer
 
 
-def _in_memory(content: bytes) -> _StoredBytes:
-    descriptor = os.memfd_create("http-store")
-    with open(descriptor, "wb", closefd=False) as file:
-        file.write(content)
-    return _StoredBytes(descriptor, len(content), f'"{zlib.crc32(content):08x}-{len(content):x}"')
-
-
-def _parse(lines: BinaryIO) -> _Request | None:
-    """The next request; None where the connection ends."""
-    words = lines.readline().decode("latin-1").split()
-    if len(words) != 3:
-        return None
-    headers: dict[str, str] = {}
-    while True:
-        name, colon, value = lines.readline().decode("latin-1").partition(":")
-        if not colon:
-            break
-        headers[name.strip().lower()] = value.strip()
-    # What a proxy is asked for begins with the server; a store serves its files for all of them.
-    path = unquote(_SERVER.sub("/", words[1]).partition("?")[0])
-    return _Request(words[0], path.removeprefix("/"), headers)
-
-
 def _range_of(header: str, nbytes: int) -> tuple[int, int] | None:
     """The half-open range that a ``Range`` header asks for; None where the file has no byte of it."""
     match = _RANGE.fullmatch(header)
@@ -534,17 +443,6 @@ def _range_of(header: str, nbytes: int) -> tuple[int, int] | None:
     else:
         start, stop = int(match[1]), min(int(match[2]) + 1, nbytes) if match[2] else nbytes
     return (start, stop) if start < stop else None
-
-
-def _head(status: int, nbytes: int, *more: str) -> bytes:
-    phrase = HTTPStatus(status).phrase
-    lines = [f"HTTP/1.1 {status} {phrase}", "Server: shardwise", f"Content-Length: {nbytes}", *more]
-    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
-
-
-def _reset(connection: socket.socket) -> None:
-    """Close with RST instead of FIN, as a server does that dies or a firewall that forgets."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def _main(folder: str, options: str) -> None:

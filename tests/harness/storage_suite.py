@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage.contract import CannotListError, ReadPolicy, StorageReader
+from shardwise.storage.contract import CannotListError, StorageReader
 
 MakeReader: TypeAlias = Callable[[Mapping[str, bytes]], StorageReader]
 """Puts files where a reader finds them, in place of those of an earlier call, and opens a reader of them."""
@@ -45,13 +45,6 @@ class StorageReaderSuite:
         with make_reader({"a": b""}) as reader:
             assert isinstance(reader, StorageReader)
             assert reader.root
-
-    def test_its_policy_stays(self, make_reader: MakeReader) -> None:
-        with make_reader({"a": _CONTENT}) as reader:
-            policy = reader.policy
-            assert isinstance(policy, ReadPolicy)
-            reader.read("a", 0, 10)
-            assert reader.policy == policy
 
     def test_lists_files_and_those_of_subfolders(self, make_reader: MakeReader) -> None:
         with make_reader({"b": b"", "a": b"", "sub/deeper/c": b""}) as reader:
@@ -103,14 +96,6 @@ class StorageReaderSuite:
             reader.read_vectored("a", 11, [memoryview(buffer) for buffer in buffers])
         assert b"".join(buffers) == _CONTENT[11 : 11 + sum(sizes)]
         assert [len(buffer) for buffer in buffers] == sizes
-
-    def test_scatters_into_small_and_large_buffers_in_turn(self, make_reader: MakeReader) -> None:
-        content = os.urandom(1 << 20)
-        sizes = [3, 400_000, 0, 17, 5, 100_000, 33_000, 31_000, 1, 300_000]
-        buffers = [bytearray(size) for size in sizes]
-        with make_reader({"a": content}) as reader:
-            reader.read_vectored("a", 29, [memoryview(buffer) for buffer in buffers])
-        assert b"".join(buffers) == content[29 : 29 + sum(sizes)]
 
     def test_reads_nothing_for_no_buffers(self, make_reader: MakeReader) -> None:
         with make_reader({"a": _CONTENT}) as reader:
@@ -214,19 +199,6 @@ class StorageReaderSuite:
         for ask in (lambda: reader.read("a", 0, 1), lambda: reader.size("a"), lambda: reader.identity("a")):
             with pytest.raises(StorageError, match=r"a in .*closed"):
                 ask()
-
-    def test_a_with_block_closes(self, make_reader: MakeReader) -> None:
-        with make_reader({"a": _CONTENT}) as reader:
-            pass
-        with pytest.raises(StorageError, match="closed"):
-            reader.read("a", 0, 1)
-
-    def test_many_threads_get_their_own_bytes(self, make_reader: MakeReader) -> None:
-        files = {f"f{number}": bytes([number]) * 5000 for number in range(20)}
-        with make_reader(files) as reader, ThreadPoolExecutor(8) as pool:
-            jobs = [(f"f{number % 20}", number % 20, number) for number in range(200)]
-            results = pool.map(lambda job: set(reader.read(job[0], job[2], 5000)), jobs)
-            assert list(results) == [{value} for _, value, _ in jobs]
 
     def test_many_threads_fill_one_buffer(self, make_reader: MakeReader) -> None:
         whole = bytearray(_NBYTES)

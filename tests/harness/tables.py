@@ -8,10 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable
-
-    from shardwise.engines.load_fill import BaseForm
+    from shardwise.engines.load_plan import BaseForm
     from shardwise.engines.nesting import FOUR_BITS
     from shardwise.formats import four_bit_tensors, grouped_integers, quantised
     from shardwise.formats.contract import CheckpointFormat
@@ -19,20 +16,9 @@ if TYPE_CHECKING:
     from shardwise.formats.quantisation import FormOf
     from shardwise.formats.safetensors_files import FORMAT as SAFETENSORS
     from shardwise.formats.torch_files import FORMAT as TORCH
-    from shardwise.planning.loads.coded import four_bits, grouped, scaled
-    from shardwise.planning.loads.stored import MakeNode
-    from shardwise.storage import hub
-    from shardwise.storage.contract import StorageReader
-    from shardwise.storage.names import Repositories
-    from shardwise.storage.reading.hub_files import named_commit
-    from shardwise.storage.reading.local import LocalReader
-    from shardwise.storage.reading.opening import Opener, Pinner
-    from shardwise.storage.reading.remote_reader import open_remote
+    from shardwise.planning.coded import four_bits, grouped, scaled
+    from shardwise.planning.load_memory import MakeNode
 
-    _opener: Opener = open_remote
-    _pinner: Pinner = named_commit
-    _folders: Callable[[str | os.PathLike[str]], StorageReader] = LocalReader
-    _repositories: Repositories = hub
     _formats: tuple[CheckpointFormat, ...] = (SAFETENSORS, TORCH, FOLDERS)
     _quantised: tuple[FormOf, ...] = (
         quantised.form_of,

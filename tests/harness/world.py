@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.execution.processes.local_ranks import LocalRanks
+from tests.harness.local_ranks import LocalRanks
 
 
 def run_world(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Call an importable function on ``world_size`` gloo ranks; its values by rank.
 
     The ranks are fresh processes that meet through a file, never a port, and are ended after ``timeout_s``. To use
-    one world for many calls, see :class:`~shardwise.execution.processes.local_ranks.LocalRanks`.
+    one world for many calls, see :class:`~tests.harness.local_ranks.LocalRanks`.
 
     Raises:
         RankError: with the traceback of every rank that failed.

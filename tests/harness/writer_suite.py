@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage.contract import StorageWriter, WritePolicy
+from shardwise.storage.contract import StorageWriter
 
 _CONTENT = bytes(range(251)) * 80
 _NBYTES = len(_CONTENT)
@@ -80,13 +80,6 @@ class StorageWriterSuite:
             assert isinstance(writer, StorageWriter)
             assert writer.root
 
-    def test_its_policy_stays(self, storage: WritableStorage) -> None:
-        with storage.open() as writer:
-            policy = writer.policy
-            assert isinstance(policy, WritePolicy)
-            _put(writer, "a", b"1")
-            assert writer.policy == policy
-
     def test_an_empty_folder_has_no_files(self, storage: WritableStorage) -> None:
         with storage.open() as writer:
             assert writer.list() == []
@@ -143,51 +136,12 @@ class StorageWriterSuite:
             writer.sync("a")
         assert storage.contents() == {"a": _CONTENT + bytes(_NBYTES)}
 
-    def test_several_files_are_written_in_turn(self, storage: WritableStorage) -> None:
-        names = [f"f{number}" for number in range(5)]
-        with storage.open() as writer:
-            for name in names:
-                writer.create(name, _NBYTES)
-            for start in range(0, _NBYTES, 5000):
-                for name in names:
-                    writer.write(name, start, [memoryview(_CONTENT)[start : start + 5000]])
-            for name in names:
-                writer.sync(name)
-        assert storage.contents() == dict.fromkeys(names, _CONTENT)
-
-    def test_many_threads_write_files_of_their_own(self, storage: WritableStorage) -> None:
-        files = {f"f{number}": os.urandom(5000 + number) for number in range(20)}
-        with storage.open() as writer, ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda name: _put(writer, name, files[name]), files))
-        assert storage.contents() == files
-
-    def test_syncing_twice_or_nothing_is_fine(self, storage: WritableStorage) -> None:
-        with storage.open() as writer:
-            _put(writer, "a", b"12")
-            writer.sync("a")
-        with storage.open() as another:
-            another.sync("a")
-        assert storage.contents() == {"a": b"12"}
-
     def test_an_existing_file_cannot_be_created(self, storage: WritableStorage) -> None:
         with storage.open() as writer:
             _put(writer, "a", b"older")
         with storage.open() as writer, pytest.raises(StorageError, match=r"a in .*there already"):
             writer.create("a", 3)
         assert storage.contents() == {"a": b"older"}
-
-    def test_a_file_cannot_be_created_twice(self, storage: WritableStorage) -> None:
-        with storage.open() as writer:
-            writer.create("a", 2)
-            with pytest.raises(StorageError, match=r"a in .*there already"):
-                writer.create("a", 2)
-            writer.write("a", 0, [memoryview(b"12")])
-            writer.sync("a")
-        assert storage.contents() == {"a": b"12"}
-
-    def test_a_negative_size_is_refused(self, storage: WritableStorage) -> None:
-        with storage.open() as writer, pytest.raises(StorageError, match="-1 bytes"):
-            writer.create("a", -1)
 
     @pytest.mark.parametrize(("start", "nbytes"), [(0, 11), (10, 1), (-1, 1), (2**62, 1), (11, 0)])
     def test_nothing_is_written_beyond_the_size(self, storage: WritableStorage, start: int, nbytes: int) -> None:

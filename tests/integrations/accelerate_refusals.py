@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import shardwise
-from shardwise.integrations import prepare
-from shardwise.options import Later
 
 
 def _small() -> nn.Module:
@@ -61,11 +58,6 @@ def _told(case: Callable[[str], Any], checkpoint: str) -> tuple[str, str]:
         return attempt(case, checkpoint)
 
 
-def _unsharded(checkpoint: str) -> None:
-    model = _small()
-    prepare(accelerator_for(OURS), model, optimizer_of(model))
-
-
 def _in_part(checkpoint: str) -> None:
     model = _small()
     fully_shard(model[0], mesh=_mesh())
@@ -74,45 +66,45 @@ def _in_part(checkpoint: str) -> None:
 
 def _in_ddp(checkpoint: str) -> None:
     model = DistributedDataParallel(_small())
-    prepare(accelerator_for(OURS), model, optimizer_of(model))
+    accelerator_for(OURS).prepare(model, optimizer_of(model))
 
 
 def _by_tensor_parallelism(checkpoint: str) -> None:
     model = _small()
     model[0].weight = nn.Parameter(distribute_tensor(model[0].weight, _mesh(), [Shard(0)]))
-    prepare(accelerator_for(OURS), model)
+    accelerator_for(OURS).prepare(model)
 
 
 def _on_one_rank(checkpoint: str) -> None:
     model, mesh = _small(), _mesh()
     if dist.get_rank() == 0:
         fully_shard(model, mesh=mesh)
-    prepare(accelerator_for(OURS), model)
+    accelerator_for(OURS).prepare(model)
 
 
 def _other_optimizer(checkpoint: str) -> None:
     model = _small()
     optimizer = optimizer_of(model)
-    prepare(accelerator_for(OURS), _sharded(model), optimizer)
+    accelerator_for(OURS).prepare(_sharded(model), optimizer)
 
 
 def _on_meta(checkpoint: str) -> None:
-    prepare(accelerator_for(OURS), shardwise.from_pretrained(checkpoint, weights=Later()))
+    accelerator_for(OURS).prepare(shardwise.from_pretrained(checkpoint, load_weights=False))
 
 
 def _two(checkpoint: str) -> None:
-    prepare(accelerator_for(OURS), _sharded(_small()), _sharded(_small()))
+    accelerator_for(OURS).prepare(_sharded(_small()), _sharded(_small()))
 
 
 def _placements(checkpoint: str) -> None:
-    prepare(accelerator_for(OURS), _sharded(_small()), device_placement=[True, True])
+    accelerator_for(OURS).prepare(_sharded(_small()), device_placement=[True, True])
 
 
 def _of_fsdp1(checkpoint: str) -> None:
     accelerator = accelerator_for(OURS)
     accelerator.state.fsdp_plugin = plugin()
     accelerator.state.fsdp_plugin.fsdp_version = 1
-    prepare(accelerator, _sharded(_small()))
+    accelerator.prepare(_sharded(_small()))
 
 
 def _stepped(checkpoint: str) -> None:
@@ -176,7 +168,6 @@ def _left_on_one_rank(checkpoint: str) -> None:
 
 
 CASES: dict[str, Callable[[str], None]] = {
-    "not sharded": _unsharded,
     "sharded in part": _in_part,
     "in DDP": _in_ddp,
     "sharded by others": _by_tensor_parallelism,
@@ -225,13 +216,3 @@ def taken(checkpoint: str) -> list[str]:
                 with accelerator.no_sync(model):
                     pass
     return faults
-
-
-def warned() -> list[str]:
-    """What is told of a plugin's settings that a sharded model has not."""
-    with launched(), shardwise.integrations.accelerate(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        chosen = plugin(cpu_offload=True, activation_checkpointing=True)
-        accelerator = Accelerator(cpu=True, fsdp_plugin=chosen, mixed_precision="bf16")
-        accelerator.prepare(_sharded(_small()))
-    return [str(item.message) for item in caught if "sharded already" in str(item.message)]

@@ -26,7 +26,6 @@ from tests.integrations.accelerating import (
 from tests.verbs.on_ranks import attempt
 
 import shardwise
-from shardwise.options import EveryRank, FullState
 
 
 def _prepared(checkpoint: str, way: tuple[str, bool], kind: str, **settings: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -36,7 +35,7 @@ def _prepared(checkpoint: str, way: tuple[str, bool], kind: str, **settings: Any
 
 def _moments(prepared: tuple[Any, ...]) -> dict[str, torch.Tensor]:
     model, optimizer, *_ = prepared
-    state = shardwise.optimizer_state(model, optimizer.optimizer, FullState(on=EveryRank()))["state"]
+    state = shardwise.optimizer_state(model, optimizer.optimizer, "full_on_all_ranks")["state"]
     return {f"{name}: {key}": value for name, entries in state.items() for key, value in entries.items()}
 
 

@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import shardwise
-from shardwise.options import EveryRank, FullState
 
 ROWS, LENGTH, STEPS, ACCUMULATION = 10, 8, 3, 2
 """Rows of all ranks in a micro-batch, tokens in a row, and how many steps of how many micro-batches there are."""
@@ -69,7 +68,7 @@ def accelerator_for(strategy: str, efficient: bool = True, **settings: Any) -> A
 def model_of(checkpoint: str, strategy: str, efficient: bool, kind: str = "whole") -> nn.Module:
     """A model as a script of this kind makes it, before ``prepare``."""
     if strategy == OURS and efficient:
-        places = {"lora": shardwise.options.InBlocks(), "replicated": shardwise.options.Replicated()}
+        places = {"lora": "sharded", "replicated": "replicated"}
         tuning = {} if kind == "whole" else {"tuning": shardwise.Lora(lora(), adapters=places[kind])}
         return shardwise.from_pretrained(checkpoint, dtype=torch.float32, **tuning).train()
     return scripted(checkpoint, kind)
@@ -113,7 +112,7 @@ class Seen:
     norms: list[float] = field(default_factory=list)
 
 
-def begin(accelerator: Accelerator, model: nn.Module, steps: int = STEPS, *, plainly: bool = False) -> Any:
+def begin(accelerator: Accelerator, model: nn.Module, steps: int = STEPS) -> Any:
     """Everything prepared: model, optimizer, schedule, data."""
     optimizer = optimizer_of(model)
     schedule = schedule_of(optimizer)
@@ -123,7 +122,7 @@ def begin(accelerator: Accelerator, model: nn.Module, steps: int = STEPS, *, pla
     before = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     was_sharded = any(hasattr(parameter, "placements") for parameter in model.parameters())
     given = (model, optimizer, schedule, data)
-    prepared = shardwise.integrations.prepare(accelerator, *given) if plainly else accelerator.prepare(*given)
+    prepared = accelerator.prepare(*given)
     after = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     assert not was_sharded or before == after, "optimizers keep their very parameters"
     return prepared
@@ -173,7 +172,7 @@ def plain(model: nn.Module, steps: int = STEPS) -> Seen:
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in shardwise.model_state(model, FullState(on=EveryRank())).items()}
+    return {name: value.clone() for name, value in shardwise.model_state(model, "full_on_all_ranks").items()}
 
 
 def same_bits(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> list[str]:
@@ -227,16 +226,11 @@ def brought_up_by_theirs(checkpoint: str, kind: str) -> tuple[list[str], list[st
     return same_bits(*found), sorted({*groups[0]} ^ {*groups[1]})
 
 
-def trained(
-    checkpoint: str, strategy: str, efficient: bool, kind: str = "whole", plainly: bool = False
-) -> dict[str, Any]:
-    """The greatest relative differences to the same loop in one process, of a model that begins alike.
-
-    ``plainly``: by our ``prepare``, without the switch.
-    """
-    with launched(), nullcontext() if plainly else shardwise.integrations.accelerate():
+def trained(checkpoint: str, strategy: str, efficient: bool, kind: str = "whole") -> dict[str, Any]:
+    """The greatest relative differences to the same loop in one process, of a model that begins alike."""
+    with launched(), shardwise.integrations.accelerate():
         accelerator = accelerator_for(strategy, efficient)
-        prepared = begin(accelerator, model_of(checkpoint, strategy, efficient, kind), plainly=plainly)
+        prepared = begin(accelerator, model_of(checkpoint, strategy, efficient, kind))
         initial = whole(prepared[0])
         seen, final = run(accelerator, prepared), whole(prepared[0])
         handed = accelerator.get_state_dict(prepared[0])

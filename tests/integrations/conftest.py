@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.harness.local_ranks import LocalRanks
 from tests.integrations.runs import write
-
-from shardwise.execution.processes.local_ranks import LocalRanks
 
 
 def _ranks(size: int, request: pytest.FixtureRequest) -> LocalRanks:

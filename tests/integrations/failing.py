@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tests.integrations.runs import Run, launched, made, rank
 
-from shardwise.execution.ranks import collectives
+from shardwise.execution import collectives
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ def models(folder: str) -> dict[str, str]:
     from transformers import AutoModelForCausalLM
 
     import shardwise
-    from shardwise.integrations import for_trainer
-    from shardwise.options import Later
+    from shardwise.integrations.trainer_doors import for_trainer
 
     causal = Path(folder) / "causal"
     live = AutoModelForCausalLM.from_pretrained(causal)
@@ -46,7 +45,7 @@ def models(folder: str) -> dict[str, str]:
     return {
         "not sharded": told(lambda: for_trainer(live)),
         "compiled": told(lambda: for_trainer(torch.compile(shardwise.from_pretrained(causal)))),
-        "on meta": told(lambda: for_trainer(shardwise.from_pretrained(causal, weights=Later()))),
+        "on meta": told(lambda: for_trainer(shardwise.from_pretrained(causal, load_weights=False))),
         "no model of transformers": told(lambda: for_trainer(nn.Linear(2, 2))),
         "several meshes": told(lambda: for_trainer(meshes)),
         "by transformers": told(lambda: for_trainer(theirs)),
@@ -57,7 +56,7 @@ def models(folder: str) -> dict[str, str]:
 def doors(folder: str, place: str) -> dict[str, Any]:
     """What is on a model while it is for the Trainer, and afterwards."""
     import shardwise
-    from shardwise.integrations import for_trainer, undo_for_trainer
+    from shardwise.integrations.trainer_doors import for_trainer, undo_for_trainer
 
     where = Path(folder)
     model = shardwise.from_pretrained(

@@ -124,8 +124,7 @@ def bring_up(run: Run) -> Any:
     import transformers
 
     import shardwise
-    from shardwise.integrations import for_trainer
-    from shardwise.options import InBlocks, Replicated
+    from shardwise.integrations.trainer_doors import for_trainer
 
     folder, kind = Path(run.folder), run.model
     place = folder / {"classes": "classes", "vision": "vision"}.get(kind, "causal")
@@ -144,7 +143,7 @@ def bring_up(run: Run) -> Any:
             model.requires_grad_(False)
             model.model.layers[-1].requires_grad_(True)
         return model
-    placement = Replicated() if kind.startswith("replicated") else InBlocks()
+    placement = "replicated" if kind.startswith("replicated") else "sharded"
     tuning: Any = shardwise.Full()
     if kind.endswith("lora"):
         where = folder / ("dropping" if kind.startswith("dropping") else "adapter")
@@ -196,7 +195,7 @@ def made(run: Run) -> Any:
     import datasets
     import transformers
 
-    from shardwise.integrations import ShardwiseTrainer
+    from shardwise.integrations.trainer import ShardwiseTrainer
 
     datasets.disable_progress_bars()
     transformers.utils.logging.set_verbosity_error()
@@ -276,10 +275,10 @@ def _ending(run: Run) -> Any:
 def _die_while_saving(run: Run) -> None:
     """Have this process killed at a step of a save."""
     from shardwise.checkpoints.checkpointer import Checkpointer
-    from shardwise.integrations import trainer_commit
+    from shardwise.integrations import trainer_runs
 
     step, _, when = run.event.removeprefix("in ").partition(" ")
-    owner: Any = Checkpointer if step == "state" else trainer_commit
+    owner: Any = Checkpointer if step == "state" else trainer_runs
     name = {"state": "save", "begin": "_begin", "remove": "_remove"}.get(step, step)
     own = getattr(owner, name)
 

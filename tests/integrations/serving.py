@@ -39,18 +39,8 @@ class Source(ABC):
         raise NotImplementedError
 
 
-class OlderSource(ABC):
-    """vLLM's, as of 0.29."""
-
-    @abstractmethod
-    def metadata(self) -> list[ParamMeta]: ...
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
-
-
 @contextmanager
-def vllm(source: type) -> Iterator[None]:
+def vllm() -> Iterator[None]:
     """Its interface for weight updates, without the rest of it."""
     modules = {}
     path = "vllm.distributed.weight_transfer.base"
@@ -58,7 +48,7 @@ def vllm(source: type) -> Iterator[None]:
         name = ".".join(path.split(".")[:count])
         modules[name] = ModuleType(name)
         modules[name].__path__ = []  # type: ignore[attr-defined]
-    modules[path].WeightSource, modules[path].ParamMeta = source, ParamMeta  # type: ignore[attr-defined]
+    modules[path].WeightSource, modules[path].ParamMeta = Source, ParamMeta  # type: ignore[attr-defined]
     with patch.dict(sys.modules, modules):
         yield
 
@@ -69,7 +59,7 @@ def compare(folder: str, lora_rank: int) -> list[str]:
     lora = LoraConfig(r=lora_rank, target_modules=["q_proj", "down_proj"]) if lora_rank else None
     tuning = shardwise.Full() if lora is None else shardwise.Lora(lora)
     model = shardwise.from_pretrained(folder, dtype=torch.float32, tuning=tuning)
-    only = MergedAdapter() if lora_rank else shardwise.options.Everything()
+    only = MergedAdapter() if lora_rank else None
     faults: list[str] = []
 
     def look(pairs: Iterable[tuple[str, torch.Tensor]], told: str) -> None:
@@ -78,19 +68,18 @@ def compare(folder: str, lora_rank: int) -> list[str]:
             faults.append(f"{told}: {sorted(found.keys() ^ wanted.keys())}")
         faults.extend(f"{told}: {key}" for key in wanted if not torch.equal(found[key], wanted[key]))
 
-    for kind in (Source, OlderSource):
-        with vllm(kind):
-            source = weight_source(model, only=only)
-            assert isinstance(source, kind)
-            metadata = source.metadata if kind is Source else source.metadata()
-            expected = [(key, wanted[key].dtype, tuple(wanted[key].shape)) for key in wanted]
-            if sorted((one.name, one.dtype, one.shape) for one in metadata) != sorted(expected):
-                faults.append(f"{kind.__name__}: metadata")
-            for turn in range(2):
-                pairs = list(source.iter_full() if kind is Source else source)
-                look(pairs, f"{kind.__name__}, pass {turn}")
-                if [name for name, _ in pairs] != [one.name for one in metadata]:
-                    faults.append(f"{kind.__name__}: another order than that of metadata")
+    with vllm():
+        source = weight_source(model, only=only)
+        assert isinstance(source, Source)
+        metadata = source.metadata
+        expected = [(key, wanted[key].dtype, tuple(wanted[key].shape)) for key in wanted]
+        if sorted((one.name, one.dtype, one.shape) for one in metadata) != sorted(expected):
+            faults.append("metadata")
+        for turn in range(2):
+            pairs = list(source.iter_full())
+            look(pairs, f"pass {turn}")
+            if [name for name, _ in pairs] != [one.name for one in metadata]:
+                faults.append("another order than that of metadata")
     if load_into(lambda pairs: look(pairs, "load_into"), model, only=only) != len(wanted):
         faults.append("load_into: counted otherwise")
     return faults

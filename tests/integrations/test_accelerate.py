@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests import zoo
+from tests.harness.local_ranks import RankError
 from tests.harness.world import run_world
 from tests.integrations import accelerate_refusals, accelerate_states, accelerating
 from tests.integrations.accelerating import OURS, THEIRS, WAYS
@@ -22,8 +23,6 @@ from tests.verbs.conftest import small_qwen3
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import shardwise
-from shardwise import ConfigError
-from shardwise.execution.processes.local_ranks import RankError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,12 +90,6 @@ def test_the_loop_is_that_of_one_process(worlds, qwen3, way):
     for kind in kinds:
         for found in worlds(2).run(accelerating.trained, qwen3, *way, kind):
             assert close(found), (kind, found)
-
-
-@pytest.mark.distributed
-def test_prepare_does_without_the_switch(worlds, qwen3):
-    for found in worlds(2).run(accelerating.trained, qwen3, OURS, True, "lora", True):
-        assert close(found), found
 
 
 @pytest.mark.distributed
@@ -210,7 +203,6 @@ def test_a_rank_that_cannot_write_or_read_is_told_on_all_and_the_older_state_sta
 
 
 SAID = {
-    "not sharded": ("PlacementError", "Sequential is not sharded, and accelerate would wrap it in DDP; load it by"),
     "sharded in part": (
         "PlacementError",
         "sharded in part: fully_shard was applied to 0, and not to what holds 1.",
@@ -246,11 +238,6 @@ def test_what_cannot_be_taken_is_refused_on_all_ranks(worlds, qwen3):
 @pytest.mark.distributed
 def test_models_sharded_by_anybody_are_left_alone(worlds, qwen3):
     assert worlds(2).run(accelerate_refusals.taken, qwen3) == [[], []]
-    first, second = worlds(2).run(accelerate_refusals.warned)
-    assert second == []
-    (told,) = first
-    for words in ("mixed_precision='bf16' (it computes in float32", "cpu_offload", "activation_checkpointing"):
-        assert words in told, words
 
 
 def doors() -> dict[str, object]:
@@ -272,8 +259,6 @@ def test_the_switch_puts_everything_back_nested_and_raising():
     assert doors() == before
     outer.remove()
     assert doors() == before
-    shardwise.integrations.prepare  # noqa: B018 - importing it turns nothing on
-    assert doors() == before
 
 
 def test_a_door_that_somebody_else_has_wrapped_stays_theirs_and_passes_on():
@@ -289,18 +274,6 @@ def test_a_door_that_somebody_else_has_wrapped_stays_theirs_and_passes_on():
             assert Accelerator(cpu=True).prepare("one", "two") == ("one", "two")
     finally:
         Accelerator.prepare = before
-
-
-@pytest.mark.parametrize("name", ["_prepare_fsdp2", "clip_grad_norm_", "save_state"])
-def test_an_accelerate_whose_doors_moved_is_one_clear_error(name):
-    from accelerate import Accelerator
-
-    def moved(self, somewhat):
-        raise AssertionError
-
-    told = rf"accelerate \S+: {name} takes \(self, somewhat\), and .*use accelerate 1.13"
-    with mock.patch.object(Accelerator, name, moved), pytest.raises(ConfigError, match=told):
-        shardwise.integrations.accelerate()
 
 
 def test_an_accelerate_that_lacks_a_name_or_is_not_there_is_one_clear_error():
@@ -326,7 +299,7 @@ def setting() -> tuple[str | None, ...]:
 
 @pytest.mark.parametrize("mine", [{}, {NAMES[0]: "yes"}, {NAMES[0]: "false", NAMES[1]: "False"}])
 def test_the_environment_for_loading_is_restored_nested_and_raising(mine):
-    from shardwise.integrations import fsdp_ram_efficient_loading
+    from shardwise.integrations.pending import fsdp_ram_efficient_loading
 
     with mock.patch.dict(os.environ, mine):
         before = setting()
@@ -342,7 +315,7 @@ def test_the_environment_for_loading_is_restored_nested_and_raising(mine):
 
 @pytest.mark.parametrize("mine", [None, "yes", "false"])
 def test_the_plain_switches_keep_the_users_own_value(mine):
-    from shardwise.integrations import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
+    from shardwise.integrations.pending import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 
     with mock.patch.dict(os.environ, {} if mine is None else {NAMES[0]: mine}):
         enable_fsdp_ram_efficient_loading()

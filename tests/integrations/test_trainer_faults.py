@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.harness.local_ranks import LocalRanks
 from tests.integrations.doors import require_doors
 from tests.integrations.failing import fail_alone
 from tests.integrations.runs import Run, train, write
-
-from shardwise.execution.processes.local_ranks import LocalRanks
 
 require_doors()
 

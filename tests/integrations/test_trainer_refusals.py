@@ -12,19 +12,18 @@ from typing import Any
 import pytest
 import torch
 from tests.harness import EffectLog, recorded, states_after_crash
+from tests.harness.local_ranks import LocalRanks
 from tests.integrations.doors import require_doors
 from tests.integrations.runs import write
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.processes.local_ranks import LocalRanks
-from shardwise.execution.ranks.world import World
+from shardwise.execution.world import World
 
 require_doors()
 from tests.integrations import refusing  # noqa: E402
 
-from shardwise.integrations import for_trainer, trainer_commit, trainer_runs  # noqa: E402
-from shardwise.models.selection import AdapterOnly, Everything  # noqa: E402
+from shardwise.integrations import for_trainer, trainer_runs  # noqa: E402
 
 PRELOADED = ("transformers", "datasets", "accelerate", "peft", "shardwise.integrations.trainer")
 
@@ -171,11 +170,10 @@ def test_facts_of_strangers(content: bytes) -> None:
         trainer_runs.TrainerFacts.from_bytes(content, "facts")
 
 
-@pytest.mark.parametrize("holds", [Everything(), AdapterOnly("mine"), trainer_runs.ModelAlone()])
-def test_facts_say_whose_state_there_is(holds: Any) -> None:
-    facts = trainer_runs.TrainerFacts(3, holds, 8, 2)
+def test_facts_are_read_as_they_were_written() -> None:
+    facts = trainer_runs.TrainerFacts(3, "adapter mine", 8, 2)
     assert trainer_runs.TrainerFacts.from_bytes(facts.to_bytes(), "facts") == facts
-    strange = json.dumps({**json.loads(facts.to_bytes()), "holds": "somewhat"}).encode()
+    strange = json.dumps({**json.loads(facts.to_bytes()), "holds": 3}).encode()
     with pytest.raises(FormatError, match="holds no facts of a checkpoint"):
         trainer_runs.TrainerFacts.from_bytes(strange, "facts")
 
@@ -183,7 +181,7 @@ def test_facts_say_whose_state_there_is(holds: Any) -> None:
 def test_it_comes_before_the_trainer() -> None:
     from transformers import Trainer
 
-    from shardwise.integrations import ShardwiseTrainer
+    from shardwise.integrations.trainer import ShardwiseTrainer
 
     assert type("Right", (ShardwiseTrainer, Trainer), {})
     with pytest.raises(ConfigError, match=r"class Wrong\(ShardwiseTrainer, Trainer\)"):
@@ -195,22 +193,22 @@ def test_a_checkpoint_is_begun_in_no_folder_of_others(tmp_path: Path) -> None:
     place.mkdir()
     (place / "mine.txt").write_text("x")
     with pytest.raises(StorageError, match="somebody else's; nothing was overwritten"):
-        trainer_commit.marked_for(World(0, 1), tmp_path, 3).__enter__()
+        trainer_runs.marked_for(World(0, 1), tmp_path, 3).__enter__()
     assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-3", "mine.txt"]
 
 
 def test_what_the_trainer_writes_into_folders_lasts_too_and_is_asked_for(tmp_path: Path) -> None:
     """As tokenizers with several chat templates have them. What was cut meanwhile does not count."""
-    facts = trainer_runs.TrainerFacts(3, Everything(), 8, 2)
+    facts = trainer_runs.TrainerFacts(3, "everything", 8, 2)
     log, run = EffectLog(tmp_path / "log"), tmp_path / "run"
     place = run / "checkpoint-3"
-    with recorded(log, run), trainer_commit.marked_for(World(0, 1), run, 3) as saving:
+    with recorded(log, run), trainer_runs.marked_for(World(0, 1), run, 3) as saving:
         (place / "additional_chat_templates").mkdir()
         (place / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
-        trainer_commit.complete(saving.marked, place, facts)
+        trainer_runs.complete(saving.marked, place, facts)
         saving.marked.release()
     *_, last = states_after_crash({}, log.effects(), samples=0)
     assert last.files["checkpoint-3/additional_chat_templates/tools.jinja"] == b"{{ x }}"
     assert "checkpoint-3/shardwise.trainer.json" in last.files
-    trainer_commit.remove_but(run, 9)
+    trainer_runs.remove_but(run, 9)
     assert list(run.iterdir()) == []

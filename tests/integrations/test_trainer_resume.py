@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.harness.local_ranks import LocalRanks, RankError
 from tests.integrations import eight_bits
 from tests.integrations.doors import require_doors
 from tests.integrations.runs import Outcome, Run, caught, require_same, train
 
-from shardwise.execution.processes.local_ranks import LocalRanks, RankError
 from shardwise.options import Ignore
 
 require_doors()

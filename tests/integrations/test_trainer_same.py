@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.harness.local_ranks import LocalRanks
 from tests.integrations.doors import require_doors
 from tests.integrations.runs import Run, compared
-
-from shardwise.execution.processes.local_ranks import LocalRanks
 
 require_doors()
 

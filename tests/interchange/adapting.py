@@ -14,7 +14,7 @@ from tests.verbs.stating import local
 from torch import nn
 
 import shardwise
-from shardwise.options import AdapterOnly, EveryRank, FullState
+from shardwise.options import AdapterOnly
 
 
 def lora(seed: int) -> nn.Module:
@@ -73,7 +73,7 @@ def fill(model: nn.Module) -> None:
 
 
 def adapter_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return shardwise.model_state(model, FullState(on=EveryRank()), only=AdapterOnly())
+    return shardwise.model_state(model, "full_on_all_ranks", only=AdapterOnly())
 
 
 def traded(folder: str, form: str, ours_first: bool) -> tuple[list[str], int]:
@@ -124,5 +124,5 @@ def beside_another(folder: str) -> tuple[list[str], int, tuple[str, ...]]:
     default = adapter_of(target)
     shardwise.save_accelerate_model(model, folder, FORMS["full"], only=other, options=SMALL)
     report = shardwise.load_accelerate_model(target, folder, only=other, options=SMALL)
-    wanted, found = (shardwise.model_state(item, FullState(on=EveryRank()), only=other) for item in (model, target))
+    wanted, found = (shardwise.model_state(item, "full_on_all_ranks", only=other) for item in (model, target))
     return differences(found, wanted) + differences(adapter_of(target), default), len(wanted), report.missing

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardwise
 from shardwise import CoverageError, Sharding, StorageError
-from shardwise.options import Ignore, WholeModel
+from shardwise.options import Ignore
 
 
 class Runs:
@@ -63,7 +63,7 @@ def write(folder: str, form: str, steps: int = 2) -> None:
 
 def write_rank_file_without(folder: str, rank: int) -> None:
     """What ranks hold, but a tensor of one of them."""
-    state = shardwise.model_state(sharded("", 1), shardwise.options.ShardedState())
+    state = shardwise.model_state(sharded("", 1), "sharded")
     if dist.get_rank() == rank:
         del state["blocks.1.0.weight"]
     torch.save(state, Path(folder, f"pytorch_model_fsdp_0_rank{dist.get_rank()}.bin"))
@@ -72,7 +72,7 @@ def write_rank_file_without(folder: str, rank: int) -> None:
 
 def write_odd_shard(folder: str) -> None:
     """A DTensor on one rank whose local tensor is larger than its placement says."""
-    state = shardwise.model_state(sharded("", 1), shardwise.options.ShardedState())
+    state = shardwise.model_state(sharded("", 1), "sharded")
     if dist.get_rank() == 1:
         weight = state["blocks.1.0.weight"]
         assert isinstance(weight, DTensor)
@@ -141,7 +141,7 @@ def from_fsdp1(folder: str, form: str) -> list[str]:
     dist.barrier()
     torch.manual_seed(2)
     target = Small()
-    shardwise.shard(target, Sharding(wrap=WholeModel()))
+    shardwise.shard(target, Sharding(wrap="whole_model"))
     fresh = torch.optim.AdamW(target.parameters())
     shardwise.load_accelerate_model(target, folder)
     shardwise.load_accelerate_optimizer(target, fresh, folder)
@@ -171,7 +171,7 @@ def dtypes(folder: str) -> tuple[dict[str, tuple[str, str]], list[tuple[str, str
         {"codes": torch.zeros(3)},
     ]
     target.bfloat16()
-    shardwise.shard(target, Sharding(wrap=WholeModel()))
+    shardwise.shard(target, Sharding(wrap="whole_model"))
     path = Path(folder, "pytorch_model_fsdp.bin")
     errors = []
     for other in [{}, *others]:
@@ -225,7 +225,7 @@ def several_optimizers(folder: str, form: str) -> list[str]:
 
 def ignoring(folder: str) -> dict[str, Any]:
     """A state that lacks a name and has another."""
-    state = shardwise.model_state(sharded("", 1), shardwise.options.FullState(on=shardwise.options.EveryRank()))
+    state = shardwise.model_state(sharded("", 1), "full_on_all_ranks")
     state["extra"] = state.pop("gain")
     if is_first():
         torch.save(state, Path(folder, "pytorch_model_fsdp.bin"))
@@ -247,9 +247,9 @@ def fails_to_write(folder: str, form: str, failing: int) -> tuple[tuple[str, str
         raise StorageError("the disk is gone")
 
     what = {
-        "full": "shardwise.execution.writing.torch_out.RoomyFile.write",
-        "sharded": "shardwise.execution.writing.chunk_stream.ChunkStream.write",
-        "ranks": "shardwise.execution.writing.torch_states.torch.save",
+        "full": "shardwise.execution.torch_saves.torch.save",
+        "sharded": "shardwise.execution.distributed_folder.write_chunks",
+        "ranks": "shardwise.execution.torch_saves.torch.save",
     }[form]
     with mock.patch(what, broken) if dist.get_rank() == failing else contextlib.nullcontext():
         model = sharded("", 2)

@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from transformers import get_scheduler
 
 import shardwise
-from shardwise.options import ByPosition, EveryRank, FullState
 
 
 def optimizer_for(model: nn.Module, lr: float = 1e-3) -> AdamW:
@@ -78,12 +77,12 @@ def resume(folder: str, by_position: bool) -> tuple[list[str], dict[str, Any]]:
     model = sharded(5)
     optimizer = optimizer_for(model, lr=7.0)
     schedule = schedule_for(optimizer)
-    order = ByPosition() if by_position else shardwise.options.ByName()
+    order = "position" if by_position else "name"
     report = shardwise.load_trainer_checkpoint(model, folder, optimizer=optimizer, scheduler=schedule, order=order)
     wanted = load_file(Path(folder, "model.safetensors"))
-    state = shardwise.model_state(model, FullState(on=EveryRank()))
+    state = shardwise.model_state(model, "full_on_all_ranks")
     faults = differences({name: state[name] for name in wanted}, wanted, "model")
-    found = shardwise.optimizer_state(model, optimizer, FullState(on=EveryRank()))
+    found = shardwise.optimizer_state(model, optimizer, "full_on_all_ranks")
     saved = torch.load(Path(folder, "optimizer.pt"), weights_only=True)
     names = [name for group in found["param_groups"] for name in group["params"]]
     by_name = {names[number]: entries for number, entries in saved["state"].items()}
@@ -142,9 +141,9 @@ def resume_fsdp(folder: str) -> tuple[list[str], dict[str, Any]]:
     step(source, before)
     optimizer = optimizer_for(model, lr=3.0)
     report = shardwise.load_trainer_checkpoint(model, folder, optimizer=optimizer)
-    wanted, found = (shardwise.model_state(item, FullState(on=EveryRank())) for item in (source, model))
+    wanted, found = (shardwise.model_state(item, "full_on_all_ranks") for item in (source, model))
     faults = [name for name in wanted if not torch.allclose(wanted[name], found[name], atol=1e-6)]
-    state = shardwise.optimizer_state(model, optimizer, FullState(on=EveryRank()))["state"]
+    state = shardwise.optimizer_state(model, optimizer, "full_on_all_ranks")["state"]
     faults += [name for name, entries in state.items() if entries["step"] != 1]
     return faults, report.to_dict()
 
@@ -152,17 +151,17 @@ def resume_fsdp(folder: str) -> tuple[list[str], dict[str, Any]]:
 def refused(folder: str, how: str) -> tuple[str, str]:
     model = sharded(5)
     optimizer = optimizer_for(model)
-    before = shardwise.model_state(model, FullState(on=EveryRank()))
+    before = shardwise.model_state(model, "full_on_all_ranks")
     keywords: dict[str, Any] = {"optimizer": optimizer}
     if how == "scheduler":
         keywords = {"scheduler": StepLR(optimizer, 3)}
     if how == "groups":
-        keywords = {"optimizer": AdamW(model.parameters()), "order": ByPosition()}
+        keywords = {"optimizer": AdamW(model.parameters()), "order": "position"}
     if how == "shapes":
         groups = [{"params": group["params"][::-1]} for group in optimizer.param_groups]
-        keywords = {"optimizer": AdamW(groups), "order": ByPosition()}
+        keywords = {"optimizer": AdamW(groups), "order": "position"}
     found = attempt(lambda: shardwise.load_trainer_checkpoint(model, folder, **keywords))
-    after = shardwise.model_state(model, FullState(on=EveryRank()))
+    after = shardwise.model_state(model, "full_on_all_ranks")
     if how in ("scheduler", "random", "state") and differences(after, before):
         return "the model was changed", found[1]
     return found

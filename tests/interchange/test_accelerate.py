@@ -38,13 +38,6 @@ def test_ranks_read_an_interrupted_save_and_change_nothing(worlds, tmp_path, for
     assert worlds(2).run(trading.of_an_interrupted_save, str(tmp_path), form) == [([], [])] * 2
 
 
-def test_no_rank_holds_the_whole(worlds, tmp_path):
-    for rank, (arrived, staged, nbytes) in enumerate(worlds(3).run(trading.batches, str(tmp_path))):
-        assert max(arrived) <= 8192
-        assert max(staged) <= 8192
-        assert sum(arrived) == (nbytes if rank == 0 else 0)
-
-
 def test_one_process_needs_no_group(worlds, tmp_path):
     for form in trading.FORMS:
         folder = tmp_path / form

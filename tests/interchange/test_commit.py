@@ -15,10 +15,9 @@ from torch import nn
 import shardwise
 from shardwise import StorageError
 from shardwise.formats.distributed import read_metadata
-from shardwise.options import DistributedFolder, OneFile, RankFiles
 from shardwise.storage.writing.local_writer import LocalWriter
 
-FORMS = {"one file": OneFile(), "folder": DistributedFolder(), "files of ranks": RankFiles()}
+FORMS = {"one file": "full", "folder": "sharded", "files of ranks": "local"}
 MARK = "shardwise.saving"
 
 
@@ -119,7 +118,7 @@ def test_a_file_without_tensors_is_synced_before_it_is_named(tmp_path, kind):
     net = model(1)
     optimizer = optimizer_of(net, kind)
     with recorded(log, root):
-        shardwise.save_accelerate_optimizer(net, optimizer, root, OneFile())
+        shardwise.save_accelerate_optimizer(net, optimizer, root, "full")
     whole = (root / "optimizer.bin").read_bytes()
     assert torch.load(root / "optimizer.bin", weights_only=True)["param_groups"][0]["lr"] == 0.5
 

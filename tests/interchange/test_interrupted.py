@@ -14,10 +14,9 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution.reading import renamed_folder
-from shardwise.execution.writing import renames
-from shardwise.execution.writing.marked_folder import marked_here
-from shardwise.options import OneFile
+from shardwise.execution import renames
+from shardwise.execution import renames as renamed_folder
+from shardwise.execution.marked_folder import marked_here
 
 TOKEN = "0123abcd"
 LIST = f".shardwise.{TOKEN}.renames.json"
@@ -139,7 +138,7 @@ def test_a_list_of_strangers_is_one_error_of_a_load_and_of_a_save(tmp_path, cont
     with pytest.raises(FormatError, match="is no list of renames of an interrupted save; remove it"):
         seed_in(tmp_path)
     with pytest.raises(FormatError, match="is no list of renames of an interrupted save; remove it"):
-        shardwise.save_accelerate_model(model(2), tmp_path, OneFile())
+        shardwise.save_accelerate_model(model(2), tmp_path, "full")
     assert contents(tmp_path) == before
 
 

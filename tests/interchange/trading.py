@@ -18,13 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shardwise
-from shardwise.execution.writing import torch_states
-from shardwise.options import DistributedFolder, EveryRank, FullState, OneFile, RankFiles
-from shardwise.planning.saves.commit import Renames, fresh
+from shardwise.planning.commit import Renames, fresh
 
 SMALL = shardwise.options.StateOptions(budget_bytes=4096)
 
-FORMS = {"full": OneFile(), "sharded": DistributedFolder(), "ranks": RankFiles()}
+FORMS = {"full": "full", "sharded": "sharded", "ranks": "local"}
 
 _THEY_HAVE_RANK_FILES = "use_dcp" in inspect.signature(fsdp_utils.save_fsdp_model).parameters
 """Which came with accelerate 1.14."""
@@ -75,11 +73,11 @@ class Theirs:
 
 
 def whole_model(model: nn.Module) -> dict[str, torch.Tensor]:
-    return shardwise.model_state(model, FullState(on=EveryRank()))
+    return shardwise.model_state(model, "full_on_all_ranks")
 
 
 def whole_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    state = shardwise.optimizer_state(model, optimizer, FullState(on=EveryRank()))
+    state = shardwise.optimizer_state(model, optimizer, "full_on_all_ranks")
     for group in state["param_groups"]:
         if "betas" in group:  # of which torch makes lists
             group["betas"] = tuple(group["betas"])
@@ -146,30 +144,6 @@ def resume(folder: str) -> list[str]:
     model = sharded("", 1)
     (optimizer,) = trained(model, "adamw", 2)
     return loaded_like(model, optimizer, Path(folder), Path(folder), 0)
-
-
-def batches(folder: str) -> tuple[list[int], list[int], int]:
-    """Bytes that come to this rank at a time when one file is written, what it stages, and the model's bytes."""
-    arrived: list[int] = []
-    staged: list[int] = []
-    real = torch_states.hand_over
-
-    def counted(world: Any, items: Any, **keywords: Any) -> Any:
-        arrived.append(sum(item.into.local.nbytes for item in items if item.into is not None))
-        traffic = real(world, items, **keywords)
-        staged.append(traffic.staging_bytes)
-        return traffic
-
-    torch.manual_seed(1)
-    model = nn.Sequential(*(nn.Linear(64, 300, bias=False) for _ in range(4)))
-    shardwise.shard(model, shardwise.Sharding(wrap=shardwise.options.WholeModel()))
-    options = shardwise.options.StateOptions(budget_bytes=16384)
-    with mock.patch.object(torch_states, "hand_over", counted):
-        shardwise.save_accelerate_model(model, folder, OneFile(), options=options)
-    saved = torch.load(Path(folder, "pytorch_model_fsdp.bin"), weights_only=True)
-    faults = differences(saved, whole_model(model))
-    assert faults == []
-    return arrived, staged, 4 * 64 * 300 * 4
 
 
 def of_an_interrupted_save(folder: str, form: str) -> tuple[list[str], list[str]]:

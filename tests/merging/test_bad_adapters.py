@@ -16,9 +16,9 @@ from tests.merging.adapters import change, merged_by_peft, save_adapter, tensors
 from tests.quiet import quieten
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from shardwise.engines.merging_adapter import merge_adapter
 from shardwise.errors import ConfigError, CoverageError, FormatError, ShardwiseError, StorageError
 from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.verbs.merge_adapter import merge_adapter
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,8 +15,6 @@ from tests.merging.adapters import save_adapter, tensors_of
 from tests.quiet import quieten
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-_MIB = 1 << 20
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _quiet():
@@ -43,8 +41,8 @@ def save_base(folder: Path, vocabulary: int, hidden: int) -> Path:
 _GROWTH = """
 import resource, sys
 import torch, transformers
-from shardwise.verbs.merge_adapter import merge_adapter
-from shardwise.verbs.merge_weights import merge_weights
+from shardwise.engines.merging_adapter import merge_adapter
+from shardwise.interchange.merging_weights import merge_weights
 
 def anonymous():
     fields = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
@@ -62,6 +60,7 @@ before = anonymous()
 threading.Thread(target=watch, daemon=True).start()
 merge_adapter(base, adapter, out)
 merge_weights(base, out + "-weights")
+merge_weights(base, out + "-bin", file_format="bin")
 done.set()
 print(peak - before)
 """
@@ -88,7 +87,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
 _KILLED = """
 import os, signal, sys
 from shardwise.storage import LocalWriter
-from shardwise.verbs.merge_adapter import merge_adapter
+from shardwise.engines.merging_adapter import merge_adapter
 
 write, left = LocalWriter.write, [int(sys.argv[4])]
 def fatal(self, *arguments):
@@ -102,7 +101,7 @@ merge_adapter(*sys.argv[1:4], max_shard_size="20KB")
 
 
 def test_a_kill_half_way_leaves_the_old_model_and_the_next_merge_cleans_up(tmp_path: Path) -> None:
-    from shardwise.verbs.merge_adapter import merge_adapter
+    from shardwise.engines.merging_adapter import merge_adapter
 
     base = save_base(tmp_path / "base", 500, 32)
     adapter = save_adapter(base, tmp_path / "adapter", r=2, target_modules=["q_proj", "down_proj"])

@@ -12,7 +12,7 @@ from tests.merging.adapters import merged_by_peft, save_adapter, tensors_of, ulp
 from tests.quiet import quieten
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from shardwise.verbs.merge_adapter import merge_adapter
+from shardwise.engines.merging_adapter import merge_adapter
 
 _SMALL = {
     "vocab_size": 97,

@@ -18,10 +18,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.writing.saving_lock import LOCK_FILE
-from shardwise.interchange.merging_weights import RemoveSource, TorchFile
+from shardwise.execution.saving_lock import LOCK_FILE
+from shardwise.interchange.merging_weights import merge_weights
 from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.verbs.merge_weights import merge_weights
 
 _NAMES = ("qwen3", "qwen3_moe", "llama", "gpt_oss", "mixtral", "phi3", "gpt2")
 
@@ -147,7 +146,7 @@ def test_files_of_torch_and_safetensors_are_merged_as_well(small, tmp_path: Path
 
 def test_the_source_is_removed_once_the_outcome_has_been_read_back(small, tmp_path: Path) -> None:
     step = copied(small[0], tmp_path)
-    report = merge_weights(step, tmp_path / "out", afterwards=RemoveSource())
+    report = merge_weights(step, tmp_path / "out", remove_source=True)
     same(tensors_of(tmp_path / "out"), small[1])
     assert report.verified == report.tensors == len(small[1])
     assert not (step / "pytorch_model_fsdp_0").exists()
@@ -167,7 +166,7 @@ def test_what_is_read_back_otherwise_keeps_the_source(small, tmp_path: Path, mon
 
     monkeypatch.setattr(LocalWriter, "write", lossy)
     with pytest.raises(StorageError, match="not read back as they were written"):
-        merge_weights(step, tmp_path / "out", afterwards=RemoveSource())
+        merge_weights(step, tmp_path / "out", remove_source=True)
     assert (step / "pytorch_model_fsdp_0" / ".metadata").exists()
 
 
@@ -177,7 +176,7 @@ def test_a_source_that_holds_more_than_the_model_is_not_removed(tmp_path: Path) 
     model.config.save_pretrained(tmp_path / "run")
     save_distributed({"model": model.state_dict(), "optimizer": {"x": torch.ones(3)}}, tmp_path / "run")
     with pytest.raises(ConfigError, match=r"optimizer.*would be lost"):
-        merge_weights(tmp_path / "run", tmp_path / "out", afterwards=RemoveSource())
+        merge_weights(tmp_path / "run", tmp_path / "out", remove_source=True)
     assert any("optimizer" in note for note in merge_weights(tmp_path / "run", tmp_path / "out").notes)
 
 
@@ -227,7 +226,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 def test_one_file_of_torch(small, tmp_path: Path) -> None:
     step = copied(small[0], tmp_path)
-    report = merge_weights(step, tmp_path / "out", file_format=TorchFile(), afterwards=RemoveSource())
+    report = merge_weights(step, tmp_path / "out", file_format="bin", remove_source=True)
     assert report.files == ("pytorch_model.bin",)
     same(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), small[1])
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
@@ -242,15 +241,15 @@ def test_one_file_of_torch(small, tmp_path: Path) -> None:
 
 def test_a_file_of_torch_is_one_and_beside_no_safetensors(small, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in one piece"):
-        merge_weights(small[0], tmp_path / "out", file_format=TorchFile(), max_shard_size="10KB")
+        merge_weights(small[0], tmp_path / "out", file_format="bin", max_shard_size="10KB")
     merge_weights(small[0], tmp_path / "out")
     with pytest.raises(ConfigError, match="read before any"):
-        merge_weights(small[0], tmp_path / "out", file_format=TorchFile())
+        merge_weights(small[0], tmp_path / "out", file_format="bin")
 
 
 def test_the_state_of_an_optimizer_becomes_one_file(small, tmp_path: Path) -> None:
     step = copied(small[0], tmp_path)
-    report = merge_weights(step / "optimizer_0", tmp_path / "out", afterwards=RemoveSource())
+    report = merge_weights(step / "optimizer_0", tmp_path / "out", remove_source=True)
     assert report.files == ("optimizer.bin",)
     found = torch.load(tmp_path / "out" / "optimizer.bin", weights_only=True)
     assert found["param_groups"] == [{"lr": 0.1}]
@@ -272,7 +271,7 @@ def test_damage_to_a_file_of_torch_keeps_the_source(small, tmp_path: Path, monke
 
     monkeypatch.setattr(LocalWriter, "write", lossy)
     with pytest.raises(StorageError, match="not read back as they were written"):
-        merge_weights(step / "optimizer_0", tmp_path / "out", afterwards=RemoveSource())
+        merge_weights(step / "optimizer_0", tmp_path / "out", remove_source=True)
     assert (step / "optimizer_0" / ".metadata").exists()
 
 

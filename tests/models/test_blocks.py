@@ -1,4 +1,4 @@
-"""Blocks that are recomputed or compiled: the same numbers, the same names."""
+"""Blocks that are recomputed, or compiled by torch: the same numbers, the same names."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import pickle
 
 import pytest
 import torch
-from tests.training import stepping
+from tests.models import stepping
 from torch import nn
 
 from shardwise.errors import ConfigError, PlacementError
-from shardwise.models.wrapping import wrap
-from shardwise.models.wrapping.blocks import CompileBlocks, Off, PerBlock
-from shardwise.models.wrapping.policies import repeated_blocks
-from shardwise.models.wrapping.wrap import Sharding
+from shardwise.models import wrap
+from shardwise.models.policies import repeated_blocks
+from shardwise.models.wrap import Sharding
 
 LAYERS = [f"transformer.h.{index}" for index in range(3)]
 
@@ -63,18 +62,15 @@ def test_compiled_blocks_are_the_same_when_sharded(worlds):
 
 
 def test_a_copy_of_a_prepared_model_is_its_own():
-    model = stepping.sharded(
-        stepping.qwen3(), activation_checkpointing=PerBlock(), compiling=CompileBlocks(backend="eager")
-    )
-    model(input_ids=stepping.batch().input_ids)  # compiles
+    model = stepping.sharded(stepping.qwen3(), activation_checkpointing=True)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        stepping.work_on(other).gradient([stepping.batch()])
+        stepping.stepped(other, stepping.batch())
         assert all(parameter.grad is not None for parameter in other.parameters())
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_cache_that_nobody_asked_for_is_left_out():
-    model = stepping.sharded(stepping.qwen3(), activation_checkpointing=PerBlock())
+    model = stepping.sharded(stepping.qwen3(), activation_checkpointing=True)
     ids = stepping.batch().input_ids
     output = model(input_ids=ids, labels=ids)  # transformers makes a cache
     output.loss.backward()
@@ -85,7 +81,7 @@ def test_a_cache_that_nobody_asked_for_is_left_out():
 
 
 def test_a_cache_that_holds_tokens_is_refused_by_name():
-    model = stepping.sharded(stepping.qwen3(), activation_checkpointing=PerBlock())
+    model = stepping.sharded(stepping.qwen3(), activation_checkpointing=True)
     ids = stepping.batch().input_ids
     with torch.no_grad():
         cache = model(input_ids=ids, use_cache=True).past_key_values
@@ -104,30 +100,30 @@ def test_the_models_own_checkpointing_is_a_conflict():
     model = stepping.qwen3()
     enable_own(model)
     with pytest.raises(ConfigError, match=r"^model recomputes activations by itself"):
-        stepping.sharded(model, activation_checkpointing=PerBlock())
-    model = stepping.sharded(stepping.qwen3(), activation_checkpointing=PerBlock())
+        stepping.sharded(model, activation_checkpointing=True)
+    model = stepping.sharded(stepping.qwen3(), activation_checkpointing=True)
     enable_own(model)
     with pytest.raises(ConfigError, match=r"^model\.layers\.0 recomputes activations by itself"):
         model.train()(input_ids=stepping.batch().input_ids)
 
 
 def test_blocks_are_prepared_once():
-    model = stepping.sharded(stepping.qwen3(), activation_checkpointing=PerBlock())
-    for again in ({"activation_checkpointing": PerBlock()}, {"compiling": CompileBlocks()}):
-        with pytest.raises(ConfigError, match=r"^model\.layers\.0 is recomputed or compiled already"):
-            stepping.sharded(model, **again)
+    model = stepping.sharded(stepping.qwen3(), activation_checkpointing=True)
+    with pytest.raises(ConfigError, match=r"^model\.layers\.0 is recomputed already"):
+        stepping.sharded(model, activation_checkpointing=True)
     stepping.sharded(model)
 
 
 def test_what_has_no_blocks_is_refused():
     with pytest.raises(PlacementError, match="Linear has neither _no_split_modules nor an nn.ModuleList"):
-        wrap.prepare_blocks(nn.Linear(2, 2), Sharding(activation_checkpointing=PerBlock()))
-    wrap.prepare_blocks(nn.Linear(2, 2), Sharding(activation_checkpointing=Off()))
+        wrap.prepare_blocks(nn.Linear(2, 2), Sharding(activation_checkpointing=True))
+    wrap.prepare_blocks(nn.Linear(2, 2), Sharding(activation_checkpointing=False))
 
 
-def test_every_is_at_least_one():
-    with pytest.raises(ConfigError, match="every=0"):
-        PerBlock(every=0)
+@pytest.mark.parametrize("every", [-1, "off"])
+def test_every_is_a_number_of_blocks(every):
+    with pytest.raises(ConfigError, match="is not known. Pass True, False, or n"):
+        Sharding(activation_checkpointing=every)
 
 
 def test_blocks_are_the_outermost_that_repeat():

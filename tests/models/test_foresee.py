@@ -14,12 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlacementError
 from shardwise.layout import MeshShape, ModelLayout, Origin
-from shardwise.models import _torch_private
-from shardwise.models.placement import padded_numels
-from shardwise.models.view import boxes_at, layout_of, look_inside
-from shardwise.models.wrapping.forecast_layout import foresee
-from shardwise.models.wrapping.policies import Automatic, Classes, ModuleListBlocks, WholeModel
-from shardwise.models.wrapping.wrap import Sharding, wrap
+from shardwise.models import torch_words
+from shardwise.models.forecast_layout import foresee
+from shardwise.models.policies import Classes
+from shardwise.models.view import boxes_at, layout_of, look_inside, padded_numels
+from shardwise.models.wrap import Sharding, wrap
 
 FLAT = [MeshShape.flat(size) for size in (1, 2, 3, 5, 8, 16)]
 HYBRID = [MeshShape(("replicate", "shard"), sizes) for sizes in ((2, 4), (3, 1), (1, 5), (4, 16))]
@@ -30,13 +29,13 @@ def nowhere(item):
 
 
 def foreseen(model, mesh, policy=None):
-    return foresee(model, policy or Automatic(), mesh, nowhere)
+    return foresee(model, policy or "auto", mesh, nowhere)
 
 
 def really_sharded(model, mesh, rank, policy=None):
     """The model after ``fully_shard`` as one rank, what it holds, and the elements of each parameter's memory."""
     device_mesh = init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
-    wrap(model, Sharding(mesh=device_mesh, wrap=policy or Automatic()))
+    wrap(model, Sharding(mesh=device_mesh, wrap=policy or "auto"))
     held = look_inside(model)
     # torch keeps the coordinate of the first fake rank of a process, so it is given here.
     coordinate = (rank // mesh.sizes[-1], rank % mesh.sizes[-1])[-len(mesh.sizes) :]
@@ -49,7 +48,7 @@ def really_sharded(model, mesh, rank, policy=None):
             assert sum(part.box.numel for part in boxes) == item.local.numel()
             tensor = replace(tensor, boxes=boxes)
         tensors.append(tensor)
-    return held, ModelLayout(tuple(tensors)), padded_numels(held, _torch_private.fsdp_params(model))
+    return held, ModelLayout(tuple(tensors)), padded_numels(held, torch_words.fsdp_params(model))
 
 
 def assert_as_foreseen(make, mesh, policy=None):
@@ -70,7 +69,7 @@ def assert_as_foreseen(make, mesh, policy=None):
 
 def param_groups(model):
     """FSDP2's own groups; several modules may share one."""
-    return list({id(group): group for group in _torch_private._param_groups(model)}.values())
+    return list({id(group): group for group in torch_words._param_groups(model)}.values())
 
 
 def specimen(name, dtype=torch.float32):
@@ -92,7 +91,7 @@ def test_every_mesh_is_foreseen(mesh):
     assert_as_foreseen(specimen("qwen3_5_moe_text", torch.bfloat16), mesh)
 
 
-@pytest.mark.parametrize("policy", [WholeModel(), ModuleListBlocks(), Classes(("LlamaMLP", "LlamaAttention"))])
+@pytest.mark.parametrize("policy", ["whole_model", "module_list", Classes(("LlamaMLP", "LlamaAttention"))])
 def test_every_policy_is_foreseen(policy):
     assert_as_foreseen(specimen("llama"), MeshShape.flat(4), policy)
 
@@ -139,11 +138,11 @@ def odd():
 
 @pytest.mark.parametrize("mesh", [*FLAT, *HYBRID], ids=str)
 def test_what_fsdp2_cannot_take_is_foreseen(mesh):
-    assert_as_foreseen(odd, mesh, ModuleListBlocks())
+    assert_as_foreseen(odd, mesh, "module_list")
 
 
 def test_reasons_for_staying_whole():
-    world = foreseen(odd(), MeshShape.flat(4), ModuleListBlocks())
+    world = foreseen(odd(), MeshShape.flat(4), "module_list")
     assert {name: reason for name, reason in world.whole.items() if "layers.0" in name} == {
         "layers.0.decay": "its module has most of its parameters in another dtype",
         "layers.0.scale": "it has no dimensions",
@@ -153,17 +152,11 @@ def test_reasons_for_staying_whole():
 
 
 def test_groups_have_names_and_parameters():
-    world = foreseen(odd(), MeshShape.flat(4), ModuleListBlocks())
+    world = foreseen(odd(), MeshShape.flat(4), "module_list")
     groups = {group.modules: group.parameters for group in world.groups}
     assert groups["layers.1.norm",] == ("layers.1.norm.weight", "layers.1.norm.bias")
     assert groups["",] == ("embed.weight", "embed.bias")
     assert list(groups)[-1] == ("",)
-
-
-def test_equal_tensors_share_their_spread():
-    spreads = foreseen(odd(), MeshShape.flat(1024), ModuleListBlocks()).spreads
-    assert spreads["layers.0.weight"] is spreads["layers.1.weight"]
-    assert len(spreads["layers.0.weight"].boxes) == 1024
 
 
 def test_a_parameter_that_is_not_contiguous_is_named():
@@ -171,4 +164,4 @@ def test_a_parameter_that_is_not_contiguous_is_named():
     model.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(4, 6)])
     model.layers[1].weight = nn.Parameter(torch.empty(4, 6, device="meta").t())
     with pytest.raises(PlacementError, match=r"layers\.1\.weight has shape \(6, 4\) and strides \(1, 6\)"):
-        foreseen(model, MeshShape.flat(2), ModuleListBlocks())
+        foreseen(model, MeshShape.flat(2), "module_list")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.models.wrapping.groups import shard_dim
+from shardwise.models.policies import shard_dim
 
 
 @pytest.mark.parametrize(

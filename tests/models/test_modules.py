@@ -1,39 +1,13 @@
-"""Walks over a model, against torch's own; and which modules an initialiser is run for."""
+"""Modules that an initialiser is run for."""
 
 from __future__ import annotations
 
-import pytest
 import torch
-from tests.models.small import qwen3
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwise.models._torch_private import modules_in, parameters_in, walk
 from shardwise.models.initialize import Initialisers
 from shardwise.models.view import look_inside
-
-
-def shared() -> nn.Module:
-    """Modules and parameters registered twice, at several depths, an empty place, and one without children."""
-    inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    model = nn.ModuleDict({"a": inner, "b": nn.ModuleList([nn.Linear(2, 2), inner]), "c": inner[0]})
-    model["d"] = nn.Linear(2, 2)
-    model["d"].weight = inner[0].weight
-    model["d"].register_parameter("bias", None)
-    model.register_module("nothing", None)
-    return model
-
-
-@pytest.mark.parametrize("make", [shared, qwen3, lambda: nn.Linear(1, 1)])
-def test_walks_are_torch_s(make):
-    model = make()
-    for every_name in (False, True):
-        expected = list(model.named_modules(remove_duplicate=not every_name))
-        assert list(walk(model, every_name=every_name)) == expected
-    assert list(modules_in(model)) == list(model.modules())
-    found, expected = list(parameters_in(model)), list(model.named_parameters())
-    assert [name for name, _ in found] == [name for name, _ in expected]
-    assert all(one is other for (_, one), (_, other) in zip(found, expected, strict=True))
 
 
 class Inner(nn.Module):

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import PlacementError
 from shardwise.layout import Origin, TensorKind
-from shardwise.models.selection import Everything, names_outside
+from shardwise.models.selection import names_outside
 from shardwise.models.view import (
     boxes_at,
     canonical,
@@ -167,4 +167,4 @@ def test_two_tensors_of_one_name_are_refused():
     model.inner.layer = nn.Linear(2, 2, bias=False)
     model.inner._orig_mod = nn.ModuleDict({"layer": nn.Linear(2, 2, bias=False)})
     with pytest.raises(PlacementError, match=r"another tensor is named inner\.layer\.weight"):
-        names_outside(model, look_inside(model), Everything())
+        names_outside(model, look_inside(model), None)

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwise.models.wrapping.policies import Classes, ModuleListBlocks, NoSplitModules, WholeModel
-from shardwise.models.wrapping.wrap import Sharding, wrap
+from shardwise.models.policies import Classes
+from shardwise.models.wrap import Sharding, wrap
 
 LAYERS = ["model.layers.0", "model.layers.1"]
 
@@ -41,13 +41,13 @@ def test_blocks_that_share_a_parameter_are_one_group():
     model = nn.Module()
     model.blocks = blocks
     with fake_rank(0, 2):
-        wrapped(model, wrap=ModuleListBlocks())
+        wrapped(model, wrap="module_list")
         assert isinstance(model.blocks[1], FSDPModule)
         assert model.blocks[2].weight is model.blocks[0].weight
         assert isinstance(model.blocks[2].weight, DTensor)
 
 
-@pytest.mark.parametrize("policy", [ModuleListBlocks(), Classes(("Linear",))])
+@pytest.mark.parametrize("policy", ["module_list", Classes(("Linear",))])
 def test_a_block_that_is_registered_twice_is_one_block(policy):
     model = nn.Module()
     block = nn.Linear(4, 4)
@@ -62,7 +62,7 @@ def test_float32_islands_become_groups():
     for layer in model.model.layers:
         layer.input_layernorm.to(torch.float32)
     with fake_rank(0, 2):
-        wrapped(model, wrap=NoSplitModules())
+        wrapped(model, wrap="no_split_modules")
         assert group_names(model) == [
             "model.layers.0",
             "model.layers.0.input_layernorm",
@@ -84,7 +84,7 @@ def test_what_fsdp2_cannot_take_stays_whole():
     holder = nn.Module()
     holder.layers = model
     with fake_rank(0, 2):
-        wrapped(holder, wrap=ModuleListBlocks())
+        wrapped(holder, wrap="module_list")
         assert isinstance(holder.layers[0].weight, DTensor)
         assert not isinstance(holder.layers[0].decay, DTensor)
         assert not isinstance(holder.layers[0].temperature, DTensor)
@@ -107,5 +107,5 @@ def test_stacked_experts_are_sharded_where_no_rank_stays_empty(shape, size, expe
     for layer in model.layers:
         layer.experts = nn.Parameter(torch.empty(shape, device="meta"))
     with fake_rank(0, size):
-        wrapped(model, size=size, wrap=WholeModel())
+        wrapped(model, size=size, wrap="whole_model")
         assert tuple(model.layers[0].experts.to_local().shape) == expected

@@ -1,13 +1,15 @@
-"""Folders of runs, made up: as many ranks and samples as a test wants, without running anything."""
+"""Folders of runs, as observers and trainings leave them, without running anything."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise.observing.observer import COLUMNS
+
+MIB = 1 << 10
 GIB = 1 << 20
 """In KiB."""
 
@@ -16,116 +18,56 @@ def make_rank(
     run: Path,
     rank: int,
     size: int,
+    lines: list[tuple[float, Any]],
     *,
-    seconds: float = 10.0,
-    rate: float = 20.0,
-    began: float = 1_700_000_000.0,
-    machine: str = "one",
-    model: str = "models/Tiny",
-    step_s: float = 0.5,
-    is_ended: bool = True,
-    device_gib: float = 0.0,
-    foreseen: Mapping[str, float] | None = None,
-    run_name: str = "this",
+    run_id: str = "this",
+    host: str = "host",
+    is_closed: bool = True,
 ) -> Path:
-    """The file of a rank that loads for a fifth of the time and trains for the rest, with a peak in one sample.
-
-    ``foreseen`` is what the plan of the training says of each phase, in GiB; None where it has told none.
-    """
+    """Write the file of a rank: at each time a dict of a sample, the name of a phase that begins, or None."""
     path = run / "observed" / f"rank-{rank:05d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines: list[Any] = [
-        {
-            "observed": 1,
-            "run": run_name,
-            "began": began + rank * 0.01,
-            "samples_per_second": rate,
-            "rank": rank,
-            "world_size": size,
-        }
-        | {"machine": machine, "host": f"host-{machine}", "pid": 100 + rank, "device": "cuda" if device_gib else ""}
-    ]
-    loaded = seconds / 5
-    marks: list[tuple[float, list[Any]]] = [(0.0, [2, 0.0, 0, "from_pretrained"])]
-    for number, name in enumerate(("index", "plan", "read", "audit")):
-        start, stop = loaded * number / 4, loaded * (number + 1) / 4
-        marks += [(start, [2, start, 0, name]), (stop, [3, stop, 0])]
-    marks.append((loaded, [3, loaded, 0]))
-    start = loaded
-    while start + step_s < seconds:
-        marks.append((start, [2, start, 0, "step"]))
-        for share, name in ((0.0, "forward"), (0.3, "backward"), (0.8, "optimizer")):
-            stop = start + step_s * (share + 0.15)
-            marks += [(start + step_s * share, [2, start + step_s * share, 0, name]), (stop, [3, stop, 0])]
-        start += step_s
-        marks.append((start, [3, start, 0]))
-    facts = {
-        "t": loaded,
-        "tell": "load",
-        "checkpoint": model,
-        "parameters": 1000,
-        "checkpoint_bytes": 8 << 30,
-        "read_bytes": (8 << 30) // size,
-        "placed_bytes": (8 << 30) // size,
-        "seconds": {"index": 0.1, "plan": 0.2, "read": 1.5, "audit": 0.1},
-        "forecast": {"shard_bytes": 1 << 30, "device_bytes": 0, "host_bytes": 2 << 30, "read_bytes": 1 << 30},
-    }
-    rows: list[tuple[float, Any]] = [(t, mark) for t, mark in marks]
-    count = int(seconds * rate)
-    most = 0.0
-    for number in range(count):
-        t = number / rate
-        anonymous = GIB * (1 + min(t / loaded, 1.0) * 3 + 0.3 * math.sin(t * 3 + rank))
-        if number == count // 2:
-            anonymous += 2 * GIB  # one sample alone
-        most = max(most, anonymous + 0.7 * GIB)
-        device = int(device_gib * GIB * min(t / loaded, 1.0))
-        read = int(min(t, loaded) * GIB)
-        sample = [
-            0,
-            t,
-            int(anonymous),
-            GIB // 2,
-            GIB // 5,
-            int(most),
-            device,
-            device,
-            device,
-            read,
-            read // 9,
-            read,
-            0,
-        ]
-        rows.append((t, sample))
-    rows += [(loaded - 1e-6, facts), (loaded, [1, loaded, 3 * GIB, 2 * GIB, GIB // 2, GIB // 10])]
-    if foreseen is not None and rank == 0:
-        phases = {name: {"device_bytes": 0, "host_bytes": int(gib * 2**30)} for name, gib in foreseen.items()}
-        if device_gib:
-            phases = {name: {"device_bytes": at["host_bytes"], "host_bytes": 1} for name, at in phases.items()}
-        told = {"device": "cuda" if device_gib else "cpu", "phases": phases}
-        rows.append((seconds, {"t": seconds, "tell": "training", **told}))
-    lines += [row for _, row in sorted(rows, key=lambda row: row[0])]
-    if is_ended:
-        lines.append({"t": seconds, "end": True, "peak_kib": int(most)})
-    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    header = {"run": run_id, "rank": rank, "world_size": size, "columns": COLUMNS, "host": host, "pid": 1}
+    written: list[Any] = [header]
+    for t, line in sorted(lines, key=lambda item: item[0]):
+        if isinstance(line, dict):
+            written.append([t, *(line.get(name, 0) for name in COLUMNS[1:])])
+        else:
+            written.append({"t": t, "thread": 0, **({"end": True} if line is None else {"begin": line})})
+    if is_closed:
+        written.append({"t": lines[-1][0], "closed": True})
+    path.write_text("".join(json.dumps(line) + "\n" for line in written))
     return path
 
 
-def make_metrics(folder: Path, steps: int = 20, *, start: float = 3.0) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    lines: list[dict[str, Any]] = []
-    for step in range(1, steps + 1):
-        told = {"loss": start * 0.95**step, "learning_rate": 1e-4 * step, "grad_norm": 1.0 + 1 / step}
-        told |= {"tokens": 1000, "tokens_per_second": 2000.0 + step, "seconds": 0.5, "memory_bytes": 5 << 30}
-        lines.append({"kind": "step", "step": step, "epoch": step / steps, **told})
-        if step % 10 == 0:
-            lines += [{"kind": "evaluation", "step": step, "loss": start * 0.9**step, "perplexity": 3.0}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def make_run(run: Path, *, ranks: int = 2, machines: int = 1, steps: int = 20, **others: Any) -> Path:
-    """A run of ``ranks``, dealt to machines in order, with metrics."""
+def make_run(run: Path, *, ranks: int = 2, seconds: float = 5.0, device_gib: float = 0.0, **others: Any) -> Path:
+    """Write a run in which each rank loads for a second, and takes steps, with a peak of 7 GiB in one sample."""
     for rank in range(ranks):
-        make_rank(run, rank, ranks, machine=f"m{rank * machines // ranks}", **others)
-    make_metrics(run, steps)
+        lines: list[tuple[float, Any]] = [(0.0, "load"), (0.2, "read"), (0.8, None), (1.0, None)]
+        for step in range(1, int(seconds)):
+            lines += [(step + 0.05, "step"), (step + 0.1, "forward"), (step + 0.5, None), (step + 0.9, None)]
+        for number in range(int(seconds * 20)):
+            t = number / 20
+            own = GIB * (2 + min(t, 1.0) + 0.1 * math.sin(t + rank)) if number != 45 else 7 * GIB
+            device = int(device_gib * GIB * min(t, 1.0))
+            sample = {
+                "anonymous": int(own),
+                "peak": 7 * GIB,
+                "allocated": device,
+                "reserved": device,
+                "used": device,
+            }
+            lines.append((t, sample))
+        make_rank(run, rank, ranks, [*lines, (seconds, {"anonymous": GIB})], **others)
     return run
+
+
+def make_metrics(folder: Path, steps: int = 20) -> None:
+    """Write the Trainer's state of a training, with an evaluation at each tenth step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entries: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        entries.append({"step": step, "loss": 3 * 0.95**step, "learning_rate": 1e-4, "grad_norm": 1.0})
+        if step % 10 == 0:
+            entries.append({"step": step, "eval_loss": 3 * 0.9**step})
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": entries}))

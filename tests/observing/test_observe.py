@@ -1,4 +1,4 @@
-"""A process that is observed, through the public interface; and what is read back."""
+"""A process that is observed, through the public interface; and files that are not as an observer leaves them."""
 
 from __future__ import annotations
 
@@ -10,36 +10,31 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tests.observing.made_runs import make_metrics, make_rank, make_run
 from tests.training import tiny
 
 import shardwise
-from shardwise.models import torch_words
-from shardwise.observing.own_memory import OwnMemory
-from shardwise.observing.phases import is_listened_to, phase, tell
-from shardwise.observing.rank_file import RankFile
-from shardwise.observing.rank_record import RankRecord
-from shardwise.observing.run_record import RunReader
-from shardwise.observing.sampler import DeviceUse, Place, RankObserver
+from shardwise.observing import observer as observers
+from shardwise.observing.observer import RankRecord, read_run
+from shardwise.observing.phases import is_observed, phase
 
 
 def only_rank(run: Path) -> RankRecord:
-    [rank] = RunReader(run).read().ranks
+    [rank] = read_run(run).ranks
     return rank
+
+
+def file_in(run: Path) -> Path:
+    return run / "observed" / "rank-00000.jsonl"
 
 
 def python(words: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """A program in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-c", words, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    command = [sys.executable, "-c", words, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
 
 
 PEAK = """
@@ -59,160 +54,66 @@ def test_the_samples_peak_is_that_of_the_kernel(tmp_path: Path) -> None:
     done = python(PEAK, tmp_path)
     assert done.returncode == 0, done.stderr
     rank = only_rank(tmp_path)
-    assert rank.is_ended
-    samples = rank.samples()
-    total = samples["anonymous"] + samples["shared"] + samples["file"]
-    assert rank.peak_kib > total[0] + 150 * 1024
-    assert total.max() == pytest.approx(rank.peak_kib, abs=9 * 1024)  # what may come between two samples
-    assert total[-1] < rank.peak_kib - 100 * 1024
+    samples = rank.samples
+    total = rank.host_kib + samples["file"]
+    peak = rank.peak_kib("peak")
+    assert rank.is_closed
+    assert peak > total[0] + 150 * 1024
+    assert total.max() == pytest.approx(peak, abs=9 * 1024)  # what may come between two samples
+    assert total[-1] < peak - 100 * 1024
     assert len(samples["t"]) > 10
     assert (samples["t"][1:] >= samples["t"][:-1]).all()
 
 
-def test_a_sample_takes_less_than_a_percent_at_fifty_a_second(tmp_path: Path) -> None:
-    with shardwise.observe(tmp_path, samples_per_second=1) as observer:
-        costs = []
-        for _ in range(5):  # the least of some: the machine has other things to do
-            start = time.thread_time()
-            for _ in range(200):
-                observer.sample()
-            costs.append((time.thread_time() - start) / 200)
-    assert 50 * min(costs) < 0.01
-
-
-def test_the_phases_of_a_load_and_what_was_foreseen_are_written_down(tmp_path: Path) -> None:
+def test_the_phases_of_a_load_are_recorded_with_memory_in_each(tmp_path: Path) -> None:
     model = tiny.write_model(tmp_path / "model")
-    with shardwise.observe(tmp_path / "run"):
-        _, report = shardwise.from_pretrained(model, output_loading_info=True)
+    with shardwise.observe(tmp_path / "run", samples_per_second=0.1):
+        shardwise.from_pretrained(model)
         with phase("mine"):
             pass
     rank = only_rank(tmp_path / "run")
-    paths = {times.path for times in rank.phases()}
-    inside = {path[1] for path in paths if path[0] == "from_pretrained" and len(path) > 1}
-    assert {"index", "plan", "read", "audit"} <= inside
+    paths = {span.path for span in rank.phases}
+    assert {("from_pretrained", name) for name in ("index", "plan", "read", "audit")} <= paths
     assert ("from_pretrained", "read", "materialize") in paths
     assert ("mine",) in paths
-    assert not rank.stacks
-    assert rank.now_in() == ()
-    [(load, around)] = [(told.facts, told.around) for told in rank.told if told.facts["tell"] == "load"]
-    assert around is not None
-    assert around.path == ("from_pretrained",)
-    assert load["read_bytes"] == report.read_bytes
-    assert load["forecast"]["host_bytes"] == report.forecast.host_bytes
-    assert len(rank.divided()["t"]) >= 1
-    assert RunReader(tmp_path / "run").read().label == "run (model)"
+    for span in rank.phases:
+        assert any(span.start <= t <= span.stop for t in rank.samples["t"])
 
 
-def test_a_phase_that_fails_is_left(tmp_path: Path) -> None:
+def test_a_phase_that_fails_is_left_and_threads_are_apart(tmp_path: Path) -> None:
     with shardwise.observe(tmp_path):
         with pytest.raises(shardwise.ShardwiseError):
             shardwise.from_pretrained(tmp_path / "nothing")
         thread = threading.Thread(target=_in_a_phase)
         thread.start()
         thread.join()
-    rank = only_rank(tmp_path)
-    assert not rank.stacks
-    assert {times.lane for times in rank.phases() if times.path == ("beside",)} == {1}
-    assert not is_listened_to()
-
-
-def test_the_first_lane_is_of_who_observes(tmp_path: Path) -> None:
-    with shardwise.observe(tmp_path):
-        thread = threading.Thread(target=_in_a_phase)
-        thread.start()
-        thread.join()
         with phase("mine"):
             pass
-    assert {times.path: times.lane for times in only_rank(tmp_path).phases()} == {("beside",): 1, ("mine",): 0}
+    spans = {span.path: span.thread for span in only_rank(tmp_path).phases}
+    assert spans["aside",] == 1
+    assert spans["mine",] == 0
+    assert not is_observed()
 
 
-def test_lines_are_in_the_order_of_their_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    write = RankFile.write
+def _in_a_phase() -> None:
+    with phase("aside"):
+        pass
 
-    def slowly(file: RankFile, line: Any) -> None:
-        write(file, line)
-        time.sleep(0.001)
 
-    def some() -> None:
-        for _ in range(15):
-            _in_a_phase()
-
-    monkeypatch.setattr(RankFile, "write", slowly)
-    with shardwise.observe(tmp_path, samples_per_second=100):
-        threads = [threading.Thread(target=some) for _ in range(4)]
+def test_lines_are_in_the_order_of_their_times(tmp_path: Path) -> None:
+    with shardwise.observe(tmp_path, samples_per_second=100) as observer:
+        threads = [threading.Thread(target=lambda: [_in_a_phase() for _ in range(15)]) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    [_, *lines] = map(json.loads, (tmp_path / "observed" / "rank-00000.jsonl").read_text().splitlines())
-    times = [line["t"] if isinstance(line, dict) else line[1] for line in lines]
-    assert times == sorted(times)
-    marks = [line for line in lines if isinstance(line, list) and line[0] in (2, 3)]
-    assert len({line[2] for line in marks}) == 4
-    assert len(marks) == 4 * 15 * 2
-
-
-def test_after_the_end_nothing_is_looked_at(tmp_path: Path) -> None:
-    with shardwise.observe(tmp_path) as observer:
-        pass
-    size = (tmp_path / "observed" / "rank-00000.jsonl").stat().st_size
+    size = file_in(tmp_path).stat().st_size
     observer.sample()
-    observer.tell("late", {})
-    assert (observer.fault, (tmp_path / "observed" / "rank-00000.jsonl").stat().st_size) == ("", size)
-
-
-def test_facts_that_are_no_json_end_the_observing_alone(tmp_path: Path) -> None:
-    with shardwise.observe(tmp_path) as observer:
-        tell("load", {"dtype": torch.float32})
-    assert "something was told that is no JSON (Object of type dtype" in observer.fault
-    assert not only_rank(tmp_path).is_ended
-
-
-LEFT_OPEN = """
-import sys, time, shardwise
-from shardwise.observing.phases import phase
-observing = shardwise.observe(sys.argv[1], samples_per_second=100)
-observing.__enter__()
-inner = phase("open")
-inner.__enter__()
-"""
-
-
-def test_an_interpreter_that_ends_ends_the_observing_in_order(tmp_path: Path) -> None:
-    done = python(LEFT_OPEN, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert only_rank(tmp_path).is_ended
-
-
-HANDLED = """
-import signal, sys, shardwise
-from shardwise.observing.phases import phase
-from shardwise.observing.rank_file import RankFile
-write = RankFile.write
-def interrupted(file, line):
-    if isinstance(line, list) and line[0] == 2 and line[3] == "on":
-        signal.raise_signal(signal.SIGUSR1)
-    write(file, line)
-def handler(*_):
-    with phase("of the handler"):
-        pass
-signal.signal(signal.SIGUSR1, handler)
-with shardwise.observe(sys.argv[1]):
-    RankFile.write = interrupted
-    with phase("on"):
-        pass
-"""
-
-
-def test_a_handler_of_a_signal_may_mark_a_phase(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", HANDLED, str(tmp_path)], timeout=60, check=False)
-    assert done.returncode == 0
-    assert {times.name for times in only_rank(tmp_path).phases()} == {"on", "of the handler"}
-
-
-def _in_a_phase() -> None:
-    with phase("beside"):
-        pass
+    assert (observer.fault, file_in(tmp_path).stat().st_size) == ("", size)  # nothing after the end
+    [_, *lines] = map(json.loads, file_in(tmp_path).read_text().splitlines())
+    times = [line["t"] if isinstance(line, dict) else line[0] for line in lines]
+    assert times == sorted(times)
+    assert [span.path for span in only_rank(tmp_path).phases] == [("aside",)] * 60
 
 
 KILLED = """
@@ -224,50 +125,22 @@ with shardwise.observe(sys.argv[1], samples_per_second=100), phase("forever"):
 """
 
 
-def test_what_a_killed_process_has_written_is_whole_and_goes_on(tmp_path: Path) -> None:
-    for _ in range(2):
-        with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            time.sleep(0.1)
-            process.send_signal(signal.SIGKILL)
-    file = tmp_path / "observed" / "rank-00000.jsonl"
-    for line in file.read_text().splitlines():
+def test_a_killed_process_leaves_whole_lines_and_the_next_run_replaces_them(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGKILL)
+    for line in file_in(tmp_path).read_text().splitlines():
         json.loads(line)
-    with file.open("a") as cut:
-        cut.write("[0,1.5,12")  # as a full disk leaves it
+    run = read_run(tmp_path)
+    assert [span.path for span in run.ranks[0].phases] == [("forever",)]
+    [note] = run.notes
+    assert note.startswith("rank 0 did not end in order; its last line is of second ")
     with shardwise.observe(tmp_path):
         pass
-    run = RunReader(tmp_path).read()
-    assert run.ranks[0].is_ended
-    assert run.notes == (
-        "observed/rank-00000.jsonl: lines that cannot be understood were passed over: 1",
-        "earlier runs into this folder, not shown: 2",
-    )
-
-
-def test_a_child_process_is_not_observed(tmp_path: Path) -> None:
-    with shardwise.observe(tmp_path):
-        child = os.fork()
-        if child == 0:
-            with phase("of the child"):
-                os._exit(int(is_listened_to()))
-        assert os.waitpid(child, 0)[1] == 0
-    assert "of the child" not in (tmp_path / "observed" / "rank-00000.jsonl").read_text()
-
-
-def test_one_observer_for_a_process_and_one_process_for_a_file(tmp_path: Path) -> None:
-    with shardwise.observe(tmp_path):
-        with pytest.raises(shardwise.ConfigError, match="observed already"), shardwise.observe(tmp_path / "other"):
-            pass
-        done = python("import sys, shardwise\nwith shardwise.observe(sys.argv[1]): pass", tmp_path)
-        assert "StorageError" in done.stderr
-        assert "another process is observed into this file" in done.stderr
-    with pytest.raises(shardwise.ConfigError, match="samples_per_second=0"):
-        shardwise.observe(tmp_path, samples_per_second=0).__enter__()
-    (tmp_path / "file").touch()
-    with pytest.raises(shardwise.StorageError, match="cannot be written"):
-        shardwise.observe(tmp_path / "file").__enter__()
+    run = read_run(tmp_path)
+    assert (run.ranks[0].is_closed, run.notes, run.ranks[0].phases) == (True, [], [])
 
 
 FORKED = """
@@ -277,76 +150,65 @@ run = sys.argv[1]
 with shardwise.observe(run, samples_per_second=100):
     with phase("of both"):
         if os.fork() == 0:
-            os.kill(os.getpid(), 19)  # it stays, as a worker does; whoever continues it has it leave both blocks
+            with phase("of the child"):
+                os.kill(os.getpid(), 19)  # it stays, as a worker does; whoever continues it has it leave all blocks
             sys.exit(0)
+before = open(run + "/observed/rank-00000.jsonl").read()
 with shardwise.observe(run):  # while the child is there
     pass
 child = int(open(f"/proc/self/task/{os.getpid()}/children").read())
 os.kill(child, 18)
 assert os.waitpid(child, 0)[1] == 0
+print(before + open(run + "/observed/rank-00000.jsonl").read())
 """
 
 
-def test_a_child_that_stays_holds_no_file_and_writes_no_end(tmp_path: Path) -> None:
+def test_a_child_that_stays_holds_no_file_and_writes_nothing(tmp_path: Path) -> None:
     done = python(FORKED, tmp_path)
     assert done.returncode == 0, done.stderr
-    file = tmp_path / "observed" / "rank-00000.jsonl"
-    assert file.read_text().count('"end":true') == 2
-    run = RunReader(tmp_path).read()
-    assert run.notes == ("earlier runs into this folder, not shown: 1",)
+    assert done.stdout.count('"closed":true') == 2
+    assert "of both" in done.stdout
+    assert "of the child" not in done.stdout
+
+
+def test_one_observer_for_a_process_and_one_process_for_a_file(tmp_path: Path) -> None:
+    with shardwise.observe(tmp_path):
+        with pytest.raises(shardwise.ConfigError, match="observed already"), shardwise.observe(tmp_path / "other"):
+            pass
+        done = python("import sys, shardwise\nwith shardwise.observe(sys.argv[1]): pass", tmp_path)
+        assert "StorageError" in done.stderr
+        assert "another process records into this file" in done.stderr
+    assert only_rank(tmp_path).is_closed
+    with pytest.raises(shardwise.ConfigError, match="samples_per_second=0"):
+        shardwise.observe(tmp_path, samples_per_second=0).__enter__()
+    (tmp_path / "file").touch()
+    with pytest.raises(shardwise.StorageError, match="cannot be written"):
+        shardwise.observe(tmp_path / "file").__enter__()
 
 
 @pytest.mark.parametrize("when", ["before", "within"])
 def test_a_sample_that_fails_hides_no_error_of_the_block(
     when: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def failing(device: torch.device) -> tuple[int, int, int]:
+    def failing(_: torch.device) -> tuple[int, int, int]:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr("shardwise.verbs.observe.this_device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(
-        "shardwise.verbs.observe.memory_in_use", failing if when == "before" else lambda _: (1, 2, 3)
-    )
-    observers = []
-
-    def block() -> None:
+    def fails_within() -> None:
         with shardwise.observe(tmp_path) as observer:
-            observers.append(observer)
-            monkeypatch.setattr("shardwise.verbs.observe.memory_in_use", failing)
+            found.append(observer)
+            monkeypatch.setattr("shardwise.engines.observe.memory_in_use", failing)
             observer.sample()
             raise KeyError("of the block")
 
+    found: list[observers.RankObserver] = []
+    first = failing if when == "before" else lambda _: (1, 2, 3)
+    monkeypatch.setattr("shardwise.engines.observe.this_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("shardwise.engines.observe.memory_in_use", first)
     with pytest.raises(KeyError, match="of the block"):
-        block()
-    [observer] = observers
-    assert observer.fault == "samples have ended: CUDA error: device-side assert triggered"
+        fails_within()
+    assert found[0].fault == "CUDA error: device-side assert triggered"
     with shardwise.observe(tmp_path):  # the file was closed
         pass
-
-
-def test_ranks_together_divide_no_more_often_than_one_alone(tmp_path: Path) -> None:
-    """All wait for whoever is late: a hundredth of the ranks' time may not be a hundredth of the time of each."""
-    counts = []
-    enough = time.monotonic() + 0.9
-    for size in (1, 1000):
-        memory = OwnMemory()
-        shares, looks = memory.shares(), []
-
-        def slowly(shares=shares, looks=looks):
-            looks.append(time.sleep(0.001))
-            return shares
-
-        memory.shares = slowly
-        place = Place("a", 0, size, "m")
-        with RankObserver(RankFile(tmp_path / str(size), 0), place, memory, DeviceUse, 1):
-            began = time.monotonic()
-            while time.monotonic() < enough or (size == 1 and len(looks) < 2):  # a look of a busy machine is long
-                with phase("short"):
-                    time.sleep(0.01)
-            enough = 2 * time.monotonic() - began
-        counts.append(len(looks))
-    assert counts[0] > 1
-    assert counts[1] == 1
 
 
 FULL = """
@@ -361,11 +223,11 @@ print(observer.fault)
 """
 
 
-def test_a_full_disk_ends_the_observing_and_nothing_else(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
     done = python(FULL, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "it cannot be written any more (File too large)" in done.stdout
-    assert not only_rank(tmp_path).is_ended
+    assert "File too large" in done.stdout
+    assert not only_rank(tmp_path).is_closed
 
 
 def _two_ranks(run: str) -> None:
@@ -387,43 +249,90 @@ def _one_cannot(run: str) -> str:
 @pytest.mark.distributed
 def test_ranks_write_a_file_each_and_raise_together(worlds, tmp_path: Path) -> None:
     worlds(2).run(_two_ranks, str(tmp_path / "run"))
-    run = RunReader(tmp_path / "run").read()
-    assert [rank.rank for rank in run.ranks] == [0, 1]
-    assert {rank.world_size for rank in run.ranks} == {2}
-    assert len({rank.machine for rank in run.ranks}) == 1
+    run = read_run(tmp_path / "run")
+    assert [(rank.rank, rank.world_size) for rank in run.ranks] == [(0, 2), (1, 2)]
+    assert all("together" in span.path for rank in run.ranks for span in rank.phases)
     first, second = worlds(2).run(_one_cannot, str(tmp_path))
     assert "cannot be written" in first
     assert "cannot be written" in second
 
 
-class _Accelerator:
-    """As torch has one, with 10 bytes taken of 64."""
-
-    is_begun = False
-
-    def is_initialized(self) -> bool:
-        return self.is_begun
-
-    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
-        assert self.is_begun
-        return 54, 64
-
-    def memory_allocated(self, device: torch.device) -> int:
-        return 5
-
-    def memory_reserved(self, device: torch.device) -> int:
-        return 8
+def test_a_system_that_does_not_count_memory_by_kind_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(observers, "_counts", lambda _: {b"VmRSS": 12})
+    with pytest.raises(shardwise.ConfigError, match="RssAnon"), shardwise.observe(tmp_path):
+        pass
 
 
-def test_an_accelerator_is_looked_at_once_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = _Accelerator()
-    monkeypatch.setattr(torch_words, "module_of", lambda device: module)
-    assert torch_words.memory_in_use(torch.device("cuda")) == (0, 0, 0)
-    module.is_begun = True
-    assert torch_words.memory_in_use(torch.device("cuda")) == (5, 8, 10)
+# Reading
 
 
-def test_what_the_system_does_not_tell_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(os, "pread", lambda *_: b"VmRSS: 12 kB\n")
-    with pytest.raises(shardwise.ConfigError, match="RssAnon"):
-        OwnMemory()
+@pytest.mark.parametrize("content", [None, b"", b"\x00\xff" * 50, b"[1, 2]\n{}\n", b'{"run": 99}\n', b"[" * 5000])
+def test_a_folder_of_something_else_is_one_error(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        file_in(tmp_path).parent.mkdir()
+        file_in(tmp_path).write_bytes(content)
+    (tmp_path / "trainer_state.json").write_bytes(b"nothing of ours\n[1]\n")
+    with pytest.raises(shardwise.FormatError, match="neither observed/ with files of ranks, nor trainer_state"):
+        read_run(tmp_path)
+    with pytest.raises(shardwise.StorageError, match="no such folder"):
+        read_run(tmp_path / "nothing")
+
+
+def test_missing_ranks_and_those_of_an_earlier_run_are_named(tmp_path: Path) -> None:
+    make_run(tmp_path, ranks=4)
+    (tmp_path / "observed" / "rank-00002.jsonl").unlink()
+    make_rank(tmp_path, 3, 4, [(0.0, {})], run_id="earlier")
+    run = read_run(tmp_path)
+    assert [rank.rank for rank in run.ranks] == [0, 1]
+    assert run.notes == ["no file of rank 2, 3 of 4"]
+
+
+def test_every_cut_of_a_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    path = file_in(make_run(tmp_path, ranks=1, seconds=1))
+    whole = path.read_bytes()
+    header = whole.index(b"\n")
+    before = -1
+    for length in range(header, len(whole), 7):
+        path.write_bytes(whole[:length])
+        rank = only_rank(tmp_path)
+        assert rank.bad_lines <= 1
+        count = len(rank.samples["t"]) + len(rank.phases)
+        assert count >= before
+        before = count
+
+
+def test_lines_of_anybody_are_skipped_and_counted(tmp_path: Path) -> None:
+    path = make_rank(tmp_path, 0, 1, [(0.0, {"anonymous": 5}), (1.0, "x"), (2.0, None)])
+    values = ["NaN", "Infinity", "1" + "0" * 400, '"1"', "null", "[1]", "true", "[" * 3000]
+    bad = [f"[{value}{',1' * 9}]" for value in values] + [
+        f'{{"t":{value},"thread":0,"begin":"y"}}' for value in values
+    ]
+    bad += ['{"t":1,"thread":1e999,"end":true}', '{"t":1,"thread":0,"end":true}', "{}", "[]", "[1,2]", "7", "\x00"]
+    path.write_text(path.read_text() + "\n".join(bad) + "\n")
+    rank = only_rank(tmp_path)
+    assert (list(rank.samples["anonymous"]), [span.path for span in rank.phases]) == ([5.0], [("x",)])
+    assert rank.bad_lines == len(bad)
+
+
+def test_curves_are_those_of_metrics_of_tenants_and_of_the_trainer(tmp_path: Path) -> None:
+    make_metrics(tmp_path / "own")
+    make_metrics(tmp_path / "many" / "ada")
+    make_metrics(tmp_path / "many" / "bob", steps=5)
+    history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": float("nan")}, {"step": 2, "eval_loss": 3}, 4, None]
+    for number, step in ((2, 10), (1, 5)):
+        folder = tmp_path / "trained" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": history[: number * 2 - 1]}))
+        os.utime(folder / "trainer_state.json", (number, number))
+    own = read_run(tmp_path / "own").curves
+    assert [len(values) for values in own[""]["loss"]] == [20, 20]
+    assert list(own[""]["eval_loss"][0]) == [10, 20]
+    many = read_run(tmp_path / "many").curves
+    assert {name: len(curves["loss"][0]) for name, curves in many.items()} == {"ada": 20, "bob": 5}
+    trained = read_run(tmp_path / "trained").curves
+    assert {name: [list(values) for values in curve] for name, curve in trained[""].items()} == {
+        "loss": [[1.0], [2.0]],
+        "eval_loss": [[2.0], [3.0]],
+    }

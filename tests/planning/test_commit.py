@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from shardwise.planning.saves.commit import (
+from shardwise.planning.commit import (
     NOTHING_BOUND,
     Publish,
     Remove,
@@ -16,7 +16,7 @@ from shardwise.planning.saves.commit import (
     look_at_folder,
     obsolete,
 )
-from shardwise.planning.saves.save_plan import plan_save
+from shardwise.planning.save_plan import plan_save
 from shardwise.tensors import DType
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

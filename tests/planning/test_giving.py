@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.planning.moves import assembly as giving
-from shardwise.planning.moves.assembly import in_common, own_share, shares_by_rank, shares_of_first
+from shardwise.planning import moves as giving
+from shardwise.planning.moves import in_common, own_share, shares_by_rank, shares_of_first
 from shardwise.tensors import Box
 
 SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)

@@ -8,7 +8,8 @@ from shardwise.conversion import Bindings, Stored, slice_dim, stack
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
-from shardwise.planning.loads.load_plan import (
+from shardwise.planning.load_memory import stored_tensors
+from shardwise.planning.load_plan import (
     Consent,
     Ignore,
     Init,
@@ -20,7 +21,6 @@ from shardwise.planning.loads.load_plan import (
     Tie,
     plan_load,
 )
-from shardwise.planning.loads.stored import stored_tensors
 from shardwise.tensors import Box, DType, Strided, numel
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import CoverageError, DisagreementError
-from shardwise.planning.loads.load_plan import Ignore
-from shardwise.planning.states.matching import Brought, StateSlot, Tolerance, match, match_groups
+from shardwise.planning.load_plan import Ignore
+from shardwise.planning.matching import Brought, StateSlot, Tolerance, match, match_groups
 from shardwise.tensors import Box, DType
 
 WHOLE = Brought((4, 2), DType.F32, (Box.whole((4, 2)),))

@@ -10,7 +10,7 @@ import pytest
 from shardwise.conversion import Stored
 from shardwise.errors import CoverageError
 from shardwise.formats.peft_adapter import LoraConfig
-from shardwise.planning.saves.merge_plan import (
+from shardwise.planning.merge_plan import (
     Added,
     LowRank,
     MergePlan,

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, view
 
-from shardwise.planning.loads.schedule import aligned
-from shardwise.planning.saves.save_plan import arrange_writes, extents, plan_save
+from shardwise.execution.stream_out import extents
+from shardwise.planning.save_plan import arrange_writes, plan_save
+from shardwise.planning.schedule import aligned
 from shardwise.storage.contract import WritePolicy
 from shardwise.tensors import Box, DType, Strided
 
@@ -83,11 +84,6 @@ def test_a_file_is_written_in_blocks_that_are_as_full_as_they_can_be(kinds, most
     assert all(0 < block[-1].stop - block[0].start <= most for block in blocks)
     for block, following in itertools.pairwise(blocks):
         assert following[0].stop - block[0].start > most
-
-
-def test_a_block_begins_empty():
-    places = [(0, ("a", DType.U8, (4,))), (4, ("b", DType.U8, (2,))), (6, ("c", DType.U8, (2,)))]
-    assert [[extent.key for extent in block] for block in extents(places, 4)] == [["a"], ["b", "c"]]
 
 
 def dealt(rng, array, ranks):

@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import DisagreementError
-from shardwise.planning.states.sources import (
+from shardwise.planning.sources import (
     NOBODY,
-    Anyone,
-    EveryRank,
-    FirstRank,
     Item,
-    OneRankPerNode,
     choose_sources,
     digest,
     require_alike,
@@ -20,7 +16,7 @@ from shardwise.planning.states.sources import (
 )
 
 TWO_NODES = ["a", "a", "b", "b"]
-ANYONE = Anyone()
+ANYONE = "any"
 
 
 def chosen(live, values_from=ANYONE):
@@ -44,18 +40,18 @@ def test_anyone_is_the_nearest_that_has_it(live, sources):
 
 
 def test_the_other_modes_rely_on_certain_ranks():
-    assert chosen((1, 1, 1, 1), FirstRank()) == (0, 0, 0, 0)
-    assert chosen((1, 0, 0, 1), FirstRank()) == (0, 0, 0, 0)
-    assert chosen((1, 1, 1, 1), EveryRank()) == (0, 1, 2, 3)
-    assert chosen((0, 1, 1, 1), OneRankPerNode()) == (1, 1, 2, 2)
+    assert chosen((1, 1, 1, 1), "first_rank") == (0, 0, 0, 0)
+    assert chosen((1, 0, 0, 1), "first_rank") == (0, 0, 0, 0)
+    assert chosen((1, 1, 1, 1), "all_ranks") == (0, 1, 2, 3)
+    assert chosen((0, 1, 1, 1), "first_rank_per_node") == (1, 1, 2, 2)
 
 
 @pytest.mark.parametrize(
     ("live", "values_from", "who"),
     [
-        ((0, 1, 1, 1), FirstRank(), "rank 0: w"),
-        ((1, 0, 1, 0), EveryRank(), "ranks 1, 3: w"),
-        ((1, 1, 0, 0), OneRankPerNode(), "ranks 2, 3: w"),
+        ((0, 1, 1, 1), "first_rank", "rank 0: w"),
+        ((1, 0, 1, 0), "all_ranks", "ranks 1, 3: w"),
+        ((1, 1, 0, 0), "first_rank_per_node", "ranks 2, 3: w"),
     ],
 )
 def test_ranks_that_should_have_values_and_do_not_are_named(live, values_from, who):
@@ -67,21 +63,21 @@ def test_where_values_differ_the_rank_with_the_most_of_the_model_counts():
     names = ["weight", "table"]
     live = [[False, True], [True, True], [True, True]]
     nodes = ["a"] * 3
-    sources = choose_sources(names, live, Anyone(), nodes)
+    sources = choose_sources(names, live, "any", nodes)
     assert sources == [(1, 1, 2), (0, 1, 2)]
     sums = [{"table": 5}, {"weight": 1, "table": 5}, {"weight": 2, "table": 6}]
-    settled, taken = settle_differences(names, sources, sums, [1, 2, 2], Anyone())
+    settled, taken = settle_differences(names, sources, sums, [1, 2, 2], "any")
     assert settled == [(1, 1, 1), (1, 1, 1)]
     assert taken == {"weight": 1, "table": 1}
     equal = [{"table": 5}, {"weight": 1, "table": 5}, {"weight": 1, "table": 5}]
-    assert settle_differences(names, sources, equal, [1, 2, 2], Anyone()) == (sources, {})
+    assert settle_differences(names, sources, equal, [1, 2, 2], "any") == (sources, {})
     with pytest.raises(DisagreementError, match="2 tensors have other values on some ranks.*table"):
-        settle_differences(names, sources, sums, [1, 2, 2], EveryRank())
+        settle_differences(names, sources, sums, [1, 2, 2], "all_ranks")
 
 
 @pytest.mark.parametrize("source_of", [NOBODY, (0, 0), (1, 1)])
 def test_a_tensor_with_one_source_or_none_needs_no_checksum(source_of):
-    assert settle_differences(["w"], [source_of], [{}, {}], [1, 1], EveryRank()) == ([source_of], {})
+    assert settle_differences(["w"], [source_of], [{}, {}], [1, 1], "all_ranks") == ([source_of], {})
 
 
 @pytest.mark.parametrize(

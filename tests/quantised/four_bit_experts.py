@@ -12,7 +12,7 @@ from tests.quantised.four_bits import answers_of, local_of, our_model, stock_mod
 
 import shardwise
 from shardwise.errors import ConfigError
-from shardwise.options import InternalNames, MergedAdapter, NestedScales, PlainScales
+from shardwise.options import MergedAdapter
 
 STACKS = ("gate_up_proj", "down_proj")
 
@@ -45,7 +45,7 @@ def differing(folder: str, mesh: str, form: str, scales: str, out: str) -> list[
     from bitsandbytes.functional import quantize_4bit
 
     found: list[str] = []
-    kind = NestedScales() if scales == "nested" else PlainScales()
+    kind = scales == "nested"
     for dtype in (torch.bfloat16, torch.float32):
         stock = with_experts_quantised(folder, form, dtype, bnb_4bit_use_double_quant=scales == "nested")
         ours = our_model(folder, form, dtype, mesh, kind)
@@ -70,7 +70,7 @@ def differing(folder: str, mesh: str, form: str, scales: str, out: str) -> list[
         found += [f"{dtype}: {what}" for what in first if not torch.equal(first[what], second[what])]
 
         saved = f"{out}/{str(dtype).removeprefix('torch.')}"
-        shardwise.save(ours, saved, names=InternalNames())
+        shardwise.save(ours, saved, names="internal")
         again = our_model(saved, form, dtype, mesh, kind)
         third = answers_of(again)
         found += [f"{dtype}: {what} read again" for what in first if not torch.equal(first[what], third[what])]

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import shardwise
-from shardwise.execution.moving import reshard
-from shardwise.options import CompileBlocks, LoadOptions, NestedScales, Nf4, PlainScales
+from shardwise.execution.moving import LocalTensor
+from shardwise.options import LoadOptions, Nf4
 
-NESTED = NestedScales()
+NESTED = True
 
 
 def faults(folder: str) -> dict[str, Any]:
@@ -27,12 +27,12 @@ def faults(folder: str) -> dict[str, Any]:
     given = [Nf4(), Nf4(block_size=32)][rank]
     told["other blocks"] = attempt(partial(shardwise.from_pretrained, folder, quantization=given))
 
-    landing = reshard.landing
+    of = LocalTensor.of
 
     def fail(tensor: torch.Tensor, name: str) -> Any:
         if rank == 1 and name.endswith("1.mlp.up_proj"):
             raise MemoryError("no room for the scales")
-        return landing(tensor, name)
+        return of(tensor, name)
 
     full_tensor = DTensor.full_tensor
 
@@ -41,13 +41,13 @@ def faults(folder: str) -> dict[str, Any]:
             raise MemoryError("no room for the scales")
         return full_tensor(tensor)
 
-    with mock.patch.object(reshard, "landing", fail), mock.patch.object(DTensor, "full_tensor", fail_as_well):
+    with mock.patch.object(LocalTensor, "of", fail), mock.patch.object(DTensor, "full_tensor", fail_as_well):
         told["fails alone"] = attempt(our_model, folder, "nf4", torch.float32, "flat", NESTED)
 
     lora = shardwise.Lora(LoraConfig(r=2, target_modules=["q_proj"]))
-    adapted = our_model(folder, "nf4", torch.float32, "flat", PlainScales(), tuning=lora)
+    adapted = our_model(folder, "nf4", torch.float32, "flat", False, tuning=lora)
     told["merged"] = attempt(adapted.merge_and_unload)
-    plain = our_model(folder, "nf4", torch.float32, "flat", PlainScales())
+    plain = our_model(folder, "nf4", torch.float32, "flat", False)
     told["merged by PEFT"] = attempt(get_peft_model(plain, LoraConfig(target_modules=["q_proj"])).merge_adapter)
 
     live = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -64,11 +64,12 @@ def beside_bitsandbytes(folder: str, out: str) -> dict[str, Any]:
     wanted = answers_of(our_model(folder, "nf4", torch.float32, "flat", NESTED))
     compiled = shardwise.from_pretrained(
         folder,
-        quantization=Nf4(scales=NESTED, compute_dtype=torch.float32),
+        quantization=Nf4(double_quant=NESTED, compute_dtype=torch.float32),
         dtype=torch.float32,
-        sharding=shardwise.Sharding(compiling=CompileBlocks(backend="aot_eager")),
         options=LoadOptions(progress=False),
     )
+    for block in compiled.model.layers:
+        block.compile(backend="aot_eager")
     found = answers_of(compiled)
     stock = stock_model(folder, "nf4", torch.float32)
     return {

@@ -10,7 +10,7 @@ from shardwise.conversion import Computed, ComputedBlock, Expression, aligned_bl
 from shardwise.errors import ConfigError
 from shardwise.formats.checkpoint_index import CheckpointIndex, Coded, Composed
 from shardwise.formats.contract import QuantisedForm
-from shardwise.storage import StorageReader
+from shardwise.storage.contract import StorageReader
 from shardwise.tensors import Box, DType
 
 

@@ -16,23 +16,26 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import shardwise
+from shardwise.conversion.four_bit import quantise_rows
 from shardwise.conversion.nested_scales import nest
-from shardwise.models.four_bits.four_bit_files import constants_of, packed_for_files
-from shardwise.models.four_bits.four_bit_product import Packing
-from shardwise.models.four_bits.quantization import to_transformers
-from shardwise.options import (
-    AsNumbers,
-    AsStored,
-    HubNames,
-    InternalNames,
-    LoadOptions,
-    NestedScales,
-    Nf4,
-    PlainScales,
-)
+from shardwise.models.four_bit_files import ABSMAX, constants_of
+from shardwise.models.four_bit_linear import Packing, to_transformers
+from shardwise.options import LoadOptions, Nf4
 
 EXPERTS = 4
 STACKS = ("gate_up_proj", "down_proj")
+
+
+def packed_for_files(key: str, numbers: torch.Tensor, quantization: Nf4) -> dict[str, torch.Tensor]:
+    """A matrix (out, in) as files have it, with plain scales."""
+    rows, columns = numbers.shape
+    packing = Packing(quantization.form, quantization.block_size, numbers.dtype)
+    codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
+    scales = torch.empty(rows, columns // packing.block_size)
+    assert not quantise_rows(numbers.detach().contiguous(), packing.block_size, quantization.form, codes, scales)
+    constants = constants_of(packing, (rows, columns), None)
+    beside = {f"{key}.{name}": tensor for name, tensor in constants.items()}
+    return {key: codes.view(-1, 1), f"{key}.{ABSMAX}": scales.view(-1), **beside}
 
 
 def make_gpt_oss(folder: Path) -> None:
@@ -77,7 +80,7 @@ def make_packed_one_by_one(plain: Path, folder: Path, *, is_nested: bool) -> dic
         else:
             stored[key] = numbers
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    asked = Nf4(scales=NestedScales() if is_nested else PlainScales())
+    asked = Nf4(double_quant=is_nested)
     told = {"quantization_config": to_transformers(asked, ("lm_head",), torch.bfloat16)}
     content = json.loads((plain / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | told))
@@ -112,7 +115,7 @@ def packed_stacks(model: Any) -> dict[str, Any]:
 def differing(folder: str, wanted: Mapping[str, Any], out: str) -> list[str]:
     """What on these ranks is not, bit for bit, as alone: bytes, answers, files; and how many bytes ranks hold."""
     found: list[str] = []
-    model = opened(folder, AsStored(), dtype=torch.bfloat16)
+    model = opened(folder, "as_stored", dtype=torch.bfloat16)
     stacks = packed_stacks(model)
     if stacks.keys() != wanted["stacks"].keys():
         found.append(f"{sorted(stacks)} are in four bits")
@@ -125,9 +128,9 @@ def differing(folder: str, wanted: Mapping[str, Any], out: str) -> list[str]:
     found += [name for name, item in stacks.items() if not torch.equal(whole(item), wanted["stacks"][name])]
     answers = answers_of(model)
     found += [what for what, values in wanted["answers"].items() if not torch.equal(answers[what], values)]
-    names = InternalNames() if wanted["internally"] else HubNames()
+    names = "internal" if wanted["internally"] else "hub"
     shardwise.save(model, out, names=names)
-    again = opened(out, AsStored(), dtype=torch.bfloat16)
+    again = opened(out, "as_stored", dtype=torch.bfloat16)
     answers = answers_of(again)
     return found + [
         f"{what} again" for what in wanted["answers"] if not torch.equal(answers[what], wanted["answers"][what])
@@ -170,9 +173,9 @@ def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tenso
 
 
 def far_from(folder: str, wanted: Mapping[str, torch.Tensor]) -> float:
-    return distance(learned(folder, AsStored()), wanted)
+    return distance(learned(folder, "as_stored"), wanted)
 
 
 def as_alone(folder: str) -> dict[str, Any]:
     """What one process has with numbers in the place of bytes."""
-    return {"answers": answers_of(opened(folder, AsNumbers(), dtype=torch.bfloat16))}
+    return {"answers": answers_of(opened(folder, "dequantize", dtype=torch.bfloat16))}

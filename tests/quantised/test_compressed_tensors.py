@@ -13,9 +13,6 @@ from tests.quantised.quantising import E2M1, in_words
 from torch import nn
 
 import shardwise
-from shardwise.formats.opening import open_checkpoint
-from shardwise.formats.quantisation import as_the_model_has_it
-from shardwise.storage import LocalReader
 
 QUIET = shardwise.options.LoadOptions(progress=False)
 
@@ -133,21 +130,3 @@ def test_two_in_a_byte_that_has_a_sign(tmp_path):
 def test_scales_that_are_none(tmp_path, key, value, told):
     with pytest.raises(shardwise.FormatError, match=told):
         loaded(folder_of(tmp_path, nvfp4() | {f"m.{key}": value}, NVFP4), (2, 32))
-
-
-def test_shapes_are_read_with_few_requests(tmp_path):
-    """There is one for each matrix of each expert; they lie together in a file."""
-    model = nn.ModuleDict({str(number): nn.Linear(12, 2, bias=False) for number in range(50)})
-    tensors = {f"{number}.{key[2:]}": value.clone() for number in range(50) for key, value in WHOLE.items()}
-    folder = folder_of(tmp_path, tensors, compressed("pack-quantized", **FOUR))
-    reads: list[int] = []
-
-    class Counting(LocalReader):
-        def read(self, file: str, start: int, stop: int) -> bytes:
-            reads.append(stop - start)
-            return super().read(file, start, stop)
-
-    index = as_the_model_has_it(Counting(folder), open_checkpoint(LocalReader(folder)))
-    assert index.composed["7.weight"].shape == (2, 12)
-    assert len(reads) == 2  # the config, and all shapes
-    assert shardwise.load(model, folder, options=QUIET).loaded == 50

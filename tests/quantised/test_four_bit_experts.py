@@ -20,8 +20,6 @@ from shardwise.options import Nf4
 EXPERTS, WIDTH, INNER = 5, 128, 192
 """On three ranks five experts are cut into rows (384 by three) where that is even, else dealt 2, 2 and 1."""
 
-GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
-
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Path:
@@ -58,18 +56,6 @@ def plain(tmp_path_factory) -> Path:
 def test_bytes_answers_gradients_and_files(plain, tmp_path, mesh, size, form, scales):
     arguments = (str(plain), mesh, form, scales, str(tmp_path))
     assert run_world(size, four_bit_experts.differing, *arguments, timeout_s=240.0) == [[]] * size
-
-
-def test_the_plan_counts_packed_bytes(plain):
-    """Of experts alone: a base whose experts stay beside one whose experts do not."""
-    made, stays = (
-        shardwise.plan(str(plain), ranks=2, quantization=quantization, device="cpu")
-        for quantization in (Nf4(), Nf4(stay=("experts",)))
-    )
-    numbers = 2 * EXPERTS * 3 * WIDTH * INNER
-    saved = 2 * numbers - numbers // 2 - 4 * numbers // 64
-    assert sum(rank.shard_bytes for rank in stays.ranks) - sum(rank.shard_bytes for rank in made.ranks) == saved
-    assert any("experts are in four bits (NF4, blocks of 64, plain scales)" in note for note in made.notes)
 
 
 def test_a_lora_on_stacks_learns_as_on_their_numbers(plain):

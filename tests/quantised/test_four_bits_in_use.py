@@ -18,9 +18,9 @@ from tests.quantised.test_four_bits import written
 from transformers import AutoModelForCausalLM
 
 import shardwise
-from shardwise.options import LoadOptions, MergedAdapter, NestedScales, Nf4
+from shardwise.options import LoadOptions, MergedAdapter, Nf4
 
-NESTED = Nf4(scales=NestedScales())
+NESTED = Nf4(double_quant=True)
 QUIET = LoadOptions(progress=False)
 TOKENS = torch.arange(24).view(2, 12)
 
@@ -77,12 +77,6 @@ def test_a_cast_passes_over_what_numbers_are_made_of(plain):
         layer.half()
     assert all(torch.equal(layer.numbers(), before[name]) for name, layer in layers_of(model))
     assert model.model.layers[0].input_layernorm.weight.dtype is torch.bfloat16
-
-
-def test_rows_of_a_dtype_that_no_kernel_makes(plain):
-    model = shardwise.from_pretrained(str(plain), quantization=Nf4(), dtype=torch.float32)
-    wanted = model(TOKENS).logits
-    assert (model.double()(TOKENS).logits - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
 
 def test_nothing_is_kept_for_the_way_back_but_what_the_model_has(plain):
@@ -194,7 +188,9 @@ def test_adapters_that_transformers_puts_on_are_saved_and_merged(plain, tmp_path
 
 def test_nothing_in_four_bits_is_dequantised_in_its_place(plain):
     model = shardwise.from_pretrained(str(plain), quantization=Nf4())
-    with pytest.raises(shardwise.ConfigError, match=r"dequantize: .*from_pretrained\(folder, quantization=AsNumb"):
+    with pytest.raises(
+        shardwise.ConfigError, match=r"dequantize: .*from_pretrained\(folder, quantization='dequantize'"
+    ):
         model.dequantize()
 
 
@@ -235,12 +231,6 @@ def test_an_optimizer_of_what_stays_keeps_it(plain):
     report = shardwise.shard(model, quantization=Nf4(), optimizers=(optimizer,))
     assert optimizer.param_groups[0]["params"][0] is model.model.norm.weight
     assert report.rebound == ((1, 0),)
-
-
-def test_what_makes_no_sense():
-    for changes in ({"block_size": 64.0}, {"stay": (3,)}, {"compute_dtype": torch.float64}):
-        with pytest.raises(shardwise.ConfigError, match=next(iter(changes))):
-            Nf4(**changes)
 
 
 def test_what_is_of_another_dtype_stays(plain):

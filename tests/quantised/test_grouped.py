@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
@@ -18,7 +17,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import shardwise
-from shardwise.cli.inspect import inspect_command
 from shardwise.options import Nf4
 
 QUIET = shardwise.options.LoadOptions(progress=False)
@@ -245,14 +243,3 @@ def test_a_lora_on_four_bits_of_awq(quantised, plain, tmp_path):  # noqa: F811
     first, second = wanted.state_dict(), found.state_dict()
     assert first.keys() == second.keys()
     assert [name for name in first if "lora" not in name and not torch.equal(first[name], second[name])] == []
-
-
-def test_plan_and_inspect(quantised, plain):  # noqa: F811
-    folder, _ = quantised("gptq")
-    for ranks in (1, 3):
-        found, wanted = (shardwise.plan(str(place), ranks=ranks) for place in (folder, plain))
-        assert [rank.shard_bytes for rank in found.ranks] == [rank.shard_bytes for rank in wanted.ranks]
-        assert ranks > 1 or found.ranks[0].read_bytes < wanted.ranks[0].read_bytes
-    shown = CliRunner().invoke(inspect_command, [str(folder), "--json"])
-    dtypes = {item["key"]: item["dtype"] for item in json.loads(shown.output)["tensors"]}
-    assert {dtypes[f"{UP}.{name}"] for name in ("qweight", "qzeros", "g_idx")} == {"I32"}

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 from typing import Any
 
 import pytest
+from tests.harness.memory_storage import MemoryReader
 
 from shardwise.errors import ConfigError, FormatError
 from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.quantisation import as_the_model_has_it, form_of
 from shardwise.formats.quantised import dequantised_index
-from shardwise.storage import MemoryReader
 from shardwise.tensors import DType, Form4, numel
 
 NOTHING = MemoryReader({})
@@ -89,20 +88,6 @@ def test_blocks_of_microscaling_floats_are_of_32_numbers(dtype: DType) -> None:
 def test_a_config_that_makes_no_sense_is_an_error_that_says_so(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="not known here|makes no sense"):
         form_of(config)
-
-
-def test_what_is_said_of_activations_is_passed_over_quickly() -> None:
-    """A mixture of experts has one for each matrix of each expert of each layer: tens of thousands."""
-    matrices = [f"model.layers.{number}.mlp" for number in range(20_000)]
-    index = index_of(
-        *((f"{name}.weight", DType.F8_E4M3, (4, 4)) for name in matrices),
-        *((f"{name}.weight_scale", DType.F32, ()) for name in matrices),
-        *((f"{name}.input_scale", DType.F32, ()) for name in matrices),
-    )
-    before = time.process_time()
-    found = dequantised_index(NOTHING, index, {"quant_method": "fp8"})
-    assert time.process_time() - before < 6
-    assert len(found.composed) == len(found.ignored) == len(matrices)
 
 
 def in_four_bits(state: dict[str, Any], dtype: str = "U8") -> MemoryReader:

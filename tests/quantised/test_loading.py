@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import shardwise
 from shardwise.cli.inspect import inspect_command
 from shardwise.conversion.dequantise import Dequantise
-from shardwise.verbs.merge_adapter import merge_adapter
+from shardwise.engines.merging_adapter import merge_adapter
 
 QUIET = shardwise.options.LoadOptions(progress=False)
 
@@ -82,24 +82,6 @@ def test_ranks(worlds, quantised, tmp_path, mesh, size):
         folder, numbers = quantised(kind)
         found = worlds(size).run(quantising.go_through, str(folder), numbers, mesh, 1 << 16, str(tmp_path / kind))
         assert found == [[]] * size, kind
-
-
-def test_numbers_are_written_straight_into_the_parameters(quantised, monkeypatch):
-    folder, numbers = quantised("fp8 blocks")
-    written: list[torch.Tensor] = []
-    into = Dequantise.evaluate_into
-
-    def writing(self, block, values, outputs):
-        written.extend(outputs.values())
-        into(self, block, values, outputs)
-
-    monkeypatch.setattr(Dequantise, "evaluate_into", writing)
-    monkeypatch.setattr(Dequantise, "evaluate", lambda *_: pytest.fail("a block had memory of its own"))
-    model = shardwise.from_pretrained(folder, dtype="bfloat16", options=QUIET)
-    assert quantising.differing(model, {key: tensor.bfloat16() for key, tensor in numbers.items()}) == []
-    places = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    assert written
-    assert all(out.dtype is torch.bfloat16 and out.untyped_storage().data_ptr() in places for out in written)
 
 
 def test_equal_layers_are_foreseen_once(tmp_path, monkeypatch):

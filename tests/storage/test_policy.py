@@ -12,7 +12,6 @@ from shardwise.errors import ConfigError
 from shardwise.storage import policies
 from shardwise.storage.policies import (
     LOCAL,
-    MEMORY,
     NETWORK_FILE_SYSTEM,
     OBJECT_STORE,
     file_system_type,
@@ -92,7 +91,7 @@ def test_a_policy_can_be_given(tmp_path: Path) -> None:
 
 
 def test_what_is_remote() -> None:
-    assert [policy.is_remote for policy in (LOCAL, MEMORY, NETWORK_FILE_SYSTEM, OBJECT_STORE)] == [0, 0, 1, 1]
+    assert [policy.is_remote for policy in (LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE)] == [0, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from tests.harness import HttpStore, StorageReaderSuite
+from tests.harness.memory_storage import MemoryReader
 from tests.harness.storage_suite import MakeReader
 from tests.torture import objects
 
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.objects import Objects
 from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.memory import MemoryReader
 from shardwise.storage.reading.remote_reader import RemoteReader
 
 _numbers = itertools.count()

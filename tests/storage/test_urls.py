@@ -11,7 +11,7 @@ from tests.harness import HttpStore
 
 from shardwise.errors import StorageError
 from shardwise.storage.hub import resolve
-from shardwise.storage.names import HubOptions, Redactor, is_local, is_url, split_file, without_secrets
+from shardwise.storage.names import HubOptions, is_local, is_url, redacted, split_file, without_secrets
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.reading.remote_reader import RemoteReader
@@ -67,10 +67,11 @@ def test_credentials_are_taken_out_of_the_texts_of_others() -> None:
         "anon": False,
         "proxy": "http://u:proxypw@p",
     }
-    redacted = Redactor("s3://alice:hunter22@bucket/x?sig=deadbeef", options)
     text = redacted(
         "GET https://u:p@h/x?X-Signature=q&b=c failed for AKIA1234 (nested9), alice hunter22 sig=deadbeef proxypw, "
-        "Authorization: Bearer abc.DEF-1; see https://docs.host/page."
+        "Authorization: Bearer abc.DEF-1; see https://docs.host/page.",
+        "s3://alice:hunter22@bucket/x?sig=deadbeef",
+        options,
     )
     assert text == (
         "GET https://h/x failed for *** (***), *** *** *** ***, Authorization: Bearer ***; see https://docs.host/page."
@@ -78,7 +79,7 @@ def test_credentials_are_taken_out_of_the_texts_of_others() -> None:
 
 
 def test_words_too_short_to_be_secrets_stay() -> None:
-    assert Redactor("s3://b", {"key": "abc"})("abc is the alphabet") == "abc is the alphabet"
+    assert redacted("abc is the alphabet", "s3://b", {"key": "abc"}) == "abc is the alphabet"
 
 
 # Opening
@@ -122,8 +123,8 @@ def test_options_of_the_storage_reach_it() -> None:
     [
         ("https://h/f", HubOptions(local_files_only=True), "local_files_only is set"),
         ("https://h/f", HubOptions(subfolder="../x"), "subfolder '../x' is refused"),
-        ("https://h/f/x.safetensors", HubOptions(subfolder="x"), "subfolder='x' has no place"),
-        ("file:///models/x", HubOptions(), "pass the path without file://"),
+        ("https://h/f/x.safetensors", HubOptions(subfolder="x"), "has no subfolder"),
+        ("file:///models/x", HubOptions(), "Pass the path without file://"),
         ("nosuch://h/f", HubOptions(), "reading nosuch:// failed"),
         ("hf://name", HubOptions(), "Write hf://organisation/name"),
         ("hf://org/name@v1", HubOptions(revision="v2"), "names revision 'v1', but revision='v2'"),
@@ -142,7 +143,7 @@ def test_options_of_the_storage_without_a_storage_are_refused(tmp_path: Path) ->
 
 
 def test_a_url_is_never_resolved_to_a_folder() -> None:
-    with pytest.raises(StorageError, match="https://h/f: a folder on this machine") as caught:
+    with pytest.raises(StorageError, match="https://h/f: is a URL") as caught:
         resolve("https://user:secret@h/f?sig=1")
     assert "secret" not in str(caught.value)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from tests.harness import StorageWriterSuite, WritableStorage
+from tests.harness.memory_storage import MemoryWriter
 from tests.torture import objects
 
 from shardwise.storage.policies import OBJECT_STORE_WRITES
 from shardwise.storage.reading.remote_reader import RemoteReader
 from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.storage.writing.memory_writer import MemoryWriter
 from shardwise.storage.writing.object_writer import ObjectWriter
 
 _numbers = itertools.count()

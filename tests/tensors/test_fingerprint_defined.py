@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shardwise.tensors.fingerprint import MODULUS, fingerprint, sector_fingerprint
+from shardwise.tensors.fingerprint import MODULUS, fingerprint
 
 LANES = 1 << 14
 SPAN = 8 * LANES
@@ -42,22 +42,6 @@ def test_it_is_what_it_is_defined_as(start: int, nbytes: int) -> None:
     for shift in (0, 1):  # memory that is aligned, and memory that is not
         part = memoryview(content)[shift : shift + nbytes]
         assert fingerprint(part, start) == defined(bytes(part), start)
-
-
-def defined_by_sectors(data: bytes, start: int) -> int:
-    """The words of each sector added up, and these sums weighed as words are."""
-    total = 0
-    for number, byte in enumerate(data, start):
-        word, place = number // 512, number % 8
-        total += (byte << 8 * place) * LANE_WEIGHTS[word % LANES] * (mixed(LANES + word // LANES) | 1)
-    return total % MODULUS
-
-
-@pytest.mark.parametrize("start", [0, 3, 8, 508, 512, 64 * SPAN - 515, 64 * SPAN])
-@pytest.mark.parametrize("nbytes", [0, 1, 5, 8, 13, 504, 512, 3000])
-def test_that_of_sectors_is_what_it_is_defined_as(start: int, nbytes: int) -> None:
-    content = random.Random(f"{start} {nbytes}").randbytes(nbytes)
-    assert sector_fingerprint(memoryview(content), start) == defined_by_sectors(content, start)
 
 
 def test_parts_add_up() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from tests.harness.memory_storage import MemoryReader
+
 from shardwise.storage.contract import StorageWriter
-from shardwise.storage.reading.memory import MemoryReader
 
 INDEX = "model.safetensors.index.json"
 NBYTES = 3 * 4096 + 100
@@ -26,10 +27,6 @@ def see(reader: MemoryReader) -> list[bytes]:
     """All that the index names."""
     names = json.loads(reader.read(INDEX, 0, reader.size(INDEX)))
     return [reader.read(name, 0, reader.size(name)) for name in names]
-
-
-def see_single(reader: MemoryReader) -> bytes:
-    return reader.read("model.safetensors", 0, reader.size("model.safetensors"))
 
 
 def begin(coordinator: StorageWriter, names: Sequence[str]) -> None:

@@ -23,7 +23,6 @@ from tests.torture.verbs import MARK, ONE_FILE, SEVERAL_FILES
 
 import shardwise
 from shardwise import Checkpointer, StorageError
-from shardwise.options import Asynchronous, KeepLast, Synchronous
 
 _STATES = "TZX"
 
@@ -64,7 +63,7 @@ def _made(seed: int) -> Training:
 
 def _checkpointing(mode: Any) -> Callable[[str, int], None]:
     def save(folder: str, seed: int) -> None:
-        with Checkpointer(folder, keep=KeepLast(2), mode=mode) as checkpointer:
+        with Checkpointer(folder, keep=2, mode=mode) as checkpointer:
             checkpointer.save((checkpointer.latest() or 0) + 1, _made(seed).state)
 
     return save
@@ -84,8 +83,8 @@ KINDS: dict[str, Kind] = {
     "one file": Kind(_saving(ONE_FILE), _model_in),
     "several files": Kind(_saving(SEVERAL_FILES), _model_in),
     "one and several": Kind(_saving(ONE_FILE, SEVERAL_FILES), _model_in),
-    "checkpoint": Kind(_checkpointing(Synchronous()), _checkpoint_in),
-    "checkpoint beside": Kind(_checkpointing(Asynchronous()), _checkpoint_in),
+    "checkpoint": Kind(_checkpointing("sync"), _checkpoint_in),
+    "checkpoint beside": Kind(_checkpointing("async"), _checkpoint_in),
 }
 
 

@@ -38,14 +38,14 @@ def _model(seed: int) -> Qwen3ForCausalLM:
 def _trainer_class() -> Any:
     from transformers import Trainer
 
-    from shardwise.integrations import ShardwiseTrainer
+    from shardwise.integrations.trainer import ShardwiseTrainer
 
     return type("Tortured", (ShardwiseTrainer, Trainer), {})
 
 
 def save_by_trainer(folder: str, seed: int, _: Path) -> None:
     """The checkpoint of step ``seed``, of a model that ``seed`` makes; the one before is removed."""
-    from shardwise.integrations import for_trainer
+    from shardwise.integrations.trainer_doors import for_trainer
 
     arguments = TrainingArguments(
         folder, use_cpu=True, report_to=[], seed=seed, save_total_limit=1, disable_tqdm=True, max_steps=9
@@ -140,7 +140,7 @@ def save_by_accelerate(folder: str, seed: int, _: Path) -> None:
 def of_accelerate_in(folder: Path) -> Hashable:
     """The seed that all there is of a state is of, by what load_state opens."""
     import shardwise
-    from shardwise.execution.reading.renamed_folder import as_renamed
+    from shardwise.execution.renames import as_renamed
 
     before = _contents(folder)
     with as_renamed(folder) as seen:

@@ -25,7 +25,6 @@ from tests.tuning import reference
 import shardwise
 from shardwise import Checkpointer, Lora
 from shardwise.formats.opening import open_checkpoint
-from shardwise.options import Asynchronous, KeepLast, Synchronous
 
 OLD, NEW, OTHER, NEXT = 1, 2, 3, 4
 """Seeds: what was there, what the first actor saves, what another one does, and who comes after a crash."""
@@ -206,7 +205,7 @@ def _put_models(inputs: Path) -> None:
 
 
 def _merge_into_a_file(folder: str, seed: int, inputs: Path) -> None:
-    shardwise.merge_weights(inputs / f"plain-{seed}", folder, file_format=shardwise.options.TorchFile())
+    shardwise.merge_weights(inputs / f"plain-{seed}", folder, file_format="bin")
 
 
 def _torch_file(name: str) -> Callable[[CrashState], Found]:
@@ -241,7 +240,7 @@ def _trained(seed: int) -> Training:
 
 def _checkpointing(mode: Any) -> Act:
     def act(folder: str, seed: int, _: Path) -> None:
-        with Checkpointer(folder, keep=KeepLast(1), mode=mode) as checkpointer:
+        with Checkpointer(folder, keep=1, mode=mode) as checkpointer:
             checkpointer.save(seed, _trained(seed).state)
 
     return act
@@ -300,7 +299,7 @@ def _save_plain_optimizer(folder: str, seed: int, _: Path) -> None:
     """Of which no byte is a tensor's."""
     model = Blocks(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * seed)
-    shardwise.save_accelerate_optimizer(model, optimizer, folder, shardwise.options.OneFile())
+    shardwise.save_accelerate_optimizer(model, optimizer, folder, "full")
 
 
 # What other libraries save through us
@@ -333,12 +332,12 @@ VERBS: dict[str, Verb] = {
     ),
     "merge": Verb(_merge, _model_in, _put_adapters),
     "merge into a file": Verb(_merge_into_a_file, _torch_file("pytorch_model.bin"), _put_models),
-    "checkpoint": Verb(_checkpointing(Synchronous()), _checkpoint_in),
-    "checkpoint beside": Verb(_checkpointing(Asynchronous()), _checkpoint_in),
-    "accelerate file": Verb(_accelerate_model(shardwise.options.OneFile()), _torch_file("pytorch_model_fsdp.bin")),
+    "checkpoint": Verb(_checkpointing("sync"), _checkpoint_in),
+    "checkpoint beside": Verb(_checkpointing("async"), _checkpoint_in),
+    "accelerate file": Verb(_accelerate_model("full"), _torch_file("pytorch_model_fsdp.bin")),
     "accelerate optimizer": Verb(_save_plain_optimizer, _torch_file("optimizer.bin")),
-    "accelerate folder": Verb(_accelerate_model(shardwise.options.DistributedFolder()), _accelerate_model_in),
-    "accelerate files": Verb(_accelerate_model(shardwise.options.RankFiles()), _accelerate_model_in),
+    "accelerate folder": Verb(_accelerate_model("sharded"), _accelerate_model_in),
+    "accelerate files": Verb(_accelerate_model("local"), _accelerate_model_in),
     "accelerate state": Verb(libraries.save_by_accelerate, _state_in, is_of_others=libraries.is_of_accelerate),
 }
 if libraries.has_trainer():

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-
-from shardwise.training.texts.masking import Example
 
 _SPECIAL = re.compile(
     r"<\|[a-zA-Z_0-9]+\|>|<\uff5c[^\uff5c<>]+\uff5c>|<start_of_turn>|<end_of_turn>|<turn\|>|<\|turn>|<end_of_utterance>"
@@ -69,18 +65,3 @@ def tokenizer(template: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token="<bos>", eos_token="<eos>", pad_token="<eos>", chat_template=template
     )
-
-
-def runs(example: Example, tokenizer: Any) -> list[str]:
-    """The runs of learned tokens, as text."""
-    found: list[list[int]] = []
-    before = False
-    for token, supervised in zip(example.tokens.tolist(), example.supervised.tolist(), strict=True):
-        if supervised:
-            found = [*found[:-1], [*found[-1], token]] if before else [*found, [token]]
-        before = supervised
-    return [tokenizer.decode(run) for run in found]
-
-
-def whole(examples: Sequence[Example], tokenizer: Any) -> list[str]:
-    return [tokenizer.decode(example.tokens) for example in examples]

@@ -139,7 +139,7 @@ def save_adapter(
             if parameter.requires_grad and "lora_" not in name:
                 parameter.mul_(1.5)
     name = keywords["tuning"].adapter
-    report = shardwise.save_adapter(model, adapter, adapter=name, verify=shardwise.options.CompareWithMemory())
+    report = shardwise.save_adapter(model, adapter, adapter=name, verify=True)
     assert report.is_verified
     with torch.no_grad():
         answer = model(input_ids=reference.batch(2, seed=5), use_cache=False).logits
@@ -177,7 +177,7 @@ def held_in_training(directory: str, keywords: dict[str, Any]) -> tuple[dict[str
     """What this rank holds after a step of AdamW, in bytes, and the report of the load."""
     from torch.distributed.fsdp import FSDPModule
 
-    from shardwise.models import _torch_private
+    from shardwise.models import torch_words
 
     torch.set_num_threads(1)
     model, report = shardwise.from_pretrained(directory, output_loading_info=True, **keywords)
@@ -193,8 +193,8 @@ def held_in_training(directory: str, keywords: dict[str, Any]) -> tuple[dict[str
     def nbytes(tensors: Any) -> int:
         return sum(truth_local(tensor).nbytes for tensor in tensors)
 
-    managers = _torch_private.fsdp_params(model)
-    padded = {p: _torch_private.padded_numel(m) * p.element_size() for p, m in managers.items()}
+    managers = torch_words.fsdp_params(model)
+    padded = {p: torch_words.padded_numel(m) * p.element_size() for p, m in managers.items()}
     groups = [
         sum(padded[p] * place()[1] for p in found)
         for module in model.modules()

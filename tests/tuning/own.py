@@ -8,23 +8,14 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings
-from shardwise.models.selection import Everything, Selection
 from shardwise.tuning.lora import Adapter
-from shardwise.tuning.ready_model import Tuned
+from shardwise.tuning.modes import Tuning
+from shardwise.tuning.selecting import Tuned
 
 
 @dataclass(frozen=True)
-class OnlyNorms:
+class OnlyNorms(Tuning):
     """The weights of norms are trained, and nothing else."""
-
-    def folders(self) -> Mapping[str, str]:
-        return {}
-
-    def saves(self) -> Selection:
-        return Everything()
-
-    def in_words(self, _adapters: Mapping[str, Adapter]) -> str:
-        return repr(self)
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
         for name, parameter in base.named_parameters():

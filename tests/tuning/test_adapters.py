@@ -20,7 +20,6 @@ from tests.tuning.test_tune import COPIES, DORA, EXPERTS, GAUSSIAN, NARROW, PATT
 import shardwise
 from shardwise import ConfigError, CoverageError, ExistingLora, FormatError, Lora
 from shardwise.errors import StorageError
-from shardwise.options import CompareWithMemory, Replicated
 from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.storage.writing.opening import open_writer
 
@@ -116,7 +115,7 @@ def test_wrappers_leave_no_trace_in_the_names(tied: Path, tmp_path: Path, worlds
 
 @pytest.mark.distributed
 def test_a_replicated_adapter_is_saved_once(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
-    keywords = {"tuning": Lora(NARROW, adapters=Replicated())}
+    keywords = {"tuning": Lora(NARROW, adapters="replicated")}
     live = worlds(2).run(on_ranks.save_adapter, str(tied), keywords, str(tmp_path / "adapter"))
     values = reference.values_of(reference.stock_with_adapter(tied, tmp_path / "adapter"))
     assert [name for name in values if not torch.equal(values[name], live[0][1][name])] == []
@@ -128,7 +127,7 @@ def test_an_adapter_lies_beside_a_model_and_replaces_an_older_one(tied: Path, tm
     before = {path.name for path in tmp_path.iterdir()}
     (tmp_path / "adapter_model.0123abcd.incomplete").write_bytes(b"left behind")
     for _ in range(2):
-        report = shardwise.save_adapter(model, tmp_path, verify=CompareWithMemory())
+        report = shardwise.save_adapter(model, tmp_path, verify=True)
     assert report.is_verified
     assert report.files == ("adapter_model.safetensors",)
     assert {path.name for path in tmp_path.iterdir()} - before == {
@@ -192,7 +191,7 @@ def test_an_adapter_of_a_tied_head_is_not_merged_as_if_it_were_none(tied: Path, 
         (Lora(NARROW), False, ""),
         (Lora(NARROW), True, "q_proj is sharded, and safe_merge=True sets another weight in its place"),
         (Lora(DORA), False, "q_proj is sharded, and a variant of LoRA, such as DoRA, sets another"),
-        (Lora(NARROW, adapters=Replicated()), False, "its adapter is whole on every rank; save the adapter"),
+        (Lora(NARROW, adapters="replicated"), False, "its adapter is whole on every rank; save the adapter"),
     ],
 )
 def test_peft_merges_into_shards_or_says_that_it_cannot(

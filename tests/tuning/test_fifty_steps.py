@@ -17,7 +17,6 @@ from tests.tuning import on_ranks, reference
 
 import shardwise
 from shardwise import Freeze, Full, Lora
-from shardwise.options import Replicated
 
 STEPS, ROWS = 50, 4
 ADAPTER = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -25,7 +24,7 @@ TUNINGS: dict[str, Any] = {
     "full": Full(),
     "freeze": Freeze(trainable_layers=1, extra_modules=("lm_head",)),
     "lora": Lora(ADAPTER),
-    "replicated lora": Lora(ADAPTER, adapters=Replicated()),
+    "replicated lora": Lora(ADAPTER, adapters="replicated"),
 }
 
 

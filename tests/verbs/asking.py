@@ -23,7 +23,7 @@ def one_rank_asks_otherwise(directory: str, asked: list[tuple[dict[str, Any], di
 
 
 def one_rank_shards_with_nonsense(directory: str) -> tuple[str, str]:
-    policy: Any = ("Block",) if dist.get_rank() == 1 else shardwise.options.WholeModel()
+    policy: Any = ("Block",) if dist.get_rank() == 1 else "whole_model"
     return attempt(lambda: shardwise.shard(nn.Linear(4, 4), shardwise.Sharding(wrap=policy)))
 
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests import truth
+from tests.harness.memory_storage import MemoryReader
 from tests.verbs.conftest import small_qwen3
 from tests.verbs.on_ranks import attempt
 from torch import nn
 
 import shardwise
-from shardwise.engines import model_files
-from shardwise.storage.reading.memory import MemoryReader
+from shardwise.engines import model_states
 
 FSDP_FILE = "pytorch_model_fsdp.bin"
 _FILE = "model-00002-of-00004.safetensors"
@@ -28,7 +28,7 @@ _FILE = "model-00002-of-00004.safetensors"
 def copies(source: Path, place: Path) -> dict[str, str]:
     """Folders beside a checkpoint that are copies of it, or are taken for copies."""
     made = {}
-    for name in ("same", "metadata", "padded", "header", "values", "one_number", "missing"):
+    for name in ("same", "metadata", "padded", "header", "values", "missing"):
         shutil.copytree(source, place / name)
         made[name] = str(place / name)
     longer = _metadata_of(place / "metadata" / _FILE)
@@ -44,16 +44,10 @@ def copies(source: Path, place: Path) -> dict[str, str]:
     return made
 
 
-def with_one_other_number(source: Path, place: Path) -> tuple[str, str]:
-    """Two copies of a checkpoint with one large tensor that differ in one number of it, which is not looked at."""
-    torch.manual_seed(0)
-    for name in ("one", "other"):
-        (place / name).mkdir(parents=True)
-        values = torch.arange(1 << 16, dtype=torch.float32)
-        if name == "other":
-            values[5000] = -1.0
-        save_file({"weight": values.reshape(256, 256)}, place / name / "model.safetensors")
-    return str(place / "one"), str(place / "other")
+def one_tensor(place: Path) -> str:
+    """A checkpoint of one large tensor."""
+    save_file({"weight": torch.arange(1 << 16, dtype=torch.float32).reshape(256, 256)}, place / "model.safetensors")
+    return str(place)
 
 
 def _metadata_of(file: Path) -> dict[str, str]:
@@ -80,20 +74,6 @@ def equal_copies(first: str, other: str) -> tuple[dict[str, torch.Tensor], list[
     model, report = shardwise.from_pretrained(mine, output_loading_info=True)
     _, alone = shardwise.from_pretrained(first, output_loading_info=True)
     return truth.snapshot(model)["values"], list(report.notes), list(alone.notes)
-
-
-def whole_files(one: str, other: str) -> list[tuple[str, str]]:
-    """The outcome of loads whose copies differ in one number, looked at in samples and as a whole."""
-    mine = one if dist.get_rank() == 0 else other
-
-    def load(compare: Any) -> None:
-        with torch.device("meta"):
-            model = nn.Linear(256, 256, bias=False)
-        shardwise.load(model, mine, options=shardwise.options.LoadOptions(copies=compare))
-
-    return [
-        attempt(load, compare) for compare in (shardwise.options.SampledBlocks(), shardwise.options.WholeFiles())
-    ]
 
 
 def in_memory(folder: str) -> list[tuple[str, str]]:
@@ -124,7 +104,7 @@ def torch_files(one: str, other: str) -> list[tuple[str, str]]:
     model = small_qwen3()
     return [
         attempt(lambda: shardwise.from_pretrained(mine)),
-        _reading(model_files, mine, lambda: shardwise.load_accelerate_model(model, f"{one}/{FSDP_FILE}")),
+        _reading(model_states, mine, lambda: shardwise.load_accelerate_model(model, f"{one}/{FSDP_FILE}")),
     ]
 
 

@@ -10,15 +10,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from tests.verbs.streaming import through
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardwise
 from shardwise import Sharding
 from shardwise.engines import saving
-from shardwise.execution.moving.exchange import Exchange
-from shardwise.execution.writing.sink import Sink
-from shardwise.options import WholeModel
+from shardwise.execution.moving import Exchange
+from shardwise.execution.write import Sink
 from shardwise.storage.contract import WritePolicy
 from shardwise.storage.writing.local_writer import LocalWriter
 
@@ -41,6 +40,12 @@ def counted(owner: type, name: str) -> Iterator[list[int]]:
         yield calls
 
 
+def replicated(checkpoint: str) -> nn.Module:
+    """A model on meta that every rank has whole."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+
+
 def moves(checkpoint: str, folder: str) -> dict[str, tuple[int, int]]:
     """By call: the rounds that the exchange has gone through, and the runs that the sink has written."""
     out = Path(folder)
@@ -49,30 +54,27 @@ def moves(checkpoint: str, folder: str) -> dict[str, tuple[int, int]]:
     model = shardwise.from_pretrained(checkpoint)
     state: dict[str, torch.Tensor] = {}
 
-    def stream(way: str) -> None:
-        with through(way):
-            for _ in shardwise.iter_hf_tensors(model, options=streamed):
-                pass
+    def stream() -> None:
+        for _ in shardwise.iter_hf_tensors(model, options=streamed):
+            pass
 
     def save_as_streams() -> None:
         with patch.object(saving, "open_writer", lambda url, **_: LocalWriter(url, policy=STREAMS)):
             shardwise.save(model, str(out / "streams"))
 
     calls: dict[str, Callable[[], object]] = {
-        "load, in intervals": lambda: shardwise.from_pretrained(
-            checkpoint, options=shardwise.options.LoadOptions(shared_reads=shardwise.options.InIntervals())
+        "load, read once": lambda: shardwise.load(
+            replicated(checkpoint),
+            checkpoint,
+            options=shardwise.options.LoadOptions(shared_reads="always"),
         ),
         "gather": lambda: state.update(shardwise.model_state(model, options=small)),
         "set": lambda: shardwise.set_model_state(model, state, options=small),
-        "iterate, in one memory": lambda: stream("rooms"),
-        "iterate, through windows": lambda: stream("windows"),
-        "iterate, by collectives": lambda: stream("collectives"),
+        "iterate": stream,
         "save, as streams": save_as_streams,
-        "save one file": lambda: shardwise.save_accelerate_model(
-            model, str(out / "one"), shardwise.options.OneFile(), options=small
-        ),
+        "save one file": lambda: shardwise.save_accelerate_model(model, str(out / "one"), "full", options=small),
         "save a folder": lambda: shardwise.save_accelerate_model(
-            model, str(out / "folder"), shardwise.options.DistributedFolder(), options=small
+            model, str(out / "folder"), "sharded", options=small
         ),
     }
     found: dict[str, tuple[int, int]] = {}
@@ -92,9 +94,9 @@ def moves(checkpoint: str, folder: str) -> dict[str, tuple[int, int]]:
 def mean_of_all() -> list[float]:
     """A buffer that has another value on each rank, as every rank gets it."""
     model = nn.Sequential(nn.BatchNorm1d(4))
-    shardwise.shard(model, Sharding(wrap=WholeModel()))
+    shardwise.shard(model, Sharding(wrap="whole_model"))
     mean = model.get_buffer("0.running_mean")
     mean.fill_(float(dist.get_rank() + 1))
-    state = shardwise.model_state(model, shardwise.options.FullState(on=shardwise.options.EveryRank()))
+    state = shardwise.model_state(model, "full_on_all_ranks")
     assert mean.tolist() == [dist.get_rank() + 1] * 4
     return state["0.running_mean"].tolist()

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import shardwise
-from shardwise.execution.ranks.world import World
-from shardwise.models.wrapping.wrap import wrap
-from shardwise.planning.moves.sharing_choice import Alone, InIntervals, OncePerGroup, Weighed
+from shardwise.execution.world import World
+from shardwise.models.wrap import wrap
 from shardwise.storage.reading.local import LocalReader
 
 
@@ -362,25 +361,12 @@ def save_wide(folder: Path) -> None:
     save_file(Wide().state_dict(), Path(folder) / "model.safetensors")
 
 
-def column_shards(directory: str, way: str) -> list[str]:
+def column_shards(directory: str, budget_bytes: int) -> list[str]:
     """Names of what differs from the file in a model sharded by columns."""
     with torch.device("meta"):
         model = Wide().to(torch.float32)
     fully_shard(model, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
-    asked: list[bool] = []
-    original = LocalReader._is_cached
-
-    def is_cached(self: LocalReader, file: str, start: int, stop: int) -> bool:
-        asked.append(way == "cached")
-        return way == "cached"
-
-    LocalReader._is_cached = is_cached  # type: ignore[method-assign]
-    try:
-        budget = 4096 if way == "tiny budget" else 1 << 20
-        shardwise.load(model, directory, options=shardwise.options.LoadOptions(budget_bytes=budget))
-    finally:
-        LocalReader._is_cached = original  # type: ignore[method-assign]
-    assert asked
+    shardwise.load(model, directory, options=shardwise.options.LoadOptions(budget_bytes=budget_bytes))
     stored = load_file(Path(directory) / "model.safetensors")
     whole = {name: truth.whole(parameter) for name, parameter in model.named_parameters()}
     return [name for name in stored if not torch.equal(stored[name].float(), whole[name])]
@@ -392,7 +378,7 @@ def shared_load(
     """Whole values of a model on a mesh, and the report."""
     names = ("replicate", "shard")[-len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
-    modes = {"once": OncePerGroup(), "alone": Alone(), "weighed": Weighed(), "intervals": InIntervals()}
+    modes = {"once": "always", "alone": "never", "weighed": "auto"}
     model, report = shardwise.from_pretrained(
         directory,
         sharding=shardwise.Sharding(mesh=mesh),
@@ -413,7 +399,7 @@ def shared_as_told(directory: str, modes: tuple[str, ...]) -> tuple[str, str]:
 
 def recomputing(directory: str) -> tuple[dict[str, set[int]], list[str]]:
     """How often each block's last part is run for one step, after both ways of sharding; the parameters' names."""
-    sharding = shardwise.Sharding(activation_checkpointing=shardwise.options.PerBlock())
+    sharding = shardwise.Sharding(activation_checkpointing=True)
     models = {"from_pretrained": bring_up(directory, sharding=sharding), "shard": small_model(directory)}
     shardwise.shard(models["shard"], sharding)
     runs: dict[str, set[int]] = {}

@@ -25,9 +25,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import shardwise
 from shardwise import Sharding
-from shardwise.models.optimizers.rebind import state_like
+from shardwise.models.rebind import state_like
 from shardwise.models.view import local_boxes, look_inside, raw_bytes, strided_view
-from shardwise.options import EveryRank, FirstRank, FullState, Ignore, ShardedState
+from shardwise.options import Ignore
 
 SMALL = shardwise.options.StateOptions(budget_bytes=4096)
 
@@ -165,8 +165,8 @@ def full_state(way: str, maker: str) -> list[str]:
     whole = plain(way, 1)
     expected = by_name(whole, trained(whole, maker, 2))
     given: Any = optimizers[0] if len(optimizers) == 1 else optimizers
-    every = shardwise.optimizer_state(model, given, FullState(on=EveryRank()), options=SMALL)
-    first = shardwise.optimizer_state(model, given, FullState(on=FirstRank()), options=SMALL)
+    every = shardwise.optimizer_state(model, given, "full_on_all_ranks", options=SMALL)
+    first = shardwise.optimizer_state(model, given, "full", options=SMALL)
     faults = differences(every, expected)
     faults += differences(first, expected if not dist.is_initialized() or dist.get_rank() == 0 else {})
     held = {id(value) for item in optimizers for values in item.state.values() for value in values.values()}
@@ -180,22 +180,22 @@ def against_torch(maker: str) -> list[str]:
     optimizers = trained(model, maker, 2)
     whole = StateDictOptions(full_state_dict=True)
     theirs = get_optimizer_state_dict(model, optimizers, options=whole)
-    ours = shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank()))
+    ours = shardwise.optimizer_state(model, optimizers, "full_on_all_ranks")
     faults = differences(ours, theirs, "full")
     sharded_theirs = get_optimizer_state_dict(model, optimizers)
-    faults += differences(shardwise.optimizer_state(model, optimizers, ShardedState()), sharded_theirs, "sharded")
+    faults += differences(shardwise.optimizer_state(model, optimizers, "sharded"), sharded_theirs, "sharded")
     for name, state in (("theirs", theirs), ("their shards", sharded_theirs)):
         target = sharded("", 1)
         fresh = MAKERS[maker](target, 0.5)
         shardwise.set_optimizer_state(target, fresh, state)
-        again = shardwise.optimizer_state(target, fresh, FullState(on=EveryRank()))
+        again = shardwise.optimizer_state(target, fresh, "full_on_all_ranks")
         faults += differences(in_order(again), in_order(ours), name)
     target = sharded("", 1)
     fresh = MAKERS[maker](target, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         set_optimizer_state_dict(target, fresh, ours, options=whole)
-    again = shardwise.optimizer_state(target, fresh, FullState(on=EveryRank()))
+    again = shardwise.optimizer_state(target, fresh, "full_on_all_ranks")
     for group in again["param_groups"]:  # which torch makes lists
         if "betas" in group:
             group["betas"] = tuple(group["betas"])
@@ -213,23 +213,21 @@ def there_and_back(way: str, maker: str, brought_by: str, onto: str) -> tuple[li
     target = sharded(onto, 2)
     theirs = MAKERS[maker](target, 0.5)
     if brought_by == "shards":
-        values = shardwise.model_state(source, ShardedState())
-        state: Any = shardwise.optimizer_state(source, optimizers, ShardedState())
+        values = shardwise.model_state(source, "sharded")
+        state: Any = shardwise.optimizer_state(source, optimizers, "sharded")
     else:
-        values = shardwise.model_state(source, FullState(on=EveryRank()))
-        state = part_of(shardwise.optimizer_state(source, optimizers, FullState(on=EveryRank())), brought_by)
+        values = shardwise.model_state(source, "full_on_all_ranks")
+        state = part_of(shardwise.optimizer_state(source, optimizers, "full_on_all_ranks"), brought_by)
     shardwise.set_model_state(target, values)
     with mock.patch.object(Optimizer, "step", refuse_to_step):
         report = shardwise.set_optimizer_state(target, theirs, state, options=SMALL)
     whole = plain(way, 1)
     whole_optimizers = trained(whole, maker, 2)
     expected = in_order(by_name(whole, whole_optimizers))
-    faults = differences(in_order(shardwise.optimizer_state(target, theirs, FullState(on=EveryRank()))), expected)
+    faults = differences(in_order(shardwise.optimizer_state(target, theirs, "full_on_all_ranks")), expected)
     step(target, theirs, 5)
     step(whole, whole_optimizers, 5)
-    faults += differences(
-        shardwise.model_state(target, FullState(on=EveryRank())), dict(whole.state_dict()), "then"
-    )
+    faults += differences(shardwise.model_state(target, "full_on_all_ranks"), dict(whole.state_dict()), "then")
     for parameter, values in ((p, v) for item in theirs for p, v in item.state.items()):
         for entry, value in values.items():
             if isinstance(parameter, DTensor) and entry != "step":
@@ -284,10 +282,10 @@ def refused(fault: str) -> tuple[str, str, list[str]]:
     """The error, and what has changed of the optimizer."""
     model = sharded("", 1)
     optimizers = trained(model, "adamw", 2)
-    before = shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank()))
-    state = spoil(fault, shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank())))
+    before = shardwise.optimizer_state(model, optimizers, "full_on_all_ranks")
+    state = spoil(fault, shardwise.optimizer_state(model, optimizers, "full_on_all_ranks"))
     kind, text = attempt(lambda: shardwise.set_optimizer_state(model, optimizers, state))
-    after = shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank()))
+    after = shardwise.optimizer_state(model, optimizers, "full_on_all_ranks")
     return kind, text, differences(after, before)
 
 
@@ -295,9 +293,9 @@ def tolerated() -> tuple[list[str], dict[str, Any]]:
     """A parameter that the state does not know, one that it knows beside, and one whose moments do not fit."""
     model = sharded("", 1)
     optimizers = trained(model, "adamw", 2)
-    before = shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank()))
+    before = shardwise.optimizer_state(model, optimizers, "full_on_all_ranks")
     step(model, optimizers, 5)
-    expected = shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank()))
+    expected = shardwise.optimizer_state(model, optimizers, "full_on_all_ranks")
     for name in ("embed.weight", "blocks.0.0.weight"):
         before["param_groups"][0]["params"].remove(name)
     before["param_groups"][0]["params"] += ["old.weight", "_orig_mod.head.weight"]
@@ -313,7 +311,7 @@ def tolerated() -> tuple[list[str], dict[str, Any]]:
         on_unexpected=Ignore(only=("old.*",)),
         on_mismatched=Ignore(only=("blocks.1.0.weight: exp_avg",)),
     )
-    after = shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank()))
+    after = shardwise.optimizer_state(model, optimizers, "full_on_all_ranks")
     kept = {"blocks.0.0.weight": expected["state"]["blocks.0.0.weight"]}
     moment = {"exp_avg": expected["state"]["blocks.1.0.weight"]["exp_avg"]}
     wanted = before["state"] | kept
@@ -328,23 +326,23 @@ def afresh() -> tuple[list[str], tuple[str, ...]]:
     model = sharded("", 1)
     optimizers = MAKERS["adamw"](model, 1)
     step(model, optimizers, 0)
-    state = shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank()))
+    state = shardwise.optimizer_state(model, optimizers, "full_on_all_ranks")
     target = sharded("", 2)
     fresh = MAKERS["adamw"](target, 1)
     report = shardwise.set_optimizer_state(target, fresh, state)
-    return differences(shardwise.optimizer_state(target, fresh, FullState(on=EveryRank())), state), report.afresh
+    return differences(shardwise.optimizer_state(target, fresh, "full_on_all_ranks"), state), report.afresh
 
 
 def wider() -> tuple[dict[str, Any], list[str]]:
     """State in half precision, for parameters in single."""
     model = sharded("", 1)
     optimizers = trained(model, "adamw", 2)
-    state = shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank()))
+    state = shardwise.optimizer_state(model, optimizers, "full_on_all_ranks")
     for values in state["state"].values():
         values["exp_avg"] = values["exp_avg"].bfloat16()
     fresh = MAKERS["adamw"](model, 1)
     report = shardwise.set_optimizer_state(model, fresh, state)
-    found = shardwise.optimizer_state(model, fresh, FullState(on=EveryRank()))
+    found = shardwise.optimizer_state(model, fresh, "full_on_all_ranks")
     for values in state["state"].values():
         values["exp_avg"] = values["exp_avg"].float()
     return report.to_dict(), differences(found["state"], state["state"])

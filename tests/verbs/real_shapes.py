@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tests.harness.memory_storage import MemoryReader
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -18,7 +19,6 @@ from transformers import (
 from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.formats.quantised import dequantised_index
 from shardwise.models.build import build_on_meta
-from shardwise.storage import MemoryReader
 from shardwise.tensors import DType
 
 

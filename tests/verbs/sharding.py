@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise.models.view import local_boxes, local_tensor, look_inside, raw_bytes, strided_view
-from shardwise.models.wrapping.wrap import Sharding
+from shardwise.models.wrap import Sharding
 
 NODES = ("a", "a", "b", "b")
 
@@ -219,7 +219,7 @@ def other_dtypes() -> tuple[list[str], dict[str, Any]]:
 
 def upcast(state: str) -> tuple[list[str], dict[str, Any]]:
     model = live_model() if is_live(state) else meta_model()
-    report = shardwise.shard(model, trained_dtype=shardwise.options.Upcast())
+    report = shardwise.shard(model, trained_dtype=torch.float32)
     expected = live_model()
     for parameter in expected.parameters():
         if parameter.requires_grad:
@@ -362,7 +362,7 @@ def a_function_in_the_policy() -> tuple[bool, bool]:
 
 def fail_in_the_middle(failing: int) -> tuple[str, str]:
     """One rank cannot make memory for its shards."""
-    from shardwise.execution.states import arrivals
+    from shardwise.execution import supply as arrivals
 
     original, calls = arrivals.materialize, 0
 

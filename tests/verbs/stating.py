@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from shardwise import Sharding
 from shardwise.errors import StorageError
-from shardwise.execution.moving import exchange
+from shardwise.execution.moving import Exchange
 from shardwise.models.view import raw_bytes
-from shardwise.options import EveryRank, FirstRank, FullState, Ignore, ShardedState
+from shardwise.options import Ignore
 
 SMALL = shardwise.options.StateOptions(budget_bytes=4096)
 
@@ -85,12 +85,12 @@ def state_differences(state: dict[str, torch.Tensor], expected: dict[str, torch.
     return faults
 
 
-def full_state(way: str, on: FirstRank | EveryRank) -> list[str]:
+def full_state(way: str, on: str) -> list[str]:
     """Faults of what this rank gets."""
     model = sharded(way, 1)
-    state = shardwise.model_state(model, FullState(on=on), options=SMALL)
-    own = shardwise.model_state(model, ShardedState())["embed.weight"]
-    if isinstance(on, FirstRank) and dist.is_initialized() and dist.get_rank() > 0:
+    state = shardwise.model_state(model, on, options=SMALL)
+    own = shardwise.model_state(model, "sharded")["embed.weight"]
+    if on == "full" and dist.is_initialized() and dist.get_rank() > 0:
         return [f"this rank got {name}" for name in state]
     faults = state_differences(state, plain(way, 1).state_dict())
     faults += ["the tie is lost"] * (state["head.weight"] is not state["embed.weight"])
@@ -114,16 +114,16 @@ def there_and_back(way: str, brought_by: str, onto: str) -> tuple[list[str], dic
     target = sharded(onto, 2)
     before = [id(parameter) for parameter in target.parameters()]
     if brought_by == "shards":
-        state = shardwise.model_state(sharded(way, 1), ShardedState())
+        state = shardwise.model_state(sharded(way, 1), "sharded")
     else:
-        state = part_of(shardwise.model_state(sharded(way, 1), FullState(on=EveryRank())), brought_by)
+        state = part_of(shardwise.model_state(sharded(way, 1), "full_on_all_ranks"), brought_by)
     report = shardwise.set_model_state(target, state, options=SMALL)
     inner = getattr(target, "_orig_mod", target)
     faults = sharding.differences(inner, plain(way, 1))
     faults = [fault for fault in faults if ".angles" not in fault and (fault, onto) != ("modes changed", "wrapped")]
     if before != [id(parameter) for parameter in target.parameters()]:
         faults.append("parameters are other objects")
-    saved = {id(tensor): tensor for tensor in shardwise.model_state(target, ShardedState()).values()}
+    saved = {id(tensor): tensor for tensor in shardwise.model_state(target, "sharded").values()}
     own_bytes = sum(local(tensor).nbytes for tensor in {id(t): t for t in saved.values()}.values())
     return faults, report.to_dict() | {"own_bytes": own_bytes}
 
@@ -190,7 +190,7 @@ def spoil(fault: str, state: dict[str, torch.Tensor]) -> Any:
         case "nobody":
             return None
         case "parts of several":
-            parts = shardwise.model_state(sharded("", 3), ShardedState())
+            parts = shardwise.model_state(sharded("", 3), "sharded")
             return parts if rank == 1 else state
     return state
 
@@ -234,10 +234,10 @@ def cast() -> tuple[list[str], dict[str, Any]]:
     return [fault for fault in faults if ".angles" not in fault], report.to_dict()
 
 
-def failing_gather(failing: int, on: FirstRank | EveryRank) -> tuple[str, str]:
+def failing_gather(failing: int, on: str) -> tuple[str, str]:
     """A rank whose device gives nothing any more, in the middle."""
     model = sharded("", 1)
-    begin = exchange.Exchange._pieces
+    begin = Exchange._pieces
     calls = 0
 
     def pieces(self: Any, *args: Any) -> Iterator[torch.Tensor]:
@@ -247,8 +247,8 @@ def failing_gather(failing: int, on: FirstRank | EveryRank) -> tuple[str, str]:
             raise StorageError("the device has fallen off the bus")
         return begin(self, *args)
 
-    with mock.patch.object(exchange.Exchange, "_pieces", pieces):
-        error = attempt(lambda: shardwise.model_state(model, FullState(on=on), options=SMALL))
+    with mock.patch.object(Exchange, "_pieces", pieces):
+        error = attempt(lambda: shardwise.model_state(model, on, options=SMALL))
     dist.barrier()  # the ranks are in step afterwards
     return error
 
@@ -262,7 +262,7 @@ def other_models() -> tuple[str, str]:
 
 def other_arguments() -> tuple[str, str]:
     model = sharded("", 1)
-    form = FullState(on=FirstRank() if dist.get_rank() == 0 else EveryRank())
+    form = "full" if dist.get_rank() == 0 else "full_on_all_ranks"
     return attempt(lambda: shardwise.model_state(model, form))
 
 
@@ -277,15 +277,14 @@ def staged(budget: int) -> int:
     model: Any = sharding.Wide()
     shardwise.shard(model)
     most = 0
-    opened = exchange.open_carrier
+    begin = Exchange._step
 
-    def watch(*arguments: Any, **keywords: Any) -> Any:
+    def watch(exchange: Exchange, *parts: Any) -> None:
         nonlocal most
-        carrier = opened(*arguments, **keywords)
-        most = max(most, carrier.nbytes)
-        return carrier
+        begin(exchange, *parts)
+        most = max(most, exchange._staging.nbytes)
 
-    with mock.patch.object(exchange, "open_carrier", watch):
+    with mock.patch.object(Exchange, "_step", watch):
         shardwise.model_state(model, options=shardwise.options.StateOptions(budget_bytes=budget))
     return most
 
@@ -324,17 +323,17 @@ def adapter_state(adapter: str, adapters: tuple[str, ...]) -> tuple[list[str], l
     }
     shardwise.shard(model)
     only = shardwise.options.AdapterOnly(adapter)
-    state = shardwise.model_state(model, FullState(on=EveryRank()), only=only)
+    state = shardwise.model_state(model, "full_on_all_ranks", only=only)
     faults = state_differences(state, expected)
     target = lora(2, adapters)
     shardwise.shard(target)
-    base = {name: local(tensor).clone() for name, tensor in shardwise.model_state(target, ShardedState()).items()}
-    shards = shardwise.model_state(model, ShardedState(), only=only)
+    base = {name: local(tensor).clone() for name, tensor in shardwise.model_state(target, "sharded").items()}
+    shards = shardwise.model_state(model, "sharded", only=only)
     given = state if dist.get_rank() == 0 else None
     for brought in (given, shards):
         shardwise.set_model_state(target, brought, only=only)
-        faults += state_differences(shardwise.model_state(target, FullState(on=EveryRank()), only=only), expected)
-    now = shardwise.model_state(target, ShardedState())
+        faults += state_differences(shardwise.model_state(target, "full_on_all_ranks", only=only), expected)
+    now = shardwise.model_state(target, "sharded")
     changed = [name for name, tensor in now.items() if not torch.equal(base[name], local(tensor))]
     return faults, changed
 

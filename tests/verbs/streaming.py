@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,17 +14,11 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 import shardwise
-from shardwise.engines import streaming as stream
-from shardwise.engines.save_options import InternalNames
-from shardwise.engines.streaming import StreamOptions
-from shardwise.execution.moving import exchange
-from shardwise.execution.ranks.line import Patience
-from shardwise.execution.states import assemble as common_rooms
-from shardwise.execution.states.given_parts import Giver
-from shardwise.models.lora_weights import MergedAdapter
+from shardwise.engines.streaming import StreamOptions, iter_hf_tensors
+from shardwise.execution.given_parts import Giver
+from shardwise.execution.patience import Patience
+from shardwise.models.selection import MergedAdapter
 from shardwise.models.view import raw_bytes
-from shardwise.planning.states.sources import FirstRank
-from shardwise.verbs.stream import iter_hf_tensors
 
 
 def sharded(specimen: zoo.Specimen, mesh: str) -> nn.Module:
@@ -37,19 +29,7 @@ def sharded(specimen: zoo.Specimen, mesh: str) -> nn.Module:
     return model
 
 
-@contextlib.contextmanager
-def through(way: str) -> Iterator[None]:
-    """Put together in one memory (large tensors apart from small ones), through windows, or by collectives."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(common_rooms, "_SMALL_BYTES", 1 << 10))
-        if way != "rooms":
-            stack.enter_context(patch.object(stream, "is_common", lambda world: False))
-        if way == "collectives":
-            stack.enter_context(patch.object(exchange, "open_windows", lambda *_: None))
-        yield
-
-
-def compare(name: str, folder: str, mesh: str, bucket_bytes: int, to: str, way: str = "rooms") -> list[str] | None:
+def compare(name: str, folder: str, mesh: str, bucket_bytes: int, to: str) -> list[str] | None:
     """What is not as in the files that transformers has saved; None where the mesh does not apply."""
     specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
     saved = {key: value for file in Path(folder).glob("*.safetensors") for key, value in load_file(file).items()}
@@ -60,13 +40,12 @@ def compare(name: str, folder: str, mesh: str, bucket_bytes: int, to: str, way: 
     except ways.NotApplicable:
         return None
     options = StreamOptions(bucket_bytes=bucket_bytes)
-    target = FirstRank() if to == "first" else shardwise.options.EveryRank()
+    target = "first_rank" if to == "first" else "all_ranks"
     keys: list[str] = []
     faults: list[str] = []
     is_target = to == "every" or not dist.is_initialized() or dist.get_rank() == 0
-    with through(way):
-        given = iter_hf_tensors(model, to=target, options=options)
-        faults += differences(given, keys, saved, is_target=is_target)
+    given = iter_hf_tensors(model, to=target, options=options)
+    faults += differences(given, keys, saved, is_target=is_target)
     if keys != order:
         faults.append(f"{len(keys)} keys are not in order, or not those of {len(order)}")
     return faults
@@ -105,7 +84,7 @@ def options_of(name: str, mesh: str, what: str) -> list[str]:
                 faults.append(key)
     elif what == "internal":
         values = {key: tensor.clone() for key, tensor in whole.state_dict().items()}
-        found = dict(iter_hf_tensors(model, names=InternalNames(), options=options))
+        found = dict(iter_hf_tensors(model, names="internal", options=options))
         faults += [key for key, tensor in found.items() if not torch.equal(tensor, values[key])]
         faults += [f"{key} is missing" for key in values.keys() - found.keys()]
     elif what == "own":
@@ -224,7 +203,7 @@ def adapter(what: str) -> list[str]:
     if what == "adapter":
         found = dict(iter_hf_tensors(model, only=shardwise.options.AdapterOnly(), options=options))
     elif what == "internal":
-        found = dict(iter_hf_tensors(model, names=InternalNames(), options=options))
+        found = dict(iter_hf_tensors(model, names="internal", options=options))
     elif what in ("merged", "rslora"):
         found = dict(iter_hf_tensors(model, only=MergedAdapter(), options=options))
         wanted = adapted(what).merge_and_unload().state_dict()  # type: ignore[operator]
@@ -234,7 +213,7 @@ def adapter(what: str) -> list[str]:
                 found[key] = wanted[key]
     else:
         try:
-            list(iter_hf_tensors(model, only=shardwise.options.Everything() if what == "hub" else MergedAdapter()))
+            list(iter_hf_tensors(model, only=None if what == "hub" else MergedAdapter()))
         except shardwise.ConfigError as error:
             return [str(error)]
         return []

@@ -30,7 +30,7 @@ def test_buffers_that_differ_are_refused_where_the_user_asks(worlds, tmp_path):
     for error in found.values():
         assert error.startswith("DisagreementError: 6 tensors have other values on rank 1 than on the first rank")
         assert "norms.{0..2}.running_mean, " in error
-        assert "on_differing_buffers=TakeFirst()" in error
+        assert "on_differing_buffers='first_rank'" in error
 
 
 def test_all_ranks_ask_for_the_same(worlds, tmp_path):
@@ -67,7 +67,7 @@ def test_replicas_of_a_shard_that_differ_by_one_bit_are_refused(worlds, tmp_path
 
 def test_what_drifts_between_two_checkpoints_is_refused(worlds, tmp_path):
     found = told(worlds, 2, differing.drifted_between_checkpoints, tmp_path)
-    for mode in ("Synchronous", "Asynchronous"):
+    for mode in ("sync", "async"):
         assert found[f"{mode}, 0"] == found[f"{mode}, 2"] == ": "
         assert found[f"{mode}, 1"].startswith("DisagreementError: one tensor has other values on rank 1")
         assert "model.added, and all" in found[f"{mode}, 1"]

@@ -235,14 +235,6 @@ def test_experts_numbered_with_gaps_are_refused(tmp_path, changed):
         shardwise.from_pretrained(changed(tmp_path / "whole", renumber))
 
 
-def test_two_keys_for_one_tensor_are_refused(qwen3, changed):
-    def double(tensors):
-        return tensors | {"norm.weight": tensors["model.norm.weight"].clone()}
-
-    with pytest.raises(CoverageError, match=r"model\.norm\.weight: stored more than once"):
-        shardwise.from_pretrained(changed(qwen3, double))
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_read_error_on_one_rank_is_raised_on_all(worlds, qwen3, failing):
@@ -319,11 +311,10 @@ def test_the_user_s_default_device_changes_nothing(qwen3):
     assert truth.differences(truth.snapshot(model), truth.snapshot(small_qwen3())) == []
 
 
-@pytest.mark.parametrize("init", [True, "orthogonal"])
-@pytest.mark.parametrize("resized", [shardwise.options.MeanOfRows(), shardwise.options.Drawn()])
-def test_nor_does_it_change_what_is_begun(qwen3, init, resized):
+@pytest.mark.parametrize("resized", ["mean", "initialized"])
+def test_nor_does_it_change_what_is_begun(qwen3, resized):
     options = {
-        "tuning": shardwise.Lora(LoraConfig(r=4, target_modules="all-linear", init_lora_weights=init)),
+        "tuning": shardwise.Lora(LoraConfig(r=4, target_modules="all-linear")),
         "resize_vocab": shardwise.options.ResizeVocab(200, resized),
     }
     plainly = shardwise.from_pretrained(qwen3, **options)
@@ -437,7 +428,7 @@ def test_one_rank_of_a_machine_downloads(worlds, tmp_path):
 
 def test_a_load_that_does_not_fit_is_refused_before_anything_is_read(qwen3, monkeypatch):
     from shardwise.engines import load_plan, loading
-    from shardwise.planning.forecasts.own_forecast import Available
+    from shardwise.planning.load_memory import Available
 
     def read(*_):
         raise AssertionError("a tensor was read")
@@ -448,7 +439,7 @@ def test_a_load_that_does_not_fit_is_refused_before_anything_is_read(qwen3, monk
         told = r"rank 0 needs .* of host memory, of which 97.66 KiB is free"
         with pytest.raises(shardwise.PlacementError, match=told):
             shardwise.from_pretrained(qwen3)
-    options = shardwise.options.LoadOptions(memory_check=shardwise.options.TryAnyway())
+    options = shardwise.options.LoadOptions(check_memory=False)
     _, report = shardwise.from_pretrained(qwen3, options=options, output_loading_info=True)
     assert report.forecast.host_bytes > 100_000
     assert report.forecast.shard_bytes == report.placed_bytes

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 from tests import truth, zoo
+from tests.harness.memory_storage import MemoryReader
 from tests.verbs import on_ranks
 from tests.verbs.conftest import small_qwen3
 from tests.verbs.on_ranks import Plain, angles
@@ -19,7 +20,6 @@ from transformers import Qwen3ForCausalLM
 import shardwise
 from shardwise import CheckpointError, CoverageError, FormatError, PlacementError, StorageError
 from shardwise.options import Initialize
-from shardwise.storage.reading.memory import MemoryReader
 
 
 @pytest.fixture

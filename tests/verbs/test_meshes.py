@@ -8,16 +8,14 @@ from tests.harness.http_store import HttpStore
 from tests.ways import WORLDS, Way
 from transformers import CONFIG_MAPPING
 
-from shardwise.planning.moves.sharing_choice import InIntervals, OncePerGroup
-
 # They differ in what a mesh makes hard: fused rows, stacked experts, transposed and tied matrices, odd sizes.
 NAMES = {"llama", "gpt2", "hrm_text", "qwen3_5_moe_text", "bailing_hybrid", "zamba2"}
 
 # Every mesh, every storage, and every way to share reads; the rest of their combinations is slow.
 WAYS = [
-    Way("hsdp", shared_reads=OncePerGroup()),
-    Way("flat", shared_reads=InIntervals()),
-    Way("ep", shared_reads=InIntervals()),
+    Way("hsdp", shared_reads="always"),
+    Way("flat"),
+    Way("ep", shared_reads="always"),
     Way("tp"),
     Way("shard1", "http"),
     Way("flat", "bucket"),
@@ -26,8 +24,6 @@ FURTHER = [
     Way("flat", "memory"),
     Way("hsdp"),
     Way("ep"),
-    Way("hsdp", shared_reads=InIntervals()),
-    Way("shard1", "http", shared_reads=InIntervals()),
     Way("hsdp", "memory"),
     Way("hsdp", "http"),
     Way("tp", "http"),

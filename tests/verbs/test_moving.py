@@ -6,16 +6,14 @@ import pytest
 from tests.verbs import moving
 
 EXCHANGING = {
-    "load, in intervals",
+    "load, read once",
     "gather",
     "set",
-    "iterate, in one memory",
-    "iterate, through windows",
-    "iterate, by collectives",
+    "iterate",
     "save, as streams",
     "save one file",
 }
-WRITING = {"save, as streams", "save one file", "save a folder", "merge"}
+WRITING = {"save, as streams", "save a folder", "merge"}
 
 
 @pytest.mark.distributed

@@ -12,8 +12,8 @@ from tests.merging.adapters import save_adapter
 from tests.verbs import scaling
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from shardwise.verbs.merge_adapter import merge_adapter
-from shardwise.verbs.merge_weights import merge_weights
+from shardwise.engines.merging_adapter import merge_adapter
+from shardwise.interchange.merging_weights import merge_weights
 
 CONFIG = Qwen3Config(
     vocab_size=97,

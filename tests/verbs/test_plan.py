@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 from unittest import mock
 
 import pytest
@@ -20,11 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import shardwise
 from shardwise import ConfigError, CoverageError, PlacementError, Sharding
 from shardwise.engines.sharding import sharding_named, wrap_named
-from shardwise.models.view import raw_bytes
-from shardwise.models.wrapping.policies import Automatic, ModelPlan, ModuleListBlocks, NoSplitModules
-from shardwise.options import Classes, Ignore, Initialize, WholeModel
-from shardwise.planning.moves.sharing_choice import Alone, InIntervals, OncePerGroup
-from shardwise.storage.policies import LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE
+from shardwise.options import Classes, Ignore, Initialize, MinSize
+from shardwise.storage.policies import LOCAL, OBJECT_STORE
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +40,8 @@ def test_a_load_does_what_was_foretold(worlds, name, request):
     for rank, fact in zip(made.ranks, facts, strict=True):
         assert rank.rank == fact["rank"]
         assert rank.shard_bytes == fact["placed_bytes"]
-        assert rank.read_bytes == fact["read_bytes"] >= rank.needed_bytes
+        assert rank.read_bytes <= fact["read_bytes"] <= rank.read_bytes + 4096  # gaps are read over
         assert dataclasses.asdict(rank) == fact["forecast"]
-        seen = (rank.reads, rank.files)
-        done = (fact["reads"], fact["files_opened"])
-        if rank.rank == 0:  # it reads the headers of all files, too
-            assert all(ours <= theirs for ours, theirs in zip(seen, done, strict=True))
-        else:
-            assert seen == done
     assert made.parameters == facts[0]["parameters"]
     assert made.checkpoint_bytes == facts[0]["checkpoint_bytes"]
     assert made.tied == facts[0]["tied"]
@@ -76,7 +65,7 @@ def test_the_groups_are_those_of_the_wrap_policy(qwen3):
         ("model.embed_tokens",),
         ("",),
     ]
-    whole = shardwise.plan(qwen3, ranks=4, sharding=Sharding(wrap=WholeModel()))
+    whole = shardwise.plan(qwen3, ranks=4, sharding=Sharding(wrap="whole_model"))
     assert [group.modules for group in whole.groups] == [("",)]
     assert whole.largest_group.parameters == made.parameters
 
@@ -99,7 +88,7 @@ def test_mixed_precision_and_offload_change_what_they_should(qwen3):
 def test_a_dtype_is_half_the_memory_and_the_same_reads(qwen3):
     full, half = (shardwise.plan(qwen3, ranks=2, dtype=dtype) for dtype in ("float32", "bfloat16"))
     assert half.ranks[0].shard_bytes * 2 == full.ranks[0].shard_bytes
-    assert half.ranks[0].needed_bytes == full.ranks[0].needed_bytes
+    assert half.ranks[0].read_bytes == full.ranks[0].read_bytes
     assert set(half.cast.values()) == {("F32", "BF16")}
     assert not full.cast
 
@@ -107,21 +96,13 @@ def test_a_dtype_is_half_the_memory_and_the_same_reads(qwen3):
 def test_replicas_read_the_checkpoint_once_each(qwen3):
     made = shardwise.plan(qwen3, ranks=8, nodes=2, mesh={"replicate": 2, "shard": 4})
     assert (made.mesh, made.nodes, len(made.ranks)) == ({"replicate": 2, "shard": 4}, 2, 8)
-    assert sum(rank.needed_bytes for rank in made.ranks) == 2 * made.checkpoint_bytes
+    assert sum(rank.read_bytes for rank in made.ranks) == 2 * made.checkpoint_bytes
     assert made.ranks[1].shard_bytes == made.ranks[5].shard_bytes
 
 
 def test_the_budget_and_the_way_of_reading_are_arguments(qwen3):
     made = shardwise.plan(qwen3, ranks=2, budget_bytes=8192, read_policy=LOCAL)
     assert made.ranks[0].host_bytes == 8192
-
-
-def test_experts_of_each_rank(moe):
-    made = shardwise.plan(moe, ranks=2)
-    held = {str(experts) for experts in made.ranks[1].experts.values()}
-    assert held == {"2 of 4 (2..3)"}
-    few = shardwise.plan(moe, ranks=8)
-    assert {experts.is_cut for experts in few.ranks[1].experts.values()} == {True}
 
 
 def test_ties_that_are_stored_twice_are_taken_to_be_equal(tied_qwen3, changed):
@@ -131,7 +112,7 @@ def test_ties_that_are_stored_twice_are_taken_to_be_equal(tied_qwen3, changed):
     made = shardwise.plan(twice, ranks=2)
     assert made.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     (note,) = made.notes
-    assert note.startswith("lm_head.weight is tied to model.embed_tokens.weight, and both are stored")
+    assert note.startswith("lm_head.weight = model.embed_tokens.weight: stored twice")
 
 
 def without_norm(tensors):
@@ -162,12 +143,12 @@ def test_consent_is_honoured(qwen3, changed):
         (
             {"ranks": 8, "nodes": 3},
             ConfigError,
-            "8 ranks cannot be dealt evenly to 3 nodes; take nodes=2, or ranks=9",
+            "nodes=3: does not divide 8 ranks",
         ),
-        ({"ranks": 8, "nodes": 0}, ConfigError, "take nodes=1"),
-        ({"ranks": 8, "nodes": 16}, ConfigError, "take nodes=8, or ranks=16"),
-        ({"ranks": 8, "mesh": {"shard": 4}}, ConfigError, "of 4 ranks, not of 8; take shard=8"),
-        ({"ranks": 8, "mesh": {"shrad": 8}}, ConfigError, "did you mean shard"),
+        ({"ranks": 8, "nodes": 0}, ConfigError, "nodes=0: does not divide"),
+        ({"ranks": 8, "nodes": 16}, ConfigError, "nodes=16: does not divide"),
+        ({"ranks": 8, "mesh": {"shard": 4}}, ConfigError, "of 4 ranks, not of 8"),
+        ({"ranks": 8, "mesh": {"shrad": 8}}, ConfigError, "no axis 'shrad'"),
         ({"ranks": 2, "dtype": "int8"}, ConfigError, "int8"),
         ({"ranks": 2, "sharding": Sharding(wrap=Classes(("Bert",)))}, PlacementError, "matches nothing in Qwen3"),
         ({"ranks": 2, "config_overrides": {"num_layers": 3}}, ConfigError, "num_layers"),
@@ -202,30 +183,24 @@ def test_more_ranks_than_rows_hold_nothing_of_some_tensors(tmp_path):
     assert min(rank.shard_bytes for rank in made.ranks) == 0
     assert {rank.padded_bytes for rank in made.ranks} == {made.ranks[0].shard_bytes}
     assert made.held_imbalance > 1.1
-    assert any("is dealt unevenly to 128 ranks" in note for note in made.notes)
 
 
 @pytest.mark.parametrize(
     ("text", "policy"),
     [
-        ("auto", Automatic()),
-        ("model-plan", ModelPlan()),
-        ("no-split", NoSplitModules()),
-        ("module-lists", ModuleListBlocks()),
-        ("whole", WholeModel()),
+        ("auto", "auto"),
+        ("whole_model", "whole_model"),
         ("classes=Block,Embedding", Classes(("Block", "Embedding"))),
+        ("min-size=100", MinSize(100)),
     ],
 )
 def test_wrap_policies_by_name(text, policy):
     assert wrap_named(text) == policy
 
 
-@pytest.mark.parametrize(
-    ("text", "near"),
-    [("atuo", "auto"), ("class=X", "classes=NAME"), ("classes=", "classes=NAME"), ("min-size=x", "min-size=EL")],
-)
-def test_an_unknown_wrap_policy_is_refused_with_the_nearest(text, near):
-    with pytest.raises(ConfigError, match=f"did you mean {near}"):
+@pytest.mark.parametrize("text", ["atuo", "class=X", "classes=", "min-size=x"])
+def test_an_unknown_wrap_policy_is_refused(text):
+    with pytest.raises(ConfigError, match="is not known. Pass one of auto, "):
         wrap_named(text)
 
 
@@ -233,60 +208,3 @@ def test_an_unknown_wrap_policy_is_refused_with_the_nearest(text, near):
 def test_mixed_precision_has_a_floating_dtype(dtype):
     with pytest.raises(ConfigError, match=f"param_dtype='{dtype}'"):
         sharding_named("auto", param_dtype=dtype, offload=False)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("mode", [OncePerGroup(), Alone()])
-def test_what_replicas_share_is_foretold(worlds, qwen3, mode):
-    made = shardwise.plan(
-        qwen3, ranks=4, device="cpu", mesh={"replicate": 2, "shard": 2}, shared_reads=mode, budget_bytes=1 << 16
-    )
-    word = "once" if isinstance(mode, OncePerGroup) else "alone"
-    facts = [report for _, report in worlds(4).run(on_ranks.shared_load, str(qwen3), (2, 2), word)]
-    assert set(made.read_once) == set(facts[0]["read_once"])
-    assert made.read_bytes == pytest.approx(sum(fact["read_bytes"] for fact in facts), rel=0.02)
-    assert made.read_ratio == pytest.approx(1 if made.read_once else 2, rel=0.02)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["flat", "hybrid"])
-def test_intervals_open_few_files_and_read_every_byte_once(worlds, moe, shape):
-    mesh = dict(zip(("replicate", "shard")[-len(shape) :], shape, strict=True))
-    ranks = math.prod(shape)
-    made = shardwise.plan(
-        moe, ranks=ranks, device="cpu", mesh=mesh, shared_reads=InIntervals(), budget_bytes=1 << 20
-    )
-    assert made.checkpoint_files > 2 * ranks
-    assert made.file_opens <= made.checkpoint_files + ranks - 1
-    assert made.read_bytes == made.checkpoint_bytes
-    assert made.read_imbalance < 1.05
-    found = worlds(ranks).run(on_ranks.shared_load, str(moe), shape, "intervals", 1 << 20)
-    facts = [report for _, report in found]
-    for rank, fact in zip(made.ranks, facts, strict=True):  # small gaps to what another round hands over
-        assert rank.read_bytes <= fact["read_bytes"] < 1.005 * rank.read_bytes
-    assert set(facts[0]["read_once"]) == set(made.read_once)
-    # The first rank has opened all files for their headers, and the index; they stay open.
-    assert [fact["files_opened"] for fact in facts[1:]] == [rank.files for rank in made.ranks[1:]]
-    assert facts[0]["files_opened"] == made.checkpoint_files + 1
-    alone = worlds(ranks).run(on_ranks.shared_load, str(moe), shape, "alone")
-    for (values, _), (expected, _) in zip(found, alone, strict=True):
-        assert values.keys() == expected.keys()
-        assert all(torch.equal(raw_bytes(values[name]), raw_bytes(expected[name])) for name in expected)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("modes", [("intervals", "alone"), ("alone", "intervals")])
-def test_intervals_on_some_ranks_only_are_refused(worlds, qwen3, modes):
-    """Rather than that one rank waits to be handed what the other does not read."""
-    said = r"options.shared_reads on rank 1 is not that of rank 0 \(\w+\(\) against \w+\(\)\)"
-    (first, second) = worlds(2).run(on_ranks.shared_as_told, str(qwen3), modes)
-    assert first == second
-    assert first[0] == "DisagreementError"
-    assert re.fullmatch(f"{said}; give every rank the same", first[1])
-
-
-def test_replicas_on_a_network_file_system_read_once(qwen3):
-    for policy, times in ((LOCAL, 2), (NETWORK_FILE_SYSTEM, 1)):
-        made = shardwise.plan(qwen3, ranks=8, mesh={"replicate": 2, "shard": 4}, read_policy=policy)
-        assert made.read_ratio == pytest.approx(times, rel=0.05)
-        assert sum(rank.needed_bytes for rank in made.ranks) == 2 * made.checkpoint_bytes

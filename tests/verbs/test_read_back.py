@@ -1,4 +1,4 @@
-"""``CompareWithMemory`` finds what was damaged on its way into a storage, and ``Trust`` does not look."""
+"""``verify=True`` finds data that was damaged on its way into a storage."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise
 import shardwise.engines.saving
-import shardwise.execution.writing.write
-from shardwise.engines.save_options import Verification
-from shardwise.options import CompareWithMemory, Trust
+import shardwise.execution.write
 from shardwise.storage.contract import WritePolicy
 from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.storage.writing.opening import open_writer
@@ -68,7 +66,7 @@ def tensors(seed: int) -> nn.Module:
     return model
 
 
-def save_damaged(folder: str, damage: str, verify: Verification, by: type) -> tuple[str, str]:
+def save_damaged(folder: str, damage: str, verify: bool, by: type) -> tuple[str, str]:
     model = tensors(seed=1)
     rank, writer = 0, 0
     if dist.is_initialized():
@@ -80,8 +78,8 @@ def save_damaged(folder: str, damage: str, verify: Verification, by: type) -> tu
     with torch.no_grad():
         model.first.add_(1)
     shardwise.engines.saving.open_writer = by
-    block_bytes, shardwise.execution.writing.write._READ_BACK_BYTES = (
-        shardwise.execution.writing.write._READ_BACK_BYTES,
+    block_bytes, shardwise.execution.write._READ_BACK_BYTES = (
+        shardwise.execution.write._READ_BACK_BYTES,
         5000,
     )
     Damaging.damage = damage if rank == writer else ""
@@ -90,7 +88,7 @@ def save_damaged(folder: str, damage: str, verify: Verification, by: type) -> tu
     finally:
         Damaging.damage = ""
         shardwise.engines.saving.open_writer = open_writer
-        shardwise.execution.writing.write._READ_BACK_BYTES = block_bytes
+        shardwise.execution.write._READ_BACK_BYTES = block_bytes
 
 
 def require_found(end: tuple[str, str], folder: Path, words: str) -> None:
@@ -105,16 +103,16 @@ def require_found(end: tuple[str, str], folder: Path, words: str) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_one_flipped_bit_is_found_and_the_older_save_stays(tmp_path, damage):
-    require_found(save_damaged(str(tmp_path), damage, CompareWithMemory(), Damaging), tmp_path, DAMAGES[damage])
+    require_found(save_damaged(str(tmp_path), damage, True, Damaging), tmp_path, DAMAGES[damage])
 
 
 def test_who_trusts_finds_out_later(tmp_path):
-    assert save_damaged(str(tmp_path), "first.0", Trust(), Damaging) == ("", "")
+    assert save_damaged(str(tmp_path), "first.0", False, Damaging) == ("", "")
     assert not shardwise.verify(tmp_path).is_sound
 
 
 def test_what_is_sound_is_found_equal(tmp_path):
-    assert save_damaged(str(tmp_path), "", CompareWithMemory(), Damaging) == ("", "")
+    assert save_damaged(str(tmp_path), "", True, Damaging) == ("", "")
     assert shardwise.verify(tmp_path).is_sound
 
 
@@ -123,7 +121,7 @@ def test_what_is_sound_is_found_equal(tmp_path):
 def test_all_ranks_are_told(worlds, tmp_path, by):
     for number, (damage, words) in enumerate(DAMAGES.items()):
         folder = tmp_path / str(number)
-        first, second = worlds(2).run(save_damaged, str(folder), damage, CompareWithMemory(), by)
+        first, second = worlds(2).run(save_damaged, str(folder), damage, True, by)
         assert first == second
         require_found(first, folder, words)
 
@@ -137,9 +135,9 @@ def save_at_odds(folder: str, changed: dict) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"verify": CompareWithMemory()},
-        {"on_differing_buffers": shardwise.options.Refuse()},
-        {"names": shardwise.options.InternalNames()},
+        {"verify": True},
+        {"on_differing_buffers": "error"},
+        {"names": "internal"},
         {"options": shardwise.options.SaveOptions(budget_bytes=1 << 20)},
     ],
 )

@@ -46,7 +46,7 @@ def look(reader) -> dict[str, bytes] | None:
 
 
 def seen(files: dict[str, bytes]) -> dict[str, bytes] | None:
-    from shardwise.storage.reading.memory import MemoryReader
+    from tests.harness.memory_storage import MemoryReader
 
     with MemoryReader(files) as reader:
         return look(reader)

@@ -13,7 +13,7 @@ from tests.verbs.on_ranks import attempt
 from torch import nn
 
 import shardwise
-from shardwise.execution.writing.write import Emitter
+from shardwise.execution.write import Emitter
 
 OPTIONS = shardwise.options.SaveOptions(progress=False)
 

@@ -144,7 +144,7 @@ def test_dtypes_that_cannot_be_cast_to(tmp_path, dtype):
 def test_internal_names_are_the_modules_own(tmp_path):
     (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "mixtral")
     model = zoo.build(specimen)
-    shardwise.save(model, tmp_path / "own", names=shardwise.options.InternalNames())
+    shardwise.save(model, tmp_path / "own", names="internal")
     shardwise.save(model, tmp_path / "hub")
     own, hub = stored(tmp_path / "own"), stored(tmp_path / "hub")
     assert unlike(own, {name: tensor.detach() for name, tensor in model.state_dict().items()}) == []
@@ -201,7 +201,7 @@ def test_a_model_with_an_adapter_has_no_names_on_the_hub(qwen3, tmp_path):
     with pytest.raises(shardwise.ConfigError, match="adapters of PEFT's.*save_adapter"):
         shardwise.save(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    shardwise.save(model, tmp_path / "all", names=shardwise.options.InternalNames())
+    shardwise.save(model, tmp_path / "all", names="internal")
     assert any("lora_A" in name for name in load_file(tmp_path / "all" / "model.safetensors"))
     shardwise.save(model.merge_and_unload(), tmp_path / "merged")
     AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

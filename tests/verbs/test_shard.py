@@ -8,12 +8,12 @@ from safetensors.torch import save_file
 from tests.verbs import sharding
 
 import shardwise
-from shardwise.models._torch_private import SHARDS_INTEGERS
-from shardwise.models.wrapping.policies import Classes
+from shardwise.models.policies import Classes
+from shardwise.models.torch_words import SHARDS_INTEGERS, require_trainable_dtype
 
 pytestmark = pytest.mark.distributed
 
-ANYONE = shardwise.options.Anyone()
+ANYONE = "any"
 
 
 @pytest.fixture(scope="session")
@@ -36,17 +36,17 @@ def net_checkpoint(tmp_path_factory):
         (1, "everywhere", "", ANYONE),
         (1, "meta", "", ANYONE),
         (2, "everywhere", "", ANYONE),
-        (2, "compiled", "", shardwise.options.EveryRank()),
+        (2, "compiled", "", "all_ranks"),
         (2, "first", "", ANYONE),
         (2, "meta", "", ANYONE),
         (3, "buffers", "", ANYONE),
-        (3, "everywhere", "", shardwise.options.FirstRank()),
-        (3, "first", "", shardwise.options.FirstRank()),
+        (3, "everywhere", "", "first_rank"),
+        (3, "first", "", "first_rank"),
         (3, "last", "", ANYONE),
         (4, "everywhere", "hsdp", ANYONE),
         (4, "first", "hsdp", ANYONE),
         (4, "nodes", "hsdp", ANYONE),
-        (4, "nodes", "", shardwise.options.OneRankPerNode()),
+        (4, "nodes", "", "first_rank_per_node"),
         (4, "buffers", "hsdp", ANYONE),
     ],
 )
@@ -59,7 +59,7 @@ def test_every_state_ends_in_the_same_bits(worlds, checkpoint, size, state, mesh
         names = ("scale", "registers") if SHARDS_INTEGERS else ("scale", "registers", "codes")
         whole = {f"blocks.{block}.{name}" for block in (0, 1) for name in names}
         assert set(report["replicated"]) == (whole if report["mesh"] else set())
-        if state in ("everywhere", "compiled") and values_from != shardwise.options.FirstRank():
+        if state in ("everywhere", "compiled") and values_from != "first_rank":
             assert report["sent_bytes"] == 0
 
 
@@ -73,7 +73,7 @@ def test_what_differs_between_ranks_is_rank_0_s_and_told(worlds):
     for faults, report in worlds(3).run(sharding.other_values, ANYONE):
         assert faults == []
         assert report["differed"] == {"embed.weight": 0, "blocks.0.table.angles": 0}
-    for kind, text in worlds(3).run(sharding.other_values, shardwise.options.EveryRank()):
+    for kind, text in worlds(3).run(sharding.other_values, "all_ranks"):
         assert kind == "DisagreementError"
         assert "embed.weight, blocks.0.table.angles" in text
 
@@ -102,8 +102,8 @@ def test_only_what_is_trained_is_upcast_and_each_is_told(worlds, state):
 
 
 def test_upcast_takes_a_dtype_to_train_in():
-    with pytest.raises(shardwise.ConfigError, match="nothing to train in"):
-        shardwise.options.Upcast(torch.float8_e4m3fn)
+    with pytest.raises(shardwise.ConfigError, match="no floating dtype of 16 bits or more"):
+        require_trainable_dtype(torch.float8_e4m3fn)
 
 
 def test_offloaded_shards_arrive_too(worlds):
@@ -161,7 +161,7 @@ def test_a_model_that_cannot_be_sharded_is_told_by_name_and_left_alone(worlds, f
 @pytest.mark.parametrize(
     ("keywords", "kind", "words"),
     [
-        ({"values_from": shardwise.options.EveryRank()}, "DisagreementError", "rank 1: embed.weight"),
+        ({"values_from": "all_ranks"}, "DisagreementError", "rank 1: embed.weight"),
         (
             {"sharding": shardwise.Sharding(wrap=Classes(("Nothing",)))},
             "PlacementError",

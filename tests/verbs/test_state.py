@@ -6,21 +6,20 @@ import pytest
 from tests.verbs import stating
 
 from shardwise import ConfigError
-from shardwise.options import EveryRank, FirstRank, FullState
 
 pytestmark = pytest.mark.distributed
 
 WORLDS = [(1, ""), (2, ""), (3, ""), (2, "wrapped"), (2, "offload"), (4, "hsdp"), (4, "tp"), (2, "shard1")]
 
 
-@pytest.mark.parametrize("on", [FirstRank(), EveryRank()], ids=["first", "every"])
+@pytest.mark.parametrize("on", ["full", "full_on_all_ranks"], ids=["first", "every"])
 @pytest.mark.parametrize(("size", "way"), WORLDS)
 def test_the_full_state_is_that_of_the_whole_model(worlds, size, way, on):
     assert worlds(size).run(stating.full_state, way, on) == [[]] * size
 
 
 def test_without_a_process_group_it_is_the_same():
-    assert stating.full_state("", EveryRank()) == []
+    assert stating.full_state("", "full_on_all_ranks") == []
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,7 @@ def test_values_are_cast_to_the_parameter_s_dtype_and_told(worlds):
         assert report["cast"] == {f"blocks.{block}.linear.weight": ("F64", "BF16") for block in (0, 1)}
 
 
-@pytest.mark.parametrize(("failing", "on"), [(1, FirstRank()), (0, FirstRank()), (2, EveryRank())])
+@pytest.mark.parametrize(("failing", "on"), [(1, "full"), (0, "full"), (2, "full_on_all_ranks")])
 def test_a_rank_that_fails_while_it_gathers_leaves_nobody_waiting(worlds, failing, on):
     for kind, text in worlds(3).run(stating.failing_gather, failing, on):
         assert (kind, text) == ("StorageError", f"rank {failing}: the device has fallen off the bus")
@@ -129,12 +128,10 @@ def test_other_arguments_are_an_error_on_every_rank(worlds):
         assert "arguments" in text
 
 
-@pytest.mark.parametrize("form", [FirstRank(), "full", None])
+@pytest.mark.parametrize("form", ["first_rank", "local", None])
 def test_what_is_no_form_is_refused(form):
-    with pytest.raises(ConfigError, match="is none; pass FullState"):
+    with pytest.raises(ConfigError, match="is not known. Pass one of 'full', 'full_on_all_ranks', 'sharded'"):
         stating.shardwise.model_state(stating.sharding.Net(), form)
-    with pytest.raises(ConfigError, match="on is FirstRank"):
-        FullState(on="first")
 
 
 def test_a_model_without_values_has_no_state(worlds):

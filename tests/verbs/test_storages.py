@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import save
 from tests import truth
 from tests.harness.http_store import HttpStore, Status
+from tests.harness.memory_storage import MemoryReader
 from tests.verbs import on_ranks
 from tests.verbs.conftest import small_qwen3
 
 import shardwise
 from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.memory import MemoryReader
 
 pytestmark = pytest.mark.distributed
 
@@ -85,14 +85,14 @@ def test_a_file_replaced_while_it_is_read_is_noticed(worlds, qwen3, tmp_path):
     assert "replaced or rewritten" in text
 
 
-def test_strided_reads_from_the_page_cache_and_through_staging_are_the_same(worlds, tmp_path):
-    """Column shards are strided in the file: small gaps are read over, through staging or from the cache."""
+def test_strided_reads_through_staging(worlds, tmp_path):
+    """Column shards are strided in the file: small gaps are read over."""
     on_ranks.save_wide(tmp_path)
-    for way in ("cached", "staged", "tiny budget"):
-        assert worlds(3).run(on_ranks.column_shards, str(tmp_path), way) == [[]] * 3
+    for budget_bytes in (1 << 20, 4096):
+        assert worlds(3).run(on_ranks.column_shards, str(tmp_path), budget_bytes) == [[]] * 3
 
 
-@pytest.mark.parametrize("mode", ["once", "intervals", "alone"])
+@pytest.mark.parametrize("mode", ["once", "alone"])
 def test_replicas_hold_the_same_bits_whoever_read_them(worlds, qwen3, wanted, mode):
     outcomes = worlds(4).run(on_ranks.shared_load, str(qwen3), (2, 2), mode)
     for values, _ in outcomes:
@@ -103,13 +103,12 @@ def test_replicas_hold_the_same_bits_whoever_read_them(worlds, qwen3, wanted, mo
     assert copies * checkpoint <= reads <= 1.02 * copies * checkpoint
 
 
-def test_a_remote_checkpoint_is_read_once_for_all_replicas_and_the_report_says_why(worlds, qwen3, wanted):
+def test_a_remote_checkpoint_is_read_once_for_all_replicas(worlds, qwen3, wanted):
     with HttpStore(qwen3) as store:
         outcomes = worlds(4).run(on_ranks.shared_load, store.url, (2, 2), "weighed")
     for values, report in outcomes:
         assert same(values, wanted)
         assert len(report["read_once"]) == report["loaded"]
-        assert all("2 reads of each byte" in reason for reason in report["read_once"].values())
     reads = sum(report["read_bytes"] for _, report in outcomes)
     assert reads <= 1.02 * outcomes[0][1]["checkpoint_bytes"]
 
@@ -118,4 +117,3 @@ def test_replicas_read_for_themselves_from_a_local_disk(worlds, qwen3):
     outcomes = worlds(4).run(on_ranks.shared_load, str(qwen3), (2, 2), "weighed")
     for _, report in outcomes:
         assert not report["read_once"]
-        assert all("page cache" in reason for reason in report["read_alone"].values())

@@ -21,7 +21,7 @@ from torch.testing import assert_close
 import shardwise
 import shardwise.engines.saving
 from shardwise.errors import CheckpointError, StorageError
-from shardwise.execution.writing import saving_lock
+from shardwise.execution import saving_lock
 from shardwise.storage.writing.opening import open_writer
 
 ONE, SEVERAL = "1GB", "6KB"

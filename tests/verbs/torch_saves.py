@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardwise
-from shardwise.models.wrapping.wrap import Sharding
+from shardwise.models.wrap import Sharding
 
 
 def save_sharded(source: str, folder: str, mesh_kind: str, levels: tuple[str, ...]) -> None:

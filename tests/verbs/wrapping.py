@@ -42,7 +42,7 @@ def shown(checkpoint: str, folder: str) -> dict[str, str]:
     for policy in (
         shardwise.options.Classes(("Qwen3DecoderLayer",)),
         shardwise.options.MinSize(1000),
-        shardwise.options.Automatic(),
+        "auto",
     ):
         model = wrapped()
         said[f"shard, {policy}"] = shardwise.shard(model, shardwise.Sharding(wrap=policy))
@@ -56,12 +56,10 @@ def shown(checkpoint: str, folder: str) -> dict[str, str]:
     )
     said["files of save"] = [path.read_bytes() for path in sorted((root / "saved").iterdir())]
     said["stream"] = [key for key, _ in shardwise.iter_hf_tensors(model)]
-    state = shardwise.model_state(model, shardwise.options.FullState(on=shardwise.options.EveryRank()))
+    state = shardwise.model_state(model, "full_on_all_ranks")
     said["state"] = list(state)
     said["set state"] = shardwise.set_model_state(model, {name: value.half() for name, value in state.items()})
-    moments = shardwise.optimizer_state(
-        model, optimizer, shardwise.options.FullState(on=shardwise.options.EveryRank())
-    )
+    moments = shardwise.optimizer_state(model, optimizer, "full_on_all_ranks")
     said["optimizer"] = [moments["param_groups"], list(moments["state"])]
     said["set optimizer"] = shardwise.set_optimizer_state(model, optimizer, moments)
     said["load"] = shardwise.load(model, checkpoint)

@@ -2,52 +2,43 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from typing_extensions import TypedDict
 
-from shardwise.bank import guards
-from shardwise.bank.backends import BackendChoice, FewestProducts
-from shardwise.bank.calls import (
-    AskedStep,
-    SharedBase,
-    is_scaled_at_once,
-    open_call,
-    require_one_step,
-    require_trainable,
-    tenant_of,
-)
-from shardwise.bank.culprits import train_together
+from shardwise.bank import calls, guards
+from shardwise.bank.backends import BackendChoice
 from shardwise.bank.facts import facts_of_base
 from shardwise.bank.files import config_of, find_training, names_of_peft, outlined, read_tenant, save_tenant
-from shardwise.bank.hooks import SiteHooks
-from shardwise.bank.optimizers import Moments, OptimizerMaker, wait_for
-from shardwise.bank.results import BeginsAnew, FusedLosses, TenantLoss, TenantStart, TenantStep
-from shardwise.bank.routing import RouteSwitch
+from shardwise.bank.routing import RouteSwitch, SiteHooks
 from shardwise.bank.rows import RowTensors
 from shardwise.bank.state import AllowedFaults, agreed_state, go_on, tenant_state
 from shardwise.bank.tenant import (
+    FusedLosses,
+    OptimizerMaker,
     Reduction,
     ScheduleMaker,
     Tenant,
+    TenantLoss,
     TenantOptions,
-    TokenMean,
+    TenantStart,
+    TenantStep,
     require_name,
+    summed,
 )
 from shardwise.checkpoints.facts import digest_of
-from shardwise.engines.arguments import require_meant
-from shardwise.engines.save_options import SavedState, SaveOptions, Trust, Verification, WithTraining
+from shardwise.engines.arguments import agree_on_call, require_meant
+from shardwise.engines.save_plan import SaveOptions
 from shardwise.errors import ConfigError
-from shardwise.execution.ranks.world import World
-from shardwise.models.placement import computing_device
-from shardwise.planning.loads.load_plan import Refuse
-from shardwise.planning.states.matching import OnFault
-from shardwise.report.save_report import SaveReport
+from shardwise.execution.world import World
+from shardwise.models.view import computing_device
+from shardwise.planning.matching import OnFault
+from shardwise.report.save_reports import SaveReport
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -65,7 +56,6 @@ class TenantKeywords(TypedDict, total=False):
     accumulation: int
     reduction: Reduction
     seed: int
-    optimizer_state: Moments
 
 
 class AdapterBank:
@@ -79,26 +69,28 @@ class AdapterBank:
 
     Args:
         model: as ``shardwise.from_pretrained`` brings it up without ``tuning=``, sharded or not. It is frozen.
-        backend: how adapters are computed; by default whatever takes fewest products.
+        backend: "auto" computes neighbors of one rank and as many rows by one batched product; "loop" computes one
+            tenant after the other, as PEFT does.
         pad_to: the multiple that rows' lengths are rounded up to.
 
     Raises:
         ConfigError: the model cannot be a base; it names why.
     """
 
-    def __init__(self, model: nn.Module, *, backend: BackendChoice | None = None, pad_to: int = 64) -> None:
+    def __init__(self, model: nn.Module, *, backend: BackendChoice = "auto", pad_to: int = 64) -> None:
         self._world = World.current(call="an AdapterBank")
         self._model = self._world.together(lambda: guards.require_base(model, self._world.size))
         if pad_to < 1:
             raise ConfigError(f"pad_to={pad_to}: rows are padded to a multiple of 1 or more")
+        if backend not in get_args(BackendChoice):
+            raise ConfigError(f"backend={backend!r}: pass 'auto' or 'loop'")
         self._tenants: dict[str, Tenant] = {}
         self._switch = RouteSwitch()
         self._hooks = SiteHooks(self._model, self._switch)
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
         self._device = computing_device(next(self._model.parameters()))
-        choice = backend if backend is not None else FewestProducts()
-        self._base = SharedBase(self._world, self._model, self._device, self._switch, choice, pad_to)
+        self._base = calls.SharedBase(self._world, self._model, self._device, self._switch, backend, pad_to)
 
     # ── tenants ───────────────────────────────────────────────────────────────────────────────────
 
@@ -135,15 +127,14 @@ class AdapterBank:
     def _agreed(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> Tenant:
         """A tenant as all ranks ask for it, of which nobody knows yet. Collective: yes."""
         tenant = self._world.together(lambda: self._made(name, config, TenantOptions(**keywords)))
-        optimizer = tenant.part.optimizer
+        optimizer = tenant.optimizer
         settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-        options, schedule = tenant.options, tenant.part.schedule
+        options, schedule = tenant.options, tenant.schedule
         words = (name, tenant.words, type(optimizer).__qualname__, repr(settings))
         schedules = (type(schedule).__qualname__, digest_of(schedule.state_dict()))
         numbers = (options.max_grad_norm, options.accumulation, options.seed)
-        modes = (repr(options.reduction), repr(options.optimizer_state))
         self._world.require_equal(
-            (*words, *schedules, *numbers, *modes), f"the adapter {name!r} (its config or options)"
+            (*words, *schedules, *numbers, repr(options.reduction)), f"the adapter {name!r} (its config or options)"
         )
         return tenant
 
@@ -165,16 +156,14 @@ class AdapterBank:
         self._hooks.remove(tenant.sites)
 
     def _tenant(self, name: str) -> Tenant:
-        return tenant_of(self._tenants, name)
+        return calls.tenant_of(self._tenants, name)
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────
 
     def forward_backward(self, batches: Sequence[tuple[str, RowTensors]]) -> FusedLosses:
         """A micro-batch of each of some tenants, through the base at once; adds to their gradients.
 
-        Where the rows of some break a pass off, the others get what they would have got without the trouble, to the
-        bit; whose rows it was is in ``failures``, with the error, and their gradients and windows are as before
-        ([Note: Whose fault]). If the call raises, those of all are.
+        If a pass fails on any rank, all of the call is discarded on all ranks: gradients and windows are as before.
 
         Collective: yes. Two short meetings, and what FSDP2 gathers for each pass.
         Memory: logits of all rows of a pass in float32; a copy of gradients whose window has begun.
@@ -186,25 +175,21 @@ class AdapterBank:
         Raises:
             ConfigError: a batch or a tenant is not what it must be; the same on every rank, before anything is run.
             DisagreementError: ranks name other tenants.
-            TrainingError: an adapter was passed by, or the base has drawn random numbers; there is memory for each
-                of the tenants alone, and not for all.
-            ShardwiseError: what broke a pass off, where it does so for each tenant alone, or for none.
+            TrainingError: an adapter was passed by, or the base has drawn random numbers.
+            ShardwiseError: what failed in a pass; a note names its tenants.
         """
-        opened = open_call(self._base, batches, self._tenants, require_trainable)
-        done = train_together(opened)
-        losses, call = {}, done.call
+        call = calls.open_call(self._base, batches, self._tenants, calls.require_trainable)
+        sums, passes = call.train()
+        losses = {}
         for number, entry in enumerate(call.agreed):
-            if number in done.failures:
-                continue
             tenant = self._tenant(str(entry.name))
             tenant.window.micro_batches += 1
             tenant.window.learned_tokens += entry.learned_tokens
-            divisor = max(entry.learned_tokens, 1) if isinstance(tenant.options.reduction, TokenMean) else 1
+            divisor = max(entry.learned_tokens, 1) if tenant.options.reduction == "mean" else 1
             losses[tenant.name] = TenantLoss(
-                done.sums.get(number, 0.0) / divisor, entry.learned_tokens, call.logprobs.get(number, [])
+                sums.get(number, 0.0) / divisor, entry.learned_tokens, call.logprobs.get(number, [])
             )
-        failures = {str(call.agreed[number].name): error for number, error in done.failures.items()}
-        return FusedLosses(losses, done.passes, dict(call.chosen), failures)
+        return FusedLosses(losses, passes, dict(call.chosen))
 
     def optim_step(self, name: str, **changes: Any) -> TenantStep:
         """Take a tenant's step, at the end of its window. One all-reduce of its gradient.
@@ -222,7 +207,7 @@ class AdapterBank:
             RankLostError: a rank is lost. The bank is over then.
         """
 
-        def check() -> AskedStep:
+        def check() -> tuple[Tenant, dict[str, str]]:
             tenant = self._tenant(name)
             found, wanted = tenant.window.micro_batches, tenant.options.accumulation
             if found < wanted:
@@ -230,25 +215,25 @@ class AdapterBank:
                     f"the window of {name!r} has {found} micro-batches of {wanted}; it steps when full"
                 )
             tenant.require_changes(changes)
-            return AskedStep(name, repr(sorted(changes.items())), tenant.settings())
+            asked = {
+                "the tenant that takes a step": name,
+                "the changes of its settings": repr(sorted(changes.items())),
+            }
+            settings = {f"{key} of {name!r}": value for key, value in tenant.settings().items()}
+            return tenant, {**asked, **settings}
 
-        self._world.all_reduce(check, require_one_step)
-        tenant = self._tenant(name)
+        tenant = agree_on_call(self._world, check)
         tenant.change(changes)
-        learning_rate = tenant.part.learning_rate
+        learning_rate = float(tenant.optimizer.param_groups[0].get("lr", math.nan))
         learned = tenant.window.learned_tokens
-        is_mean = isinstance(tenant.options.reduction, TokenMean) and not is_scaled_at_once(tenant)
+        is_mean = tenant.options.reduction == "mean" and not calls.is_scaled_at_once(tenant)
 
         def step() -> tuple[bool, float]:
-            self._sum_over_ranks(tenant)
+            summed(self._world, tenant.gradient)
             return tenant.step(1 / max(learned, 1) if is_mean else 1.0)
 
         is_taken, norm = self._world.together(step)
         return TenantStep(is_taken, norm, learned, learning_rate)
-
-    def _sum_over_ranks(self, tenant: Tenant) -> None:
-        if self._world.size > 1:
-            wait_for(self._world, dist.all_reduce(tenant.gradient, group=self._world.group, async_op=True))
 
     # ── evaluation ────────────────────────────────────────────────────────────────────────────────
 
@@ -263,8 +248,8 @@ class AdapterBank:
         Returns: for each entry, for each of this rank's rows, (tokens - 1,) float32: of each label, given what
         stands before it; 0 where it is none.
         """
-        call = open_call(self._base, batches, self._tenants, lambda base, tenants: None)
-        call.together(call.look, lambda _: None)
+        call = calls.open_call(self._base, batches, self._tenants, lambda base, tenants: None)
+        call.look()
         return [call.logprobs.get(number, []) for number in range(len(call.rows))]
 
     # ── state ─────────────────────────────────────────────────────────────────────────────────────
@@ -273,7 +258,7 @@ class AdapterBank:
         """All of a tenant: matrices and open window by PEFT's names, optimizer, schedule, counts. A copy.
 
         It is the same on every rank, and goes on on any number of them. Collective: yes; a short meeting, and an
-        exchange where a window is open or moments are sharded.
+        exchange where a window is open.
         """
         self._world.require_equal(
             self._world.together(lambda: self._tenant(name)).name, "the tenant that is asked for"
@@ -286,13 +271,13 @@ class AdapterBank:
         name: str,
         state: Mapping[str, Any],
         *,
-        on_other_base: OnFault = Refuse(),  # noqa: B008 - frozen
-        on_not_finite: OnFault = Refuse(),  # noqa: B008
+        on_other_base: OnFault = "error",
+        on_not_finite: OnFault = "error",
     ) -> TenantStart:
         """Give a tenant, created with the same config and optimizer, the state of one.
 
         With the matrices alone, as ``peft.get_peft_model_state_dict`` gives them, it begins anew, as
-        created. What is returned says which: ``GoesOn`` or ``BeginsAnew``.
+        created. What is returned says which.
 
         Collective: yes; every rank gives the same.
 
@@ -311,14 +296,14 @@ class AdapterBank:
         tenant = self._world.together(lambda: self._tenant(name))
         base = facts_of_base(self._world, self._model)
         allowed = AllowedFaults(on_other_base, on_not_finite)
-        given = agreed_state(tenant, state, allowed, base, lambda: names_of_peft(self._model, tenant))
-        if given.facts is not None:
-            return go_on(tenant, state, given.facts, given.room)
+        facts, room = agreed_state(tenant, state, allowed, base, lambda: names_of_peft(self._model, tenant))
+        if facts is not None:
+            return go_on(tenant, state, facts, room)
         fresh = self._world.together(lambda: self._like(tenant))
         for key, values in fresh.matrices.items():
             values.copy_(state[key])
         self._tenants[name] = fresh
-        return BeginsAnew("the state has matrices alone")
+        return TenantStart(reason="the state has matrices alone")
 
     def _like(self, tenant: Tenant) -> Tenant:
         """The same tenant, as it was created."""
@@ -332,10 +317,10 @@ class AdapterBank:
         name: str,
         directory: str | os.PathLike[str],
         *,
-        state: SavedState = WithTraining(),  # noqa: B008 - frozen
+        training_state: bool = True,
         tokenizer: Any = None,
         dtype: torch.dtype | str | None = None,
-        verify: Verification = Trust(),  # noqa: B008
+        verify: bool = False,
         options: SaveOptions = SaveOptions(),  # noqa: B008
     ) -> SaveReport:
         """Save a tenant as ``PeftModel.from_pretrained`` loads it, with all that ``save_adapter`` promises.
@@ -348,10 +333,10 @@ class AdapterBank:
         Args:
             name: of the tenant.
             directory: a folder that all ranks see, which need not be there yet.
-            state: ``MatricesOnly()`` leaves out what only a training needs.
+            training_state: ``False`` leaves out what only a training needs.
             tokenizer: saved with it, if given.
             dtype: matrices are cast to it; what is trained stays beside them as it is.
-            verify: ``CompareWithMemory()`` reads tensors and headers back before the save counts.
+            verify: ``True`` reads tensors and headers back before the save counts.
             options: memory budget, progress, process group, patience.
 
         Raises:
@@ -365,7 +350,7 @@ class AdapterBank:
             tenant,
             directory,
             facts_of_base(self._world, self._model),
-            state=state,
+            training_state=training_state,
             tokenizer=tokenizer,
             dtype=dtype,
             verify=verify,
@@ -377,9 +362,9 @@ class AdapterBank:
         name: str,
         directory: str | os.PathLike[str],
         *,
-        state: SavedState = WithTraining(),  # noqa: B008 - frozen
-        on_other_base: OnFault = Refuse(),  # noqa: B008
-        on_not_finite: OnFault = Refuse(),  # noqa: B008
+        training_state: bool = True,
+        on_other_base: OnFault = "error",
+        on_not_finite: OnFault = "error",
         **keywords: Unpack[TenantKeywords],
     ) -> TenantStart:
         """Add a tenant whose config and matrices are in a folder of PEFT's, that all ranks see.
@@ -388,14 +373,14 @@ class AdapterBank:
         PEFT saved has none, and is taken as it is.
 
         With the state of its training beside it, it goes on, on any number of ranks; else it begins with these
-        matrices. What is returned says which: ``GoesOn`` or ``BeginsAnew``.
+        matrices. What is returned says which.
 
         Collective: yes. If it fails, there is no such tenant.
 
         Args:
             name: as of :meth:`create`.
             directory: with ``adapter_config.json``, and a file of tensors.
-            state: ``MatricesOnly()`` begins anew in any case.
+            training_state: ``False`` begins anew in any case.
             on_other_base: ``Ignore()`` where a training may go on on another base than it was saved with;
                 ``Ignore(only=...)`` of "config", "shapes" (and names) and "values" for what may differ.
             on_not_finite: ``Ignore()``, or ``Ignore(only=...)`` with names of tensors, takes matrices and moments
@@ -413,9 +398,9 @@ class AdapterBank:
                 optimizer or schedule, naming what differs.
         """
         self._world.together(lambda: require_meant(_PERMISSION, {"on_other_base": on_other_base}))
-        found = find_training(self._world, name, directory, state, on_not_finite)
+        found = find_training(self._world, name, directory, on_not_finite, training_state=training_state)
         config = self._world.together(lambda: config_of(directory))
-        options: Any = keywords if isinstance(found, BeginsAnew) else {**found.facts.options, **keywords}
+        options: Any = keywords if isinstance(found, TenantStart) else {**found.facts.options, **keywords}
         tenant = self._agreed(name, config, options)
         base = facts_of_base(self._world, self._model)
         allowed = AllowedFaults(on_other_base, on_not_finite)

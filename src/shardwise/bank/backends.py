@@ -11,15 +11,50 @@ has no rows of a tenant, as FSDP2 gathers for the backward pass of what requires
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
-from shardwise.bank import dropout
-from shardwise.planning.forecasts.tenants import padded_rank
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND = 0x94D049BB133111EB - (1 << 64)
+
+
+def key_of(*parts: object) -> int:
+    """63 bits of whatever has a ``repr``."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
+
+
+def row_keys(key: int, first: int, count: int) -> torch.Tensor:
+    """A key for each of some rows: (count,), int64, on the CPU."""
+    return _mixed(key + torch.arange(first, first + count) * _GOLDEN)
+
+
+def dropped(values: torch.Tensor, keys: torch.Tensor, site: int, probability: float) -> torch.Tensor:
+    """Values with some of them 0 and the others scaled, as ``nn.Dropout`` has it in training.
+
+    It is its own derivative: of a gradient it gives that of the values. ``values`` is (rows * n, width), ``keys``
+    (rows,).
+    """
+    places = torch.arange(values.numel() // max(len(keys), 1), device=values.device)
+    hashed = _mixed((keys.to(values.device) ^ site).unsqueeze(1) + places * _GOLDEN)
+    kept = (_shifted(hashed, 33) >= int(probability * (1 << 31))).view(values.shape)
+    return torch.where(kept, values / (1 - probability), 0.0)
+
+
+def _mixed(values: torch.Tensor) -> torch.Tensor:
+    values = (values ^ _shifted(values, 30)) * _FIRST
+    values = (values ^ _shifted(values, 27)) * _SECOND
+    return values ^ _shifted(values, 31)
+
+
+def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right, filled up with zeros."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,39 +89,18 @@ class SitePart:
     def dropped(self, values: torch.Tensor) -> torch.Tensor:
         if self.keys is None:
             return values
-        return dropout.dropped(values, self.keys, self.site, self.pair.dropout)
+        return dropped(values, self.keys, self.site, self.pair.dropout)
 
 
-class Backend(Protocol):
-    """How the adapters of a layer are computed; all of these agree but for rounding.
-
-    ``x`` is (rows, in), ``out`` and ``g`` are (rows, out); parts are in order and do not overlap.
-    """
-
-    def add(self, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
-        """Add the adapters to ``out``; returns what :meth:`lead_back` wants to have again."""
-        ...
-
-    def lead_back(
-        self,
-        parts: Sequence[SitePart],
-        x: torch.Tensor,
-        kept: Sequence[torch.Tensor],
-        g: torch.Tensor,
-        x_grad: torch.Tensor | None,
-    ) -> None:
-        """Add to the gradients of the matrices, and to that of ``x``, where it is wanted."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
 class SegmentLoop:
     """One tenant after the other, by the products that PEFT takes, in its order: the reference.
 
-    The scale is applied as a number of Python's, in float32 whatever the dtype.
+    The scale is applied as a number of Python's, in float32 whatever the dtype. ``x`` is (rows, in), ``out`` and
+    ``g`` are (rows, out); parts are in order and do not overlap.
     """
 
     def add(self, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
+        """Add the adapters to ``out``; returns what :meth:`lead_back` needs again."""
         kept = []
         for part in parts:
             pair, rows = part.pair, slice(part.start, part.stop)
@@ -103,6 +117,7 @@ class SegmentLoop:
         g: torch.Tensor,
         x_grad: torch.Tensor | None,
     ) -> None:
+        """Add to the gradients of the matrices, and to that of ``x`` if there is one."""
         for part, z in zip(parts, kept, strict=True):
             pair, rows = part.pair, slice(part.start, part.stop)
             scaled = g[rows] * pair.scaling
@@ -113,25 +128,20 @@ class SegmentLoop:
                 x_grad[rows] += part.dropped(z_grad @ pair.A.to(g.dtype))
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedProducts:
-    """Tenants side by side whose ranks are alike once rounded up, by one product for all of them.
-
-    That is a batched product where each has as many rows, as tenants of one length have, and else a grouped one.
-    Matrices are padded with zeros to that rank for the time of the product; the padding has no place in a buffer.
-    """
+class GroupedProducts(SegmentLoop):
+    """Neighbors with as many rows and one rank, by one batched product; others one after the other."""
 
     def add(self, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
+        """Add the adapters to ``out``; returns what :meth:`lead_back` needs again."""
         kept: list[torch.Tensor] = []
-        for run in runs(parts, x.dtype):
+        for run in runs(parts):
             if len(run) == 1:
-                kept += SegmentLoop().add(run, x, out)
+                kept += super().add(run, x, out)
                 continue
-            products = _Products(run, x.device)
-            packed_lora_A, packed_lora_B = _packed(run, x.dtype)
-            z = products.of_rows(_dropped(run, x), packed_lora_A.transpose(-2, -1))
-            scaled = products.scaled(z)
-            products.add_of_rows(out[products.rows], scaled, packed_lora_B.transpose(-2, -1))
+            A, B = _packed(run, x.dtype)
+            z = torch.bmm(_dropped(run, x), A.transpose(1, 2))
+            scaled = (z * _scales(run, x.device)).to(x.dtype)
+            _by_tenant(run, out).baddbmm_(scaled, B.transpose(1, 2))
             kept.append(scaled)
         return kept
 
@@ -143,89 +153,34 @@ class GroupedProducts:
         g: torch.Tensor,
         x_grad: torch.Tensor | None,
     ) -> None:
-        for run, scaled in zip(runs(parts, x.dtype), kept, strict=True):
+        """Add to the gradients of the matrices, and to that of ``x`` if there is one."""
+        for run, scaled in zip(runs(parts), kept, strict=True):
             if len(run) == 1:
-                SegmentLoop().lead_back(run, x, [scaled], g, x_grad)
+                super().lead_back(run, x, [scaled], g, x_grad)
                 continue
-            products = _Products(run, x.device)
-            rows, own = products.rows, g[products.rows].contiguous()
-            packed_lora_A, packed_lora_B = _packed(run, g.dtype)
-            b_grads = products.over_rows(scaled, own).transpose(1, 2)  # quicker by half than over_rows(own, scaled)
-            z_grad = products.scaled(products.of_rows(own, packed_lora_B))
-            a_grads = products.over_rows(z_grad, _dropped(run, x))
+            A, B = _packed(run, g.dtype)
+            own = _by_tenant(run, g)
+            b_grads = torch.bmm(scaled.transpose(1, 2), own).transpose(1, 2)  # faster than the other way round
+            z_grad = (torch.bmm(own, B) * _scales(run, g.device)).to(g.dtype)
+            a_grads = torch.bmm(z_grad.transpose(1, 2), _dropped(run, x))
             for part, a_grad, b_grad in zip(run, a_grads, b_grads, strict=True):
-                part.pair.a_grad.add_(a_grad[: part.pair.rank])
-                part.pair.b_grad.add_(b_grad[:, : part.pair.rank])
-            if x_grad is None:
-                continue
-            if all(part.keys is None for part in run):
-                products.add_of_rows(x_grad[rows], z_grad, packed_lora_A)
-                continue
-            found = products.of_rows(z_grad, packed_lora_A)
-            for part in run:
-                x_grad[part.start : part.stop] += part.dropped(
-                    found[part.start - rows.start : part.stop - rows.start]
-                )
+                part.pair.a_grad.add_(a_grad)
+                part.pair.b_grad.add_(b_grad)
+            if x_grad is not None:
+                for part, found in zip(run, torch.bmm(z_grad, A), strict=True):
+                    x_grad[part.start : part.stop] += part.dropped(found)
 
 
-class _Products:
-    """Products of the rows of several tenants, each with its own matrix.
-
-    Offsets of a grouped product end where the rows do: what it leaves behind them is garbage.
-    """
-
-    def __init__(self, run: Sequence[SitePart], device: torch.device) -> None:
-        self.rows = slice(run[0].start, run[-1].stop)
-        lengths = [part.stop - part.start for part in run]
-        self._shape = (len(run), lengths[0])
-        self._are_alike = len(set(lengths)) == 1
-        scales = torch.tensor([part.pair.scaling for part in run], dtype=torch.float32, device=device)
-        if self._are_alike:
-            self._scales = scales.view(-1, 1, 1)
-            return
-        stops = [part.stop - self.rows.start for part in run]
-        self._offsets = torch.tensor(stops, dtype=torch.int32, device=device)
-        counts = torch.tensor(lengths, device=device)
-        self._scales = scales.repeat_interleave(counts, output_size=stops[-1]).unsqueeze(1)
-
-    def of_rows(self, values: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """(rows, in) and (tenants, in, out): (rows, out)."""
-        if self._are_alike:
-            return torch.bmm(self._by_tenant(values), matrices).flatten(0, 1)
-        return F.grouped_mm(values, matrices, offs=self._offsets)
-
-    def add_of_rows(self, out: torch.Tensor, values: torch.Tensor, matrices: torch.Tensor) -> None:
-        """Adds :meth:`of_rows` to ``out``, (rows, out), contiguous."""
-        if self._are_alike:
-            self._by_tenant(out).baddbmm_(self._by_tenant(values), matrices)
-        else:
-            out += F.grouped_mm(values, matrices, offs=self._offsets)
-
-    def over_rows(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """(rows, a) and (rows, b): (tenants, a, b), the sums of outer products over each tenant's rows."""
-        if self._are_alike:
-            return torch.bmm(self._by_tenant(left).transpose(1, 2), self._by_tenant(right))
-        return F.grouped_mm(left.T, right, offs=self._offsets)
-
-    def scaled(self, values: torch.Tensor) -> torch.Tensor:
-        """Times each tenant's scaling, in float32."""
-        if self._are_alike:
-            return (self._by_tenant(values) * self._scales).to(values.dtype).flatten(0, 1)
-        return (values * self._scales).to(values.dtype)
-
-    def _by_tenant(self, values: torch.Tensor) -> torch.Tensor:
-        return values.view(*self._shape, values.shape[-1])
-
-
-def runs(parts: Sequence[SitePart], dtype: torch.dtype) -> list[list[SitePart]]:
-    """Parts that follow each other without a gap and have one padded rank."""
+def runs(parts: Sequence[SitePart]) -> list[list[SitePart]]:
+    """Group parts that follow each other without a gap, with as many rows and one rank."""
     found: list[list[SitePart]] = []
     for part in parts:
         last = found[-1][-1] if found else None
         if (
             last is not None
             and last.stop == part.start
-            and padded_rank(last.pair.rank, dtype.itemsize) == padded_rank(part.pair.rank, dtype.itemsize)
+            and last.stop - last.start == part.stop - part.start
+            and last.pair.rank == part.pair.rank
         ):
             found[-1].append(part)
         else:
@@ -233,73 +188,43 @@ def runs(parts: Sequence[SitePart], dtype: torch.dtype) -> list[list[SitePart]]:
     return found
 
 
+def _by_tenant(run: Sequence[SitePart], values: torch.Tensor) -> torch.Tensor:
+    """View the rows of a run as (tenants, rows, width)."""
+    return values[run[0].start : run[-1].stop].view(len(run), -1, values.shape[-1])
+
+
 def _dropped(run: Sequence[SitePart], x: torch.Tensor) -> torch.Tensor:
     if all(part.keys is None for part in run):
-        return x[run[0].start : run[-1].stop].contiguous()
-    return torch.cat([part.dropped(x[part.start : part.stop]) for part in run])
+        return _by_tenant(run, x)
+    return torch.stack([part.dropped(x[part.start : part.stop]) for part in run])
+
+
+def _scales(run: Sequence[SitePart], device: torch.device) -> torch.Tensor:
+    scales = [part.pair.scaling for part in run]
+    return torch.tensor(scales, dtype=torch.float32, device=device).view(-1, 1, 1)
 
 
 def _packed(run: Sequence[SitePart], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tenants, rank, in) and (tenants, out, rank), padded with zeros."""
-    first = run[0].pair
-    rank = padded_rank(first.rank, dtype.itemsize)
-    if all(part.pair.rank == rank for part in run):
-        A, B = torch.stack([part.pair.A for part in run]), torch.stack([part.pair.B for part in run])
-        return A.to(dtype), B.to(dtype)
-    A = first.A.new_zeros((len(run), rank, first.A.shape[1]), dtype=dtype)
-    B = first.B.new_zeros((len(run), first.B.shape[0], rank), dtype=dtype)
-    for number, part in enumerate(run):
-        A[number, : part.pair.rank] = part.pair.A
-        B[number, :, : part.pair.rank] = part.pair.B
-    return A, B
+    """Stack the matrices of a run: (tenants, rank, in) and (tenants, out, rank)."""
+    A, B = torch.stack([part.pair.A for part in run]), torch.stack([part.pair.B for part in run])
+    return A.to(dtype), B.to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class LoopedAlways:
-    """Tenants one after the other: exact, and as many products as tenants."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedAlways:
-    """Grouped products wherever torch can take them."""
-
-
-@dataclass(frozen=True, slots=True)
-class FewestProducts:
-    """Grouped products where they are fewer, and what is padded costs no more than twice."""
-
-
-BackendChoice: TypeAlias = LoopedAlways | GroupedAlways | FewestProducts
+BackendChoice: TypeAlias = Literal["auto", "loop"]
+"""How adapters are computed: by batched products where tenants are alike, or always one after the other."""
 
 
 def choose_backend(
     choice: BackendChoice, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor
-) -> tuple[Backend, str]:
+) -> tuple[SegmentLoop, str]:
     """The backend of one layer, and why in a few words. Arithmetic alone: nothing is timed."""
-    if isinstance(choice, LoopedAlways):
+    if choice == "loop":
         return SegmentLoop(), "loop: as asked"
-    if why := _why_not_grouped(x, out):
-        return SegmentLoop(), f"loop: {why}"
-    found = runs(parts, x.dtype)
-    if len(found) == len(parts):
-        return SegmentLoop(), "loop: no two neighbours of one rank"
-    if isinstance(choice, FewestProducts):
-        needed = sum((part.stop - part.start) * part.pair.rank for part in parts)
-        taken = sum((part.stop - part.start) * padded_rank(part.pair.rank, x.dtype.itemsize) for part in parts)
-        if taken > 2 * needed:
-            return SegmentLoop(), "loop: padded ranks would cost more than twice"
+    if x.dtype != out.dtype:
+        return SegmentLoop(), f"loop: no batched product of {x.dtype} to {out.dtype}"
+    if len(runs(parts)) == len(parts):
+        return SegmentLoop(), "loop: no two neighbors alike"
     return GroupedProducts(), "grouped: fewer products"
-
-
-def _why_not_grouped(x: torch.Tensor, out: torch.Tensor) -> str:
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or out.dtype != x.dtype:
-        return f"no grouped product of {x.dtype} to {out.dtype}"
-    if x.device.type == "cuda" and x.dtype is not torch.bfloat16:
-        return f"no grouped product of {x.dtype} on CUDA"
-    step = 16 // x.dtype.itemsize
-    if x.shape[-1] % step or out.shape[-1] % step:
-        return f"widths that are no multiples of {step}"
-    return ""
 
 
 def adapt(
@@ -307,7 +232,7 @@ def adapt(
     x: torch.Tensor,
     y: torch.Tensor,
     parts: Sequence[SitePart],
-    backend: Backend,
+    backend: SegmentLoop,
 ) -> torch.Tensor:
     """``y`` (..., out) with the adapters' part of each row, of ``x`` (..., in); parts count the rows of both.
 
@@ -326,10 +251,10 @@ class _SegmentedProducts(torch.autograd.Function):
         x: torch.Tensor,
         y: torch.Tensor,
         parts: tuple[SitePart, ...],
-        backend: Backend,
+        backend: SegmentLoop,
     ) -> torch.Tensor:
         out = y.clone(memory_format=torch.contiguous_format)
-        kept = backend.add(parts, x.flatten(0, -2), out.flatten(0, -2))
+        kept = backend.add(parts, x.contiguous().flatten(0, -2), out.flatten(0, -2))
         ctx.parts, ctx.backend = parts, backend
         ctx.save_for_backward(x, *kept)
         return out
@@ -339,7 +264,8 @@ class _SegmentedProducts(torch.autograd.Function):
         x, *kept = ctx.saved_tensors
         x_grad = x.new_zeros(x.shape) if ctx.needs_input_grad[1] else None
         flat = None if x_grad is None else x_grad.flatten(0, -2)
-        ctx.backend.lead_back(ctx.parts, x.flatten(0, -2), kept, outer[0].flatten(0, -2), flat)
+        gradient = outer[0].contiguous().flatten(0, -2)
+        ctx.backend.lead_back(ctx.parts, x.contiguous().flatten(0, -2), kept, gradient, flat)
         return None, x_grad, outer[0], None, None
 
 

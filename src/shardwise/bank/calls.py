@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from shardwise.bank import guards
 from shardwise.bank.backends import BackendChoice
-from shardwise.bank.in_step import in_step
-from shardwise.bank.passes import EntryRows, FusedPass
+from shardwise.bank.passes import EntryRows, FusedPass, in_step
 from shardwise.bank.routing import RouteSwitch
 from shardwise.bank.rows import (
     AgreedRows,
-    PassPlan,
     RowFacts,
     RowTensors,
     TenantRow,
@@ -26,15 +26,12 @@ from shardwise.bank.rows import (
     facts_of,
     plan_passes,
     rows_of,
-    without_meaning,
 )
-from shardwise.bank.tenant import Tenant, TokenMean, WeightedSum
-from shardwise.errors import ConfigError, DisagreementError
-from shardwise.execution.ranks.messages import OddRanks
-from shardwise.execution.ranks.world import World
-from shardwise.models.placement import root_of
+from shardwise.bank.tenant import Tenant
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.execution.world import World
 from shardwise.models.torch_words import forget_pass
-from shardwise.training.generation import evaluating
+from shardwise.models.view import root_of
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -79,14 +76,57 @@ class RowCall:
     agreed: list[AgreedRows]
     chosen: Counter[str] = field(default_factory=Counter)
     logprobs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    failure: Exception | None = None
-    """What has broken off a pass on this rank."""
 
     def train(self) -> tuple[dict[int, float], int]:
-        """Passes, forward and backward. Collective: as the base is.
+        """Add to the gradients of the tenants: passes, forward and backward. Collective: yes.
 
-        Returns: the sums of this rank's losses by entry, and how many passes there were.
+        Returns: the sums of all ranks' losses by entry, and how many passes there were.
+
+        Raises:
+            ShardwiseError: the same on every rank, naming the tenants. Gradients are as before the call.
         """
+        before = [
+            (tenant.gradient, tenant.gradient.clone() if tenant.window.micro_batches else None)
+            for tenant in self.tenants
+            if tenant is not None
+        ]
+        try:
+            return self._together(self._train, _added_up)
+        except BaseException:
+            for gradient, kept in before:
+                gradient.zero_() if kept is None else gradient.copy_(kept)
+            raise
+
+    def look(self) -> None:
+        """Forward passes alone. Collective: yes.
+
+        Raises:
+            ShardwiseError: the same on every rank, naming the tenants.
+        """
+
+        def passes() -> None:
+            with _evaluating(self.base.model):
+                for each in self._passes(is_training=False):
+                    each.forward(self.base.model, self.base.switch)
+                    self._note(each)
+
+        self._together(passes, lambda _: None)
+
+    def _together(self, passes: Callable[[], T], conclude: Callable[[list[T]], R]) -> R:
+        """Carry out passes on all ranks, and combine their results. See [Note: In step]."""
+        base = self.base
+        root: Any = root_of(base.model)
+        try:
+            with in_step(base.world, root, base.recover) as keeper:
+                return base.world.all_reduce(lambda: keeper.run(passes), conclude)
+        except BaseException as error:
+            base.recover()
+            if isinstance(error, ShardwiseError):
+                names = ", ".join(repr(entry.name) for entry in self.agreed if sum(entry.rows))
+                error.add_note(f"This was a pass of {names}; all of it is discarded.")
+            raise
+
+    def _train(self) -> tuple[dict[int, float], int]:
         base, sums = self.base, dict[int, float]()
         scales = {
             number: 1 / max(entry.learned_tokens, 1) if is_scaled_at_once(tenant) else 1.0
@@ -101,81 +141,17 @@ class RowCall:
                 self._note(each)
         return sums, len(passes)
 
-    def look(self) -> None:
-        """Forward passes alone. Collective: as the base is."""
-        with evaluating(self.base.model):
-            for each in self._passes(is_training=False):
-                each.forward(self.base.model, self.base.switch)
-                self._note(each)
-
-    def together(self, passes: Callable[[], T], conclude: Callable[[list[T]], R]) -> R:
-        """Carry out passes on all ranks, and put together what each of them tells.
-
-        Collective: yes.
-
-        Raises:
-            ShardwiseError: the same on every rank, and they are in step ([Note: In step]).
-        """
-        base = self.base
-
-        def run() -> T:
-            try:
-                return keeper.run(passes)
-            except Exception as error:
-                self.failure = error
-                _let_go(error)
-                raise
-
-        root: Any = root_of(base.model)
-        with in_step(base.world, root, base.recover) as keeper:
-            try:
-                return base.world.all_reduce(run, conclude)
-            except BaseException:
-                base.recover()
-                raise
-
-    def alone(self, number: int) -> RowCall:
-        """The call with one entry of this one."""
-        return replace(
-            self,
-            rows=[self.rows[number]],
-            tenants=[self.tenants[number]],
-            agreed=[self.agreed[number]],
-            **_nothing_told(),
-        )
-
-    def with_stand_ins(self, numbers: Iterable[int], absent: Iterable[int]) -> RowCall:
-        """The call with rows that mean nothing in place of those of some entries, in the same layout.
-
-        Rows of those that are ``absent``, too, are left out, as are those in whose passes there is nobody else.
-        """
-        idle, away = set(numbers), set(absent)
-        for plan in self._plans():
-            if idle.issuperset(plan.entries):
-                away.update(plan.entries)
-        rows, tenants, agreed = list(self.rows), list(self.tenants), list(self.agreed)
-        for number in idle:
-            tenant = tenants[number]
-            tenants[number] = None if tenant is None else tenant.stand_in()
-            rows[number] = [without_meaning(row) for row in rows[number]]
-            if number in away:
-                rows[number] = []
-                agreed[number] = replace(agreed[number], rows=tuple(0 for _ in agreed[number].rows))
-        return replace(self, rows=rows, tenants=tenants, agreed=agreed, **_nothing_told())
-
     def _passes(self, *, is_training: bool) -> list[FusedPass]:
         base = self.base
+        ranks = {tenant.name: tenant.rank for tenant in self.tenants if tenant is not None}
         entries = [
             EntryRows(tenant, own, sum(entry.rows[: base.world.rank]))
             for tenant, own, entry in zip(self.tenants, self.rows, self.agreed, strict=True)
         ]
         return [
-            FusedPass(plan, entries, base.device, base.backend, is_training=is_training) for plan in self._plans()
+            FusedPass(plan, entries, base.device, base.backend, is_training=is_training)
+            for plan in plan_passes(self.agreed, ranks, multiple=base.pad_to, longest=base.longest)
         ]
-
-    def _plans(self) -> list[PassPlan]:
-        ranks = {tenant.name: tenant.rank for tenant in self.tenants if tenant is not None}
-        return plan_passes(self.agreed, ranks, multiple=self.base.pad_to, longest=self.base.longest)
 
     def _note(self, done: FusedPass) -> None:
         assert done.logprobs is not None
@@ -187,16 +163,22 @@ class RowCall:
             ]
 
 
-def _let_go(error: BaseException) -> None:
-    """Have an error keep where it came from, but not what was computed there: tenants are to be run again."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards each module is in its own mode again, and sharded.
 
-
-def _nothing_told() -> dict[str, Any]:
-    return {"chosen": Counter(), "logprobs": {}, "failure": None}
+    FSDP2 keeps the root group gathered after a forward pass, for a backward pass that none of these has.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def open_call(
@@ -218,7 +200,7 @@ def open_call(
         found.extend(None if name is None else tenant_of(tenants, name) for name, _ in batches)
         require(base, found)
         for tenant, (name, batch) in zip(found, batches, strict=True):
-            takes_weights = tenant is None or isinstance(tenant.options.reduction, WeightedSum)
+            takes_weights = tenant is None or tenant.options.reduction == "sum"
             who = "the base" if name is None else repr(name)
             rows.append(rows_of(who, batch, words=base.words, longest=base.longest, may_have_weights=takes_weights))
         return [facts_of(name, own) for (name, _), own in zip(batches, rows, strict=True)]
@@ -229,47 +211,11 @@ def open_call(
 
 def _require_pairs(batches: object) -> None:
     """Raises ConfigError for what is no list of names with rows."""
-    if isinstance(batches, Mapping):
-        names = ", ".join(map(repr, batches))
-        raise ConfigError(f"the batches (of {names}) are a {type(batches).__name__}; pass list(batches.items())")
-    if not isinstance(batches, Sequence) or isinstance(batches, str):
-        raise ConfigError(f"the batches are a {type(batches).__name__}; pass a list of (name, rows)")
-    for number, entry in enumerate(batches):
-        if not isinstance(entry, tuple | list) or len(entry) != 2:
-            raise ConfigError(f"batches[{number}] is a {type(entry).__name__}, and no pair; pass (name, rows)")
-        if not isinstance(entry[0], str | None):
-            raise ConfigError(f"batches[{number}] has a {type(entry[0]).__name__} for the name of an adapter")
-
-
-@dataclass(frozen=True, slots=True)
-class AskedStep:
-    """What a rank tells of the step that it is about to take."""
-
-    name: str
-    changes: str
-    settings: Mapping[str, str]
-
-
-def require_one_step(told: Sequence[AskedStep]) -> None:
-    """Refuse steps that are not the same on all ranks.
-
-    Raises:
-        DisagreementError: naming what differs.
-    """
-    first = told[0]
-    if odd := OddRanks.among([(own.name, own.changes) for own in told]):
-        raise DisagreementError(f"the tenant that takes a step, or how on rank {odd.shown} is not that of rank 0")
-    if odd := OddRanks.among(told):
-        own = told[odd.first].settings
-        differing = (
-            f"{key} ({own.get(key, 'absent')} against {first.settings.get(key, 'absent')})"
-            for key in sorted({*own, *first.settings})
-            if own.get(key) != first.settings.get(key)
-        )
-        raise DisagreementError(
-            f"the step of {first.name!r} on rank {odd.shown} is not that of rank 0: {', '.join(differing)}; no "
-            "step was taken. Give it the same optimizer and schedule on every rank"
-        )
+    entries: Any = batches if isinstance(batches, Sequence) and not isinstance(batches, str) else [None]
+    for entry in entries:
+        is_pair = isinstance(entry, tuple | list) and len(entry) == 2
+        if not is_pair or not isinstance(entry[0], str | None):
+            raise ConfigError(f"batches: is a {type(batches).__name__}, not a list of (name, rows). Pass that.")
 
 
 def tenant_of(tenants: Mapping[str, Tenant], name: str) -> Tenant:
@@ -304,12 +250,10 @@ def is_scaled_at_once(tenant: Tenant | None) -> bool:
 
     Its gradients are then, product by product, those of a mean; else the sum is divided at the end.
     """
-    return (
-        tenant is not None and isinstance(tenant.options.reduction, TokenMean) and tenant.options.accumulation == 1
-    )
+    return tenant is not None and tenant.options.reduction == "mean" and tenant.options.accumulation == 1
 
 
-def added_up(told: Sequence[tuple[dict[int, float], int]]) -> tuple[dict[int, float], int]:
+def _added_up(told: Sequence[tuple[dict[int, float], int]]) -> tuple[dict[int, float], int]:
     """Sums of all ranks' losses by entry, and the passes, which are as many on each."""
     sums: dict[int, float] = {}
     for own, _ in told:

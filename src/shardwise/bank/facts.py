@@ -5,19 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from shardwise.bank.optimizers import maker_of
-from shardwise.bank.plain_json import from_json, to_json
-from shardwise.bank.tenant import Reduction, Tenant, TokenMean, WeightedSum
+from shardwise.bank.tenant import Reduction, Tenant, maker_of
 from shardwise.checkpoints.base_identity import (
     ALLOW_OTHER_BASE,
     BaseIdentity,
@@ -26,19 +23,18 @@ from shardwise.checkpoints.base_identity import (
     base_of,
     compare_bases,
 )
-from shardwise.errors import FormatError
-from shardwise.execution.ranks.world import World
+from shardwise.errors import ConfigError, FormatError
+from shardwise.execution.world import World
 from shardwise.formats.strict_json import parse_object
-from shardwise.models.optimizers.optimizer_kind import class_name, unlike
+from shardwise.models.optimizer_kind import class_name, unlike
 from shardwise.models.torch_words import original_class
 from shardwise.models.view import canonical, look_inside
-from shardwise.planning.states.matching import OnFault
+from shardwise.planning.matching import OnFault
 from shardwise.storage.names import shown
 from shardwise.tuning.sites import ExpertsSite
 
 _FORMAT = "shardwise tenant 1"
 _MOST = 1 << 53
-_REDUCTIONS: Mapping[str, Reduction] = {"TokenMean": TokenMean(), "WeightedSum": WeightedSum()}
 HOW_STEPPED = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that decide how a step is computed, not what: those of the present optimizer stay."""
 _LATER = frozenset({"maximize", "decoupled_weight_decay"})
@@ -52,7 +48,7 @@ class TenantFacts:
 
     Attributes:
         base: "name", as PEFT has it, "architecture", a digest of the names and "shapes" of its
-            parameters, and its "identity" as JSON ([Note: The identity of a base]), which older states do not have.
+            parameters, and its "identity" as JSON ([Note: The identity of a base]).
         config: by layer, (rank, scaling, dropout).
         matrices: their shapes, in the order in which they lie in flat tensors.
         optimizer: its class.
@@ -95,7 +91,7 @@ class TenantFacts:
         make = maker_of(self.optimizer, self.settings)
         return {
             "accumulation": self.accumulation,
-            "reduction": _REDUCTIONS[self.reduction],
+            "reduction": self.reduction,
             "seed": self.seed,
             **({} if make is None else {"optimizer": make}),
         }
@@ -116,18 +112,18 @@ def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
 
 def facts_of(tenant: Tenant, base: Mapping[str, str]) -> TenantFacts:
     """Of a tenant as it is; its settings and schedule are not copied."""
-    group = tenant.part.optimizer.param_groups[0]
+    group = tenant.optimizer.param_groups[0]
     return TenantFacts(
         base=base,
         config={_named(site): (site.r, site.scaling, getattr(site, "dropout", 0.0)) for site in tenant.sites},
         matrices=dict(tenant.shapes),
-        optimizer=class_name(tenant.part.optimizer),
+        optimizer=class_name(tenant.optimizer),
         settings={key: value for key, value in group.items() if key != "params"},
-        schedule=_class(tenant.part.schedule),
-        schedule_state=tenant.part.schedule.state_dict(),
+        schedule=_class(tenant.schedule),
+        schedule_state=tenant.schedule.state_dict(),
         max_grad_norm=tenant.max_grad_norm,
         accumulation=tenant.options.accumulation,
-        reduction=type(tenant.options.reduction).__name__,
+        reduction=tenant.options.reduction,
         seed=tenant.options.seed,
         windows=tenant.windows,
         steps=tenant.steps,
@@ -174,13 +170,21 @@ def facts_in(text: str, what: str) -> TenantFacts:
     content = parse_object(text.encode("utf-8", "surrogatepass"), what=what)
     if content.pop("format", None) != _FORMAT:
         raise FormatError(f"{what}: it is not of the format {_FORMAT!r}; update shardwise if it is newer")
+    return sound_facts({name: from_json(value, what) for name, value in content.items()}, what)
+
+
+def sound_facts(values: Mapping[str, Any], what: str) -> TenantFacts:
+    """Facts of these values, which a stranger may have written; ``what`` names them.
+
+    Raises:
+        FormatError: a value is not there, unknown, or none that it can be.
+    """
     names = {field.name for field in fields(TenantFacts)}
-    if names != content.keys():
+    if names != values.keys():
         raise FormatError(
-            f"{what}: it lacks {_few(names - content.keys())}, and has {_few(content.keys() - names)} more; the "
+            f"{what}: it lacks {_few(names - values.keys())}, and has {_few(values.keys() - names)} more; the "
             "file is damaged or forged"
         )
-    values = {name: from_json(value, what) for name, value in content.items()}
     for name, value in values.items():
         if not _IS_SOUND[name](value):
             raise FormatError(f"{what}: {name} is {shown(repr(value))}; the file is damaged or forged")
@@ -215,9 +219,9 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-_OF_A_BASE = {"name", "architecture", "shapes"}
+_OF_A_BASE = {"name", "architecture", "shapes", "identity"}
 _IS_SOUND: Mapping[str, Callable[[Any], bool]] = {
-    "base": lambda value: _is_dict(_is_text)(value) and value.keys() - {"identity"} == _OF_A_BASE,
+    "base": lambda value: _is_dict(_is_text)(value) and value.keys() == _OF_A_BASE,
     "config": _is_dict(_is_row(_is_number, 3)),
     "matrices": _is_dict(_is_row(_is_count, 2)),
     "optimizer": _is_text,
@@ -226,7 +230,7 @@ _IS_SOUND: Mapping[str, Callable[[Any], bool]] = {
     "schedule_state": lambda value: isinstance(value, dict),
     "max_grad_norm": lambda value: type(value) in (int, float) and value > 0,
     "accumulation": lambda value: _is_count(value) and value > 0,
-    "reduction": lambda value: isinstance(value, str) and value in _REDUCTIONS,
+    "reduction": lambda value: value in get_args(Reduction),
     "seed": lambda value: type(value) is int and abs(value) < 1 << 64,
     **dict.fromkeys(("windows", "steps", "micro_batches", "learned_tokens"), _is_count),
 }
@@ -238,7 +242,7 @@ _IS_SOUND: Mapping[str, Callable[[Any], bool]] = {
 def differences(tenant: Tenant, there: TenantFacts, base: Mapping[str, str], on_other_base: OnFault) -> list[str]:
     """Why a tenant cannot go on from a state, in sentences; nothing where it can."""
     here = facts_of(tenant, base)
-    faults = [*_of_bases(there.base, here.base, on_other_base), *_of_shapes(there.matrices, here.matrices)]
+    faults = [*_of_bases(there.base, here.base, on_other_base), *differing_shapes(there.matrices, here.matrices)]
     if not faults:
         for site in sorted({*there.config, *here.config}):
             one, other = there.config.get(site), here.config.get(site)
@@ -262,19 +266,14 @@ def match_bases(there: Mapping[str, str], here: Mapping[str, str], on_other_base
     Raises:
         FormatError: what is told of the first is no identity.
     """
-    identities = [_identity_in(told.get("identity")) for told in (there, here)]
-    assert identities[1] is not None, "it is of the base that is there"
+    one, other = (_identity_in(told["identity"]) for told in (there, here))
     are_shapes_same = there["shapes"] == here["shapes"]
-    return compare_bases(identities[0], identities[1], on_other_base, are_shapes_same=are_shapes_same)
+    return compare_bases(one, other, on_other_base, are_shapes_same=are_shapes_same)
 
 
-def _identity_in(text: str | None) -> BaseIdentity | None:
+def _identity_in(text: str) -> BaseIdentity:
     what = "the base of a tenant's state"
-    return (
-        None
-        if text is None
-        else BaseIdentity.from_dict(parse_object(text.encode("utf-8", "surrogatepass"), what=what), what)
-    )
+    return BaseIdentity.from_dict(parse_object(text.encode("utf-8", "surrogatepass"), what=what), what)
 
 
 def _of_bases(there: Mapping[str, str], here: Mapping[str, str], on_other_base: OnFault) -> list[str]:
@@ -286,17 +285,10 @@ def _of_bases(there: Mapping[str, str], here: Mapping[str, str], on_other_base: 
     if match.refused:
         why = "; ".join(match.refused)
         return [f"it was trained on {known}, and this is another base, {own}: {why}. {ALLOW_OTHER_BASE}"]
-    is_known = "identity" in there or on_other_base.covers("values")
-    if not is_known and there["name"] != here["name"] and all(_is_of_hub(each["name"]) for each in (there, here)):
-        return [f"it was trained on {known}, and this is {own}; they may have the same shapes, but not the values"]
     return []  # a folder may have been moved
 
 
-def _is_of_hub(name: str) -> bool:
-    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
-
-
-def _of_shapes(there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]) -> list[str]:
+def differing_shapes(there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]) -> list[str]:
     faults = []
     for key in sorted({*there, *here}):
         one, other = there.get(key), here.get(key)
@@ -324,7 +316,7 @@ def _of_optimizers(name: str, there: TenantFacts, here: TenantFacts) -> list[str
 def _of_schedules(tenant: Tenant, there: TenantFacts, here: TenantFacts) -> list[str]:
     if there.schedule != here.schedule:
         return [f"its schedule was a {there.schedule}, and here it is a {here.schedule}; pass schedule= as it was"]
-    if not isinstance(tenant.part.schedule, LRScheduler):
+    if not isinstance(tenant.schedule, LRScheduler):
         return []  # its own affair. Of torch's, each key becomes an attribute
     faults = []
     for key in sorted(map(str, {*there.schedule_state, *here.schedule_state})):
@@ -353,3 +345,72 @@ def _is_like(value: Any, present: Any) -> bool:
     if type(present) is dict and isinstance(value, Mapping):
         return value.keys() == present.keys() and all(_is_like(value[key], present[key]) for key in present)
     return isinstance(value, Mapping) == isinstance(present, Mapping)
+
+
+# ── plain data ────────────────────────────────────────────────────────────────────────────────────
+
+_OF, _IS = "of", "is"
+_MOST_LEVELS = 32
+_KEYS = (str, int, float, bool)
+_FLOATS = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
+
+
+def to_json(value: Any, what: str, level: int = 0) -> Any:
+    """A value in lists, objects, texts and numbers. Floats keep their bits, as do tensors of one (a learning rate).
+
+    Raises:
+        ConfigError: naming what in it is no plain data.
+    """
+    if level > _MOST_LEVELS:
+        raise ConfigError(f"{what} is nested more than {_MOST_LEVELS} levels deep, and cannot be saved")
+    if isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype in _FLOATS.values():
+        return {_OF: str(value.dtype), _IS: to_json(value.item(), what)}
+    kind = type(value)
+    if value is None or kind in (str, int, bool):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {_OF: "float", _IS: str(value)}
+    if kind in (list, tuple):
+        items = [to_json(item, f"{what}[{number}]", level + 1) for number, item in enumerate(value)]
+        return items if kind is list else {_OF: "tuple", _IS: items}
+    if kind in (dict, OrderedDict, Counter) and all(type(key) in _KEYS for key in value):
+        pairs = [(to_json(key, what), to_json(item, f"{what}[{key!r}]", level + 1)) for key, item in value.items()]
+        if kind is dict and all(type(key) is str for key in value) and value.keys() != {_OF, _IS}:
+            return dict(pairs)
+        return {_OF: "Counter" if kind is Counter else "dict", _IS: [list(pair) for pair in pairs]}
+    raise ConfigError(
+        f"{what} is a {kind.__module__}.{kind.__qualname__}, and a saved training holds plain data only (dicts, "
+        "lists, tuples, texts, numbers): have its state_dict give that, or save with training_state=False"
+    )
+
+
+def from_json(value: Any, what: str, level: int = 0) -> Any:
+    """What :func:`to_json` was given.
+
+    Raises:
+        FormatError: it has made no such thing; ``what`` names it.
+    """
+    if level > _MOST_LEVELS:
+        raise FormatError(f"{what} is nested more than {_MOST_LEVELS} levels deep; the file is damaged or forged")
+    if isinstance(value, list):
+        return [from_json(item, what, level + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() != {_OF, _IS}:
+        return {key: from_json(item, what, level + 1) for key, item in value.items()}
+    kind, inner = value[_OF], value[_IS]
+    if isinstance(kind, str) and kind in _FLOATS and type(inner) is float:
+        return torch.tensor(inner, dtype=_FLOATS[kind])
+    if kind == "float" and inner in ("inf", "-inf", "nan"):
+        return float(inner)
+    if isinstance(inner, list):
+        items = [from_json(item, what, level + 1) for item in inner]
+        if kind == "tuple":
+            return tuple(items)
+        if kind in ("dict", "Counter") and all(_is_pair(item) for item in items):
+            return dict(items) if kind == "dict" else Counter(dict(items))
+    raise FormatError(f"{what} has {shown(repr(value))}, which means nothing; the file is damaged or forged")
+
+
+def _is_pair(item: object) -> bool:
+    return isinstance(item, list) and len(item) == 2 and type(item[0]) in _KEYS

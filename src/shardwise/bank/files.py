@@ -4,15 +4,13 @@
 what is real: the tenant's matrices in place of its own, and the base's parameters, shards as they are, in place of
 the base's. Nothing is copied, and the outline is thrown away afterwards. A file of PEFT's has the embeddings beside
 adapters on them; where such a file is read, these go into scratch tensors: nothing writes to the base. The state of
-the training is lent in the same way, to a module that has nothing else (see [Note: Named by the adapter]): flat
-tensors as they are, slices as shards, so that every rank writes and reads its own bytes.
+the training is lent in the same way, to a module that has nothing else (see [Note: Named by the adapter]).
 """
 
 from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,59 +21,41 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.bank import state
 from shardwise.bank.facts import TenantFacts, differences, facts_in, facts_of, match_bases, to_text
-from shardwise.bank.optimizers import as_shard, mesh_of
-from shardwise.bank.results import BeginsAnew, TenantStart
-from shardwise.bank.state import (
-    AllowedFaults,
-    StateKey,
-    moments_of,
-    not_finite,
-    require_on_fault,
-    room_for_moments,
-    take_facts,
-    take_moments,
-    went_on,
-    window_gradient,
-)
-from shardwise.bank.tenant import Tenant
-from shardwise.engines.adapters import weights_in
-from shardwise.engines.model_files import set_from_files, stored_values
-from shardwise.engines.save_options import (
-    MatricesOnly,
+from shardwise.bank.tenant import Tenant, TenantStart
+from shardwise.engines.companions import weights_in
+from shardwise.engines.model_states import set_values, stored_values
+from shardwise.engines.save_plan import (
     PeftNames,
-    SavedState,
     SaveOptions,
-    Verification,
-    WithTraining,
+    SaveRequest,
+    TrainingBeside,
     resolved_dtype,
 )
-from shardwise.engines.save_plan import SaveRequest, TrainingBeside
 from shardwise.engines.saving import carry_out_save
 from shardwise.engines.verifying import require_as_saved
 from shardwise.errors import ConfigError, FormatError
-from shardwise.execution.ranks.progress import Clock
-from shardwise.execution.ranks.world import World
-from shardwise.execution.states.agreed import StateOptions
+from shardwise.execution.agreed import StateOptions
+from shardwise.execution.progress import Clock
+from shardwise.execution.world import World
 from shardwise.formats.peft_adapter import TRAINING_KEY, training_beside
 from shardwise.formats.safetensors_header import read_header
 from shardwise.layout import TensorKind
 from shardwise.models.build import build_on_meta
-from shardwise.models.selection import AdapterOnly, Everything, names_outside
+from shardwise.models.selection import AdapterOnly, names_outside
 from shardwise.models.torch_words import in_memory, original_class
 from shardwise.models.view import look_inside
-from shardwise.planning.loads.load_plan import TakeFirst
-from shardwise.planning.states.matching import OnFault, Tolerance
-from shardwise.report.save_report import SaveReport
+from shardwise.planning.matching import OnFault, Tolerance
+from shardwise.report.save_reports import SaveReport
 from shardwise.storage.names import shown
 from shardwise.storage.reading.local import LocalReader
 from shardwise.tensors import DType
-from shardwise.tuning import configs
+from shardwise.tuning import peft_compat
 from shardwise.tuning.sites import AdapterOutline, name_in_base, outline_adapter
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def outlined(model: PreTrainedModel, config: LoraConfig) -> AdapterOutline:
@@ -92,7 +72,7 @@ def config_of(folder: str | os.PathLike[str]) -> LoraConfig:
         ConfigError: it is that of something else.
     """
     weights_in(Path(folder))
-    config = configs.config_in(os.fspath(folder))
+    config = peft_compat.config_in(os.fspath(folder))
     config.inference_mode = False
     config.init_lora_weights = True  # how it began once plays no role
     return config
@@ -127,10 +107,10 @@ def save_tenant(
     directory: str | os.PathLike[str],
     base: Mapping[str, str],
     *,
-    state: SavedState,
+    training_state: bool,
     tokenizer: Any,
     dtype: torch.dtype | str | None,
-    verify: Verification,
+    verify: bool,
     options: SaveOptions,
 ) -> SaveReport:
     """Save a tenant's matrices and, unless only these are asked for, the state of its training beside them.
@@ -139,41 +119,32 @@ def save_tenant(
 
     Raises:
         ConfigError: the optimizer or the schedule has what is no plain data.
-        ShardwiseError: as of :func:`~shardwise.verbs.save_adapter.save_adapter`.
+        ShardwiseError: as of :func:`~shardwise.engines.saving.save_adapter`.
     """
-    _agree(world, tenant.name, state)
+    _agree(world, tenant.name, training_state)
     whole = world.together(lambda: lent(model, tenant))
     training = None
-    if not isinstance(state, MatricesOnly):
-        gradient = world.together(lambda: window_gradient(tenant))
-        mesh = mesh_of(world, tenant.flat.device) if tenant.has_slices else None
-        training = world.together(lambda: _beside(tenant, base, gradient, mesh, resolved_dtype(dtype)))
+    if training_state:
+        gradient = world.together(lambda: state.window_gradient(tenant))
+        training = world.together(lambda: _beside(tenant, base, gradient, resolved_dtype(dtype)))
 
-    def request(token: str) -> SaveRequest:
-        return SaveRequest.of(
-            whole,
-            directory,
-            token,
-            names=PeftNames(),
-            dtype=dtype,
-            max_shard_size=sys.maxsize,
-            tokenizer=tokenizer,
-            training=training,
+    def ask() -> SaveRequest:
+        return SaveRequest(
+            whole, directory, PeftNames(), resolved_dtype(dtype), tokenizer=tokenizer, training=training
         )
 
-    return carry_out_save(request, verify, TakeFirst(), options, "AdapterBank.save")
+    return carry_out_save(ask, "first_rank", options, "AdapterBank.save", verify=verify)
 
 
-def _agree(world: World, name: str, state: SavedState, on_not_finite: OnFault | None = None) -> None:
+def _agree(world: World, name: str, training_state: object, on_not_finite: OnFault | None = None) -> None:
     """Raises ConfigError for what is no such mode, DisagreementError where ranks differ. Collective: yes."""
 
     def check() -> tuple[str, str, str]:
-        given: object = state
-        if not isinstance(given, WithTraining | MatricesOnly):
-            raise ConfigError(f"state={given!r}: pass WithTraining() or MatricesOnly()")
+        if not isinstance(training_state, bool):
+            raise ConfigError(f"training_state={training_state!r}: pass True or False")
         if on_not_finite is not None:
-            require_on_fault(on_not_finite)
-        return name, repr(given), repr(on_not_finite)
+            state.require_on_fault(on_not_finite)
+        return name, repr(training_state), repr(on_not_finite)
 
     world.require_equal(world.together(check), "the adapter that is saved or loaded, or what of it,")
 
@@ -182,10 +153,9 @@ def _beside(
     tenant: Tenant,
     base: Mapping[str, str],
     gradient: torch.Tensor | None,
-    mesh: DeviceMesh | None,
     dtype: torch.dtype | None,
 ) -> TrainingBeside:
-    tensors = {_label(key): _placed(tenant, values, mesh) for key, values in moments_of(tenant)}
+    tensors = {_label(key): values for key, values in state.moments_of(tenant).items()}
     if gradient is not None:
         tensors[_GRADIENT] = gradient
     if dtype not in (None, tenant.flat.dtype):  # what is trained is not what is served
@@ -198,13 +168,9 @@ _GRADIENT, _MATRICES = "gradient", "matrices"
 """Flat, in the order of the matrices: of an open window; and what the adapter's file has in another dtype."""
 
 
-def _label(key: StateKey) -> str:
-    """What a value of the optimizer's state is called in a file: optimizer.exp_avg, or with the matrix it is of."""
-    return ".".join(part for part in ("optimizer", *key) if part)
-
-
-def _placed(tenant: Tenant, values: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    return as_shard(values, tenant.slices, mesh) if tenant.has_slices and values.ndim else values
+def _label(entry: str) -> str:
+    """Name a value of the optimizer's state in a file."""
+    return f"optimizer.{entry}"
 
 
 def _module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -234,8 +200,8 @@ class StoredTenant:
 
 
 def find_training(
-    world: World, name: str, folder: str | os.PathLike[str], state: SavedState, on_not_finite: OnFault
-) -> StoredTenant | BeginsAnew:
+    world: World, name: str, folder: str | os.PathLike[str], on_not_finite: OnFault, *, training_state: bool
+) -> StoredTenant | TenantStart:
     """Compare a folder with what was recorded when it was saved; what a tenant goes on from that is read from it.
 
     Collective: yes; the first rank reads all files once.
@@ -246,19 +212,19 @@ def find_training(
             not there, or has no checksums.
         StorageError: it could not be read.
     """
-    _agree(world, name, state, on_not_finite)
-    return world.from_first(lambda: _found(Path(folder), state))
+    _agree(world, name, training_state, on_not_finite)
+    return world.from_first(lambda: _found(Path(folder), training_state=training_state))
 
 
-def _found(folder: Path, state: SavedState) -> StoredTenant | BeginsAnew:
+def _found(folder: Path, *, training_state: bool) -> StoredTenant | TenantStart:
     adapter = weights_in(folder)
     with LocalReader(folder) as reader:
-        file = training_beside(reader, adapter) if isinstance(state, WithTraining) else None
+        file = training_beside(reader, adapter) if training_state else None
         require_as_saved(reader, adapter, file)
-        if isinstance(state, MatricesOnly):
-            return BeginsAnew("the matrices alone were asked for")
+        if not training_state:
+            return TenantStart(reason="the matrices alone were asked for")
         if file is None:
-            return BeginsAnew(f"{adapter} in {folder} names no state of its training")
+            return TenantStart(reason=f"{adapter} in {folder} names no state of its training")
         header = read_header(reader, file)
     text = header.metadata.get(TRAINING_KEY)
     if text is None:
@@ -277,9 +243,9 @@ def read_tenant(
     model: PreTrainedModel,
     tenant: Tenant,
     folder: str | os.PathLike[str],
-    found: StoredTenant | BeginsAnew,
+    found: StoredTenant | TenantStart,
     base: Mapping[str, str],
-    allowed: AllowedFaults,
+    allowed: state.AllowedFaults,
 ) -> TenantStart:
     """Give a tenant, of which nobody knows yet, what is in a folder, all of it. Collective: yes.
 
@@ -290,61 +256,59 @@ def read_tenant(
         FormatError, StorageError, DisagreementError, RankLostError: as of a load.
     """
     path = Path(folder)
-    room: dict[StateKey, torch.Tensor] = {}
+    room: dict[str, torch.Tensor] = {}
     if isinstance(found, StoredTenant):
         room = world.together(lambda: _room(tenant, path, found, base, allowed.other_base))
     whole = world.together(lambda: _with_scratch(lent(model, tenant), set(tenant.shapes)))
     _read(world, whole, path, world.together(lambda: weights_in(path)), AdapterOnly())
-    if isinstance(found, BeginsAnew):
+    if isinstance(found, TenantStart):
         world.together(lambda: _require_finite(path, tenant.matrices, allowed.not_finite))
         return found
-    mesh = mesh_of(world, tenant.flat.device)
-    tensors = {_label(key): _placed(tenant, values, mesh) for key, values in room.items()}
+    tensors = {_label(key): values for key, values in room.items()}
     if _GRADIENT in found.tensors:  # see [Note: An open window]
-        tensors[_GRADIENT] = as_shard(tenant.gradient[tenant.own_slice], tenant.slices, mesh)
+        tensors[_GRADIENT] = tenant.gradient
     if _MATRICES in found.tensors:
         tensors[_MATRICES] = tenant.flat.detach()
-    _read(world, world.together(lambda: _module_of(tensors)), path, found.file, Everything())
+    _read(world, world.together(lambda: _module_of(tensors)), path, found.file, None)
+    if world.rank:
+        tenant.gradient.zero_()
     read = {**tenant.matrices, **{_label(key): values for key, values in room.items()}}
     world.together(lambda: _require_finite(path, read, allowed.not_finite))
-    world.together(lambda: take_facts(tenant, found.facts))
-    take_moments(tenant, room)
-    return went_on(tenant, match_bases(found.facts.base, base, allowed.other_base).told)
+    world.together(lambda: state.take_facts(tenant, found.facts))
+    state.take_moments(tenant, room)
+    return state.went_on(tenant, match_bases(found.facts.base, base, allowed.other_base).told)
 
 
 def _require_finite(folder: Path, values: Mapping[str, torch.Tensor], allowed: OnFault) -> None:
     """Raises FormatError."""
-    if faults := not_finite(values, allowed):
+    if faults := state.not_finite(values, allowed):
         raise FormatError(f"{folder}: is no sound state:\n  " + "\n  ".join(faults[:20]))
 
 
 def _room(
     tenant: Tenant, folder: Path, found: StoredTenant, base: Mapping[str, str], on_other_base: OnFault
-) -> dict[StateKey, torch.Tensor]:
+) -> dict[str, torch.Tensor]:
     """Memory for what the optimizer is to keep, once all is known to fit.
 
     Raises:
         ConfigError: naming what does not.
     """
     faults = differences(tenant, found.facts, base, on_other_base)
-    room = {} if faults else room_for_moments(tenant, found.facts)
+    room = {} if faults else state.room_for_moments(tenant, found.facts)
     if not faults:
         faults = _misfits(tenant, room, found)
     if faults:
         raise ConfigError(
             f"{folder / found.file}: is no state of {tenant.name!r} as it is here:\n  "
             + "\n  ".join(faults[:20])
-            + "\nCreate it as it was, or take the matrices alone, with state=MatricesOnly()."
+            + "\nCreate it as it was, or take the matrices alone, with training_state=False."
         )
     return room
 
 
-def _misfits(tenant: Tenant, room: Mapping[StateKey, torch.Tensor], found: StoredTenant) -> list[str]:
+def _misfits(tenant: Tenant, room: Mapping[str, torch.Tensor], found: StoredTenant) -> list[str]:
     flat = (tenant.trained_count,), DType.F32
-    wanted = {
-        _label(key): flat if tenant.own.is_flat and own.ndim else (tuple(own.shape), in_memory(own.dtype))
-        for key, own in room.items()
-    }
+    wanted = {_label(key): (tuple(own.shape), in_memory(own.dtype)) for key, own in room.items()}
     if found.facts.micro_batches:
         wanted[_GRADIENT] = flat
     if _MATRICES in found.tensors:
@@ -360,12 +324,12 @@ def _in_words(tensor: tuple[tuple[int, ...], DType] | None) -> str:
     return "not there" if tensor is None else f"{tensor[0]} {tensor[1].label}"
 
 
-def _read(world: World, module: nn.Module, folder: Path, file: str, only: AdapterOnly | Everything) -> None:
+def _read(world: World, module: nn.Module, folder: Path, file: str, only: AdapterOnly | None) -> None:
     """Give a module the values of a file, all of them. Collective: yes."""
     options = StateOptions()
     with torch.device("cpu"), torch.no_grad(), ExitStack() as stack:
         values = stored_values(world, str(folder), file, options, stack)
-        set_from_files(world, module, values, only, Tolerance(), options, Clock())
+        set_values(world, module, values, only=only, tolerance=Tolerance(), options=options, clock=Clock())
 
 
 def _with_scratch(whole: nn.Module, own: set[str]) -> nn.Module:

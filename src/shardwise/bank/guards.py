@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.models.torch_words import dropout_of, is_compiled_in_place, normalises_over_rows, splitting_dim
 from shardwise.models.view import canonical
-from shardwise.models.wrapping.blocks import Compiled
 
 _BY_LONGEST_ROW = ("dynamic", "longrope")
 
@@ -53,9 +52,7 @@ def _headless(model: PreTrainedModel) -> Iterator[str]:
 
 def _compiled(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
-        forward = vars(module).get("forward")
-        inner = getattr(forward, "forward", None)  # recomputed around what is compiled
-        if is_compiled_in_place(module) or isinstance(forward, Compiled) or isinstance(inner, Compiled):
+        if is_compiled_in_place(module):
             yield (
                 f"{canonical(name) or 'the model'} is compiled, and would not notice adapters that come later; "
                 "bring it up without compile"

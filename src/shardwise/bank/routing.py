@@ -9,27 +9,23 @@ other micro-batches have been run meanwhile. With no route on the switch, the ba
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.bank.backends import (
-    BackendChoice,
-    SegmentLoop,
-    SitePart,
-    TenantPair,
-    adapt,
-    adapt_embedding,
-    choose_backend,
-)
-from shardwise.bank.dropout import key_of
-from shardwise.bank.tenant import Tenant
-from shardwise.errors import TrainingError
+from shardwise.bank import backends
+from shardwise.bank.tenant import Tenant, expert_site
+from shardwise.errors import ConfigError, TrainingError
+from shardwise.models import pretrained
+from shardwise.models.four_bit_experts import weight_of_expert
+from shardwise.models.view import canonical
+from shardwise.tuning.sites import AdaptedSite, EmbeddingSite, ExpertsSite, LinearSite
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,7 @@ class Route:
     rows: int
     tokens: int
     members: tuple[TenantRows, ...]
-    choice: BackendChoice
+    choice: backends.BackendChoice
     anchor: torch.Tensor
     is_training: bool = True
     chosen: Counter[str] = field(default_factory=Counter)
@@ -61,33 +57,37 @@ class Route:
     """Sites that the forward pass has come to, and those that the backward pass has."""
     reached: set[str] = field(default_factory=set)
 
-    def parts(self, site: str, step: int) -> list[SitePart]:
+    def parts(self, site: str, step: int) -> list[backends.SitePart]:
         """The tenants that have an adapter there. ``step``: how many rows of the input each row has there."""
         found = []
         for member in self.members:
             pair = member.tenant.pairs.get(site)
             if pair is not None and member.stop > member.start:
                 keys = member.keys if pair.dropout and self.is_training else None
-                found.append(SitePart(pair, member.start * step, member.stop * step, keys, key_of(site)))
+                found.append(
+                    backends.SitePart(pair, member.start * step, member.stop * step, keys, backends.key_of(site))
+                )
         return found
 
     def linear(self, site: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.require_rows(site, x)
         parts = self.parts(site, x.shape[:-1].numel() // self.rows)
-        backend, why = choose_backend(self.choice, parts, x, y) if parts else (SegmentLoop(), "no rows")
+        backend, why = (
+            backends.choose_backend(self.choice, parts, x, y) if parts else (backends.SegmentLoop(), "no rows")
+        )
         self.chosen[why] += 1
-        return self.note(site, adapt(self.anchor, x, y, parts, backend))
+        return self.note(site, backends.adapt(self.anchor, x, y, parts, backend))
 
     def embedding(self, site: str, ids: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
         self.require_rows(site, ids.unsqueeze(-1))
         parts = self.parts(site, ids.numel() // self.rows)
-        return self.note(site, adapt_embedding(self.anchor, ids, y, parts, factor))
+        return self.note(site, backends.adapt_embedding(self.anchor, ids, y, parts, factor))
 
     def bounds(self) -> list[int]:
         """Where the rows of each member begin, and where those of the last end."""
         return [member.start for member in self.members] + [member.stop for member in self.members[-1:]]
 
-    def pairs(self, site: str) -> list[TenantPair | None]:
+    def pairs(self, site: str) -> list[backends.TenantPair | None]:
         """What each member has at a site."""
         return [member.tenant.pairs.get(site) for member in self.members]
 
@@ -166,3 +166,149 @@ def hook_embedding(module: nn.Module, site: str, switch: RouteSwitch) -> Removab
 def _first(args: Sequence[Any], keywords: dict[str, Any]) -> torch.Tensor:
     found: torch.Tensor = args[0] if args else next(iter(keywords.values()))
     return found
+
+
+_UP = ("gate_up_proj", "up_proj")
+_KNOWN = (*_UP, "down_proj")
+
+
+def require_fused_experts(name: str, module: nn.Module, parameter: str) -> str:
+    """Why the experts of a module cannot have adapters; "" where they can."""
+    experts: Any = module
+    if parameter not in _KNOWN or not pretrained.are_fused_experts(module):
+        return (
+            f"{name}.{parameter}: a parameter of a {type(module).__name__}, and only those of fused experts as "
+            "transformers has them (gate_up_proj, up_proj, down_proj) can have adapters; take it out of "
+            "target_parameters"
+        )
+    if getattr(experts, "has_post_expert_norm", False) or pretrained.are_parted_experts(module):
+        return f"{name}: experts with norms of their own or on ranks of their own cannot have adapters yet"
+    return ""
+
+
+def adapted_experts(
+    route: Route,
+    name: str,
+    module: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """What the experts of a module give for a micro-batch of many tenants.
+
+    Args:
+        route: of the micro-batch.
+        name: of the module.
+        module: the fused experts; their weights are whole here.
+        hidden_states: (rows * tokens, width).
+        top_k_index: (rows * tokens, k), the experts of each token.
+        top_k_weights: of the same shape, what each counts.
+
+    Returns: (rows * tokens, width).
+    """
+    route.require_rows(name, hidden_states)
+    bounds = [bound * route.tokens for bound in route.bounds()]
+    chosen, order = top_k_index.flatten().sort(stable=True)
+    tokens = order // top_k_index.shape[1]
+    counts = torch.bincount(chosen, minlength=module.num_experts)[: module.num_experts].tolist()
+    result = torch.zeros_like(hidden_states)
+    start = 0
+    up = next(parameter for parameter in _UP if hasattr(module, parameter))
+    for expert, count in enumerate(counts):
+        own = tokens[start : start + count]
+        weights = top_k_weights.flatten()[order[start : start + count]].unsqueeze(1)
+        start += count
+        if not count:
+            continue
+        # Tokens of a tenant begin where its first token would be put.
+        cuts = torch.searchsorted(own, torch.tensor(bounds, device=own.device)).tolist()
+        hidden = _product(route, module, name, up, expert, hidden_states[own], cuts)
+        hidden = pretrained.activated(module, hidden)
+        hidden = _product(route, module, name, "down_proj", expert, hidden, cuts)
+        result = result.index_add(0, own, (hidden * weights).to(result.dtype))
+    return route.note(name, backends.adapt(route.anchor, result.detach(), result, [], backends.SegmentLoop()))
+
+
+def _product(
+    route: Route, module: Any, name: str, parameter: str, expert: int, rows: torch.Tensor, cuts: Sequence[int]
+) -> torch.Tensor:
+    weight = weight_of_expert(module, parameter, expert)
+    found = rows @ weight if module.is_transposed else F.linear(rows, weight)
+    if module.has_bias:
+        found = found + getattr(module, f"{parameter}_bias")[expert]
+    parts = [
+        backends.SitePart(pair, cuts[number], cuts[number + 1])
+        for number, pair in enumerate(route.pairs(expert_site(name, parameter, expert)))
+        if pair is not None and cuts[number] < cuts[number + 1]
+    ]
+    return backends.adapt(route.anchor, rows, found, parts, backends.SegmentLoop()) if parts else found
+
+
+class SiteHooks:
+    """The layers of a base that are listening, and for how many tenants. No parameter is touched."""
+
+    def __init__(self, model: nn.Module, switch: RouteSwitch) -> None:
+        self._modules = {canonical(name): module for name, module in model.named_modules(remove_duplicate=False)}
+        self._switch = switch
+        self._used: Counter[str] = Counter()
+        self._take_off: dict[str, Callable[[], object]] = {}
+
+    def require_fitting(self, sites: Sequence[AdaptedSite]) -> None:
+        """Refuse sites that the base cannot serve.
+
+        Raises:
+            ConfigError: naming each.
+        """
+        faults = [why for site in sites if isinstance(site, ExpertsSite) if (why := self._why_not_experts(site))]
+        seen: dict[nn.Module, str] = {}
+        for site in sites:
+            module, place = self._modules[site.module], site.module
+            if not isinstance(site, ExpertsSite) and seen.setdefault(module, place) != place:
+                faults.append(f"{place} and {seen[module]} are one layer; target one of the two")
+        if faults:
+            raise ConfigError("this LoRA cannot be trained beside others:\n  " + "\n  ".join(faults))
+
+    def _why_not_experts(self, site: ExpertsSite) -> str:
+        return require_fused_experts(site.module, self._modules[site.module], site.parameter)
+
+    def add(self, sites: Sequence[AdaptedSite]) -> None:
+        for name in sorted({site.module for site in sites}):
+            self._used[name] += 1
+            if name not in self._take_off:
+                site = next(site for site in sites if site.module == name)
+                self._take_off[name] = self._put_on(site, self._modules[name])
+
+    def remove(self, sites: Sequence[AdaptedSite]) -> None:
+        for name in {site.module for site in sites}:
+            self._used[name] -= 1
+            if not self._used[name]:
+                self._take_off.pop(name)()
+
+    def _put_on(self, site: AdaptedSite, module: nn.Module) -> Callable[[], object]:
+        match site:
+            case LinearSite():
+                return hook_linear(module, site.module, self._switch).remove
+            case EmbeddingSite():
+                return hook_embedding(module, site.module, self._switch).remove
+            case ExpertsSite():
+                return self._replace_forward(site.module, module)
+            case _:
+                assert_never(site)
+
+    def _replace_forward(self, name: str, module: nn.Module) -> Callable[[], object]:
+        before, own = vars(module).get("forward"), module.forward
+
+        def forward(*args: Any, **keywords: Any) -> torch.Tensor:
+            route = self._switch.route
+            if route is None:
+                found: torch.Tensor = own(*args, **keywords)
+                return found
+            return adapted_experts(route, name, module, *args, **keywords)
+
+        def take_off() -> None:
+            del module.forward
+            if before is not None:
+                module.forward = before
+
+        module.forward = forward
+        return take_off

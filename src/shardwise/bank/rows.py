@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from shardwise.errors import ConfigError, DisagreementError
-from shardwise.training.data.batches import IGNORED
+
+IGNORED: Final = -100
+"""The label of tokens that are not trained on."""
 
 RowTensors: TypeAlias = Mapping[str, torch.Tensor]
 """``input_ids`` (rows, tokens); optionally ``attention_mask``, ``labels`` (-100 where nothing is learned; not
@@ -32,13 +34,6 @@ class TenantRow:
     input_ids: torch.Tensor
     labels: torch.Tensor
     weights: torch.Tensor
-
-
-def without_meaning(row: TenantRow) -> TenantRow:
-    """A row as long, of which nothing is learned."""
-    return TenantRow(
-        torch.zeros_like(row.input_ids), torch.full_like(row.labels, IGNORED), torch.zeros_like(row.weights)
-    )
 
 
 def rows_of(
@@ -58,7 +53,7 @@ def rows_of(
     """
     ids = _require_tensors(who, batch)
     if "weights" in batch and not may_have_weights:
-        raise ConfigError(f"{who}: weights need reduction=WeightedSum(); the mean over tokens takes none")
+        raise ConfigError(f"{who}: weights need reduction='sum'; the mean over tokens takes none")
     ids = ids.cpu().long()
     mask = (
         batch["attention_mask"].cpu() != 0 if "attention_mask" in batch else torch.ones_like(ids, dtype=torch.bool)
@@ -86,26 +81,20 @@ def rows_of(
     ]
 
 
-def _require_tensors(who: str, batch: object) -> torch.Tensor:
-    """The token ids of what is tensors of one shape, under names that are known; else raises ConfigError."""
-    if not isinstance(batch, Mapping):
+def _require_tensors(who: str, batch: Any) -> torch.Tensor:
+    """Return the token ids of tensors of one shape under known names; else raise ConfigError."""
+    is_known = isinstance(batch, Mapping) and set(_KEYS).issuperset(batch)
+    ids = batch.get("input_ids") if is_known else None
+    if (
+        not isinstance(ids, torch.Tensor)
+        or ids.ndim != 2
+        or any(not isinstance(values, torch.Tensor) or values.shape != ids.shape for values in batch.values())
+        or any(batch[key].dtype not in _INTEGERS for key in ("input_ids", "labels") if key in batch)
+    ):
         raise ConfigError(
-            f"{who}: the rows are a {type(batch).__name__}; pass a dict of tensors of shape (rows, tokens): "
-            f"{_KEYS[0]}, and as needed {', '.join(_KEYS[1:])}"
+            f"{who}: the rows are not a dict of tensors of one shape (rows, tokens). Pass input_ids (integers), "
+            "and as needed attention_mask, labels (integers), weights."
         )
-    if unknown := sorted(map(repr, batch.keys() - set(_KEYS))):
-        raise ConfigError(f"{who}: a batch has {', '.join(_KEYS)}, and not {', '.join(unknown)}")
-    for key, values in batch.items():
-        if not isinstance(values, torch.Tensor):
-            raise ConfigError(f"{who}: {key} is a {type(values).__name__}; pass a tensor of shape (rows, tokens)")
-    ids: torch.Tensor | None = batch.get("input_ids")
-    if ids is None or ids.ndim != 2 or ids.dtype not in _INTEGERS:
-        raise ConfigError(f"{who}: a batch has input_ids, integers of shape (rows, tokens)")
-    for key in _KEYS[1:]:
-        if key in batch and batch[key].shape != ids.shape:
-            raise ConfigError(f"{who}: {key} is {tuple(batch[key].shape)}, and input_ids {tuple(ids.shape)}")
-    if "labels" in batch and batch["labels"].dtype not in _INTEGERS:
-        raise ConfigError(f"{who}: labels are {batch['labels'].dtype}; they are integers, as input_ids")
     return ids
 
 

@@ -1,55 +1,32 @@
 """A tenant's whole state, as plain data and as tensors, and back: strict, and the same for any number of ranks.
 
 [Note: An open window] Of a window that is not over, each rank has the gradient of its own rows. The window's is
-their sum; that is what is taken out, with the tokens of all ranks. What goes on from it gives each rank a slice of
-the sum, and nothing of the rest: ranks' gradients are summed at the end of the window whatever part each has. On
-one rank this is to the bit, on several the order of a sum of floats is another.
+their sum; that is what is taken out, with the tokens of all ranks. What goes on from it gives the first rank the
+sum, and the others nothing: ranks' gradients are summed at the end of the window whatever part each has. On one
+rank this is to the bit, on several the order of a sum of floats is another.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from shardwise.bank.facts import HOW_STEPPED, TenantFacts, differences, facts_of
-from shardwise.bank.optimizers import gathered, wait_for
-from shardwise.bank.results import GoesOn
-from shardwise.bank.tenant import Tenant, TenantWindow
+from shardwise.bank.facts import HOW_STEPPED, TenantFacts, differences, differing_shapes, facts_of, sound_facts
+from shardwise.bank.tenant import Tenant, TenantStart, TenantWindow, summed
 from shardwise.checkpoints.facts import digest_of
 from shardwise.errors import ConfigError
-from shardwise.execution.states.checksum import checksums
-from shardwise.models.optimizers.optimizer_state import set_group
-from shardwise.planning.loads.load_plan import Ignore, Refuse
-from shardwise.planning.states.matching import OnFault
+from shardwise.execution.replicas import checksums
+from shardwise.models.optimizer_state import set_group
+from shardwise.planning.load_plan import Ignore, allows
+from shardwise.planning.matching import OnFault
 
-StateKey = tuple[str, str]
-"""A parameter of a tenant's optimizer by its name, and what is kept of it: ("", "exp_avg")."""
-
-_KEYS: Mapping[str, type | tuple[type, ...]] = {
-    "adapter": Mapping,
-    "base": Mapping,
-    "config": Mapping,
-    "optimizer": Mapping,
-    "optimizer_class": str,
-    "schedule": Mapping,
-    "schedule_class": str,
-    "max_grad_norm": (int, float),
-    "accumulation": int,
-    "reduction": str,
-    "seed": int,
-    "windows": int,
-    "steps": int,
-    "window": Mapping,
-    "gradient": Mapping,
-}
+_KEYS = ("adapter", "optimizer", "facts", "gradient")
 
 
 # ── taken out ─────────────────────────────────────────────────────────────────────────────────────
@@ -62,39 +39,13 @@ def tenant_state(tenant: Tenant, base: Mapping[str, str]) -> dict[str, Any]:
     """
     gradient = window_gradient(tenant)
     facts = facts_of(tenant, base)
-    moments: dict[int, dict[str, Any]] = {}
-    for number, parameter in enumerate(tenant.own.parameters.values()):
-        for entry, values in tenant.part.optimizer.state.get(parameter, {}).items():
-            moments.setdefault(number, {})[entry] = _whole(tenant, values)
-    groups = copy.deepcopy(tenant.part.optimizer.state_dict()["param_groups"])
+    moments = copy.deepcopy(dict(tenant.optimizer.state.get(tenant.flat, {})))
     return {
         "adapter": {key: values.clone() for key, values in tenant.matrices.items()},
-        "base": dict(base),
-        "config": dict(facts.config),
-        "optimizer": {"state": moments, "param_groups": groups},
-        "optimizer_class": facts.optimizer,
-        "schedule": copy.deepcopy(facts.schedule_state),
-        "schedule_class": facts.schedule,
-        "max_grad_norm": facts.max_grad_norm,
-        "accumulation": facts.accumulation,
-        "reduction": facts.reduction,
-        "seed": facts.seed,
-        "windows": facts.windows,
-        "steps": facts.steps,
-        "window": {"micro_batches": facts.micro_batches, "learned_tokens": facts.learned_tokens},
+        "optimizer": {"state": {0: moments} if moments else {}},
+        "facts": {field.name: copy.deepcopy(getattr(facts, field.name)) for field in fields(facts)},
         "gradient": {} if gradient is None else dict(tenant.by_matrix(gradient)),
     }
-
-
-def _whole(tenant: Tenant, values: Any) -> Any:
-    if tenant.has_slices and _is_of_numbers(values):
-        return gathered(values, tenant.slices, tenant.world)
-    return values.clone() if isinstance(values, torch.Tensor) else copy.deepcopy(values)
-
-
-def _is_of_numbers(values: Any) -> bool:
-    """Whether an optimizer keeps this for each number of a parameter, and not once for all."""
-    return isinstance(values, torch.Tensor) and values.ndim > 0
 
 
 def window_gradient(tenant: Tenant) -> torch.Tensor | None:
@@ -104,55 +55,43 @@ def window_gradient(tenant: Tenant) -> torch.Tensor | None:
     """
     if not tenant.window.micro_batches:
         return None
-    whole = tenant.gradient.clone()
-    if tenant.world.size > 1:
-        wait_for(tenant.world, dist.all_reduce(whole, group=tenant.world.group, async_op=True))
-    return whole
+    return summed(tenant.world, tenant.gradient.clone())
 
 
-def moments_of(tenant: Tenant) -> Iterator[tuple[StateKey, torch.Tensor]]:
+def moments_of(tenant: Tenant) -> dict[str, torch.Tensor]:
     """What the optimizer keeps on this rank, as it is.
 
     Raises:
         ConfigError: something of it is no tensor.
     """
-    for name, parameter in tenant.own.parameters.items():
-        for entry, values in tenant.part.optimizer.state.get(parameter, {}).items():
-            if not isinstance(values, torch.Tensor):
-                raise ConfigError(
-                    f"{entry} of the optimizer of {tenant.name!r} is a {type(values).__name__}, and only tensors "
-                    "are saved; save with state=MatricesOnly()"
-                )
-            yield (name, entry), values
+    found = dict(tenant.optimizer.state.get(tenant.flat, {}))
+    for entry, values in found.items():
+        if not isinstance(values, torch.Tensor):
+            raise ConfigError(
+                f"{entry} of the optimizer of {tenant.name!r} is a {type(values).__name__}, and only tensors "
+                "are saved; save with training_state=False"
+            )
+    return found
 
 
 # ── taken in ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def room_for_moments(tenant: Tenant, facts: TenantFacts) -> dict[StateKey, torch.Tensor]:
-    """Memory for what an optimizer of these settings keeps after so many steps, on this rank; not yet in it."""
-    optimizer = tenant.part.optimizer
-    settings = {**optimizer.param_groups[0], **_taken_settings(facts.settings)}
-    room: dict[StateKey, torch.Tensor] = {}
-    for name, parameter in tenant.own.parameters.items():
-        for entry, like in _kept_of_one(optimizer, settings, parameter, is_stepped=facts.steps > 0).items():
-            size = tuple(parameter.shape) if _is_of_numbers(like) else ()
-            room[name, entry] = torch.zeros(size, dtype=like.dtype, device=like.device)
-    return room
-
-
-def _kept_of_one(
-    optimizer: Optimizer, settings: Mapping[str, Any], parameter: nn.Parameter, *, is_stepped: bool
-) -> dict[str, torch.Tensor]:
-    """What an optimizer of this kind keeps of a parameter of one number."""
-    single = nn.Parameter(torch.zeros((1,) * parameter.ndim, device=parameter.device))
-    kind: Any = type(optimizer)
+def room_for_moments(tenant: Tenant, facts: TenantFacts) -> dict[str, torch.Tensor]:
+    """Memory for what an optimizer of these settings keeps after so many steps; not yet in it."""
+    single = nn.Parameter(torch.zeros(1, device=tenant.flat.device))
+    kind: Any = type(tenant.optimizer)
     made = kind([single], lr=0.1)
+    settings = {**tenant.optimizer.param_groups[0], **_taken_settings(facts.settings)}
     made.param_groups[0].update({key: value for key, value in settings.items() if key != "params"})
-    if is_stepped:
+    if facts.steps > 0:
         single.grad = torch.zeros_like(single)
         made.step()
-    return {entry: values for entry, values in made.state.get(single, {}).items() if values is not None}
+    return {
+        entry: torch.zeros(tenant.flat.shape if like.ndim else (), dtype=like.dtype, device=like.device)
+        for entry, like in made.state.get(single, {}).items()
+        if like is not None
+    }
 
 
 def _taken_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,8 +100,8 @@ def _taken_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def require_on_fault(on_not_finite: object) -> None:
     """Raises ConfigError for what is no such mode."""
-    if not isinstance(on_not_finite, Refuse | Ignore):
-        raise ConfigError(f"on_not_finite={on_not_finite!r}: pass Refuse() or Ignore()")
+    if on_not_finite != "error" and not isinstance(on_not_finite, Ignore):
+        raise ConfigError(f"on_not_finite={on_not_finite!r}: pass 'error' or Ignore()")
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor], allowed: OnFault) -> list[str]:
@@ -170,7 +109,7 @@ def not_finite(tensors: Mapping[str, torch.Tensor], allowed: OnFault) -> list[st
     return [
         f"{key} has {count} values of {values.numel()} that are not finite; take them by on_not_finite=Ignore()"
         for key, values in tensors.items()
-        if not allowed.covers(key) and (count := int((~values.isfinite()).sum()))
+        if not allows(allowed, key) and (count := int((~values.isfinite()).sum()))
     ]
 
 
@@ -180,27 +119,24 @@ def take_facts(tenant: Tenant, facts: TenantFacts) -> None:
     Raises:
         ConfigError: its schedule does not take this state.
     """
-    schedule = tenant.part.schedule
+    schedule = tenant.schedule
     before = copy.deepcopy(schedule.state_dict())
     try:
         schedule.load_state_dict(copy.deepcopy(dict(facts.schedule_state)))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         schedule.load_state_dict(before)
         raise ConfigError(f"this is no state of {tenant.name!r}: its schedule does not take it: {error}") from error
-    set_group(tenant.part.optimizer.param_groups[0], _taken_settings(facts.settings))
+    set_group(tenant.optimizer.param_groups[0], _taken_settings(facts.settings))
     tenant.max_grad_norm = float(facts.max_grad_norm)
     tenant.windows, tenant.steps = facts.windows, facts.steps
     tenant.window = TenantWindow(facts.micro_batches, facts.learned_tokens)
 
 
-def take_moments(tenant: Tenant, room: Mapping[StateKey, torch.Tensor]) -> None:
+def take_moments(tenant: Tenant, room: Mapping[str, torch.Tensor]) -> None:
     """Put filled memory into the optimizer, in place of what it kept."""
-    state = tenant.part.optimizer.state
-    for name, parameter in tenant.own.parameters.items():
-        state.pop(parameter, None)
-        own = {entry: values for (whose, entry), values in room.items() if whose == name}
-        if own:
-            state[parameter] = own
+    tenant.optimizer.state.pop(tenant.flat, None)
+    if room:
+        tenant.optimizer.state[tenant.flat] = dict(room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +147,8 @@ class AllowedFaults:
     not_finite: OnFault
 
 
-@dataclass(frozen=True, slots=True)
-class GivenState:
-    """A state that fits a tenant: its facts, and memory filled with moments; neither where it is matrices alone."""
-
-    facts: TenantFacts | None
-    room: Mapping[StateKey, torch.Tensor]
+GivenState: TypeAlias = tuple[TenantFacts | None, Mapping[str, torch.Tensor]]
+"""A state that fits a tenant: its facts, and memory filled with moments; neither where it is matrices alone."""
 
 
 def agreed_state(
@@ -247,29 +179,29 @@ def agreed_state(
             raise ConfigError(
                 f"the state of {tenant.name!r} is a {type(given).__name__}; pass what state_dict gave"
             )
-        room: dict[StateKey, torch.Tensor] = {}
-        facts = None if _is_of_peft(given) else _facts_in(given)
-        if facts is not None:
-            faults = _differences(tenant, facts, given, base, allowed.other_base)
-        elif _is_of_peft(given):
+        room: dict[str, torch.Tensor] = {}
+        facts = None
+        if _is_of_peft(given):
             faults = _misfits_of_peft(tenant, given, names_of_peft)
-        else:
-            lacks = [key for key, kind in _KEYS.items() if not isinstance(given.get(key), kind)]
+        elif lacks := [key for key in _KEYS if not isinstance(given.get(key), Mapping)]:
             faults = [f"it has no {', '.join(lacks)}; nor is it matrices alone, by PEFT's names"]
+        else:
+            shapes = {key: tuple(values.shape) for key, values in given["adapter"].items()}
+            facts = replace(sound_facts(given["facts"], f"the state of {tenant.name!r}"), matrices=shapes)
+            faults = _differences(tenant, facts, given, base, allowed.other_base)
         if facts is not None and not faults:
             room = room_for_moments(tenant, facts)
-            _fill(tenant, room, given["optimizer"]["state"])
+            for entry, values in room.items():
+                values.copy_(given["optimizer"]["state"][0][entry])
         if faults := faults or not_finite(_kept_in(given), allowed.not_finite):
             raise ConfigError(f"this is no state of {tenant.name!r}:\n  " + "\n  ".join(faults[:20]))
-        return GivenState(facts, room)
+        return facts, room
 
-    def told() -> tuple[str, list[tuple[str, int]]]:
-        facts = [getattr(given.facts, field.name) for field in fields(given.facts)] if given.facts else []
-        return digest_of([tenant.name, *facts]), _sums(state)
-
-    given = tenant.world.together(check)
-    tenant.world.require_equal(tenant.world.together(told), f"the state that {tenant.name!r} is given")
-    return given
+    facts, room = tenant.world.together(check)
+    values = [getattr(facts, field.name) for field in fields(facts)] if facts else []
+    told = tenant.world.together(lambda: (digest_of([tenant.name, *values]), _sums(state)))
+    tenant.world.require_equal(told, f"the state that {tenant.name!r} is given")
+    return facts, room
 
 
 def _is_of_peft(state: Mapping[str, Any]) -> bool:
@@ -284,11 +216,7 @@ def _misfits_of_peft(
     if found.keys() - tenant.shapes.keys():  # embeddings of the base, which PEFT saves beside adapters on them
         of_base = set(names_of_peft()) - tenant.shapes.keys()
         found = {key: shape for key, shape in found.items() if key not in of_base}
-    faults = [
-        f"{key}: {found.get(key, 'not there')} in the state, {tenant.shapes.get(key, 'not there')} in the adapter"
-        for key in sorted({*found, *tenant.shapes})
-        if found.get(key) != tenant.shapes.get(key)
-    ]
+    faults = differing_shapes(found, tenant.shapes)
     for key in found:
         values = state[key]
         if isinstance(values, DTensor) or values.is_meta or not values.is_floating_point():
@@ -321,8 +249,8 @@ def _sums(state: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def go_on(
-    tenant: Tenant, state: Mapping[str, Any], facts: TenantFacts, room: Mapping[StateKey, torch.Tensor]
-) -> GoesOn:
+    tenant: Tenant, state: Mapping[str, Any], facts: TenantFacts, room: Mapping[str, torch.Tensor]
+) -> TenantStart:
     """Have a tenant go on from an agreed state, whatever it has gathered itself. Collective: yes.
 
     Raises:
@@ -333,38 +261,16 @@ def go_on(
     for key, values in tenant.matrices.items():
         values.copy_(state["adapter"][key])
     tenant.gradient.zero_()
-    if facts.micro_batches:
+    if facts.micro_batches and tenant.world.rank == 0:
         flat = torch.cat([state["gradient"][key].flatten() for key in tenant.shapes])
-        tenant.gradient[tenant.own_slice].copy_(flat[tenant.own_slice])
+        tenant.gradient.copy_(flat)
     return went_on(tenant)
 
 
-def went_on(tenant: Tenant, base: str = "") -> GoesOn:
+def went_on(tenant: Tenant, base: str = "") -> TenantStart:
     """Where a tenant is in its training; ``base`` says how its base compares with that of the state."""
     window = tenant.window
-    return GoesOn(tenant.steps, tenant.windows, window.micro_batches, window.learned_tokens, base)
-
-
-def _facts_in(state: Mapping[str, Any]) -> TenantFacts | None:
-    if not all(isinstance(state.get(key), kind) for key, kind in _KEYS.items()):
-        return None
-    return TenantFacts(
-        base=state["base"],
-        config=state["config"],
-        matrices={key: tuple(values.shape) for key, values in state["adapter"].items()},
-        optimizer=state["optimizer_class"],
-        settings={key: value for key, value in state["optimizer"]["param_groups"][0].items() if key != "params"},
-        schedule=state["schedule_class"],
-        schedule_state=state["schedule"],
-        max_grad_norm=state["max_grad_norm"],
-        accumulation=state["accumulation"],
-        reduction=state["reduction"],
-        seed=state["seed"],
-        windows=state["windows"],
-        steps=state["steps"],
-        micro_batches=state["window"]["micro_batches"],
-        learned_tokens=state["window"]["learned_tokens"],
-    )
+    return TenantStart(tenant.steps, tenant.windows, window.micro_batches, window.learned_tokens, base)
 
 
 def _differences(
@@ -380,27 +286,11 @@ def _differences(
     if facts.micro_batches and gradient != tenant.shapes:
         return ["the gradient of its window is not of its matrices"]
     moments = state["optimizer"]["state"]
-    wanted: dict[int, dict[str, tuple[int, ...]]] = {}
-    numbers = {name: number for number, name in enumerate(tenant.own.parameters)}
-    for (name, entry), room in room_for_moments(tenant, facts).items():
-        is_flat = tenant.own.is_flat and _is_of_numbers(room)
-        shape = (tenant.trained_count,) if is_flat else tuple(room.shape)
-        wanted.setdefault(numbers[name], {})[entry] = shape
-    for number in sorted({*wanted, *moments}):
-        there = {key: tuple(getattr(own, "shape", ())) for key, own in moments.get(number, {}).items()}
-        here = wanted.get(number, {})
-        faults += [
-            f"the optimizer's {key} is of {there.get(key, 'no')} numbers, and {here.get(key, 'none')} are kept here"
-            for key in sorted({*there, *here})
-            if there.get(key) != here.get(key)
-        ]
+    there = {key: tuple(getattr(own, "shape", ())) for key, own in moments.get(0, {}).items()}
+    here = {key: tuple(own.shape) for key, own in room_for_moments(tenant, facts).items()}
+    faults += [
+        f"the optimizer's {key} is of {there.get(key, 'no')} numbers, and {here.get(key, 'none')} are kept here"
+        for key in sorted({*there, *here})
+        if there.get(key) != here.get(key)
+    ]
     return faults
-
-
-def _fill(
-    tenant: Tenant, room: Mapping[StateKey, torch.Tensor], moments: Mapping[int, Mapping[str, torch.Tensor]]
-) -> None:
-    numbers = {name: number for number, name in enumerate(tenant.own.parameters)}
-    for (name, entry), own in room.items():
-        values = moments[numbers[name]][entry]
-        own.copy_(values[tenant.own_slice] if tenant.has_slices and own.ndim else values)

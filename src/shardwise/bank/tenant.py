@@ -3,62 +3,128 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.bank.backends import TenantPair
-from shardwise.bank.optimizers import (
-    FlatSlices,
-    Moments,
-    OptimizerMaker,
-    ShardedMoments,
-    WholeMoments,
-    adamw,
-    gathered,
-    made_optimizer,
-)
 from shardwise.errors import ConfigError
-from shardwise.execution.ranks.world import World
-from shardwise.training.optimizing.gradients import clip_factor, norm_of, norm_share, scale_gradients
-from shardwise.training.parts import RateSchedule, TrainedPart, Unchanging
-from shardwise.tuning.sites import (
-    AdaptedSite,
-    AdapterOutline,
-    EmbeddingSite,
-    ExpertsSite,
-    LinearSite,
-    adapter_words,
-)
+from shardwise.execution.world import World
+from shardwise.tuning import sites
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-ScheduleMaker: TypeAlias = Callable[[Optimizer], RateSchedule]
+OptimizerMaker: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
+
+_ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.SGD, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
+    *(torch.optim.Adagrad, torch.optim.Adadelta),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenMean:
-    """A tenant's loss is the mean over the tokens it learns in a window, on all ranks and in all micro-batches."""
+def adamw(parameters: list[nn.Parameter]) -> Optimizer:
+    """Make the optimizer of a tenant that asks for no other."""
+    return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedSum:
-    """A tenant's loss is the sum over its tokens, each times the weight that the caller gives it; 1 without."""
+def maker_of(name: str, settings: Mapping[str, Any]) -> OptimizerMaker | None:
+    """Return what makes an optimizer of torch's of this class with these settings; None for any other class.
+
+    Raises:
+        ConfigError: the settings make no sense.
+    """
+    kind: Any = next((each for each in _ELEMENTWISE if name == f"torch.optim.{each.__name__}"), None)
+    if kind is None:
+        return None
+    known = {key: value for key, value in settings.items() if key in inspect.signature(kind).parameters}
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        made: Optimizer = kind(parameters, **known)
+        return made
+
+    try:
+        make([nn.Parameter(torch.zeros(1))])
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ConfigError(f"{name} cannot be made with the settings that were saved: {error}") from error
+    return make
 
 
-Reduction: TypeAlias = TokenMean | WeightedSum
+def made_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
+    """Make the optimizer of a tenant's flat parameter.
+
+    Raises:
+        ConfigError: it is not known to treat each element for itself, or has other parameters.
+    """
+    optimizer = make([flat])
+    kind = type(optimizer)
+    if kind not in _ELEMENTWISE:
+        known = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
+        raise ConfigError(
+            f"{kind.__module__}.{kind.__qualname__} is not known to treat each element for itself, and a tenant's "
+            f"matrices are one flat buffer; take one of {known}"
+        )
+    if len(optimizer.param_groups) != 1 or [id(one) for one in optimizer.param_groups[0]["params"]] != [id(flat)]:
+        raise ConfigError(
+            f"{kind.__qualname__} must be made of the parameter it is given, in one group, and of no other"
+        )
+    return optimizer
 
 
-def unchanging(_optimizer: Optimizer) -> RateSchedule:
-    return Unchanging()
+def summed(world: World, values: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor over the ranks, in place. Collective: yes.
+
+    Called in a phase of ``world``: if another rank fails or is lost meanwhile, all ranks raise the same error.
+    """
+    if world.size > 1:
+        work = dist.all_reduce(values, group=world.group, async_op=True)
+        assert work is not None, "this rank is in the group"
+        world.wait_for(work)
+    return values
+
+
+class TenantSchedule(Protocol):
+    """The schedule of a learning rate, such as torch's schedulers."""
+
+    def step(self) -> object: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+
+
+class ConstantRate:
+    """A schedule that leaves the learning rate as it is."""
+
+    def step(self) -> None:
+        """Change nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore nothing."""
+
+
+ScheduleMaker: TypeAlias = Callable[[Optimizer], TenantSchedule]
+
+
+Reduction: TypeAlias = Literal["mean", "sum"]
+"""A tenant's loss: the mean over the tokens it learns in a window, or the sum over them, each times its weight."""
+
+
+def unchanging(_optimizer: Optimizer) -> TenantSchedule:
+    return ConstantRate()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +132,7 @@ class TenantOptions:
     """How a tenant is trained.
 
     Attributes:
-        optimizer: makes its optimizer, of the one flat parameter it is given, elementwise; or, if it refuses that,
-            of the matrices (``torch.optim.Muon``).
-        optimizer_state: which rank has what the optimizer keeps; all of it is on every rank by default.
+        optimizer: makes its optimizer of the one flat parameter it is given, elementwise.
         schedule: makes what becomes of its learning rate; stepped with the optimizer.
         max_grad_norm: the norm to which a greater one of its gradient is scaled down; infinity for no limit.
         accumulation: how many micro-batches (calls of ``forward_backward``) make a window, after which it steps.
@@ -80,9 +144,8 @@ class TenantOptions:
     schedule: ScheduleMaker = unchanging
     max_grad_norm: float = math.inf
     accumulation: int = 1
-    reduction: Reduction = field(default_factory=TokenMean)
+    reduction: Reduction = "mean"
     seed: int = 0
-    optimizer_state: Moments = field(default_factory=WholeMoments)
 
     def __post_init__(self) -> None:
         faults = []
@@ -90,12 +153,8 @@ class TenantOptions:
             faults.append(f"max_grad_norm={self.max_grad_norm}: it is above 0; leave it out for no limit")
         if not _is_integer(self.accumulation) or self.accumulation < 1:
             faults.append(f"accumulation={self.accumulation!r}: a window has 1 micro-batch or more")
-        reduction: object = self.reduction
-        if not isinstance(reduction, TokenMean | WeightedSum):
-            faults.append(f"reduction={self.reduction!r}: pass TokenMean() or WeightedSum()")
-        moments: object = self.optimizer_state
-        if not isinstance(moments, WholeMoments | ShardedMoments):
-            faults.append(f"optimizer_state={moments!r}: pass WholeMoments() or ShardedMoments()")
+        if self.reduction not in get_args(Reduction):
+            faults.append(f"reduction={self.reduction!r}: pass 'mean' or 'sum'")
         if not _is_integer(self.seed):
             faults.append(f"seed={self.seed!r}: it is an integer")
         if faults:
@@ -118,14 +177,14 @@ class TenantWindow:
 class Tenant:
     """An adapter and all that is its own.
 
-    Memory: four numbers of float32 for each trained one, with AdamW; less with :class:`ShardedMoments`.
+    Memory: four numbers of float32 for each trained one, with AdamW.
     """
 
     def __init__(
         self,
         name: str,
         config: LoraConfig,
-        outline: AdapterOutline,
+        outline: sites.AdapterOutline,
         options: TenantOptions,
         device: torch.device,
         world: World,
@@ -133,7 +192,7 @@ class Tenant:
         self.name = name
         self.options = options
         self.config = copy.deepcopy(config)
-        self.words = adapter_words(config)
+        self.words = sites.adapter_words(config)
         """Its config, in words that are the same in every process."""
         self.sites = outline.sites
         self.shapes = {matrix.key: matrix.shape for matrix in outline.matrices()}
@@ -151,10 +210,8 @@ class Tenant:
             for key, pair in _pairs_of(site, self.matrices, self.gradients).items()
         }
         self.world = world
-        self.slices = FlatSlices(count, world.size)
-        self.own = made_optimizer(options.optimizer, self._stepped(), self.pairs, options.optimizer_state)
-        optimizer = self.own.optimizer
-        self.part = TrainedPart(name, optimizer, options.schedule(optimizer), options.max_grad_norm)
+        self.optimizer = made_optimizer(options.optimizer, self.flat)
+        self.schedule = options.schedule(self.optimizer)
         self.max_grad_norm = options.max_grad_norm
         self.window = TenantWindow()
         self.windows = 0
@@ -170,45 +227,13 @@ class Tenant:
     def trained_count(self) -> int:
         return self.flat.numel()
 
-    @property
-    def has_slices(self) -> bool:
-        """Whether this rank keeps the moments of a slice only."""
-        return isinstance(self.options.optimizer_state, ShardedMoments)
-
-    @property
-    def own_slice(self) -> slice:
-        """Of the flat buffers, this rank's."""
-        return self.slices.of(self.world.rank)
-
     def by_matrix(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a flat tensor of so many numbers, by the names of matrices."""
         return _views(flat, self.shapes)
 
-    def _stepped(self) -> nn.Parameter:
-        """What of the flat parameter this rank's optimizer steps. Shares memory with it, as their gradients do."""
-        if not self.has_slices:
-            return self.flat
-        own = nn.Parameter(self.flat.detach()[self.own_slice])
-        own.grad = self.gradient[self.own_slice]
-        return own
-
-    def stand_in(self) -> Tenant:
-        """One of the same shape whose matrices are 0; it shares all else, the gradient too."""
-        other = copy.copy(self)
-        other.pairs = {
-            site: replace(pair, A=torch.zeros_like(pair.A), B=torch.zeros_like(pair.B))
-            for site, pair in self.pairs.items()
-        }
-        return other
-
-    def norm(self) -> float:
-        """Of the gradient as it is in the buffer, which is the whole one once it has been summed over the ranks."""
-        members = [_with_gradient(self.matrices[key], self.gradients[key]) for key in self.shapes]
-        return norm_of(float(norm_share(members, 2.0, 1)), 2.0)
-
     def settings(self) -> dict[str, str]:
         """What its next step is taken with, and how many it has taken: the same on every rank."""
-        group = {key: value for key, value in self.part.optimizer.param_groups[0].items() if key != "params"}
+        group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
         counts = {"max_grad_norm": self.max_grad_norm, "steps": self.steps, "windows": self.windows}
         numbers = {
             key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in group.items()
@@ -221,15 +246,15 @@ class Tenant:
         Raises:
             ConfigError: naming each.
         """
-        group = self.part.optimizer.param_groups[0]
+        group = self.optimizer.param_groups[0]
         known = {key for key, value in group.items() if key not in ("params", "initial_lr", "foreach", "fused")}
-        kind = type(self.part.optimizer).__name__
+        kind = type(self.optimizer).__name__
         faults = [
             f"{key}: {kind} has {', '.join(sorted(known))}, and there is max_grad_norm"
             for key in changes
             if key not in known and key != "max_grad_norm"
         ]
-        if "lr" in changes and not isinstance(self.part.schedule, Unchanging):
+        if "lr" in changes and not isinstance(self.schedule, ConstantRate):
             faults.append("lr: the schedule of this tenant sets it; create it without one")
         for key, value in changes.items():
             for number in value if isinstance(value, tuple) else (value,):
@@ -243,35 +268,26 @@ class Tenant:
         """Change settings of the optimizer, or ``max_grad_norm``; they stay so."""
         settings = dict(changes)
         self.max_grad_norm = float(settings.pop("max_grad_norm", self.max_grad_norm))
-        self.part.optimizer.param_groups[0].update(settings)
+        self.optimizer.param_groups[0].update(settings)
 
     def step(self, scale: float) -> tuple[bool, float]:
         """Take a step by the gradient times ``scale``, unless that is not finite; then forget it.
 
-        Returns whether it was taken, and the norm before it was clipped. Collective: where moments are sharded.
+        Returns whether it was taken, and the norm before it was clipped.
         """
         if scale != 1.0:
             self.gradient.mul_(scale)
-        norm = self.norm()
+        norm = float(torch.nn.utils.get_total_norm(list(self.gradients.values())))
         if is_finite := math.isfinite(norm):
-            scale_gradients([self.flat], clip_factor(norm, self.max_grad_norm))
-            self.part.optimizer.step()
-            if self.has_slices and self.world.size > 1:
-                flat = self.flat.detach()
-                flat.copy_(gathered(flat[self.own_slice], self.slices, self.world))
-            self.part.schedule.step()
+            if (factor := self.max_grad_norm / (norm + 1e-6)) < 1:
+                self.gradient.mul_(factor)
+            self.optimizer.step()
+            self.schedule.step()
             self.steps += 1
         self.gradient.zero_()
         self.window = TenantWindow()
         self.windows += 1
         return is_finite, norm
-
-
-def _with_gradient(values: torch.Tensor, gradient: torch.Tensor) -> nn.Parameter:
-    """A parameter that shares memory with both; for functions that look at parameters."""
-    parameter = nn.Parameter(values, requires_grad=False)
-    parameter.grad = gradient
-    return parameter
 
 
 def _views(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
@@ -280,18 +296,18 @@ def _views(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
 
 
 def _pairs_of(
-    site: AdaptedSite, matrices: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
+    site: sites.AdaptedSite, matrices: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
 ) -> dict[str, TenantPair]:
     """The matrices of a site, by the name that a layer of the base asks for them; of experts, for each expert."""
     keys = (site.lora_A.key, site.lora_B.key)
     A, B = (matrices[key] for key in keys)
     a_grad, b_grad = (gradients[key] for key in keys)
     match site:
-        case LinearSite():
+        case sites.LinearSite():
             return {site.module: TenantPair(A, B, a_grad, b_grad, site.scaling, site.dropout)}
-        case EmbeddingSite():
+        case sites.EmbeddingSite():
             return {site.module: TenantPair(A, B, a_grad, b_grad, site.scaling)}
-        case ExpertsSite():
+        case sites.ExpertsSite():
             return {
                 expert_site(site.module, site.parameter, expert): TenantPair(
                     _rows_of_experts(A, site.experts)[expert],
@@ -334,3 +350,61 @@ def require_name(name: object) -> str:
             "or a digit, the last no '.', and no '..'"
         )
     return name
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLoss:
+    """What a micro-batch was for one tenant."""
+
+    loss: float
+    """Of all ranks' rows: the mean over the tokens that are learned, or the sum with weights."""
+    learned_tokens: int
+    """On all ranks."""
+    logprobs: list[torch.Tensor]
+    """Of this rank's rows, one tensor (tokens - 1,) for each: of each label, given what stands before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLosses:
+    """What a call of ``forward_backward`` was."""
+
+    tenants: dict[str, TenantLoss]
+    passes: int
+    """Through the base; tenants whose rows have one length share a pass."""
+    backends: dict[str, int]
+    """How adapters were computed and why, to how many layers were on this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStep:
+    """What a call of ``optim_step`` was, the same on every rank."""
+
+    is_taken: bool
+    """False where the gradient was not finite: matrices, moments and schedule are as before."""
+    grad_norm: float
+    """Before it was clipped."""
+    learned_tokens: int
+    learning_rate: float
+    """That the step was taken with."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStart:
+    """Where the training of a tenant that was read goes on, or why it begins anew."""
+
+    steps: int = 0
+    windows: int = 0
+    """That are over, whether or not their step was taken."""
+    micro_batches: int = 0
+    """In the window that is open."""
+    learned_tokens: int = 0
+    """In it, on all ranks."""
+    base: str = field(default="", compare=False)
+    """How the base compares with the one it was trained on, in words."""
+    reason: str = ""
+    """Why optimizer, schedule and counts begin anew; empty where they go on."""
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the state of a training was read."""
+        return not self.reason

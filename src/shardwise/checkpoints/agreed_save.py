@@ -5,45 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
-import torch
-from torch.distributed.tensor import DTensor
-
-from shardwise.checkpoints.state import (
-    KeyPath,
-    Looked,
-    StateContents,
-    key_of,
-)
+from shardwise.checkpoints.state import Looked, key_of
 from shardwise.errors import DisagreementError
-from shardwise.execution.ranks.messages import OddRanks
-from shardwise.execution.states.replicas import (
+from shardwise.execution.chunks import TensorsPlan, Views
+from shardwise.execution.replicas import (
     DigestWords,
     OddCircles,
     Replicas,
     as_bytes,
     odd_circles,
 )
-from shardwise.execution.writing.chunk_plan import ArchivedChunk, TensorsPlan
-from shardwise.execution.writing.chunk_stream import views_of
-from shardwise.planning.moves.assembly import Common
-from shardwise.tensors import Box, Strided
+from shardwise.execution.world import OddRanks
+from shardwise.planning.moves import Common
+from shardwise.tensors import Box
 
 _SHOWN = 4
-
-LayoutSignature: TypeAlias = Mapping[KeyPath, tuple[object, ...]]
-"""What tells whether a tensor lies as it did before."""
 
 
 @dataclass(frozen=True)
 class PlannedSave:
-    """The plan of the last checkpoint, what this rank had then, and where its chunks lie in it."""
+    """The plan of a checkpoint, the state that it is of, and this rank's chunks."""
 
     looked: Looked
-    layout: LayoutSignature
     plan: TensorsPlan
-    places: Mapping[ArchivedChunk, Strided]
+    views: Views
     common: Mapping[str, Common]
     """What this rank holds together with others."""
 
@@ -57,11 +43,6 @@ class PlannedSave:
         if len(everybody) == 1:
             common = {}
         return Replicas.among({**tensors, **numbers}, {**self.common, **common}, self.looked.buffers)
-
-    @cached_property
-    def views(self) -> Mapping[ArchivedChunk, torch.Tensor]:
-        """The elements of each of this rank's chunks."""
-        return views_of(self.places, self.looked.local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,33 +87,3 @@ def agreed_of(told: Sequence[SaveWords]) -> AgreedSave:
         raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
     replicas = [item.replicas for item in told if item.replicas is not None]
     return AgreedSave(odd_circles(replicas) if len(replicas) == len(told) else None, alike, data)
-
-
-@dataclass(frozen=True, slots=True)
-class OwnState:
-    """What this rank has: what it looked at, what else belongs to the state, and that, packed.
-
-    ``planned`` is the plan of the last checkpoint, if it holds on this rank.
-    """
-
-    looked: Looked
-    planned: PlannedSave | None
-    contents: StateContents
-    values: Mapping[KeyPath, bytes]
-
-    def stored(self, agreed: AgreedSave, rank: int) -> dict[KeyPath, bytes]:
-        """Those values that this rank stores: a position in the data that is everybody's, the first one does."""
-        stores_data = agreed.data == "each" or not rank
-        return {path: value for path, value in self.values.items() if stores_data or path[0] != "data"}
-
-
-def layout_signature(looked: Looked) -> LayoutSignature:
-    return {
-        path: (
-            tensor.shape,
-            tensor.dtype,
-            looked.local[key_of(path)].stride(),
-            (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None,
-        )
-        for path, tensor in looked.tensors.items()
-    } | {path: (first,) for path, first in looked.others_of.items()}

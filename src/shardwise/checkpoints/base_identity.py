@@ -25,9 +25,10 @@ from torch import nn
 
 from shardwise.errors import DisagreementError, FormatError
 from shardwise.layout import LocalBox, TensorKind
-from shardwise.models.four_bits.four_bit_linear import SCALES
+from shardwise.models.four_bit_linear import SCALES
 from shardwise.models.view import Held, local_boxes, local_tensor, strided_view
-from shardwise.planning.states.matching import OnFault
+from shardwise.planning.load_plan import allows
+from shardwise.planning.matching import OnFault
 from shardwise.tensors import Strided, numel
 from shardwise.tensors.fingerprint import lane_weights
 
@@ -120,7 +121,7 @@ def compare_bases(
         if cast:
             was, now = (text.split()[0] for text in next(iter(cast.values())))
             notes.append(f"values of {len(cast)} not compared: their dtype was {was}, and is {now}")
-    refused = tuple(f"{what}: {text}" for what, text in found.items() if not on_other_base.covers(what))
+    refused = tuple(f"{what}: {text}" for what, text in found.items() if not allows(on_other_base, what))
     verdict = f"another, as allowed ({'; '.join(found.values())})" if found else "nothing differs"
     return BaseMatch(refused, "; ".join([verdict, *notes]))
 
@@ -242,15 +243,9 @@ class BaseSamples:
         Memory: 24 bytes for each sample.
         """
         part = self._part.copy()
-        by_kind: dict[tuple[torch.dtype, torch.device], dict[int, _Sampled]] = {}
         for row, item in self._found.items():
-            by_kind.setdefault((item.span.dtype, item.span.device), {})[row] = item
-        for own in by_kind.values():
-            values = torch.cat([item.span.index_select(0, item.places) for item in own.values()]).cpu().numpy()
-            weights = np.concatenate([item.weights for item in own.values()])
-            words = values.view(f"<u{values.itemsize}").astype(np.uint64) * weights
-            starts = np.cumsum([0, *(len(item.weights) for item in own.values())])[:-1]
-            part["sum"][list(own)] = np.add.reduceat(words, starts)
+            values = item.span.index_select(0, item.places).cpu().numpy()
+            part["sum"][row] = np.add.reduce(values.view(f"<u{values.itemsize}").astype(np.uint64) * item.weights)
         return bytes(part.tobytes())
 
     def sums(self, taken: Sequence[bytes]) -> list[int | None]:

@@ -9,35 +9,22 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, get_args
 
 import torch
 
 from shardwise.checkpoints import folder, write
 from shardwise.checkpoints import restore as restoring
-from shardwise.checkpoints.agreed_save import (
-    AgreedSave,
-    OwnState,
-    PlannedSave,
-    SaveWords,
-    agreed_of,
-    layout_signature,
-)
+from shardwise.checkpoints.agreed_save import AgreedSave, PlannedSave, SaveWords, agreed_of
 from shardwise.checkpoints.base_identity import BaseIdentity
-from shardwise.checkpoints.facts import Facts, packed
+from shardwise.checkpoints.facts import Facts
 from shardwise.checkpoints.modes import (
-    Asynchronous,
     CheckpointerOptions,
-    KeepAll,
-    KeepLast,
-    Latest,
     Mode,
-    Retention,
-    Synchronous,
-    Which,
 )
 from shardwise.checkpoints.state import (
     Looked,
+    StateContents,
     TrainState,
     adapter_settings,
     contents_of,
@@ -45,24 +32,23 @@ from shardwise.checkpoints.state import (
     key_of,
     look,
 )
-from shardwise.checkpoints.write import Background, completed, done_now, promised
+from shardwise.checkpoints.write import Background, done_now
 from shardwise.engines.arguments import hints_of, require_meant
 from shardwise.errors import ConfigError, StorageError
-from shardwise.execution.memory.garbage import collected_later
-from shardwise.execution.moving.reshard import facts_of
-from shardwise.execution.ranks.progress import Clock
-from shardwise.execution.ranks.world import World
-from shardwise.execution.states.agreed import refuse_meta
-from shardwise.execution.states.replicas import odd_circles, require_mode, settle_odd
-from shardwise.execution.states.replicas import tell as tell_of
-from shardwise.execution.writing.chunk_plan import plan_tensors
-from shardwise.execution.writing.chunk_stream import ChunkSource, ChunkStaging, InPlace, places_of
-from shardwise.models.optimizers.optimizer_kind import class_name
-from shardwise.models.selection import AdapterOnly, Everything, Selection
-from shardwise.planning.loads.load_plan import OnDiffering, Refuse, TakeFirst
-from shardwise.planning.moves.assembly import in_common
-from shardwise.planning.states.matching import OnFault, Tolerance
-from shardwise.report.checkpoint_report import CheckpointReport, RestoreReport
+from shardwise.execution.agreed import refuse_meta
+from shardwise.execution.chunks import ChunkStaging, Views, plan_tensors, views_of
+from shardwise.execution.memory import collected_later
+from shardwise.execution.moving import facts_of
+from shardwise.execution.progress import Clock
+from shardwise.execution.replicas import odd_circles, require_mode, settle_odd
+from shardwise.execution.replicas import tell as tell_of
+from shardwise.execution.world import World
+from shardwise.models.optimizer_kind import class_name
+from shardwise.models.selection import AdapterOnly, Selection
+from shardwise.planning.load_plan import OnDiffering
+from shardwise.planning.matching import OnFault, Tolerance
+from shardwise.planning.moves import in_common
+from shardwise.report.save_reports import CheckpointReport, RestoreReport
 
 _MAX_STEP = 10**15
 
@@ -80,12 +66,13 @@ class Checkpointer:
 
     Args:
         directory: a folder that all ranks see, for the checkpoints of one run alone.
-        keep: ``KeepLast(3)``, or ``KeepAll()``.
-        mode: ``Synchronous()``, or ``Asynchronous()``: written by a thread while the training goes on.
-        only: what of the model is stored: ``Everything()``, or ``AdapterOnly()``: an adapter of PEFT's, and
+        keep: how many of the newest complete checkpoints stay; None keeps all.
+        mode: ``"sync"``, or ``"async"``: the state is copied to host memory, and a thread writes it from there
+            while the training goes on. The next ``save`` waits for it.
+        only: what of the model is stored: ``None``, or ``AdapterOnly()``: an adapter of PEFT's, and
             whatever else is trained.
         on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
-            have, are stored as the first rank has them, ``TakeFirst()``, or are an error, ``Refuse()``.
+            have, are stored as the first rank has them, ``"first_rank"``, or are an error, ``"error"``.
         options: budget, process group, patience.
 
     Raises:
@@ -97,10 +84,10 @@ class Checkpointer:
         self,
         directory: str | os.PathLike[str],
         *,
-        keep: Retention = KeepLast(),  # noqa: B008 - frozen
-        mode: Mode = Synchronous(),  # noqa: B008
-        only: Selection = Everything(),  # noqa: B008
-        on_differing_buffers: OnDiffering = TakeFirst(),  # noqa: B008
+        keep: int | None = 3,
+        mode: Mode = "sync",
+        only: Selection = None,
+        on_differing_buffers: OnDiffering = "first_rank",
         options: CheckpointerOptions = CheckpointerOptions(),  # noqa: B008
     ) -> None:
         _require_kinds(keep, mode, only)
@@ -137,12 +124,12 @@ class Checkpointer:
 
     @torch.no_grad()
     def save(self, step: int, state: TrainState) -> CheckpointReport:
-        """Save a checkpoint; in the background with ``Asynchronous()``, after waiting for the one before.
+        """Save a checkpoint; in the background with ``"async"``, after waiting for the one before.
 
         Generators of random numbers are taken as they are. The training must not be in the middle of a step.
 
         Collective: yes, over ``options.process_group`` (default: all ranks).
-        Memory: ``options.budget_bytes``; with ``Asynchronous()`` also this rank's part of the state, on the host.
+        Memory: ``options.budget_bytes``; with ``"async"`` also this rank's part of the state, on the host.
 
         Args:
             step: optimizer steps done: more than at the newest checkpoint in the folder.
@@ -156,7 +143,7 @@ class Checkpointer:
                 or state of optimizers, that several ranks hold have different values there.
             StorageError: the folder cannot be written to, or somebody else writes there.
             RankLostError: a rank has been lost.
-            CheckpointError: (or a subclass) with ``Asynchronous()``, whatever befell the checkpoint before: of this
+            CheckpointError: (or a subclass) with ``"async"``, whatever befell the checkpoint before: of this
                 one the folder is looked at in the background, too.
 
         Every error is the same on every rank, and leaves all complete checkpoints as they are.
@@ -167,22 +154,21 @@ class Checkpointer:
             self.wait()
         with ExitStack() as stack:
             # Joined before the ranks meet for the first time: whoever is lost from then on is missed there, too.
-            beside = (
-                None if isinstance(self._mode, Synchronous) else stack.enter_context(self._world("save", _BESIDE))
-            )
+            beside = None if self._mode == "sync" else stack.enter_context(self._world("save", _BESIDE))
             with self._world("save") as world:
-                job, report = self._job(world, clock, step, state)
+                job = self._job(world, clock, step, state)
                 if beside is None:
                     with clock.phase("write"), self._counting(step):
-                        report = completed(report, write.carry_out(world, job))
+                        job = replace(job, report=write.carry_out(world, job))
                 else:
                     with clock.phase("stage"):
                         job = replace(job, content=done_now(job.content))
-            report = replace(report, blocked_s=time.perf_counter() - start, seconds=dict(clock.seconds))
+            blocked_s, seconds = time.perf_counter() - start, dict(clock.seconds)
+            job = replace(job, report=replace(job.report, blocked_s=blocked_s, seconds=seconds))
             if beside is not None:
-                self._on_its_way = Background(beside, job, report)
+                self._on_its_way = Background(beside, job)
             stack.pop_all()
-        return report
+        return job.report
 
     def wait(self) -> CheckpointReport | None:
         """Wait for the checkpoint that is on its way, if there is one; its report.
@@ -203,16 +189,16 @@ class Checkpointer:
     def restore(
         self,
         state: TrainState,
-        which: Which = Latest(),  # noqa: B008
+        step: int | None = None,
         *,
-        on_missing: OnFault = Refuse(),  # noqa: B008
-        on_unexpected: OnFault = Refuse(),  # noqa: B008
-        on_mismatched: OnFault = Refuse(),  # noqa: B008
-        on_other_base: OnFault = Refuse(),  # noqa: B008
+        on_missing: OnFault = "error",
+        on_unexpected: OnFault = "error",
+        on_mismatched: OnFault = "error",
+        on_other_base: OnFault = "error",
     ) -> RestoreReport:
         """Bring a training back to where it was when a checkpoint was saved, on these ranks.
 
-        Values are put into the tensors that are there. A model on meta, as ``from_pretrained(weights=Later())``
+        Values are put into the tensors that are there. A model on meta, as ``from_pretrained(load_weights=False)``
         makes it, is brought up from the checkpoint, and the optimizers are given its new parameters.
 
         Collective: yes, over ``options.process_group`` (default: all ranks).
@@ -220,7 +206,7 @@ class Checkpointer:
 
         Args:
             state: with the same parts as the one that was saved.
-            which: ``Latest()``, or ``AtStep(step)``.
+            step: of the checkpoint; None takes the newest.
             on_missing: ``Ignore(only=...)`` for what the checkpoint may lack: FQNs, "FQN: entry" of optimizers,
                 or "optimizers", "schedulers", "scaler", "data" for all of one.
             on_unexpected: ``Ignore(only=...)`` for what it may have beside.
@@ -245,9 +231,9 @@ class Checkpointer:
         given |= {"on_mismatched": on_mismatched, "on_other_base": on_other_base}
         with self._world("restore") as world:
             world.together(lambda: require_meant(hints_of(Checkpointer.restore), given))
-            asked = repr((which, tolerance, self._only))
-            world.require_equal(asked, "what is asked to be restored (which, only, on_...)")
-            report = restoring.restore(world, self._root, state, which, self._only, tolerance, self._options)
+            asked = repr((step, tolerance, self._only))
+            world.require_equal(asked, "what is asked to be restored (step, only, on_...)")
+            report = restoring.restore(world, self._root, state, step, self._only, tolerance, self._options)
             self._newest = world.from_first(lambda: folder.newest_in(self._root))
         return report
 
@@ -302,8 +288,58 @@ class Checkpointer:
         group, patience = self._options.process_group, self._options.patience
         return World.current(group, patience, purpose=purpose, call=f"Checkpointer.{call}")
 
+    def _job(self, world: World, clock: Clock, step: int, state: TrainState) -> write.Job:
+        """Agree with all ranks on what is to be written. Collective: yes."""
+        with clock.phase("look"):
+            contents, agreed, base = self._agree(world, step, state)
+        looked = contents.looked
+        with clock.phase("plan"):
+            planned = self._planned = self._plan(world, looked, agreed)
+        with clock.phase("compare"):
+            differing = self._compare(world, planned, agreed)
+        facts = Facts(
+            step=step,
+            world_size=world.size,
+            holds=in_words(self._only),
+            adapter=adapter_settings(looked.model, self._only),
+            others=looked.others,
+            alike=agreed.alike,
+            data=agreed.data,
+            user=contents.user,
+            optimizers=[[class_name(bound.optimizer), len(bound.groups)] for bound in looked.bounds],
+            base=base,
+        )
+        report = CheckpointReport(
+            rank=world.rank,
+            world_size=world.size,
+            directory=str(self._root / folder.name_of(step)),
+            step=step,
+            is_complete=False,
+            tensors=len(planned.plan.tensors),
+            state_bytes=planned.plan.state_bytes,
+            written_bytes=planned.plan.nbytes(world.rank),
+            differing_buffers=differing,
+        )
+        stored = contents.stored(agreed.data, world.rank)
+        return write.Job(
+            self._root,
+            step,
+            self._newest,
+            self._keep,
+            planned.plan,
+            lambda: (self._views(planned), stored),
+            facts,
+            self._options.budget_bytes,
+            report,
+        )
+
     @collected_later()
-    def _take_down(self, step: int, state: TrainState, rank: int) -> OwnState:
+    def _views(self, planned: PlannedSave) -> Views:
+        """The tensors, or a copy of them if they may change while they are written."""
+        return planned.views if self._mode == "sync" else self._staging.copy(planned.views)
+
+    @collected_later()
+    def _take_down(self, step: int, state: TrainState, rank: int) -> StateContents:
         if type(step) is not int or not 0 <= step < _MAX_STEP:
             raise ConfigError(f"step={step!r} is not a number of optimizer steps")
         write.require_after(self._root, step, self._newest)
@@ -311,86 +347,33 @@ class Checkpointer:
         if looked is not self._looked:
             refuse_meta({key_of(path): tensor for path, tensor in looked.tensors.items()}, "the state")
         self._looked = looked
-        contents = contents_of(looked, state, rank)
-        values = contents.own if rank else {**contents.common, **contents.own}
-        return OwnState(
-            looked,
-            self._still_planned(looked),
-            contents,
-            {path: packed(value, key_of(path)) for path, value in values.items()},
-        )
-
-    def _still_planned(self, looked: Looked) -> PlannedSave | None:
-        before = self._planned
-        if before is None or before.looked is looked:
-            return before
-        return replace(before, looked=looked) if before.layout == layout_signature(looked) else None
-
-    def _job(self, world: World, clock: Clock, step: int, state: TrainState) -> tuple[write.Job, CheckpointReport]:
-        """What is to be written, and what will be told of it, agreed on by all ranks. Collective: yes."""
-        with clock.phase("look"):
-            own, agreed, base = self._agree(world, step, state)
-        with clock.phase("plan"):
-            planned = self._planned = self._plan(world, own, agreed)
-        with clock.phase("compare"):
-            differing = self._compare(world, planned, agreed)
-
-        def content() -> write.RankContent:
-            return write.RankContent(self._source(planned), own.stored(agreed, world.rank))
-
-        about = self._about(step, world.size, own, agreed, base)
-        job = write.Job(self._root, step, self._newest, self._keep, planned.plan, content, about)
-        return job, replace(promised(world, job), differing_buffers=differing)
-
-    @collected_later()
-    def _source(self, planned: PlannedSave) -> ChunkSource:
-        """Where the bytes are taken from: the tensors, or, while these may change, a copy of them."""
-        if isinstance(self._mode, Synchronous):
-            return InPlace(planned.views, self._options.budget_bytes)
-        return self._staging.copy(planned.views)
-
-    def _about(
-        self, step: int, world_size: int, own: OwnState, agreed: AgreedSave, base: BaseIdentity | None
-    ) -> Facts:
-        return Facts(
-            step=step,
-            world_size=world_size,
-            holds=in_words(self._only),
-            adapter=adapter_settings(own.looked.model, self._only),
-            others=own.looked.others,
-            alike=agreed.alike,
-            data=agreed.data,
-            user=own.contents.user,
-            optimizers=[[class_name(bound.optimizer), len(bound.groups)] for bound in own.looked.bounds],
-            base=base,
-        )
+        return contents_of(looked, state, rank)
 
     def _agree(
         self, world: World, step: int, state: TrainState
-    ) -> tuple[OwnState, AgreedSave, BaseIdentity | None]:
-        """What there is, what all ranks have in common, and whether the plan of the last checkpoint still holds.
+    ) -> tuple[StateContents, AgreedSave, BaseIdentity | None]:
+        """Take down the state, and compare what ranks have in common.
 
-        Beside these, on the first rank, the identity of a base that is not stored.
+        The last is the identity of a base that is not stored, on the first rank.
         """
         call = repr((step, self._keep, self._mode, self._only))
         has_base = isinstance(self._only, AdapterOnly)
-        taken: list[OwnState] = []
+        taken: list[StateContents] = []
         bases: list[BaseIdentity] = []
 
         def tell() -> SaveWords:
             own = self._take_down(step, state, world.rank)
             taken.append(own)
-            replicas = None if own.planned is None else tell_of(own.planned.replicas, self._on_differing_buffers)
+            known = self._planned if self._planned is not None and self._planned.looked is own.looked else None
+            replicas = None if known is None else tell_of(known.replicas, self._on_differing_buffers)
             base = own.looked.base.taken() if has_base else b""
-            found = own.contents
-            return SaveWords(call, replicas, found.data, dict(found.random), base, found.settings, found.rates)
+            return SaveWords(call, replicas, own.data, dict(own.random), base, own.settings, own.rates)
 
         def conclude(told: Sequence[SaveWords]) -> AgreedSave:
             agreed = agreed_of(told)
             if has_base:
                 looked = taken[0].looked
-                sums = looked.base.sums([item.base for item in told])
-                bases.append(looked.base.identity(looked.model, sums))
+                bases.append(looked.base.identity(looked.model, looked.base.sums([item.base for item in told])))
             return agreed
 
         agreed = world.all_reduce(tell, conclude)
@@ -403,24 +386,23 @@ class Checkpointer:
             odd = world.all_reduce(lambda: tell_of(planned.replicas, mode), odd_circles)
         return tuple(planned.looked.buffers[key] for key in settle_odd(world, planned.replicas, odd, mode))
 
-    def _plan(self, world: World, own: OwnState, agreed: AgreedSave) -> PlannedSave:
-        """Who writes what; that of the last checkpoint where every rank still has what it had then."""
-        looked = own.looked
-        if agreed.odd is not None and own.planned is not None:
-            return own.planned
+    def _plan(self, world: World, looked: Looked, agreed: AgreedSave) -> PlannedSave:
+        """Plan who writes what; the plan of the last checkpoint is used again if it holds on every rank."""
+        if agreed.odd is not None and self._planned is not None:
+            return self._planned
         tensors = {key_of(path): tensor for path, tensor in looked.tensors.items()}
         told = world.each(lambda: {key: facts_of(tensor, key) for key, tensor in tensors.items()})
         shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in looked.tensors.items()}
         plan = world.together(lambda: plan_tensors(shapes, told, looked.buffers, looked.others_of))
-        places = world.together(lambda: places_of(plan.by_rank[world.rank], tensors))
+        views = world.together(lambda: views_of(plan.by_rank[world.rank], tensors, looked.local))
         held = {key: tuple(facts[key].boxes for facts in told) for key in tensors}
-        return PlannedSave(looked, layout_signature(looked), plan, places, in_common(held, world.rank))
+        return PlannedSave(looked, plan, views, in_common(held, world.rank))
 
 
 def _require_kinds(keep: object, mode: object, only: object) -> None:
-    if not isinstance(keep, (KeepLast, KeepAll)):
-        raise ConfigError(f"keep={keep!r}: pass KeepLast(...) or KeepAll()")
-    if not isinstance(mode, (Synchronous, Asynchronous)):
-        raise ConfigError(f"mode={mode!r}: pass Synchronous() or Asynchronous()")
-    if not isinstance(only, (Everything, AdapterOnly)):
-        raise ConfigError(f"only={only!r}: pass Everything() or AdapterOnly(...)")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ConfigError(f"keep={keep!r}: pass the number of checkpoints to keep, 1 or more; None keeps all")
+    if mode not in get_args(Mode):
+        raise ConfigError(f"mode={mode!r}: pass 'sync' or 'async'")
+    if only is not None and not isinstance(only, AdapterOnly):
+        raise ConfigError(f"only={only!r}: pass None or AdapterOnly(...)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
@@ -13,10 +12,10 @@ from typing import Any, Final
 import torch
 
 from shardwise.checkpoints.base_identity import BaseIdentity
+from shardwise.checkpoints.checksums import content_nbytes, with_checksums
 from shardwise.errors import ConfigError, FormatError
 
 FACTS: Final = "shardwise.checkpoint.json"
-FINGERPRINTS: Final = "shardwise.fingerprints.json"
 _KIND: Final = "shardwise training checkpoint"
 _VERSION: Final = 1
 MAX_FACTS_BYTES: Final = 64 << 20
@@ -38,7 +37,7 @@ class Facts:
         user: the user's own.
         files: names and sizes in bytes of the files with tensors.
         metadata_sha256: of the file ``.metadata`` that belongs to this one.
-        fingerprints_sha256: of the file of fingerprints; "" where there is none (before there were any).
+        checksums: digests of the checksums in these files; empty for checkpoints of earlier versions.
         optimizers: the class of each optimizer and the number of its parameter groups; None where it is not known.
         base: what the model's tensors that are not stored are known by; None where all are, or it is not known.
     """
@@ -53,7 +52,7 @@ class Facts:
     user: dict[str, Any]
     files: dict[str, int] = field(default_factory=dict)
     metadata_sha256: str = ""
-    fingerprints_sha256: str = ""
+    checksums: dict[str, str] = field(default_factory=dict)
     optimizers: list[list[Any]] | None = None
     base: BaseIdentity | None = None
 
@@ -75,7 +74,7 @@ class Facts:
                 f"{what}: is of version {found.get('version')!r}, and this shardwise reads {_VERSION}; take the "
                 "version of shardwise that wrote it"
             )
-        is_sealed = bool(_SEAL in found or found.get("fingerprints_sha256"))  # those of earlier versions are not
+        is_sealed = _SEAL in found or "checksums" in found  # those of earlier versions are not
         if is_sealed and found.pop(_SEAL, None) != _seal(found):
             raise FormatError(f"{what}: is not what was written; it is damaged, or was changed by hand")
         values: dict[str, Any] = {name: found.get(name, _LATER.get(name)) for name in _KINDS}
@@ -85,6 +84,7 @@ class Facts:
             or not _are_classes(values["optimizers"])
             or not _are_sizes(values["files"])
             or not all(isinstance(name, str) for name in found["alike"])
+            or not _are_digests(values["checksums"], values["files"])
         ):
             raise FormatError(f"{what}: {', '.join(wrong) or 'files'} is not what belongs there; it is damaged")
         base = values.pop("base")
@@ -102,11 +102,11 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
     "files": (dict,),
     "metadata_sha256": (str,),
     "user": (dict,),
-    "fingerprints_sha256": (str,),
+    "checksums": (dict,),
     "optimizers": (list, type(None)),
     "base": (dict, type(None)),
 }
-_LATER: Final[Mapping[str, Any]] = {"fingerprints_sha256": "", "optimizers": None, "base": None}
+_LATER: Final[Mapping[str, Any]] = {"checksums": {}, "optimizers": None, "base": None}
 """What facts of earlier versions do not tell."""
 
 _SEAL: Final = "sha256"
@@ -131,6 +131,17 @@ def _are_sizes(files: Any) -> bool:
     return all(type(nbytes) is int and nbytes >= 0 for nbytes in files.values())
 
 
+def _are_digests(checksums: Any, files: Any) -> bool:
+    if not checksums:
+        return True
+    sizes = [(nbytes, content_nbytes(nbytes)) for nbytes in files.values()]
+    return (
+        checksums.keys() == files.keys()
+        and all(type(value) is str for value in checksums.values())
+        and all(content >= 0 and with_checksums(content) == nbytes for nbytes, content in sizes)
+    )
+
+
 def as_json(user: Mapping[str, Any] | None) -> dict[str, Any]:
     """The user's state as it comes back from a file.
 
@@ -149,47 +160,33 @@ def as_json(user: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 _PLAIN = (str, int, float, bool, bytes, type(None))
-_MOST_LEVELS = 64
 
 
 def packed(value: object, what: str) -> bytes:
-    """A value as ``torch.save`` writes it, which ``torch.load(weights_only=True)`` reads.
+    """Return a value as ``torch.save`` writes it and ``torch.load(weights_only=True)`` reads it.
 
     Raises:
-        ConfigError: naming what in it is no plain data.
+        ConfigError: it is no plain data.
     """
-    _require_plain(value, what, 0)
     buffer = io.BytesIO()
-    torch.save(_at_home(value), buffer)
+    try:
+        torch.save(_at_home(value), buffer)
+        if type(value) not in _PLAIN:
+            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:  # pickle raises errors of many kinds
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"{what}: holds what is no plain data ({reason}); a checkpoint holds dicts, lists, tuples, texts, "
+            "numbers, bytes and tensors: let its state_dict give these"
+        ) from error
     return buffer.getvalue()
 
 
 def digest_of(value: object) -> str:
-    """The same for equal values, whatever objects they are made of. Of what is no plain data the class counts."""
+    """Return a digest that is equal for equal values. Objects that are no plain data count by their class."""
     found = hashlib.sha256()
     _digest(value, found)
     return found.hexdigest()[:32]
-
-
-def _require_plain(value: object, what: str, level: int) -> None:
-    kind = type(value)  # exactly: an object of a subclass is written by the name of its class
-    if level > _MOST_LEVELS:
-        raise ConfigError(f"{what} is nested more than {_MOST_LEVELS} levels deep, and cannot be saved")
-    if kind in (dict, OrderedDict, Counter):  # MultiStepLR counts its milestones
-        assert isinstance(value, dict)
-        for key, item in value.items():
-            if type(key) not in (str, int, float, bool):
-                raise ConfigError(f"{what} has a key of type {type(key).__name__}; keys are texts or numbers")
-            _require_plain(item, f"{what}[{key!r}]", level + 1)
-    elif kind in (list, tuple):
-        assert isinstance(value, (list, tuple))
-        for number, item in enumerate(value):
-            _require_plain(item, f"{what}[{number}]", level + 1)
-    elif kind is not torch.Tensor and kind not in _PLAIN:
-        raise ConfigError(
-            f"{what} is of type {kind.__module__}.{kind.__qualname__}; a checkpoint holds plain data only (dicts, "
-            "lists, tuples, texts, numbers, bytes, tensors): have its state_dict give that"
-        )
 
 
 def _at_home(value: Any) -> Any:

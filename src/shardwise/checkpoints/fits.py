@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.checkpoints.base_identity import ALLOW_OTHER_BASE, BaseMatch
-from shardwise.checkpoints.beside_tensors import REDUCED
 from shardwise.checkpoints.opened import Opened
-from shardwise.checkpoints.state import KeyPath, Looked, Stateful, TrainState, adapter_settings, in_words
+from shardwise.checkpoints.state import REDUCED, KeyPath, Looked, Stateful, TrainState, adapter_settings, in_words
 from shardwise.errors import CoverageError, FormatError
-from shardwise.execution.memory.garbage import collected_later
-from shardwise.models.optimizers.optimizer_kind import by_parameter, unlike
-from shardwise.models.optimizers.schedules import why_unlike
+from shardwise.execution.memory import collected_later
+from shardwise.models.optimizer_kind import by_parameter, unlike, why_unlike
 from shardwise.models.selection import Selection
 from shardwise.models.torch_words import in_memory
-from shardwise.planning.states.matching import Tolerance
-from shardwise.planning.states.matching import in_words as faults_in_words
+from shardwise.planning.load_plan import allows
+from shardwise.planning.matching import Tolerance
+from shardwise.planning.matching import in_words as faults_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +55,26 @@ def compare(
     wanted |= {"scaler"} if state.scaler is not None else set()
     wanted |= {"data"} if state.data is not None else set()
     for part in sorted(wanted - opened.parts):
-        faults.missing(part, part)
+        faults.add("missing", part)
     for part in sorted(opened.parts - wanted):
-        faults.unexpected(part, part)
+        faults.add("unexpected", part)
     kept = wanted & opened.parts
     if "schedulers" in kept and (why := _unlike(state.all_schedulers, common["schedulers",])):
-        faults.mismatched("schedulers", f"schedulers: {why}")
+        faults.add("mismatched", "schedulers", f"schedulers: {why}")
         kept.discard("schedulers")
     if "optimizers" in kept:
         stored = _settings(opened, looked, common["optimizer", "param_groups"])
         if others := unlike(by_parameter(looked.bounds), stored):
-            faults.mismatched("optimizers", f"optimizers: {'; '.join(others)}")
+            faults.add("mismatched", "optimizers", f"optimizers: {'; '.join(others)}")
             kept.discard("optimizers")
     if "optimizers" in kept and (why := _why_elsewhere(opened, looked, common, world_size)):
-        faults.mismatched("optimizers", f"optimizer: {why}")
+        faults.add("mismatched", "optimizers", f"optimizer: {why}")
         kept.discard("optimizers")
     if "data" in kept and opened.facts.data == "each" and opened.facts.world_size != world_size:
         saved = opened.facts.world_size
-        faults.mismatched("data", f"data: a position for each of {saved} ranks, and now there are {world_size}")
+        faults.add(
+            "mismatched", "data", f"data: a position for each of {saved} ranks, and now there are {world_size}"
+        )
         kept.discard("data")
     faults.check(f"{opened.folder} does not fit:")
     return Fits(
@@ -104,26 +105,21 @@ def _why_elsewhere(opened: Opened, looked: Looked, common: Mapping[KeyPath, Any]
 
 
 class _Misfits:
-    """What does not fit, told or not tolerated."""
+    """Faults by kind, with those that are not tolerated."""
 
     def __init__(self, tolerance: Tolerance) -> None:
-        self._tolerance = tolerance
-        self.told: dict[str, list[str]] = {"mismatched": [], "missing": [], "unexpected": []}
-        self._refused: dict[str, list[str]] = {"mismatched": [], "missing": [], "unexpected": []}
+        self._consents = {
+            "mismatched": tolerance.mismatched,
+            "missing": tolerance.missing,
+            "unexpected": tolerance.unexpected,
+        }
+        self.told: dict[str, list[str]] = {kind: [] for kind in self._consents}
+        self._refused: dict[str, list[str]] = {kind: [] for kind in self._consents}
 
-    def missing(self, name: str, sentence: str) -> None:
-        self._add("missing", name, sentence, is_tolerated=self._tolerance.missing.covers(name))
-
-    def unexpected(self, name: str, sentence: str) -> None:
-        self._add("unexpected", name, sentence, is_tolerated=self._tolerance.unexpected.covers(name))
-
-    def mismatched(self, name: str, sentence: str) -> None:
-        self._add("mismatched", name, sentence, is_tolerated=self._tolerance.mismatched.covers(name))
-
-    def _add(self, kind: str, name: str, sentence: str, *, is_tolerated: bool) -> None:
+    def add(self, kind: str, name: str, sentence: str = "") -> None:
         self.told[kind].append(name)
-        if not is_tolerated:
-            self._refused[kind].append(sentence)
+        if not allows(self._consents[kind], name):
+            self._refused[kind].append(sentence or name)
 
     def check(self, head: str) -> None:
         if any(self._refused.values()):
@@ -161,21 +157,25 @@ def _compare_model(opened: Opened, looked: Looked, faults: _Misfits) -> dict[str
         known.update(item.names)
         name = next((name for name in item.names if name in keys), None)
         if name is None:
-            faults.missing(fqn, fqn)
+            faults.add("missing", fqn)
             continue
         tensor = stored[keys[name]]
         if tensor.shape != tuple(item.tensor.shape) or tensor.dtype is not in_memory(item.tensor.dtype):
             here = f"{tuple(item.tensor.shape)} {in_memory(item.tensor.dtype).label}"
-            faults.mismatched(fqn, f"{fqn}: stored {tensor.shape} {tensor.dtype.label}, the model has {here}")
+            faults.add(
+                "mismatched", fqn, f"{fqn}: stored {tensor.shape} {tensor.dtype.label}, the model has {here}"
+            )
             continue
         found[fqn] = keys[name]
     for name in keys:
         if name not in known:
-            faults.unexpected(name, name)
+            faults.add("unexpected", name)
     several = {fqn: [name for name in item.names if name in keys] for fqn, item in looked.stored.items()}
     for fqn, names in several.items():
         if len(names) > 1:
-            faults.mismatched(fqn, f"{fqn}: one tensor in the model, and {len(names)} stored: {', '.join(names)}")
+            faults.add(
+                "mismatched", fqn, f"{fqn}: one tensor in the model, and {len(names)} stored: {', '.join(names)}"
+            )
             found.pop(fqn, None)
     return found
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
-from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, MAX_FACTS_BYTES, Facts
+from shardwise.checkpoints.facts import FACTS, MAX_FACTS_BYTES, Facts
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.writing.committing import remove_unnamed
+from shardwise.execution.committing import remove_unnamed
 from shardwise.formats.distributed import METADATA
 from shardwise.storage.contract import INCOMPLETE, StorageWriter
 from shardwise.storage.names import is_url
@@ -26,7 +26,7 @@ from shardwise.storage.writing.opening import open_writer
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 _DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")
-_BESIDE = (METADATA, FACTS, FINGERPRINTS)
+_BESIDE = (METADATA, FACTS, "shardwise.fingerprints.json")  # the last is of earlier versions
 _INTERIM = re.compile(rf"\.(?:{'|'.join(map(re.escape, _BESIDE))})(?:\.[0-9a-f]+)?{re.escape(INCOMPLETE)}")
 
 
@@ -54,7 +54,7 @@ def require_local(directory: str | os.PathLike[str]) -> Path:
 
 def steps_in(root: Path) -> list[int]:
     """The steps of which there is a complete checkpoint, in order. Links are no checkpoints."""
-    return [step for step, kind in _folders(root) if kind is StepKind.COMPLETE]
+    return folders_of(root, StepKind.COMPLETE)
 
 
 def newest_in(root: Path) -> int | None:
@@ -71,8 +71,6 @@ def is_whole(place: Path) -> bool:
         if (place / FACTS).stat().st_size > MAX_FACTS_BYTES:
             return False
         facts = Facts.from_bytes((place / FACTS).read_bytes(), FACTS)
-        if facts.fingerprints_sha256 and not _is_file(place / FINGERPRINTS):
-            return False
         return all(
             _DATA.fullmatch(file) is not None and (place / file).stat().st_size == nbytes
             for file, nbytes in facts.files.items()
@@ -81,37 +79,32 @@ def is_whole(place: Path) -> bool:
         return False
 
 
-def leftovers_in(root: Path) -> list[int]:
-    """The steps of which a checkpoint was begun and not completed."""
-    return [step for step, kind in _folders(root) if kind is StepKind.LEFT]
-
-
-def foreign_in(root: Path) -> list[int]:
-    """The steps of which there is a checkpoint of somebody else's."""
-    return [step for step, kind in _folders(root) if kind is StepKind.FOREIGN]
-
-
 class StepKind(Enum):
-    """What is in the folder of a step."""
+    """The content of the folder of a step."""
 
     COMPLETE = "a complete checkpoint"
     LEFT = "one that was begun, or nothing"
     FOREIGN = "one in torch's format, without the facts of ours"
 
 
-def _folders(root: Path) -> list[tuple[int, StepKind]]:
-    found: list[tuple[int, StepKind]] = []
+def folders_of(root: Path, kind: StepKind) -> list[int]:
+    """Return the steps whose folders are of this kind, in order. Links are no checkpoints.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    found: list[int] = []
     try:
         with os.scandir(root) as entries:
             for entry in entries:
                 name = _STEP.fullmatch(entry.name)
-                if name is not None and entry.is_dir(follow_symlinks=False):
-                    found.append((int(name[1]), _kind_of(Path(entry.path))))
+                if name and entry.is_dir(follow_symlinks=False) and _kind_of(Path(entry.path)) is kind:
+                    found.append(int(name[1]))
     except FileNotFoundError:
         return []
     except OSError as error:
         raise StorageError(f"{root}: looking for checkpoints failed, {error.strerror}; check the folder") from error
-    return sorted(found, key=lambda item: item[0])
+    return sorted(found)
 
 
 def _kind_of(place: Path) -> StepKind:
@@ -145,7 +138,7 @@ def remove_left(root: Path) -> list[int]:
     Raises:
         StorageError: a file cannot be removed.
     """
-    return [step for step in leftovers_in(root) if _removed(root / name_of(step), _empty_left)]
+    return [step for step in folders_of(root, StepKind.LEFT) if _removed(root / name_of(step), _empty_left)]
 
 
 def remove_own(root: Path, step: int) -> None:

@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.checkpoints import randomness
 from shardwise.checkpoints.base_identity import BaseMatch, compare_bases
-from shardwise.checkpoints.beside_tensors import BesideTensors, common_paths, own_paths
-from shardwise.checkpoints.fingerprint_check import Witness
+from shardwise.checkpoints.checksums import CheckedReader
 from shardwise.checkpoints.fits import Fits, compare
-from shardwise.checkpoints.modes import CheckpointerOptions, Which
-from shardwise.checkpoints.opened import Opened, open_checkpoint, resolve
-from shardwise.checkpoints.state import KeyPath, Looked, TrainState, in_words, look
+from shardwise.checkpoints.modes import CheckpointerOptions
+from shardwise.checkpoints.opened import Opened, open_checkpoint, resolve, value_of
+from shardwise.checkpoints.state import REDUCED, KeyPath, Looked, TrainState, in_words, look
 from shardwise.conversion import Bindings, Expression
-from shardwise.engines.load_options import LoadOptions
-from shardwise.engines.load_plan import LoadRequest
+from shardwise.engines.load_plan import Load, LoadOptions
 from shardwise.engines.loading import carry_out
 from shardwise.engines.opening import OpenSource
-from shardwise.engines.optimizer_fitting import Fitting, Ours, fit
+from shardwise.engines.optimizer_states import Fitting, Ours, fit
 from shardwise.errors import CoverageError, PlacementError
-from shardwise.execution.memory.garbage import collected_later
-from shardwise.execution.ranks.progress import Clock, ProgressBar
-from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.checkpoint_copies import require_one_checkpoint
-from shardwise.execution.reading.place import Destination, Placer, arrange
-from shardwise.execution.states.supply import require_alike_models
-from shardwise.models.optimizers.optimizer_state import Given, read
-from shardwise.models.optimizers.rebind import Key
-from shardwise.models.optimizers.reduced import made_again
-from shardwise.models.replicated import average_replicated_gradients
-from shardwise.models.selection import Everything, Selection
+from shardwise.execution.memory import collected_later
+from shardwise.execution.progress import Clock, ProgressBar
+from shardwise.execution.reading import Destination, Placer, arrange
+from shardwise.execution.supply import require_alike_models
+from shardwise.execution.world import World
+from shardwise.models.gradients import average_replicated_gradients
+from shardwise.models.optimizer_state import Given, read
+from shardwise.models.rebind import made_again
+from shardwise.models.selection import Selection
 from shardwise.models.torch_words import in_memory, to_torch
-from shardwise.models.view import Held, local_boxes, local_tensor, look_inside
-from shardwise.planning.loads.comparing import SampledBlocks
-from shardwise.planning.loads.load_plan import Consent
-from shardwise.planning.states.matching import Brought, Tolerance
-from shardwise.report.checkpoint_report import RestoreReport
+from shardwise.models.view import local_boxes, local_tensor, look_inside
+from shardwise.planning.load_plan import Consent
+from shardwise.planning.matching import Brought, Tolerance
+from shardwise.report.save_reports import RestoreReport
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.reading.local import LocalReader
 from shardwise.tensors import Box
 
 
@@ -52,7 +47,7 @@ def restore(
     world: World,
     root: Path,
     state: TrainState,
-    which: Which,
+    asked: int | None,
     only: Selection,
     tolerance: Tolerance,
     options: CheckpointerOptions,
@@ -60,18 +55,14 @@ def restore(
     """Put a checkpoint where it belongs. Collective: yes."""
     clock = Clock()
     with clock.phase("open"):
-        step, passed_over = world.from_first(lambda: resolve(root, which))
+        step, passed_over = world.from_first(lambda: resolve(root, asked))
         opened = world.from_first(lambda: open_checkpoint(root, step))
-        reader = world.together(lambda: _reader_of(opened))
+        reader = world.together(opened.reader)
     with reader, ProgressBar("Restoring", world, 0, enabled=False) as bar, torch.device("cpu"):
         placer = Placer(reader, opened.index, options.budget_bytes, bar, world)
-        with clock.phase("open"):
-            if opened.marks is None:  # nothing else would tell that a rank has another copy
-                require_one_checkpoint(world, reader, opened.index, SampledBlocks(), options.budget_bytes)
         with clock.phase("plan"):
-            found = _decide(world, opened, placer, state, only, tolerance)
-        done = _carry_out(world, opened, placer, found, state, options, clock)
-        return _report(world, opened, passed_over, found, done, placer.read_bytes, clock)
+            found = _decide(world, opened, placer, reader, state, only, tolerance)
+        return _carry_out(world, opened, passed_over, placer, reader, found, state, options, clock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +79,18 @@ class _Decided:
 
 
 def _decide(
-    world: World, opened: Opened, placer: Placer, state: TrainState, only: Selection, tolerance: Tolerance
+    world: World,
+    opened: Opened,
+    placer: Placer,
+    reader: CheckedReader,
+    state: TrainState,
+    only: Selection,
+    tolerance: Tolerance,
 ) -> _Decided:
     """Compare the checkpoint with what there is; nothing is changed yet. Collective: yes."""
     looked = world.together(lambda: look(state, only))
     require_alike_models(world, looked.held, looked.bounds)
-    beside = BesideTensors.read(world, placer.reader, opened)
+    beside = BesideTensors.read(world, reader, opened)
     base = _match_bases(world, opened, looked, tolerance)
     fits = world.together(lambda: compare(opened, looked, state, only, beside.common, world.size, tolerance, base))
     ours = Ours.of(looked.held, looked.bounds)
@@ -106,7 +103,7 @@ def _decide(
 def _match_bases(world: World, opened: Opened, looked: Looked, tolerance: Tolerance) -> BaseMatch:
     """Compare what a checkpoint takes for granted with what there is. Collective: yes, where it does so."""
     facts = opened.facts
-    if facts.holds == in_words(Everything()):
+    if facts.holds == in_words(None):
         return BaseMatch()
 
     def conclude(taken: list[bytes]) -> BaseMatch:
@@ -116,63 +113,33 @@ def _match_bases(world: World, opened: Opened, looked: Looked, tolerance: Tolera
     return world.all_reduce(lambda: looked.base.taken(), conclude)
 
 
-@dataclass(frozen=True, slots=True)
-class _RestoredValues:
-    """What has become of a restore.
-
-    Attributes:
-        targets: the optimizers' tensors.
-        unchecked: names of what has not been compared with fingerprints.
-        checked_bytes: of the tensors that have.
-        afresh: trained parameters without state.
-        told: of the generators and of the position in the data, in words.
-    """
-
-    targets: Mapping[Key, torch.Tensor]
-    unchecked: tuple[str, ...]
-    checked_bytes: int
-    afresh: Sequence[str]
-    told: Mapping[str, str]
-
-
 def _carry_out(
     world: World,
     opened: Opened,
+    passed_over: tuple[int, ...],
     placer: Placer,
+    reader: CheckedReader,
     found: _Decided,
     state: TrainState,
     options: CheckpointerOptions,
     clock: Clock,
-) -> _RestoredValues:
+) -> RestoreReport:
     """Give everything its values. Collective: yes."""
-    looked, ours, fitting = found.looked, found.ours, found.fitting
+    looked, ours, fits, fitting = found.looked, found.ours, found.fits, found.fitting
     with clock.phase("read"):
-        model = {key: looked.stored[fqn].tensor for fqn, key in found.fits.model.items()}
+        model = {key: looked.stored[fqn].tensor for fqn, key in fits.model.items()}
         if any(item.tensor.is_meta for item in looked.held):
-            placer.read_bytes += _bring_up(world, opened, placer.reader, looked, found.fits, options)
+            placer.read_bytes += _bring_up(world, opened, placer.reader, looked, fits, options)
             ours = _bound_again(looked)
             model = {}
         targets = world.together(lambda: {} if fitting is None else fitting.targets(ours))
-        state_keys = {_key_of_state(key): target for key, target in targets.items()}
-        unchecked, checked_bytes = _read(world, opened, placer, {**model, **state_keys})
+        states = {f"optimizer.state.{key.parameter}.{key.entry}": target for key, target in targets.items()}
+        world.together(lambda: _place(placer, opened, {**model, **states}))
     with clock.phase("finish"):
         afresh = world.together(lambda: [] if fitting is None else fitting.bind(ours, targets))
         if fitting is not None:
             world.together(lambda: _put_back_reduced(ours, found.beside.own.get("optimizers", {})))
-        told = world.together(lambda: found.beside.put_back(opened, state, found.fits.parts, world))
-    return _RestoredValues(targets, unchecked, checked_bytes, afresh, told)
-
-
-def _report(
-    world: World,
-    opened: Opened,
-    passed_over: tuple[int, ...],
-    found: _Decided,
-    done: _RestoredValues,
-    read_bytes: int,
-    clock: Clock,
-) -> RestoreReport:
-    fits, fitting = found.fits, found.fitting
+        told = world.together(lambda: found.beside.put_back(opened, state, fits.parts, world))
     return RestoreReport(
         rank=world.rank,
         world_size=world.size,
@@ -183,57 +150,103 @@ def _report(
         user=opened.facts.user,
         restored=tuple(part for part in _PARTS if part in fits.parts),
         model=tuple(fits.model),
-        optimizers=tuple(key.label for key in done.targets),
-        not_stored=tuple(item.fqn for item in found.looked.held if _is_left_out(item, found.looked)),
+        optimizers=tuple(key.label for key in targets),
+        not_stored=tuple(item.fqn for item in looked.held if item.kind.is_saved and item.fqn not in looked.stored),
         missing=(*fits.missing, *(fitting.missing if fitting else ())),
         unexpected=(*fits.unexpected, *(fitting.unexpected if fitting else ())),
         mismatched=(*fits.mismatched, *(fitting.matched.mismatched if fitting else ())),
-        afresh=tuple(done.afresh),
+        afresh=tuple(afresh),
         base=found.base.told,
         cast=fitting.matched.cast if fitting else {},
-        rng=done.told["rng"],
-        data=done.told["data"],
-        read_bytes=read_bytes,
-        checked_bytes=done.checked_bytes,
-        unchecked=done.unchecked,
+        rng=told["rng"],
+        data=told["data"],
+        read_bytes=placer.read_bytes,
+        checked_bytes=reader.checked_bytes,
         seconds=clock.seconds,
     )
-
-
-def _reader_of(opened: Opened) -> LocalReader:
-    return LocalReader(opened.folder) if opened.marks is None else Witness(opened.folder, opened.marks)
-
-
-def _read(
-    world: World, opened: Opened, placer: Placer, wanted: Mapping[str, torch.Tensor]
-) -> tuple[tuple[str, ...], int]:
-    """Read tensors, by key; the names of what has not been compared by now, and the bytes of tensors that have.
-
-    Collective: yes.
-
-    Raises:
-        FormatError: naming what is not what was written.
-    """
-    reader = placer.reader
-    if not isinstance(reader, Witness):
-        world.together(lambda: _place(placer, opened, wanted))
-        return ("all of it: it was saved before fingerprints were taken",), 0
-    settled = reader.settle(world, opened.names, lambda: _place(placer, opened, wanted))
-    tensors = [opened.names[file, run.start] for file, run in settled.passed]
-    own = [path for rank in range(world.size) for path in own_paths(opened, rank, world.size).values()]
-    read = {*common_paths(opened), *own}
-    return (*tensors, *(".".join(path) for path in opened.objects if path not in read)), settled.nbytes
 
 
 _PARTS = ("model", "optimizers", "schedulers", "scaler", "data", "rng")
 
 
-def _is_left_out(item: Held, looked: Looked) -> bool:
-    return item.kind.is_saved and item.fqn not in looked.stored
+# Values that are no tensors
 
 
-def _key_of_state(key: Key) -> str:
-    return f"optimizer.state.{key.parameter}.{key.entry}"
+@dataclass(frozen=True, slots=True)
+class BesideTensors:
+    """Plain data of a checkpoint, as one rank needs it.
+
+    Attributes:
+        common: what is the same for all ranks, and the first rank's generators of random numbers.
+        own: this rank's position in the data ("data"), its generators ("rng"), and the reduced state of its
+            optimizers ("optimizers"), where they are for it.
+    """
+
+    common: Mapping[KeyPath, Any]
+    own: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, world: World, reader: CheckedReader, opened: Opened) -> Self:
+        """Collective: yes.
+
+        Raises:
+            FormatError: one of these, or what lies around tensors in a rank's part of the files, is damaged.
+        """
+
+        def own() -> dict[str, Any]:
+            opened.require_frames(reader, world.rank, world.size)
+            paths = _own_paths(opened, world.rank, world.size)
+            return {part: value_of(reader, opened, path) for part, path in paths.items()}
+
+        common = world.from_first(lambda: {path: value_of(reader, opened, path) for path in _common_paths(opened)})
+        return cls(common, world.together(own))
+
+    def put_back(self, opened: Opened, state: TrainState, parts: Collection[str], world: World) -> dict[str, str]:
+        """Give it to the parts that are restored; what became of generators and of the position, in words."""
+        if "schedulers" in parts:
+            for scheduler, told in zip(state.all_schedulers, self.common["schedulers",], strict=True):
+                scheduler.load_state_dict(told)
+        if "scaler" in parts and state.scaler is not None:
+            state.scaler.load_state_dict(self.common["scaler",])
+        data = ""
+        if "data" in parts and state.data is not None:
+            state.data.load_state_dict(self.own["data"])
+            data = "one position for all ranks" if opened.facts.data == "one" else "each rank's own position"
+        return {"rng": self._put_back_generators(opened, world) if "rng" in parts else "", "data": data}
+
+    def _put_back_generators(self, opened: Opened, world: World) -> str:
+        facts, what = opened.facts, f"{opened.folder}: rng"
+        if "rng" in self.own:
+            lacking = randomness.put_back(self.own["rng"], what)
+            rng = "every rank goes on with its own numbers"
+        else:
+            lacking = randomness.draw_anew(self.common["rng", "rank_0"], facts.alike, world.rank, world.size, what)
+            alike = f"{', '.join(facts.alike)}: as saved, alike on all ranks; others: " if facts.alike else ""
+            rng = f"{alike}seeded anew, as there were {facts.world_size} ranks, and are {world.size}"
+        return rng + (f"; not on this machine: {', '.join(lacking)}" if lacking else "")
+
+
+def _common_paths(opened: Opened) -> list[KeyPath]:
+    """Where lies what is the same for all ranks, and the first rank's generators."""
+    is_wanted = {"optimizer", "schedulers", "scaler"}
+    return [
+        path
+        for path in opened.objects
+        if (path[0] in is_wanted and (path[:2] != REDUCED[:2] or path == REDUCED)) or path == ("rng", "rank_0")
+    ]
+
+
+def _own_paths(opened: Opened, rank: int, world_size: int) -> dict[str, KeyPath]:
+    """Where a rank's position in the data is, and its generators, if they are for it."""
+    found: dict[str, KeyPath] = {}
+    is_same_size = opened.facts.world_size == world_size
+    if is_same_size:
+        found["rng"] = "rng", f"rank_{rank}"
+        if REDUCED in opened.objects:
+            found["optimizers"] = *REDUCED[:2], f"rank_{rank}"
+    if opened.facts.data == "one" or (opened.facts.data == "each" and is_same_size):
+        found["data"] = "data", f"rank_{0 if opened.facts.data == 'one' else rank}"
+    return found
 
 
 # The optimizers
@@ -277,8 +290,6 @@ def _given(opened: Opened, placer: Placer, ours: Ours, common: Mapping[KeyPath, 
     wanted = [(item, Box.whole(item.shape), _dtype_of(opened, path)) for path, item in numbers]
     for (path, _), value in zip(numbers, placer.values_of(wanted), strict=True):
         values.setdefault(path[2], {})[path[3]] = value
-    if isinstance(placer.reader, Witness):
-        placer.reader.require_sound(opened.names)
     groups = common["optimizer", "param_groups"]
     return read({"state": values, "param_groups": groups}, ours.first_names, ours.shapes)
 
@@ -325,7 +336,7 @@ def _bring_up(
     model = looked.model
     expressions = opened.expressions
 
-    def ask() -> LoadRequest:
+    def ask() -> Load:
         hollow = [item.fqn for item in looked.held if item.tensor.is_meta and item.kind.is_saved]
         absent = [fqn for fqn in hollow if fqn not in fits.model]
         if absent:
@@ -334,13 +345,13 @@ def _bring_up(
                 "not hold them; bring the model up with its weights first"
             )
         offers = {fqn: (expressions[key],) for fqn, key in fits.model.items()}
-        load = LoadOptions(
+        as_load = LoadOptions(
             budget_bytes=options.budget_bytes,
             progress=False,
             process_group=options.process_group,
             patience=options.patience,
         )
-        return LoadRequest(Bindings(offers), Consent(), {}, load)
+        return Load(Bindings(offers), Consent(), {}, as_load)
 
     source = OpenSource(opened.index, reader, {}, is_own=False)
     report = carry_out(world, model, source, ask, Clock())

@@ -14,14 +14,12 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoints import randomness
 from shardwise.checkpoints.base_identity import BaseSamples, base_of
-from shardwise.checkpoints.facts import as_json, digest_of
+from shardwise.checkpoints.facts import as_json, digest_of, packed
 from shardwise.errors import ConfigError
 from shardwise.layout import TensorKind
-from shardwise.models.optimizers.optimizer_state import labelled, written_out
-from shardwise.models.optimizers.rebind import Bound, look_at
-from shardwise.models.optimizers.reduced import inner_tensors, layout_of
-from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
-from shardwise.models.unchanged import Snapshot
+from shardwise.models.optimizer_state import labelled, written_out
+from shardwise.models.rebind import Bound, inner_tensors, layout_of, look_at
+from shardwise.models.selection import AdapterOnly, Selection, names_outside
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile
 
 KeyPath: TypeAlias = tuple[str, ...]
@@ -32,6 +30,9 @@ def key_of(path: KeyPath) -> str:
     """The name that torch gives to what lies at the end of this path."""
     return ".".join(path)
 
+
+REDUCED = ("optimizer", "reduced", "layout")
+"""The path to the layout of state that is each rank's alone; that state lies in the same place by rank."""
 
 KEEP_IT_APART = "save what the optimizer's own state_dict() has, rank by rank"
 
@@ -87,8 +88,6 @@ class Looked:
     """All that a checkpoint holds, the model's and the optimizers' own."""
     facts: tuple[tuple[tuple[str, ...], tuple[int, ...], bool], ...]
     """Names, shape and whether it is trained, of each of the model's tensors."""
-    snapshot: Snapshot | None
-    """By which it can be told that all of this still holds; None: by no such thing."""
 
     @cached_property
     def others(self) -> str:
@@ -156,15 +155,13 @@ class Looked:
 def look(state: TrainState, only: Selection, before: Looked | None = None) -> Looked:
     """Find out what there is. FSDP2 groups that are gathered are resharded.
 
-    ``before`` is returned if it still holds; what PEFT decided then still holds for a model with the same tensors.
+    What PEFT decided for ``before`` still holds for a model with the same tensors.
 
     Raises:
         ConfigError: the model has no such adapter.
         PlacementError: parameters of the optimizers are not the model's, or their state has no shards that follow.
     """
     model = without_compile(state.model)
-    if before is not None and before.snapshot is not None and before.snapshot.shows(model, state.all_optimizers):
-        return before
     held = look_inside(model)
     bounds = look_at(state.all_optimizers, held, KEEP_IT_APART, by_rank=True)
     facts = tuple((item.names, tuple(item.tensor.shape), item.tensor.requires_grad) for item in held)
@@ -173,12 +170,7 @@ def look(state: TrainState, only: Selection, before: Looked | None = None) -> Lo
     else:
         chosen = chosen_names(model, held, only)
     stored = {item.fqn: item for item in held if item.fqn in chosen}
-    tensors = _tensors(stored, bounds)
-    values = [value for bound in bounds for value in bound.scalars.values()]
-    snapshot = None
-    if all(isinstance(value, torch.Tensor) for value in values):  # an optimizer replaces what is no tensor
-        snapshot = Snapshot(model, state.all_optimizers, [*(item.tensor for item in held), *tensors.values()])
-    return Looked(model, held, bounds, stored, tensors, facts, snapshot)
+    return Looked(model, held, bounds, stored, _tensors(stored, bounds), facts)
 
 
 def _tensors(stored: Mapping[str, Held], bounds: Sequence[Bound]) -> dict[KeyPath, torch.Tensor]:
@@ -193,7 +185,7 @@ def _tensors(stored: Mapping[str, Held], bounds: Sequence[Bound]) -> dict[KeyPat
 def chosen_names(model: nn.Module, held: Sequence[Held], only: Selection) -> set[str]:
     """The FQNs that a checkpoint holds: everything; or an adapter, and all else that is trained."""
     saved = {item.fqn for item in held if item.kind.is_saved}
-    if isinstance(only, Everything):
+    if only is None:
         return saved
     first = {name: item.fqn for item in held for name in item.names}
     adapter = {first[fqn] for fqn in names_outside(model, held, only).values()}
@@ -235,17 +227,17 @@ class StateContents:
     """All of a checkpoint that this rank knows of, by the keys that lead to it.
 
     Attributes:
-        tensors: the same on every rank but for the shards.
-        common: values that the first rank stores for all.
-        own: values of this rank.
+        looked: the model and its optimizers.
+        common: packed values that the first rank stores for all.
+        own: packed values of this rank.
         random: digests of its generators of random numbers, by name.
         data: a digest of its position in the data; "" without one.
         user: JSON.
-        settings: a digest of what groups of optimizers have beside parameters (learning rates, betas, ...).
+        settings: a digest of the settings of optimizers (learning rates, betas, ...).
         rates: learning rates, by group.
     """
 
-    tensors: Mapping[KeyPath, torch.Tensor]
+    looked: Looked
     common: dict[KeyPath, Any] = field(default_factory=dict)
     own: dict[KeyPath, Any] = field(default_factory=dict)
     random: dict[str, str] = field(default_factory=dict)
@@ -253,6 +245,11 @@ class StateContents:
     user: dict[str, Any] = field(default_factory=dict)
     settings: str = ""
     rates: list[float] = field(default_factory=list)
+
+    def stored(self, data: str, rank: int) -> dict[KeyPath, bytes]:
+        """The values that this rank stores. A position in the data that is the same on all is the first rank's."""
+        values = {**({} if rank else self.common), **self.own}
+        return {path: value for path, value in values.items() if not rank or data == "each" or path[0] != "data"}
 
 
 _NAMES = frozenset({"params", "param_names"})
@@ -264,7 +261,7 @@ def contents_of(looked: Looked, state: TrainState, rank: int) -> StateContents:
     Raises:
         ConfigError: a part has no ``state_dict``, or the user's state is no JSON.
     """
-    found = StateContents(looked.tensors, user=as_json(state.user))
+    found = StateContents(looked, user=as_json(state.user))
     for bound in looked.bounds:
         for key, value in bound.scalars.items():
             if not isinstance(value, torch.Tensor):
@@ -277,7 +274,7 @@ def contents_of(looked: Looked, state: TrainState, rank: int) -> StateContents:
         found.settings = digest_of(own)
         found.rates = [float(group["lr"]) for group in groups if "lr" in group]
     if reduced := looked.reduced:
-        found.common["optimizer", "reduced", "layout"] = looked.layout
+        found.common[REDUCED] = looked.layout
         found.own["optimizer", "reduced", f"rank_{rank}"] = {
             parameter: {entry: inner_tensors(value) for entry, value in entries.items()}
             for parameter, entries in reduced.items()
@@ -293,6 +290,8 @@ def contents_of(looked: Looked, state: TrainState, rank: int) -> StateContents:
         position = _told(state.data, "data")
         found.data = digest_of(position)
         found.own["data", f"rank_{rank}"] = position
+    found.common = {} if rank else {path: packed(value, key_of(path)) for path, value in found.common.items()}
+    found.own = {path: packed(value, key_of(path)) for path, value in found.own.items()}
     return found
 
 

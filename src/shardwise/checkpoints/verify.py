@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from pathlib import Path
 
 from shardwise.checkpoints import folder
 from shardwise.checkpoints.facts import FACTS
-from shardwise.checkpoints.fingerprint_check import BLOCK_BYTES, Witness, mark_of
-from shardwise.checkpoints.fingerprints import FingerprintedRun, digest
-from shardwise.checkpoints.modes import AtStep
+from shardwise.checkpoints.folder import StepKind, folders_of
 from shardwise.checkpoints.opened import Opened, open_checkpoint, open_folder, resolve
 from shardwise.engines.verifying import verify_files
-from shardwise.errors import FormatError
-from shardwise.execution.reading.workers import Workers
+from shardwise.execution.workers import Workers
 from shardwise.formats.distributed import METADATA
-from shardwise.report.verify_report import ReopenReport
+from shardwise.report.save_reports import ReopenReport
 from shardwise.storage.names import is_url
 
 
@@ -42,18 +38,18 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
     opened = _of_a_training(directory)
     if opened is None:
         return verify_files(directory)
-    damaged = [] if opened.marks is None else _damaged(opened)
     facts = opened.facts
     parts = ", ".join(["model", *sorted(opened.parts)])
-    runs = [len(item.tensors) + len(item.values) + 1 for item in (opened.marks or {}).values()]
+    with opened.reader() as reader:
+        compared = len(reader.blocks)
     return ReopenReport(
         checkpoint=str(opened.folder),
         files=len(facts.files),
         tensors=len(opened.shapes),
         nbytes=opened.index.nbytes,
         model_class="",
-        compared=sum(runs),
-        damaged=tuple(damaged),
+        compared=compared,
+        damaged=tuple(_damaged(opened)),
         seconds=time.perf_counter() - start,
         holds=f"a training after {facts.step} steps, saved by {facts.world_size} ranks: {parts}",
     )
@@ -67,46 +63,20 @@ def _of_a_training(directory: str | os.PathLike[str]) -> Opened | None:
         return open_folder(place)
     if not place.is_dir() or any(place.glob("*.safetensors")):
         return None
-    if not (steps := folder.steps_in(place) or folder.leftovers_in(place)):
+    if not (steps := folder.steps_in(place) or folders_of(place, StepKind.LEFT)):
         return None
     # The newest, whether a restore would pass it over for what it has lost or not: that is what is asked.
-    return open_checkpoint(place, resolve(place, AtStep(steps[-1]))[0])
+    return open_checkpoint(place, resolve(place, steps[-1])[0])
 
 
 def _damaged(opened: Opened) -> list[str]:
-    """What is not what was written, in words."""
-    assert opened.marks is not None
-    paths = {(item.file, item.bytes.start): ".".join(path) for path, item in opened.objects.items()}
-    found: list[tuple[str, int, str]] = []
-    lock = threading.Lock()
-    with Witness(opened.folder, opened.marks) as reader:
+    """Describe the blocks that are not what was written."""
+    found: list[tuple[str, int]] = []
+    with opened.reader() as reader:
 
-        def compare(task: tuple[str, FingerprintedRun | None], memory: bytearray) -> None:
-            file, run = task
-            if run is None:
-                try:
-                    reader.require_around([file])
-                except FormatError:
-                    fault = -1, f"what lies around the tensors of {file}"
-                else:
-                    return
-            else:
-                name = opened.names.get((file, run.start)) or paths.get((file, run.start), "a value")
-                is_tensor = (file, run.start) not in opened.digests
-                mark = (
-                    mark_of(reader, file, run, memory)
-                    if is_tensor
-                    else digest(reader.read(file, run.start, run.stop))
-                )
-                if mark == run.mark:
-                    return
-                fault = run.start, f"{name} (bytes {run.start}..{run.stop} of {file})"
-            with lock:
-                found.append((file, *fault))
+        def compare(block: tuple[str, int], _: None) -> None:
+            if not reader.is_sound(*block):
+                found.append(block)
 
-        tasks: list[tuple[str, FingerprintedRun | None]] = [
-            (file, run) for file, item in opened.marks.items() for run in (None, *item.tensors, *item.values)
-        ]
-        memories = [bytearray(BLOCK_BYTES) for _ in range(reader.policy.concurrency)]
-        Workers(compare, memories, lambda: None).run(tasks)
-    return [text for _, _, text in sorted(found)]
+        Workers(compare, [None] * reader.policy.concurrency, lambda: None).run(reader.blocks)
+        return [reader.told(*block) for block in sorted(found)]

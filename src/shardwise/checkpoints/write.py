@@ -8,38 +8,31 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from shardwise.checkpoints import folder
-from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, Facts
-from shardwise.checkpoints.fingerprints import Fingerprinted, Fingerprinter, digest, told_to_first
-from shardwise.checkpoints.fingerprints import to_bytes as fingerprints_file
-from shardwise.checkpoints.modes import KeepLast, Retention
+from shardwise.checkpoints.checksums import BlockSums, digest, with_checksums
+from shardwise.checkpoints.facts import FACTS, Facts
 from shardwise.checkpoints.state import KeyPath
 from shardwise.errors import StorageError
-from shardwise.execution.ranks.world import World
-from shardwise.execution.writing.chunk_plan import TensorsPlan, data_file, metadata_of
-from shardwise.execution.writing.chunk_stream import ChunkSource, ChunkStream
-from shardwise.execution.writing.committing import let_count
-from shardwise.execution.writing.marked_folder import Marked, Saving, marked_by_first
-from shardwise.execution.writing.saving_lock import Whose, require_lock
+from shardwise.execution.chunks import TensorsPlan, Views, data_file, metadata_of, write_chunks
+from shardwise.execution.committing import publish
+from shardwise.execution.marked_folder import Marked, Saving, marked_by_first
+from shardwise.execution.saving_lock import Whose
+from shardwise.execution.world import World
+from shardwise.execution.write import Sink
 from shardwise.formats.distributed import METADATA
-from shardwise.planning.saves.commit import Commit, Publish, on_its_way
-from shardwise.report.checkpoint_report import CheckpointReport
+from shardwise.planning.commit import on_its_way
+from shardwise.report.save_reports import CheckpointReport
 from shardwise.storage.writing.opening import open_writer
 
-
-@dataclass(frozen=True, slots=True)
-class RankContent:
-    """What this rank writes: its chunks of tensors, and what is no tensor, packed, by the keys that lead to it."""
-
-    source: ChunkSource
-    values: Mapping[KeyPath, bytes]
+RankContent: TypeAlias = tuple[Views, Mapping[KeyPath, bytes]]
+"""A rank's chunks of tensors, and its packed values that are no tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,30 +43,25 @@ class Job:
         root: the folder of checkpoints.
         newest: the newest complete step that this run knows of.
         plan: of the tensors.
-        content: asked for once, when the folder has been marked; raises what kept this rank from having it.
-        facts: all but what is known only at the end.
+        content: called once, when the folder has been marked; raises if this rank cannot have it.
+        facts: all but the fields that are known at the end.
+        budget_bytes: of staging memory.
+        report: of the checkpoint, not complete yet.
     """
 
     root: Path
     step: int
     newest: int | None
-    keep: Retention
+    keep: int | None
     plan: TensorsPlan
     content: Callable[[], RankContent]
     facts: Facts
+    budget_bytes: int
+    report: CheckpointReport
 
     @property
     def folder(self) -> Path:
         return self.root / folder.name_of(self.step)
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenCheckpoint:
-    """What became of a job: bytes of all files and of this rank's, and the steps that were removed."""
-
-    nbytes: int
-    own_nbytes: int
-    removed: tuple[int, ...]
 
 
 def require_after(root: Path, step: int, newest: int | None) -> None:
@@ -89,8 +77,8 @@ def require_after(root: Path, step: int, newest: int | None) -> None:
         )
 
 
-def carry_out(world: World, job: Job) -> WrittenCheckpoint:
-    """Mark the folder, write, sync, commit, and remove what is not kept; the same steps in both modes.
+def carry_out(world: World, job: Job) -> CheckpointReport:
+    """Mark the folder, write, sync, commit, and remove what is not kept; return the completed report.
 
     Collective: yes.
 
@@ -100,7 +88,33 @@ def carry_out(world: World, job: Job) -> WrittenCheckpoint:
         RankLostError: a rank has been lost.
     """
     with marked_by_first(world, job.root, partial(_begin, job), partial(_undo, job)) as saving:
-        return _carried_out(world, job, saving)
+        contents: list[RankContent] = []
+        sizes: list[Mapping[KeyPath, int]] = []  # of all ranks, on the first
+
+        def sizes_of() -> dict[KeyPath, int]:
+            contents.append(job.content())
+            return {path: len(value) for path, value in contents[0][1].items()}
+
+        def add_up(told: Sequence[Mapping[KeyPath, int]]) -> int:
+            sizes.extend(told)
+            return sum(with_checksums(_nbytes(job, rank, own.values())) for rank, own in enumerate(told))
+
+        total = world.all_reduce(sizes_of, add_up)
+        nbytes = _nbytes(job, world.rank, map(len, contents[0][1].values()))
+        checksums = world.to_first(lambda: _write_own(world, job, saving, contents[0], nbytes))
+        removed = world.from_first(lambda: _commit(job, saving.marked, sizes, checksums))
+    return replace(
+        job.report,
+        is_complete=True,
+        written_bytes=with_checksums(nbytes),
+        checkpoint_bytes=total,
+        removed=tuple(removed),
+    )
+
+
+def _nbytes(job: Job, rank: int, values: Iterable[int]) -> int:
+    """The content of a rank's file in bytes, with values of these sizes."""
+    return job.plan.nbytes(rank) + sum(values)
 
 
 def _begin(job: Job, marked: Marked) -> None:  # noqa: ARG001 - as of any folder that is marked
@@ -127,41 +141,23 @@ def _commit(
     job: Job,
     marked: Marked,
     sizes: Sequence[Mapping[KeyPath, int]],
-    told: Sequence[Fingerprinted],
+    checksums: Sequence[str],
 ) -> list[int]:
-    """Let the checkpoint count, and remove what is not to be kept; the steps that were removed."""
-    files = {data_file(rank): job.plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
+    """Let the checkpoint count, and remove what is not to be kept; return the steps that were removed."""
+    files = {data_file(rank): with_checksums(_nbytes(job, rank, own.values())) for rank, own in enumerate(sizes)}
     metadata = metadata_of(job.plan, sizes)
-    marks = {
-        data_file(rank): own.marks(job.plan.by_rank[rank], job.plan.nbytes(rank), list(sizes[rank].values()))
-        for rank, own in enumerate(told)
-    }
-    fingerprints = fingerprints_file(marks)
     facts = replace(
         job.facts,
-        files=dict(files),
+        files=files,
         metadata_sha256=digest(metadata),
-        fingerprints_sha256=digest(fingerprints),
+        checksums=dict(zip(files, checksums, strict=True)),
     )
-    beside = {FINGERPRINTS: fingerprints, FACTS: facts.to_bytes()}
-    ready = on_its_way(METADATA, marked.token)
+    beside = {FACTS: facts.to_bytes()}
     with open_writer(job.folder) as writer:
-        let_count(
-            writer,
-            marked.held,
-            Commit(
-                files,
-                steps=(Publish(ready, METADATA),),
-                then=files,
-                ready={ready: metadata},
-                says={**beside, METADATA: metadata},
-                without=frozenset({ready}),
-            ),
-            beside,
-        )
+        publish(writer, marked.held, METADATA, metadata, files, beside)
     removed: list[int] = []
-    if isinstance(job.keep, KeepLast) and marked.held.whose() is Whose.OURS:
-        removed = folder.remove(job.root, folder.steps_in(job.root)[: -job.keep.count])
+    if job.keep is not None and marked.held.whose() is Whose.OURS:
+        removed = folder.remove(job.root, folder.steps_in(job.root)[: -job.keep])
     marked.release()
     return removed
 
@@ -175,40 +171,19 @@ def _undo(job: Job, marked: Marked) -> None:
             inner.remove(on_its_way(METADATA, marked.token))
 
 
-def _carried_out(world: World, job: Job, saving: Saving) -> WrittenCheckpoint:
-    contents: list[RankContent] = []
-
-    def ask() -> dict[KeyPath, int]:
-        contents.append(job.content())
-        return {path: len(value) for path, value in contents[0].values.items()}
-
-    sizes: list[Mapping[KeyPath, int]] = []
-
-    def add_up(told: Sequence[Mapping[KeyPath, int]]) -> int:
-        sizes.extend(told)
-        return sum(job.plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(told))
-
-    total = world.all_reduce(ask, add_up)
-    [content] = contents
-    nbytes = job.plan.nbytes(world.rank) + sum(map(len, content.values.values()))
-    own = world.together(lambda: _write_own(world, job, saving.token, content, nbytes))
-    told = told_to_first(world, own)
-    removed = world.from_first(lambda: _commit(job, saving.marked, sizes, told))
-    return WrittenCheckpoint(total, nbytes, tuple(removed))
-
-
-def _write_own(world: World, job: Job, token: str, content: RankContent, nbytes: int) -> Fingerprinted:
-    with open_writer(job.root) as writer:
-        require_lock(writer, token)
-    file = data_file(world.rank)
-    marker = Fingerprinter()
+def _write_own(world: World, job: Job, saving: Saving, content: RankContent, nbytes: int) -> str:
+    """Write and sync this rank's file; return the digest of its checksums."""
+    saving.require()
+    views, values = content
+    file, sums = data_file(world.rank), BlockSums(nbytes)
     with open_writer(job.folder) as writer:
-        writer.create(file, nbytes)
-        stream = ChunkStream(writer, file, world.check, marker)
-        stream.write(job.plan.by_rank[world.rank], content.source, list(content.values.values()))
+        writer.create(file, with_checksums(nbytes))
+        sink = Sink(writer, lambda _, start, data: sums.add(start, data), check=world.check)
+        write_chunks(sink, file, job.plan.by_rank[world.rank], views, list(values.values()), job.budget_bytes)
+        writer.write(file, nbytes, [memoryview(sums.to_bytes())])
         writer.sync(file)
         writer.sync_names()
-    return marker.told()
+    return digest(sums.to_bytes())
 
 
 _T = TypeVar("_T")
@@ -220,15 +195,13 @@ class Background:
     Args:
         world: for these meetings alone, and joined by all ranks; it is left when the thread ends.
         job: what is written.
-        report: of the checkpoint, which is not complete yet.
     """
 
-    def __init__(self, world: World, job: Job, report: CheckpointReport) -> None:
+    def __init__(self, world: World, job: Job) -> None:
         self.step = job.step
         self._world = world
         self._job = job
-        self._report = report
-        self._failure: BaseException | None = None
+        self._outcome: Future[CheckpointReport] = Future()
         self._thread = threading.Thread(target=self._work, name="shardwise-checkpoint")
         self._thread.start()
 
@@ -237,25 +210,23 @@ class Background:
         self._thread.join()
 
     def result(self) -> CheckpointReport:
-        """After the end: the report.
+        """Return the report, after the end.
 
         Raises:
             CheckpointError: (or a subclass) what went wrong, the same on every rank.
         """
-        if self._failure is not None:
-            raise self._failure
-        return self._report
+        return self._outcome.result()
 
     def _work(self) -> None:
         start = time.perf_counter()
         try:
             with self._world:
-                written = carry_out(self._world, self._job)
+                report = carry_out(self._world, self._job)
         except BaseException as error:
-            self._failure = error
+            self._outcome.set_exception(error)
             return
-        seconds = {**self._report.seconds, "write": time.perf_counter() - start}
-        self._report = replace(completed(self._report, written), seconds=seconds)
+        seconds = {**report.seconds, "write": time.perf_counter() - start}
+        self._outcome.set_result(replace(report, seconds=seconds))
 
 
 def done_now(function: Callable[[], _T]) -> Callable[[], _T]:
@@ -266,28 +237,3 @@ def done_now(function: Callable[[], _T]) -> Callable[[], _T]:
     except Exception as error:
         outcome.set_exception(error)
     return outcome.result
-
-
-def promised(world: World, job: Job) -> CheckpointReport:
-    """The report of a checkpoint that is not complete yet."""
-    return CheckpointReport(
-        rank=world.rank,
-        world_size=world.size,
-        directory=str(job.folder),
-        step=job.step,
-        is_complete=False,
-        tensors=len(job.plan.tensors),
-        state_bytes=job.plan.state_bytes,
-        written_bytes=job.plan.nbytes(world.rank),
-    )
-
-
-def completed(report: CheckpointReport, written: WrittenCheckpoint) -> CheckpointReport:
-    """The same, now that it is."""
-    return replace(
-        report,
-        is_complete=True,
-        written_bytes=written.own_nbytes,
-        checkpoint_bytes=written.nbytes,
-        removed=written.removed,
-    )

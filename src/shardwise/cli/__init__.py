@@ -1,5 +1,56 @@
-"""The command line: arguments, environment, rendering and exit codes."""
+"""``shardwise COMMAND``: commands are imported when they are called, so that each starts quickly."""
 
-from shardwise.cli.main import main
+from __future__ import annotations
 
-__all__ = ["main"]
+import importlib
+from typing import Any
+
+import click
+
+from shardwise.cli.launch import fail
+from shardwise.errors import ShardwiseError
+
+_COMMANDS = {
+    "bench": "how a model comes up here, by this library and by others: memory and seconds",
+    "inspect": "what a checkpoint holds, from its headers",
+    "merge-adapter": "fold a LoRA into its base, in bounded memory",
+    "merge-weights": "a sharded checkpoint as safetensors files of the hub",
+    "plan": "what a load takes on every rank, before it",
+    "report": "a page and pictures of a run: memory, phases, curves",
+    "train": "fine-tune a model by TRL",
+    "verify": "open a checkpoint again and compare",
+}
+
+_MODULES = {**dict.fromkeys(("verify", "merge_adapter", "merge_weights"), "checkpoints"), "report": "bench"}
+"""Of commands that have no module of their name."""
+
+
+class _LazyGroup(click.Group):
+    """A group that imports the module of a command when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        name = cmd_name.replace("-", "_")
+        module = importlib.import_module(f"shardwise.cli.{_MODULES.get(name, name)}")
+        command: click.Command = getattr(module, f"{name}_command")
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ShardwiseError as error:  # of what a command imports: a library that is too old
+            fail(error)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(_COMMANDS.items()))
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="shardwise")
+def main() -> None:
+    """Hugging Face models under PyTorch FSDP2, each rank touching only its own bytes."""

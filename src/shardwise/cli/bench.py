@@ -1,35 +1,26 @@
-"""``shardwise bench startup``: how a model comes up here, by this library and by others, beside each other."""
+"""``shardwise bench startup``: several ways to bring up a model, compared."""
 
 from __future__ import annotations
 
 import json
-import os
-import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from shardwise.cli.launch import fail, run_fresh
+from shardwise.cli.launch import fail, print_table, run_fresh
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.report.names import in_bytes
-from shardwise.startup.figures import StartupResult
-from shardwise.startup.kinds import KINDS, OURS
-from shardwise.startup.measuring import StartupOptions, measure_startup
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from shardwise.startup.comparison import KINDS, ArmOnRank, StartupOptions, StartupResult, compare_startup
 
 _PRELOADED = (
     "torch",
     "transformers.models.auto.modeling_auto",
     "accelerate.utils.fsdp_utils",
-    "shardwise.startup.rank",
+    "shardwise.startup.arms",
 )
-_WIDTH = 110
 
 
 @click.group("bench")
@@ -48,8 +39,7 @@ def bench_command() -> None:
     type=click.Path(path_type=Path),
     help="A new or empty folder, for the runs, the report and the picture.",
 )
-@click.option("--arms", metavar="NAME,NAME", help=f"Some of {', '.join(KINDS)}.  [default: all]")
-@click.option("--repeats", default=1, show_default=True, type=click.IntRange(1), help="Of all arms, in turns.")
+@click.option("--arms", default="", metavar="NAME,NAME", help=f"Some of {', '.join(KINDS)}.  [default: all]")
 @click.option(
     "--dtype",
     default="float32",
@@ -66,24 +56,37 @@ def bench_command() -> None:
     help="An arm that takes longer is ended, and the next one runs.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
-def startup_command(*, as_json: bool, **said: Any) -> None:
+def startup_command(*, as_json: bool, **options: Any) -> None:
     """Bring MODEL up for training on N ranks of this machine, in each of several ways, and compare.
 
     MODEL is a folder, or the name of a repository of the Hugging Face hub. Each arm has fresh processes, which are
-    observed while they load, wrap and make an optimizer. What takes more memory than there is, or lacks a package,
-    is left out and told. Exits with 1 where our own arm needs more than its shards, and for each rank its budget
-    and 32 MiB; with 2 where nothing could be measured.
+    observed while they load, wrap and create an optimizer. An arm that takes more memory than there is, or lacks a
+    package, is left out. Exits with 1 if our own arm needs more than its shards, and for each rank its budget and
+    32 MiB; with 2 if nothing could be measured.
     """
     try:
-        _require_config(str(said["model"]))
-        result = measure_startup(StartupOptions(**said), partial(run_fresh, preloaded=_PRELOADED), _tell)
+        _require_config(str(options["model"]))
+        show = partial(click.echo, err=True)
+        result = compare_startup(StartupOptions(**options), _bring_up, show)
     except ShardwiseError as error:
         fail(error)
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=2))
     else:
         _show(result)
-    sys.exit(0 if result.limit is None or result.limit.holds else 1)
+    sys.exit(0 if result.holds else 1)
+
+
+def _bring_up(ranks: int, *arguments: str, timeout_s: float) -> list[ArmOnRank]:
+    """Bring up a model by an arm on fresh ranks."""
+    return run_fresh(ranks, bring_up, *arguments, preloaded=_PRELOADED, timeout_s=timeout_s)
+
+
+def bring_up(arm: str, model_dir: str, dtype: str, run_dir: str) -> ArmOnRank:
+    """Carry an arm out, on a rank. Collective: yes."""
+    from shardwise.startup import arms
+
+    return arms.bring_up(arm, model_dir, dtype, run_dir)
 
 
 def _require_config(model: str) -> None:
@@ -95,58 +98,38 @@ def _require_config(model: str) -> None:
         raise ConfigError(f"{model}: there is no config.json in it that names a model_type; give a model's folder")
 
 
-def _tell(line: str) -> None:
-    click.echo(line, err=True)
-
-
-# ── what is shown ─────────────────────────────────────────────────────────────────────────────────
-
-
 def _show(result: StartupResult) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-    console.print(_table(result))
-    for line in _lines(result):
+    table = result.table()
+    print_table([(head, "left" if head in ("arm", "values") else "right") for head in table.head], table.rows)
+    click.echo("seconds: to the end of wrapping; growth: own and shared memory of all ranks, the most")
+    for line in (*result.notes(), *result.files):
         click.echo(line)
 
 
-def _table(result: StartupResult) -> Table:
-    from rich import box
-    from rich.table import Table
+@click.command("report")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN [OTHER]...", type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="For report.html and its PNGs.  [default: report/ of the first RUN]",
+)
+def report_command(runs: Sequence[Path], *, output: Path | None) -> None:
+    """Draw RUN, the folder of a training or of shardwise.observe, and others compared with it.
 
-    has_device = any(run.figures.device_bytes for run in result.runs)
-    table = Table(box=box.SIMPLE_HEAD if sys.stdout.isatty() else None, padding=(0, 2, 0, 0))
-    table.add_column("arm", no_wrap=True)
-    for head in ("seconds", "growth", "fullest rank", "mapped files", *(["device"] if has_device else [])):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("values", overflow="fold")
-    for arm in KINDS:
-        if found := [run.figures for run in result.of(arm)]:
-            most = [
-                max(getattr(figures, name) for figures in found)
-                for name in ("growth_bytes", "fullest_bytes", "mapped_bytes", "device_bytes")
-            ]
-            cells = [in_bytes(value) for value in (most if has_device else most[:3])]
-            table.add_row(
-                arm,
-                f"{statistics.median(figures.seconds for figures in found):.2f}",
-                *cells,
-                result.verdict(arm),
-            )
-    return table
+    Memory of each rank, phases, and curves of the training, as one page that needs no network, and as PNGs. A run
+    may be under way, ended, or killed.
+    """
+    from shardwise.cli.launch import fail
+    from shardwise.pictures import draw_report
 
-
-def _lines(result: StartupResult) -> Iterator[str]:
-    yield (
-        "seconds: to the end of wrapping, median; growth: of the anonymous and shared memory of all ranks together "
-        "over the level after imports, the most"
+    folder = output or runs[0] / "report"
+    try:
+        notes = draw_report(runs, folder)
+    except ShardwiseError as error:
+        fail(error)
+    for note in notes:
+        click.echo(note, err=True)
+    click.echo(
+        f"{click.format_filename(folder / 'report.html')}, with its pictures as PNG files in the same folder"
     )
-    for arm, reason in result.not_run.items():
-        yield f"{arm} did not run: {reason}"
-    if result.limit is not None:
-        verdict = "holds" if result.limit.holds else "DOES NOT HOLD"
-        grown, most = in_bytes(result.limit.growth_bytes), in_bytes(result.limit.at_most_bytes)
-        yield f"limit of {OURS}: {grown} of at most {most} (shards, and a budget and 32 MiB a rank): {verdict}"
-    for path in result.files:
-        yield os.fspath(path)

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NoReturn
 
 import click
 
+from shardwise.cli.launch import fail, print_table
 from shardwise.errors import FormatError, ShardwiseError
 from shardwise.formats.checkpoint_index import CheckpointIndex, StoredTensor
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from shardwise.report.names import collapse
+from shardwise.report.names import collapse, in_bytes
 from shardwise.storage.hub import resolve
 from shardwise.storage.names import HubOptions, shown
 
 _CONFIG_FACTS = ("architectures", "model_type", "dtype", "tie_word_embeddings", "transformers_weights")
 _MAX_CONFIG_BYTES = 10_000_000
 _SHOWN_IGNORED = 10
-_SHOWN_BELOW = 5
 _DIGITS = re.compile(r"([0-9]+)")
 
 
@@ -44,21 +41,13 @@ class TensorGroup:
 @click.argument("path")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.option("--tensors", "with_tensors", is_flag=True, help="List the tensors, equal layers in one line.")
-@click.option("--each", is_flag=True, help="List every tensor on a line of its own, with its file.")
-@click.option("--match", metavar="GLOB", help="List only tensors whose key matches, as in '*.mlp.*'.")
-@click.option("--weights-name", metavar="FILE", help="The file of tensors or the index file to open.")
 @click.option("--revision", help="Of a repository of the Hugging Face hub: branch, tag or commit.")
-@click.option("--subfolder", default="", help="The folder below PATH that holds the checkpoint.")
 def inspect_command(
     path: str,
     *,
     as_json: bool,
     with_tensors: bool,
-    each: bool,
-    match: str | None,
-    weights_name: str | None,
     revision: str | None,
-    subfolder: str,
 ) -> None:
     """Show what the checkpoint at PATH holds.
 
@@ -66,32 +55,18 @@ def inspect_command(
     the cache of the Hugging Face hub. Only headers are read, nothing in them is run, and nothing is downloaded.
     """
     try:
-        place = resolve(
-            path, HubOptions(revision=revision, subfolder=subfolder, local_files_only=True), download=False
-        )
+        place = resolve(path, HubOptions(revision=revision, local_files_only=True), download=False)
         config = read_config_facts(place if place.is_dir() else place.parent)
-        named = weights_name or (
-            config.get("transformers_weights") or _adapter_in(place) if place.is_dir() else None
-        )
+        named = config.get("transformers_weights") or _adapter_in(place) if place.is_dir() else None
         index = open_checkpoint(place, weights_name=named if isinstance(named, str) else None)
     except ShardwiseError as error:
-        _fail(error, below=_weights_below(Path(path)))
-    tensors = [tensor for tensor in index.tensors() if match is None or fnmatchcase(tensor.key, match)]
+        fail(error)
     if as_json:
-        click.echo(json.dumps(as_json_object(index, config, tensors), indent=2))
+        click.echo(json.dumps(as_json_object(index, config), indent=2))
         return
     _print_summary(index, config)
-    if each:
-        _print_each(tensors)
-    elif with_tensors or match is not None:
-        _print_groups(group_tensors(tensors))
-
-
-def _fail(error: ShardwiseError, below: Sequence[Path]) -> NoReturn:
-    click.echo(f"error: {error}", err=True)
-    if below:
-        click.echo(f"There are weights below: {', '.join(shown(str(folder)) for folder in below)}", err=True)
-    sys.exit(2)
+    if with_tensors:
+        _print_groups(group_tensors(index.tensors()))
 
 
 def _adapter_in(folder: Path) -> str | None:
@@ -99,13 +74,6 @@ def _adapter_in(folder: Path) -> str | None:
     if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
         return None
     return next((name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
-
-
-def _weights_below(folder: Path) -> list[Path]:
-    """The first folders right below that hold weights, as those of a training's output folder."""
-    if not folder.is_dir() or any(folder.glob("*.safetensors")):
-        return []
-    return sorted({found.parent for found in folder.glob("*/*.safetensors")})[:_SHOWN_BELOW]
 
 
 # Facts
@@ -154,10 +122,8 @@ def group_tensors(tensors: Iterable[StoredTensor]) -> list[TensorGroup]:
     return sorted(groups, key=lambda group: _natural(group.pattern))
 
 
-def as_json_object(
-    index: CheckpointIndex, config: dict[str, object], tensors: Iterable[StoredTensor]
-) -> dict[str, object]:
-    """Everything there is to say; the counts are of the whole checkpoint.
+def as_json_object(index: CheckpointIndex, config: dict[str, object]) -> dict[str, object]:
+    """Everything there is to say.
 
     A tensor that is one run of bytes has a file, a start and a stop; any other has parts that do.
     """
@@ -182,7 +148,7 @@ def as_json_object(
                 "bytes": tensor.nbytes,
                 **_where(index, tensor),
             }
-            for tensor in tensors
+            for tensor in everything
         ],
     }
 
@@ -215,10 +181,10 @@ def _print_summary(index: CheckpointIndex, config: dict[str, object]) -> None:
         ("layout", index.layout),
         ("tensors", f"{len(tensors):,}"),
         ("parameters", f"{_parameters(tensors):,}"),
-        ("bytes", _in_bytes(index.nbytes)),
+        ("bytes", in_bytes(index.nbytes)),
     ]
     per_dtype = bytes_per_dtype(tensors)
-    facts += [(f"  {dtype}", _in_bytes(nbytes)) for dtype, nbytes in per_dtype.items()]
+    facts += [(f"  {dtype}", in_bytes(nbytes)) for dtype, nbytes in per_dtype.items()]
     facts += [(name, shown(json.dumps(value))) for name, value in config.items()]
     if index.wrapper:
         facts.append(("taken from", shown(index.wrapper)))
@@ -229,83 +195,17 @@ def _print_summary(index: CheckpointIndex, config: dict[str, object]) -> None:
     for name, value in facts:
         click.echo(f"{name:<{width}}  {value}")
     click.echo()
-    _print_table(
+    print_table(
         [("file", "left"), ("bytes", "right")],
-        [(shown(name), _in_bytes(nbytes)) for name, nbytes in index.files.items()],
+        [(shown(name), in_bytes(nbytes)) for name, nbytes in index.files.items()],
     )
 
 
 def _print_groups(groups: Sequence[TensorGroup]) -> None:
-    rows = [
-        (
-            group.pattern,
-            str(group.shape),
-            group.dtype,
-            f"x{group.count}" if group.count > 1 else "",
-            _in_bytes(group.nbytes),
-        )
-        for group in groups
-    ]
+    rows = []
+    for group in groups:
+        count = f"x{group.count}" if group.count > 1 else ""
+        rows.append((group.pattern, str(group.shape), group.dtype, count, in_bytes(group.nbytes)))
     columns = [("key", "left"), ("shape", "left"), ("dtype", "left"), ("count", "right"), ("bytes", "right")]
-    _print_tensors(columns, rows)
-
-
-def _print_each(tensors: Iterable[StoredTensor]) -> None:
-    rows = [
-        (
-            shown(tensor.key),
-            str(tensor.shape),
-            tensor.dtype.label,
-            _in_bytes(tensor.nbytes),
-            ", ".join(shown(file) for file in dict.fromkeys(entry.file for entry in tensor.entries)),
-        )
-        for tensor in sorted(tensors, key=lambda tensor: _natural(tensor.key))
-    ]
-    columns = [("key", "left"), ("shape", "left"), ("dtype", "left"), ("bytes", "right"), ("file", "left")]
-    _print_tensors(columns, rows)
-
-
-def _print_tensors(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
     click.echo()
-    if rows:
-        _print_table(columns, rows)
-    else:
-        click.echo("no tensor matches")
-
-
-def _print_table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
-    """A table for people on a terminal; elsewhere aligned lines that are never wrapped, for grep and awk."""
-    if sys.stdout.isatty():
-        _print_rich_table(columns, rows)
-        return
-    widths = [max(map(len, column)) for column in zip([name for name, _ in columns], *rows, strict=True)]
-    for row in [[name for name, _ in columns], *rows]:
-        cells = [
-            f"{cell:>{width}}" if side == "right" else f"{cell:<{width}}"
-            for cell, width, (_, side) in zip(row, widths, columns, strict=True)
-        ]
-        click.echo("  ".join(cells).rstrip())
-
-
-def _print_rich_table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for name, side in columns:
-        table.add_column(name, justify="right" if side == "right" else "left", overflow="fold")
-    for row in rows:
-        # Text, not str: a key may contain what rich takes for markup.
-        table.add_row(*[Text(cell) for cell in row])
-    Console().print(table)
-
-
-def _in_bytes(nbytes: int) -> str:
-    """As in "1.50 GiB"; below 10 KiB exactly, as in "1,234 B"."""
-    if nbytes < 10 * 1024:
-        return f"{nbytes:,} B"
-    units = ("KiB", "MiB", "GiB", "TiB")
-    power = min((nbytes.bit_length() - 1) // 10, len(units))
-    return f"{nbytes / 1024**power:,.2f} {units[power - 1]}"
+    print_table(columns, rows)

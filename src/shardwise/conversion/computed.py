@@ -10,9 +10,8 @@ dtype that is wanted there.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from shardwise.conversion.expression import Expression, Leaf, Shape, Stored, leaves_of
 from shardwise.conversion.region import Region
@@ -76,20 +75,6 @@ class Operation(Hashable, Protocol):
         ...
 
 
-@runtime_checkable
-class PlacingOperation(Operation, Protocol):
-    """An operation that can write what it makes into memory that is given to it."""
-
-    def evaluate_into(self, block: ComputedBlock, values: Sequence[Any], outputs: Mapping[str, Any]) -> None:
-        """Write what a block gives into ``outputs``, all that :meth:`Operation.evaluate` returns.
-
-        Each is a CPU tensor of its box's sizes, of any strides, in the dtype that is wanted; the values are those
-        of ``evaluate``, cast once. ``ComputedBlock.nbytes`` counts outputs as if they had memory of their own, as
-        some have. May be called by several threads at once.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Computed(Leaf):
     """One output of an operation. ``dtype`` is the one in which it is evaluated."""
@@ -142,28 +127,6 @@ class OutputMove:
     source: Strided
     place: Strided
 
-    def place_of_all(self, box: Box) -> Strided | None:
-        """Where the elements of the box that the block gives go, by its dimensions; None where not all of it goes.
-
-        None also where they lie in a way that these dimensions cannot say.
-        """
-        if self.source.numel != box.numel:
-            return None
-        # All of a box, each element once, in its own order: the axes are its dimensions, some of them joined.
-        axes = list(zip(self.place.sizes, self.place.strides, strict=True))
-        strides: list[int] = []
-        for size in reversed(box.sizes):
-            if size == 1:
-                strides.append(0)
-                continue
-            left, stride = axes.pop()
-            if left % size:
-                return None
-            strides.append(stride)
-            if left > size:
-                axes.append((left // size, stride * size))
-        return Strided(self.place.offset, box.sizes, tuple(reversed(strides)))
-
 
 @dataclass(frozen=True, slots=True)
 class ComputeTask:
@@ -185,23 +148,8 @@ class ComputeTask:
         Raises:
             FormatError: with the name of an input, where the operation finds bad values in it.
         """
-        with self._naming():
-            return self.operation.evaluate(self.block, values)
-
-    def evaluate_into(self, values: Sequence[Any], outputs: Mapping[str, Any]) -> None:
-        """Write what the block gives into ``outputs`` (:meth:`PlacingOperation.evaluate_into`).
-
-        Raises:
-            FormatError: as of :meth:`evaluate`.
-        """
-        assert isinstance(self.operation, PlacingOperation)
-        with self._naming():
-            self.operation.evaluate_into(self.block, values, outputs)
-
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
         try:
-            yield
+            return self.operation.evaluate(self.block, values)
         except BadValues as error:
             raise FormatError(f"{self.inputs[error.source]}: {self.operation.label}: {error}") from error
 

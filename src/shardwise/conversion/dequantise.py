@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.conversion.computed import BadValues, Computed, ComputedBlock, aligned_blocks
-from shardwise.conversion.decoding import BYTES_AN_ELEMENT, Decoder
 from shardwise.conversion.expression import Expression, Shape, reshape
 from shardwise.tensors import Box, Code, DType, numel
 
@@ -36,8 +35,8 @@ other between any two steps, more often than it is worth."""
 _GROUP_BYTES = 16
 """Of memory for the group of a column, as it is stored and as an index."""
 
-_STRIP_BYTES = 8 + BYTES_AN_ELEMENT
-"""Of memory for each element of a strip: as float32, a scale where each needs its own, and what decoding takes."""
+_STRIP_BYTES = 12
+"""Of memory for each element of a strip: its number, a scale where each needs its own, and an index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +136,10 @@ class Dequantise:
         """Raises :class:`BadValues` for scales that are not finite, a number for all that is 0, and groups."""
         box = block.gives[_OUT]
         stored, factors, zeros, groups = self._inputs(values)
-        strips = list(aligned_blocks([box], self.shape, self._whole_bytes, _STRIP_ELEMENTS))
-        most = max(strip.numel for strip in strips)
-        decoder = Decoder(self.code, stored, most)
-        memory, unit = stored.new_empty(0).float().new_empty(most), decoder.unit
-        if factors is not None and zeros is None:
-            factors, unit = _taken_in(factors, unit)
-        for strip in strips:
-            numbers = memory[: strip.numel].view(strip.sizes)
-            decoder.decode(_part(stored, self._bytes_of(strip), self._bytes_of(box)), numbers)
-            if unit != 1:
-                numbers.mul_(unit)
+        table = _numbers_by_byte(self.code, stored)
+        for strip in aligned_blocks([box], self.shape, self._whole_bytes, _STRIP_ELEMENTS):
+            part = _part(stored, self._bytes_of(strip), self._bytes_of(box))
+            numbers = table.index_select(0, part.int().view(-1)).view(strip.sizes)
             mine = (
                 None if groups is None else groups.narrow(0, strip.offsets[-1] - box.offsets[-1], strip.sizes[-1])
             )
@@ -237,12 +229,12 @@ def _part(tensor: Any, box: Box, whole: Box) -> Any:
     return tensor
 
 
-def _taken_in(factors: Any, unit: float) -> tuple[Any, float]:
-    """Factors by which numbers that are to be multiplied by ``unit`` are, too; and what is left of that."""
-    if unit == 1:
-        return factors, 1.0
-    both = factors * unit
-    return (both, 1.0) if bool((both.isinf() == factors.isinf()).all()) else (factors, unit)
+def _numbers_by_byte(code: Code, like: Any) -> Any:
+    """The numbers, one or two, that each of 256 bytes stands for, float32 ``[256, 1 or 2]``."""
+    numbers = like.new_empty(0).float().new_tensor(code.numbers)
+    if code.per_byte == 1:
+        return numbers.view(256, 1)
+    return numbers.new_tensor([(first, second) for second in code.numbers for first in code.numbers])
 
 
 def decoded(values: Expression, shape: Sequence[int], code: Code) -> Expression:

@@ -85,17 +85,6 @@ def scales_in(raw: Any) -> Any:
     return raw.view(raw.new_empty(0).float().dtype)
 
 
-def quantised_bytes(rows: int, width: int, block: int) -> int:
-    """Of these rows of a weight: codes, and scales in float32."""
-    return rows * (width // 2 + 4 * (width // block))
-
-
-def nested_bytes(rows: int, width: int, block: int, whole_rows: int) -> int:
-    """Of these rows of a weight of ``whole_rows``: codes, scales in bytes, and the scales of all scales."""
-    scales = -(-whole_rows * (width // block) // 256)
-    return rows * (width // 2 + width // block) + 4 * scales + 4
-
-
 def scratch_bytes(elements: int) -> int:
     """What :func:`quantise_rows` takes of memory besides what it is given, for so many elements."""
     return _SCRATCH_BYTES * min(elements, CHUNK)

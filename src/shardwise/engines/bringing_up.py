@@ -8,34 +8,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, Unpack, cast, overload
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.engines.adapters import OpenAdapter, beside_adapter, beside_of, of_adapter, open_adapter
-from shardwise.engines.arguments import hints_of, require_known, require_meant
-from shardwise.engines.load_fill import forms_of
-from shardwise.engines.load_options import LoadOptions, load_words
-from shardwise.engines.load_plan import LoadRequest
-from shardwise.engines.loading import carry_out
+from shardwise.engines import outline as outlines
+from shardwise.engines.arguments import agree_on_call, hints_of, require_known, require_meant, world_of
+from shardwise.engines.companions import OpenAdapter, beside_adapter, beside_of, of_adapter, open_adapter
+from shardwise.engines.load_plan import Load, LoadOptions, load_words
+from shardwise.engines.loading import carry_out, form_of
 from shardwise.engines.opening import OpenSource, at_one_commit, read_index, resolve_everywhere
-from shardwise.engines.outline import Outline, class_of, config_of, model_words, outline, settled
-from shardwise.engines.pretrained_options import FromFiles, Later, PretrainedOptions, consent_of
-from shardwise.engines.tuning_arguments import alike, made_ready, require_trainable, resizing
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
-from shardwise.execution.ranks.agreement import require_same_settings
-from shardwise.execution.ranks.messages import OddRanks
-from shardwise.execution.ranks.progress import Clock, ProgressBar
-from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.audit import are_equal
-from shardwise.execution.reading.place import Placer
+from shardwise.execution.audit import are_equal
+from shardwise.execution.progress import Clock, ProgressBar, require_same_settings
+from shardwise.execution.reading import Placer
+from shardwise.execution.world import OddRanks, World
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.models import pretrained
-from shardwise.models.additions import Drawn
-from shardwise.models.replicated import average_replicated_gradients
-from shardwise.models.wrapping import wrap
-from shardwise.models.wrapping.wrap import Sharding
-from shardwise.report.load_report import LoadReport
+from shardwise.models import pretrained, wrap
+from shardwise.models.gradients import average_replicated_gradients
+from shardwise.models.wrap import Sharding
+from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import file_space
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
@@ -43,7 +35,7 @@ from shardwise.storage.reading.joined import Beside
 from shardwise.storage.reading.opening import OpenStorage, open_storage
 from shardwise.tuning.lora import Adapter
 from shardwise.tuning.modes import Full
-from shardwise.tuning.ready_model import Tuned
+from shardwise.tuning.selecting import Tuned
 
 _CONFIGS = ("config.json", "generation_config.json")
 
@@ -52,44 +44,43 @@ _MAX_CONFIG_BYTES = 10_000_000
 
 
 def settle_call(
-    name_or_path: str | os.PathLike[str], keywords: PretrainedOptions, *, asks_for_report: bool
-) -> tuple[PretrainedOptions, dict[str, str]]:
+    name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, *, asks_for_report: bool
+) -> tuple[outlines.PretrainedOptions, dict[str, str]]:
     """The keywords, each known and of the kind that is meant, and what ranks must have in common.
 
     Raises:
-        TypeError: a keyword that is not known.
         ConfigError: a value that is not what is meant; a report of what is not loaded.
     """
-    require_known("from_pretrained", keywords, hints_of(PretrainedOptions))
-    given = settled(keywords)
-    require_meant(hints_of(PretrainedOptions), given)
-    require_trainable(given)
+    require_known("from_pretrained", keywords, hints_of(outlines.PretrainedOptions))
+    given = outlines.settled(keywords)
+    require_meant(hints_of(outlines.PretrainedOptions), given)
+    outlines.require_trainable(given)
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise ConfigError(
             f"name_or_path is a {type(name_or_path).__name__}; a directory, a hub id or a URL is meant (readers go "
             "into shardwise.load)"
         )
-    if asks_for_report and isinstance(given.get("weights"), Later):
-        raise ConfigError("output_loading_info=True with weights=Later(): nothing is loaded yet")
+    if asks_for_report and not given.get("load_weights", True):
+        raise ConfigError("output_loading_info=True with load_weights=False: nothing is loaded yet")
     words = {
         "the kind of name_or_path": "a URL" if is_url(name_or_path) else "a path or a hub id",
-        **model_words(given),
+        **outlines.model_words(given),
         **{f"sharding.{name}": told for name, told in wrap.in_words(given.get("sharding", Sharding())).items()},
         "tuning": type(given.get("tuning", Full())).__name__,
         "quantization": repr(given.get("quantization")),
-        "weights": repr(given.get("weights", FromFiles())),
-        **load_words(consent_of(given), given.get("buffers", {}), given.get("options", LoadOptions())),
+        "load_weights": repr(given.get("load_weights", True)),
+        **load_words(outlines.consent_of(given), given.get("buffers", {}), given.get("options", LoadOptions())),
     }
     return given, words
 
 
 def bring_up(
-    world: World, name_or_path: str | os.PathLike[str], keywords: PretrainedOptions, clock: Clock
+    world: World, name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, clock: Clock
 ) -> tuple[PreTrainedModel, LoadReport | None]:
     """Build a model on meta, wrap it and load it; ranks have agreed on the call. No report where nothing is loaded.
 
     Collective: yes.
-    Memory, errors: as of :func:`~shardwise.verbs.pretrained.from_pretrained`.
+    Memory, errors: as of :func:`~shardwise.engines.bringing_up.from_pretrained`.
     """
     options = keywords.get("options", LoadOptions())
     wished = keywords.get("sharding", Sharding())
@@ -99,23 +90,25 @@ def bring_up(
         with clock.phase("index"):
             found = find(world, name_or_path, keywords, stack)
         with clock.phase("plan"):
-            world.require_equal(world.together(lambda: alike(keywords, found.adapters)), "what is tuned, and how,")
+            world.require_equal(
+                world.together(lambda: outlines.alike(keywords, found.adapters)), "what is tuned, and how,"
+            )
             built, pairs = build_together(world, found, keywords)
             untied, already_read_bytes = decide_ties(world, built, pairs, found.source, options)
             casts_to = None if sharding.mesh is None else sharding.mp_policy.param_dtype
             tuned = world.together(
-                lambda: made_ready(built, untied, keywords, adapters=found.adapters, casts_to=casts_to)
+                lambda: outlines.made_ready(built, untied, keywords, adapters=found.adapters, casts_to=casts_to)
             )
 
-        is_later = isinstance(keywords.get("weights", FromFiles()), Later)
+        is_later = not keywords.get("load_weights", True)
 
-        def ask() -> LoadRequest:
+        def ask() -> Load:
             wrap.prepare_blocks(tuned.base, sharding)
             if sharding.mesh is not None:
                 wrap.wrap(tuned.base, sharding, tuned.whole)
             bindings = tuned.bindings
             if not is_later:
-                bindings = forms_of(tuned.model).with_room(tuned.model, bindings)
+                bindings = form_of(tuned.model).with_room(tuned.model, bindings)
             return request_of(replace(tuned, bindings=bindings), keywords, already_read_bytes)
 
         if is_later:
@@ -149,10 +142,10 @@ class _Located:
 
 
 def find(
-    world: World, name_or_path: str | os.PathLike[str], keywords: PretrainedOptions, stack: ExitStack
+    world: World, name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, stack: ExitStack
 ) -> _Located:
     """Read the config and all headers; what is opened is closed with ``stack``. Collective: yes."""
-    hub, options = keywords.get("hub", HubOptions()), keywords.get("options", LoadOptions())
+    hub = keywords.get("hub", HubOptions())
     wanted = ModelFiles(code=keywords.get("trust_remote_code", False))
     named = os.fspath(name_or_path)
     is_remote = is_url(name_or_path)
@@ -163,7 +156,7 @@ def find(
         directory = resolve_everywhere(world, name_or_path, hub, wanted)
 
     def begin() -> PreTrainedConfig:
-        config = config_of(directory, keywords)
+        config = outlines.config_of(directory, keywords)
         config.name_or_path = without_secrets(named)
         return config
 
@@ -180,8 +173,6 @@ def find(
     source = read_index(
         world,
         world.together(enter),
-        options.copies,
-        options.budget_bytes,
         weights_name=getattr(config, "transformers_weights", None),
         variant=hub.variant,
         extra=extra,
@@ -198,11 +189,11 @@ def _with_adapter(
     source: OpenSource,
     name: str,
     given: str | os.PathLike[str],
-    keywords: PretrainedOptions,
+    keywords: outlines.PretrainedOptions,
     stack: ExitStack,
 ) -> tuple[OpenSource, Adapter]:
     """A checkpoint, and beside it an adapter that the tuning starts from. Collective: yes."""
-    hub, options = keywords.get("hub", HubOptions()), keywords.get("options", LoadOptions())
+    hub = keywords.get("hub", HubOptions())
     folder = resolve_everywhere(world, given, of_adapter(hub), AdapterFiles())
 
     def begin() -> OpenAdapter:
@@ -211,7 +202,7 @@ def _with_adapter(
         return opened
 
     opened = world.together(begin)
-    found = read_index(world, opened.storage, options.copies, options.budget_bytes)
+    found = read_index(world, opened.storage)
     joined, adapter = beside_adapter(source.index, found.index, opened, name)
     inside = beside_of(name)
     both = replace(
@@ -226,16 +217,16 @@ def _with_adapter(
     return both, adapter
 
 
-def request_of(tuned: Tuned, keywords: PretrainedOptions, already_read_bytes: int) -> LoadRequest:
+def request_of(tuned: Tuned, keywords: outlines.PretrainedOptions, already_read_bytes: int) -> Load:
     """What a load needs to know of a model that is ready."""
-    resize = resizing(keywords)
-    return LoadRequest(
+    resize = outlines.resizing(keywords)
+    return Load(
         bindings=tuned.bindings,
-        consent=consent_of(keywords),
+        consent=outlines.consent_of(keywords),
         buffers=keywords.get("buffers", {}),
         options=keywords.get("options", LoadOptions()),
         already_read_bytes=already_read_bytes,
-        additions=replace(tuned.additions, new_rows=Drawn() if resize is None else resize.rows),
+        additions=replace(tuned.additions, new_rows="initialized" if resize is None else resize.rows),
         is_tuned="tuning" in keywords,
         notes=tuned.notes,
     )
@@ -272,19 +263,21 @@ def _read_small(reader: StorageReader, name: str) -> bytes | None:
 
 
 def build_together(
-    world: World, found: _Located, keywords: PretrainedOptions
-) -> tuple[Outline, list[tuple[str, str]]]:
+    world: World, found: _Located, keywords: outlines.PretrainedOptions
+) -> tuple[outlines.Outline, list[tuple[str, str]]]:
     """Build on every rank; also the declared ties that are stored twice. Collective: yes.
 
     A checkpoint's own code is first copied to the cache by one rank for all that see the same files.
     """
     if keywords.get("trust_remote_code", False) and world.size > 1:
         first = world.is_first_of(file_space())
-        world.together(lambda: class_of(found.directory, found.config, keywords) if first else None)
-    made: list[Outline] = []
+        world.together(lambda: outlines.class_of(found.directory, found.config, keywords) if first else None)
+    made: list[outlines.Outline] = []
 
     def build() -> list[tuple[str, str]]:
-        made.append(outline(found.directory, found.config, found.index, keywords, resizing(keywords)))
+        made.append(
+            outlines.outline(found.directory, found.config, found.index, keywords, outlines.resizing(keywords))
+        )
         return sorted(made[0].ties_stored_twice())
 
     pairs = world.each(build)
@@ -296,7 +289,11 @@ def build_together(
 
 
 def decide_ties(
-    world: World, built: Outline, pairs: Sequence[tuple[str, str]], source: OpenSource, options: LoadOptions
+    world: World,
+    built: outlines.Outline,
+    pairs: Sequence[tuple[str, str]],
+    source: OpenSource,
+    options: LoadOptions,
 ) -> tuple[set[str], int]:
     """Names declared tied that stay untied, because they are stored with values of their own; bytes read for that.
 
@@ -325,3 +322,54 @@ def decide_ties(
         untied = world.all_reduce(differing, lambda told: set[str]().union(*told))
     built.equal_ties = frozenset({name for name, _ in pairs} - untied)
     return untied, placer.read_bytes
+
+
+@overload
+def from_pretrained(
+    name_or_path: str | os.PathLike[str],
+    *,
+    output_loading_info: Literal[False] = False,
+    **keywords: Unpack[outlines.PretrainedOptions],
+) -> PreTrainedModel: ...
+
+
+@overload
+def from_pretrained(
+    name_or_path: str | os.PathLike[str],
+    *,
+    output_loading_info: Literal[True],
+    **keywords: Unpack[outlines.PretrainedOptions],
+) -> tuple[PreTrainedModel, LoadReport]: ...
+
+
+def from_pretrained(
+    name_or_path: str | os.PathLike[str],
+    *,
+    output_loading_info: bool = False,
+    **keywords: Unpack[outlines.PretrainedOptions],
+) -> PreTrainedModel | tuple[PreTrainedModel, LoadReport]:
+    """A transformers model from a local directory, a hub id or a URL, sharded by FSDP2 and loaded.
+
+    Every rank builds the model on meta, ties what the checkpoint says is tied, wraps blocks with ``fully_shard``
+    over the mesh (all ranks of the default process group when none is given; no sharding when there is no process
+    group), and reads its own bytes. Returns the model in evaluation mode, as transformers does, or the model and
+    the :class:`~shardwise.report.LoadReport` with ``output_loading_info=True``.
+
+    Keyword arguments: see :class:`PretrainedOptions`, :class:`~shardwise.engines.outline.TunedOptions` and
+    :class:`~shardwise.engines.outline.ModelOptions`.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks), whose ranks are those of the mesh.
+    Memory: this rank's shards and ``options.budget_bytes``.
+
+    Raises:
+        ConfigError: the config or an argument cannot be honoured.
+        PlacementError: the wrap policy matches nothing, or the model cannot be sharded on the mesh.
+        CoverageError, FormatError, StorageError, DisagreementError: as for :func:`~shardwise.engines.loading.load`.
+    """
+    clock = Clock()
+    with world_of(keywords.get("options", LoadOptions()), "from_pretrained") as world:
+        keywords = agree_on_call(
+            world, lambda: settle_call(name_or_path, keywords, asks_for_report=output_loading_info)
+        )
+        model, report = bring_up(world, name_or_path, keywords, clock)
+    return (model, report) if output_loading_info and report is not None else model

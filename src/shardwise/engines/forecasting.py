@@ -1,124 +1,118 @@
-"""Forecasts what a load or a training will take, from headers alone."""
+"""Forecasts of a load and of a training, from configs and headers alone."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal, Unpack
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedConfig
 
-from shardwise.conversion import stored_leaves
-from shardwise.engines.adapters import beside_adapter, of_adapter, open_adapter
-from shardwise.engines.bringing_up import small_files
-from shardwise.engines.load_options import LoadOptions
-from shardwise.engines.load_plan import foresee_initial_values, rules_of
-from shardwise.engines.opening import at_one_commit
-from shardwise.engines.outline import Outline, config_of, outline
-from shardwise.engines.plan_options import PlanOptions, mesh_of
-from shardwise.engines.pretrained_options import consent_of
-from shardwise.engines.tenant_forecasts import tenant_shapes
-from shardwise.engines.tuning_arguments import made_ready, resizing
-from shardwise.errors import ConfigError
-from shardwise.execution.memory.garbage import collected_later
-from shardwise.execution.ranks.world import World
+from shardwise.conversion import computes, stored_leaves
+from shardwise.engines import outline as outlines
+from shardwise.engines.arguments import hints_of, require_known, require_meant
+from shardwise.engines.bringing_up import find
+from shardwise.engines.load_plan import LoadOptions, foresee_initial_values, rules_of
+from shardwise.errors import ConfigError, PlacementError
+from shardwise.execution.memory import collected_later
+from shardwise.execution.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.opening import open_checkpoint
-from shardwise.formats.quantisation import as_the_model_has_it
-from shardwise.layout import MeshShape, ModelLayout, Origin, TensorKind, TensorLayout, WorldLayout
+from shardwise.layout import Activations, MeshShape, ModelLayout, Origin, TensorKind, WorldLayout
+from shardwise.models.forecast_layout import foresee, trace_activations
 from shardwise.models.initialize import Initialisers
+from shardwise.models.policies import WrapPolicy, repeated_blocks
 from shardwise.models.torch_words import from_torch
 from shardwise.models.view import Held, look_inside
-from shardwise.models.wrapping.forecast_layout import foresee
-from shardwise.models.wrapping.groups import MAX_PADDING
-from shardwise.models.wrapping.policies import WrapPolicy
-from shardwise.models.wrapping.wrap import Sharding
-from shardwise.planning.forecasts.forecast import (
-    forecast_computed,
-    forecast_groups,
-    forecast_ranks,
-    forecast_training,
-    shared_tensors,
-    uneven_tensors,
-)
-from shardwise.planning.forecasts.own_forecast import Homes
-from shardwise.planning.forecasts.tenants import forecast_bank
-from shardwise.planning.loads.load_plan import Init, LoadPlan, Recompute, Tie, plan_load
-from shardwise.planning.moves.sharing_choice import Weighed
+from shardwise.models.wrap import Sharding, prepare_blocks
+from shardwise.planning import forecasts
+from shardwise.planning.load_memory import Homes, largest_computation
+from shardwise.planning.load_plan import Init, LoadPlan, Recompute, Tie, plan_load
 from shardwise.report.forecast import Forecast
-from shardwise.report.forecast_parts import BankForecast, GroupForecast, RankForecast
-from shardwise.report.names import in_bytes
 from shardwise.storage.contract import ReadPolicy
-from shardwise.storage.hub import resolve
-from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url
-from shardwise.storage.reading.opening import open_storage
+from shardwise.storage.names import is_url
 from shardwise.tensors import DType
 from shardwise.tuning.lora import Adapter
-from shardwise.tuning.modes import Full
-from shardwise.tuning.ready_model import Tuned
+from shardwise.tuning.selecting import Tuned
 
-_SHORT_READ_BYTES = 64 << 10
-"""Reads that are shorter than this on average, and many, are worth a note."""
+_STORED_TWICE = "stored twice, taken to be equal; a load compares them, and keeps both if they differ"
 
 
-_MANY_READS = 1000
+class PlanOptions(outlines.FilledOptions, total=False):
+    """Keyword arguments of :func:`plan`, each optional; also those of :class:`FilledOptions`.
+
+    ``sharding`` has no mesh, as there are no ranks. Arguments of the second group describe a training with
+    ``tuning``; their names are those of ``TrainingArguments`` and TRL.
+
+    Attributes:
+        mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``; default: all ranks in one.
+        nodes: machines that the ranks are assigned to, in order.
+        device: "cpu", or the kind of accelerator that the shards will go to (default "cuda").
+        budget_bytes: as ``budget_bytes`` of :class:`~shardwise.engines.load_plan.LoadOptions`.
+        read_policy: how the storage is read; by default as the folder of the checkpoint is.
+
+        optim: name of the optimizer (default "adamw_torch_fused").
+        per_device_train_batch_size, max_length: rows of a forward pass and tokens of a row; if both are given,
+            activations are included.
+        gradient_accumulation_steps: micro-batches of a step.
+        gradient_checkpointing: whether the blocks are recomputed, as the Trainer has it.
+        mixed_precision: autocast of the Trainer, "no" (default), "bf16" or "fp16".
+    """
+
+    mesh: Mapping[str, int]
+    nodes: int
+    device: str
+    budget_bytes: int
+    read_policy: ReadPolicy
+
+    optim: str
+    per_device_train_batch_size: int
+    max_length: int
+    gradient_accumulation_steps: int
+    gradient_checkpointing: bool
+    mixed_precision: Literal["no", "bf16", "fp16"]
 
 
-@dataclass(frozen=True)
-class Foreseen:
-    """What a forecast was made of: the model on meta, as it would be sharded, and the layout of all ranks."""
+def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[PlanOptions]) -> Forecast:
+    """Forecast what ``from_pretrained``, and a training with ``tuning``, takes on each of ``ranks`` ranks.
 
-    forecast: Forecast
-    tuned: Tuned
-    world: WorldLayout
-    policy: ReadPolicy
+    The checkpoint is a directory, a hub id in the cache, or a URL. Only its config and the headers of its files are
+    read, and nothing is downloaded. Neither ranks nor a process group nor the accelerator are needed. Tied tensors
+    that are stored twice are taken to be equal.
 
+    Keyword arguments: see :class:`PlanOptions`.
 
-def forecast_of(name_or_path: str | os.PathLike[str], ranks: int, options: PlanOptions) -> Forecast:
-    """The forecast of a checkpoint, of which configs and headers are read. Collective: no.
+    Collective: no.
+    Memory: the names and places of the checkpoint's tensors.
 
     Raises:
-        as of :func:`foreseen_of`.
+        ConfigError: the config, the mesh or an argument cannot be used, or the model cannot run without data.
+        PlacementError: the wrap policy matches nothing, or the model holds what ``fully_shard`` refuses.
+        CoverageError: checkpoint and model do not cover each other, as for a load.
+        FormatError, StorageError: the checkpoint's files contradict their format, or cannot be read.
     """
-    return foreseen_of(name_or_path, ranks, options).forecast
-
-
-def foreseen_of(name_or_path: str | os.PathLike[str], ranks: int, options: PlanOptions) -> Foreseen:
-    """The forecast of a checkpoint, and what it was made of; configs and headers are read. Collective: no.
-
-    Raises:
-        ConfigError, CoverageError, FormatError, PlacementError, StorageError: as of
-            :func:`~shardwise.verbs.plan.plan`.
-    """
+    require_known("plan", options, hints_of(PlanOptions))
+    options = outlines.settled(options)
+    require_meant(hints_of(PlanOptions), options)
+    outlines.require_trainable(options)
     mesh = mesh_of(ranks, options)
-    hub = options.get("hub", HubOptions())
+    given: Any = options
+    if not is_url(name_or_path):
+        given = {**options, "hub": replace(options["hub"], local_files_only=True)}
     with ExitStack() as stack:
-        if is_url(name_or_path):
-            name_or_path, hub = at_one_commit(World(0, 1), os.fspath(name_or_path), hub)
-            folder = stack.enter_context(small_files(World(0, 1), name_or_path, hub))
-            opened = open_storage(name_or_path, hub)
-        else:
-            wanted = ModelFiles(code=options.get("trust_remote_code", False))
-            folder = resolve(name_or_path, replace(hub, local_files_only=True), download=False, wanted=wanted)
-            opened = open_storage(folder)
-        reader = stack.enter_context(opened.reader)
-        config = config_of(folder, options)
-        index = open_checkpoint(
-            reader,
-            weights_name=opened.file or getattr(config, "transformers_weights", None),
-            extra_files=getattr(type(config), "extra_files", ()),
-            variant=hub.variant,
-        )
+        found = find(World(0, 1), name_or_path, given, stack)
         stack.enter_context(torch.device("cpu"))
-        index = as_the_model_has_it(reader, index)
-        return foreseen(folder, config, index, mesh, options.get("read_policy") or reader.policy, options)
+        policy = options.get("read_policy") or found.source.reader.policy
+        index, joined = found.index, found.source.index
+        return forecast(found.directory, found.config, index, mesh, policy, options, found.adapters, joined)
 
 
+@collected_later()
 def forecast(
     directory: Path,
     config: PreTrainedConfig,
@@ -126,166 +120,151 @@ def forecast(
     mesh: MeshShape,
     policy: ReadPolicy,
     options: PlanOptions,
+    adapters: Mapping[str, Adapter] = MappingProxyType({}),
+    joined: CheckpointIndex | None = None,
 ) -> Forecast:
-    """The forecast of a checkpoint whose headers have been read."""
-    return foreseen(directory, config, index, mesh, policy, options).forecast
-
-
-@collected_later()
-def foreseen(
-    directory: Path,
-    config: PreTrainedConfig,
-    index: CheckpointIndex,
-    mesh: MeshShape,
-    policy: ReadPolicy,
-    options: PlanOptions,
-) -> Foreseen:
-    """The same, with what it was made of."""
-    built = outline(directory, config, index, options, resizing(options))
+    """Forecast a checkpoint whose headers have been read; ``joined`` has those of ``adapters``, too."""
+    built = outlines.outline(directory, config, index, options, outlines.resizing(options))
+    index = joined or index
     twice = built.ties_stored_twice()
     built.equal_ties = frozenset(name for name, _ in twice)
     sharding = options.get("sharding", Sharding())
-    index, adapters = _with_adapters(index, options)
-    tuned = made_ready(built, set(), options, adapters=adapters, casts_to=sharding.mp_policy.param_dtype)
+    param_dtype, reduce_dtype = sharding.mp_policy.param_dtype, sharding.mp_policy.reduce_dtype
+    tuned = outlines.made_ready(built, set(), options, adapters=adapters, casts_to=param_dtype)
     budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
     world, plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
-    outlook = _Outlook(
-        built, tuned, index, twice, world, plan, mesh, policy, sharding, budget_bytes, directory, options
+    homes = Homes.of(
+        plan,
+        policy,
+        device=options.get("device", "cuda"),
+        budget_bytes=budget_bytes,
+        offloads_shards=isinstance(sharding.offload_policy, CPUOffloadPolicy),
     )
-    made = outlook.forecast(str(config.dtype).removeprefix("torch."))
-    return Foreseen(replace(made, notes=tuple(outlook.notes(made))), tuned, world, policy)
-
-
-@dataclass(frozen=True)
-class _Outlook:
-    """A load as it would be planned on all ranks.
-
-    Attributes:
-        index: the checkpoint, with the adapters beside it.
-        twice: names declared tied that are stored twice, with the names they are tied to.
-    """
-
-    built: Outline
-    tuned: Tuned
-    index: CheckpointIndex
-    twice: Sequence[tuple[str, str]]
-    world: WorldLayout
-    plan: LoadPlan
-    mesh: MeshShape
-    policy: ReadPolicy
-    sharding: Sharding
-    budget_bytes: int
-    directory: Path
-    options: PlanOptions
-
-    def forecast(self, dtype: str) -> Forecast:
-        """What it takes, in numbers; ``dtype`` is the model's."""
-        index, world, plan, options = self.index, self.world, self.plan, self.options
-        homes = self._homes()
-        sharing = options.get("shared_reads", Weighed())
-        shared = shared_tensors(plan, world, index, homes, self.policy, sharing)
-        gathered_as, summed_in = self._precision()
-        groups = forecast_groups(world, gathered_as)
-        ranks = forecast_ranks(plan, world, index, homes, self.policy, shared, sharing)
-        return Forecast(
-            checkpoint=index.root,
-            model_class=type(self.built.model).__name__,
-            dtype=dtype,
-            device=homes.device,
-            mesh=dict(zip(self.mesh.names, self.mesh.sizes, strict=True)),
-            nodes=options.get("nodes", 1),
-            parameters=sum(tensor.numel for tensor in world.first.tensors if tensor.kind is TensorKind.PARAMETER),
-            checkpoint_bytes=index.nbytes,
-            checkpoint_tensors=len(index.tensors()),
-            checkpoint_files=len(index.files),
-            bytes_per_dtype=_bytes_per_dtype(world.first),
-            groups=groups,
-            ranks=ranks,
-            trainable_parameters=sum(tensor.numel for tensor in world.first.tensors if _is_trained(tensor)),
-            training=forecast_training(world, groups, ranks, summed_in) if "tuning" in options else (),
-            bank=_bank(self.directory, self.built, ranks, groups, options),
-            read_once=tuple(shared),
-            whole=world.whole,
-            tied={name: fill.source for name, fill in plan.fills.items() if isinstance(fill, Tie)},
-            cast=_casts(plan),
-            initialized=plan.names(Init),
-            recomputed=plan.names(Recompute),
-            ignored_keys=plan.ignored_keys,
-            computed=forecast_computed(plan),
-        )
-
-    def notes(self, made: Forecast) -> list[str]:
-        """Sentences to be read before the load."""
-        notes = [*self.tuned.notes, *(_about_tie(self.built, name, other) for name, other in self.twice)]
-        notes += [
-            f"{item.names[0]} and what is computed with it need budget_bytes={item.budget_bytes:,}; a load with "
-            f"{self.budget_bytes:,} refuses them"
-            for item in made.computed
-            if item.budget_bytes > self.budget_bytes
-        ]
-        if made.held_imbalance > MAX_PADDING:
-            notes += uneven_tensors(self.world, MAX_PADDING)
-        return [*notes, *_about_short_reads(made)]
-
-    def _homes(self) -> Homes:
-        return Homes.of(
-            self.plan,
-            self.policy,
-            device=self.options.get("device", "cuda"),
-            budget_bytes=self.budget_bytes,
-            offloads_shards=isinstance(self.sharding.offload_policy, CPUOffloadPolicy),
-        )
-
-    def _precision(self) -> tuple[DType | None, DType | None]:
-        """The dtypes that groups are gathered in, and that gradients are summed in."""
-        gathered_as = self.sharding.mp_policy.param_dtype
-        summed_in = self.sharding.mp_policy.reduce_dtype or gathered_as
-        return (
-            None if gathered_as is None else from_torch(gathered_as, "param_dtype"),
-            None if summed_in is None else from_torch(summed_in, "reduce_dtype"),
-        )
-
-
-def _bank(
-    directory: Path,
-    built: Outline,
-    ranks: Sequence[RankForecast],
-    groups: Sequence[GroupForecast],
-    options: PlanOptions,
-) -> tuple[BankForecast, ...]:
-    if "tenants" not in options:
-        return ()
+    if homes.offloads_shards and mesh.ranks == 1 and "tuning" in options:
+        raise ConfigError("offload_policy: one rank is not sharded, so nothing is offloaded. Use two ranks.")
+    groups = forecasts.forecast_groups(world, _dtype(param_dtype), _dtype(reduce_dtype))
+    ranks = forecasts.forecast_ranks(plan, world, homes)
+    trained = [tensor for tensor in world.first.tensors if forecasts.is_trained(tensor)]
+    training = None
     if "tuning" in options:
-        raise ConfigError("tenants are on a base that is not trained itself; leave out tuning")
-    tokens = options.get("tokens_per_pass", 4096)
-    if tokens < 1:
-        raise ConfigError(f"tokens_per_pass={tokens}: a pass has one token or more")
-    computed_in: torch.dtype = options.get("sharding", Sharding()).mp_policy.param_dtype or built.model.dtype
-    embeddings: Any = built.model.get_input_embeddings()
-    return forecast_bank(
-        tenant_shapes(built.model, options["tenants"], directory),
-        ranks,
-        groups,
-        itemsize=computed_in.itemsize,
-        words=int(embeddings.weight.shape[0]),
-        tokens=tokens,
+        step = _step(tuned, world, options, sharding)
+        training = forecasts.forecast_training(world, groups, step, homes, param_dtype=param_dtype is not None)
+    notes = [*tuned.notes, *(f"{name} = {other}: {_STORED_TWICE}" for name, other in twice)]
+    if (needed := largest_computation(plan)) > budget_bytes:
+        notes.append(f"a conversion needs budget_bytes={needed:,}; a load with {budget_bytes:,} refuses it")
+    return Forecast(
+        **_facts_of_load(built, config, index, plan, world),
+        device=homes.device,
+        mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
+        nodes=options.get("nodes", 1),
+        groups=groups,
+        ranks=ranks,
+        notes=tuple(notes),
+        trained=tuple(tensor.fqn for tensor in trained),
+        trainable_parameters=sum(tensor.numel for tensor in trained),
+        training=training,
     )
 
 
-def _with_adapters(index: CheckpointIndex, options: PlanOptions) -> tuple[CheckpointIndex, dict[str, Adapter]]:
-    """The checkpoint, and beside it the adapters that the tuning starts from."""
-    hub = replace(options.get("hub", HubOptions()), local_files_only=True)
-    adapters: dict[str, Adapter] = {}
-    for name, folder in options.get("tuning", Full()).folders().items():
-        opened = open_adapter(resolve(folder, of_adapter(hub), download=False, wanted=AdapterFiles()))
-        with opened.storage.reader as reader:
-            found = open_checkpoint(reader, weights_name=opened.storage.file)
-        index, adapters[name] = beside_adapter(index, found, opened, name)
-    return index, adapters
+def _dtype(of_policy: torch.dtype | None) -> DType | None:
+    return None if of_policy is None else from_torch(of_policy, "mp_policy")
 
 
-def _is_trained(tensor: TensorLayout) -> bool:
-    return tensor.kind is TensorKind.PARAMETER and tensor.requires_grad
+def _facts_of_load(
+    built: outlines.Outline, config: PreTrainedConfig, index: CheckpointIndex, plan: LoadPlan, world: WorldLayout
+) -> dict[str, Any]:
+    """Fields of a forecast that describe the checkpoint, the model and how it is filled."""
+    return {
+        "checkpoint": index.root,
+        "model_class": type(built.model).__name__,
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "parameters": sum(t.numel for t in world.first.tensors if t.kind is TensorKind.PARAMETER),
+        "checkpoint_bytes": index.nbytes,
+        "checkpoint_tensors": len(index.tensors()),
+        "bytes_per_dtype": _bytes_per_dtype(world.first),
+        "file_bytes": forecasts.file_bytes(plan, world, index),
+        "whole": world.whole,
+        "tied": {name: fill.source for name, fill in plan.fills.items() if isinstance(fill, Tie)},
+        "cast": _casts(plan),
+        "initialized": plan.names(Init),
+        "recomputed": plan.names(Recompute),
+        "ignored_keys": plan.ignored_keys,
+        "computed": tuple(name for name, read in plan.reads().items() if computes(read.expression)),
+    }
+
+
+def mesh_of(ranks: int, options: PlanOptions) -> MeshShape:
+    """The mesh that is asked for.
+
+    Raises:
+        ConfigError: ranks, mesh and nodes contradict each other.
+    """
+    nodes = options.get("nodes", 1)
+    count: object = ranks
+    if not isinstance(count, int) or count < 1:
+        raise ConfigError(f"ranks={ranks!r}: is not a number of ranks. Use 1 or more.")
+    if nodes < 1 or ranks % nodes:
+        raise ConfigError(f"nodes={nodes}: does not divide {ranks} ranks. Use a divisor.")
+    if options.get("sharding", Sharding()).mesh is not None:
+        raise ConfigError(
+            'sharding: has a mesh of real ranks. Give its axes as mesh={"replicate": 2, "shard": 4} instead.'
+        )
+    axes = options.get("mesh")
+    return MeshShape.flat(ranks) if axes is None else MeshShape.of(ranks, axes)
+
+
+# Training
+
+
+def _step(tuned: Tuned, world: WorldLayout, options: PlanOptions, sharding: Sharding) -> forecasts.Step:
+    """A step of training; with activations if the size of a batch is known."""
+    rows, tokens = options.get("per_device_train_batch_size", 0), options.get("max_length", 0)
+    optim = options.get("optim", "adamw_torch_fused")
+    accumulates = options.get("gradient_accumulation_steps", 1) > 1
+    if not (rows and tokens):
+        return forecasts.Step(optim, accumulates=accumulates)
+    precision = options.get("mixed_precision", "no")
+    autocast = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    param_dtype = sharding.mp_policy.param_dtype if world.mesh.ranks > 1 else None
+    base: Any = tuned.base
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    logits = 0
+    if head is not None:
+        words, hidden = head.weight.shape[-2:]
+        itemsize = (autocast or param_dtype or head.weight.dtype).itemsize
+        on_cpu, trained = options.get("device", "cuda") == "cpu", head.weight.requires_grad
+        logits = forecasts.trl_logits_bytes(rows * tokens, words, hidden, itemsize, on_cpu=on_cpu, trained=trained)
+    recomputed = True if options.get("gradient_checkpointing") else sharding.activation_checkpointing
+    prepare_blocks(base, replace(sharding, activation_checkpointing=recomputed))
+    activations = _traced(tuned, world, (rows, tokens), param_dtype, autocast)
+    return forecasts.Step(optim, rows, tokens, accumulates, logits, activations)
+
+
+def _traced(
+    tuned: Tuned,
+    world: WorldLayout,
+    size: tuple[int, int],
+    param_dtype: torch.dtype | None,
+    autocast: torch.dtype | None,
+) -> Activations:
+    try:
+        blocks = repeated_blocks(tuned.base)
+    except PlacementError:  # a model without any runs as a whole
+        blocks = []
+    in_root = {*world.groups[-1].parameters, *world.whole}
+    try:
+        return trace_activations(
+            tuned.model, tuned.base, blocks, size, param_dtype=param_dtype, autocast=autocast, in_root=in_root
+        )
+    except Exception as error:  # of a model's own code
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{type(tuned.base).__name__}: cannot run without data, {type(error).__name__}: {first}. Leave out "
+            "per_device_train_batch_size and max_length to plan without activations."
+        ) from error
+
+
+# The plan of a load
 
 
 def _plan(
@@ -307,7 +286,7 @@ def _plan(
 
     world = foresee(model, wrap_policy, mesh, origin_of, root=tuned.base, kept_whole=tuned.whole)
     rules = rules_of(tuned.base)
-    found = plan_load(index, world.first, tuned.bindings, rules, consent_of(options), additions.known_as)
+    found = plan_load(index, world.first, tuned.bindings, rules, outlines.consent_of(options), additions.known_as)
     foresee_initial_values(initialisers, found, LoadOptions(budget_bytes=budget_bytes))
     return world, found
 
@@ -326,24 +305,3 @@ def _casts(plan: LoadPlan) -> dict[str, tuple[str, str]]:
         for name, read in plan.reads().items()
     }
     return {name: pair for name, pair in kinds.items() if pair[0] != pair[1]}
-
-
-def _about_tie(built: Outline, name: str, other: str) -> str:
-    stored = [leaf for tensor in (name, other) for leaf in stored_leaves(built.bindings.offers[tensor][0])]
-    nbytes = sum(torch.Size(leaf.shape).numel() * leaf.dtype.itemsize for leaf in stored)
-    return (
-        f"{name} is tied to {other}, and both are stored: taken to be equal. A load reads and compares both first, "
-        f"{in_bytes(nbytes)} over all ranks together; where they differ, both are kept"
-    )
-
-
-def _about_short_reads(made: Forecast) -> list[str]:
-    most = max(made.ranks, key=lambda rank: rank.reads)
-    mean = most.read_bytes // max(most.reads, 1)
-    if most.reads < _MANY_READS or mean >= _SHORT_READ_BYTES:
-        return []
-    note = (
-        f"rank {most.rank} reads {most.reads:,} ranges of {in_bytes(mean)} on average; fewer ranks on the axis "
-        "that shards, and several replicas (mesh replicate=..., shard=...), make them longer"
-    )
-    return [note]

@@ -2,40 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings, SmallestBlocks, computed_leaves, rows_stored
-from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.opening import OpenSource
 from shardwise.errors import CoverageError, PlacementError
-from shardwise.execution.memory.free import available_memory
-from shardwise.execution.memory.garbage import collected_later
-from shardwise.execution.memory.materialize import Managers, devices_of, home_of, managers_of, offloads_shards
-from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.place import Arrangement, Destination, arrange
-from shardwise.execution.reading.shared_reads import SharingPeers, peers_in
+from shardwise.execution.memory import (
+    Managers,
+    available_memory,
+    collected_later,
+    devices_of,
+    home_of,
+    managers_of,
+    offloads_shards,
+    require_budget,
+)
+from shardwise.execution.patience import Patience
+from shardwise.execution.reading import Arrangement, Destination, arrange
+from shardwise.execution.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.layout import Origin, TensorKind
+from shardwise.layout import ModelLayout, Origin, TensorKind
 from shardwise.models import pretrained
-from shardwise.models.additions import NOTHING_ADDED, Additions, Drawn
+from shardwise.models.build import NOTHING_ADDED, Additions
 from shardwise.models.initialize import BufferRules, ComputedBuffer, Initialisers, unfit_programs
-from shardwise.models.placement import padded_numels, refuse_subclasses
-from shardwise.models.programs import Program
-from shardwise.models.view import Held, layout_of, look_inside
-from shardwise.planning.forecasts.own_forecast import Available, Homes, forecast_rank
-from shardwise.planning.loads.load_plan import Consent, Init, LoadPlan, ModelRules, plan_load
-from shardwise.report.forecast_parts import RankForecast
+from shardwise.models.view import Held, layout_of, look_inside, padded_numels, refuse_subclasses
+from shardwise.planning.load_memory import Available, Homes, forecast_rank
+from shardwise.planning.load_plan import Consent, Init, LoadPlan, ModelRules, plan_load
+from shardwise.report.reports import RankForecast
+
+if TYPE_CHECKING:
+    from shardwise.models.initialize import Program
+    from shardwise.planning.moves import Boxes
+
+SharedReads: TypeAlias = Literal["auto", "always", "never"]
 
 
-@dataclass(frozen=True)
-class LoadRequest:
-    """All that a load needs beside the model and the checkpoint."""
+@dataclass
+class Load:
+    """A load: what is asked for, and once it is prepared what this rank has decided.
+
+    Attributes:
+        already_read_bytes: read before the load, to decide ties.
+        is_tuned: whether the caller chose what is trained.
+        home: device on which the model computes.
+        managers: FSDP2's parameter groups.
+        items: destinations of all that is read.
+        shared: the boxes by rank of tensors that ranks read together.
+        own: how the other items are read.
+        settings: what the model's config says.
+    """
 
     bindings: Bindings
     consent: Consent
@@ -45,6 +68,46 @@ class LoadRequest:
     additions: Additions = NOTHING_ADDED
     is_tuned: bool = False
     notes: tuple[str, ...] = ()
+    held: list[Held] = field(init=False)
+    initialisers: Initialisers = field(init=False)
+    computed: Mapping[str, ComputedBuffer] = field(init=False)
+    plan: LoadPlan = field(init=False)
+    programs: Mapping[str, Program] = field(init=False)
+    home: torch.device = field(init=False)
+    managers: Managers = field(init=False)
+    items: Sequence[Destination] = field(init=False)
+    shared: Mapping[str, Sequence[Boxes]] = field(init=False)
+    own: Arrangement = field(init=False)
+    forecast: RankForecast = field(init=False)
+    available: Available = field(init=False)
+    settings: Mapping[str, str] = field(init=False)
+
+
+class BaseForm:
+    """How layers keep their weights: as numbers, unless a subclass says otherwise. Called in this order."""
+
+    def in_numbers(self, layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:  # noqa: ARG002
+        """Return the layout of the tensors that a checkpoint's keys are bound to."""
+        return layout
+
+    def offered(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
+        """Return what is offered for the tensors that are kept."""
+        return bindings
+
+    def with_room(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
+        """Give the sharded model room for what is read on the way, and offer that, too."""
+        return bindings
+
+    def made_later(self, model: nn.Module) -> frozenset[str]:  # noqa: ARG002
+        """Return names of tensors that nothing is read into, because :meth:`complete` makes them."""
+        return frozenset()
+
+    def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:  # noqa: ARG002
+        """Make these tensors; return the number of elements written by name. Collective: yes."""
+        return {}
+
+    def let_go(self, model: nn.Module) -> None:
+        """Restore what the model had before a load that has failed."""
 
 
 def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> None:
@@ -74,103 +137,37 @@ def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> 
     pretrained.tie(model, set(by_name) - set(bindings.offers), set())
 
 
-@dataclass(frozen=True)
-class PreparedLoad:
-    """All that one rank has decided before anything is read.
-
-    Attributes:
-        home: where the model computes.
-        managers: what FSDP2 manages of it.
-        items: what is read into which tensors.
-        peers: with whom a tensor's bytes could be shared, for those that have somebody.
-        own: how the others are read.
-        start_at: see :func:`~shardwise.execution.reading.place.arrange`.
-        settings: what the model's config says.
-    """
-
-    request: LoadRequest
-    held: list[Held]
-    initialisers: Initialisers
-    computed: Mapping[str, ComputedBuffer]
-    plan: LoadPlan
-    programs: Mapping[str, Program]
-    home: torch.device
-    managers: Managers
-    items: Sequence[Destination]
-    peers: Mapping[str, SharingPeers]
-    own: Arrangement
-    start_at: float
-    forecast: RankForecast
-    available: Available
-    settings: Mapping[str, str]
-
-    def arrange(self, names: Collection[str], source: OpenSource) -> Arrangement:
-        """How these tensors are read."""
-        items = (item for item in self.items if item.fqn in names)
-        policy, budget_bytes = source.reader.policy, self.request.options.budget_bytes
-        return arrange(items, source.index, policy, budget_bytes, self.start_at)
-
-
 @collected_later()
-def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[], LoadRequest]) -> PreparedLoad:
-    """Decide, on this rank alone."""
-    request = ask()
-    options = request.options
-    held = look_inside(model)
+def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> None:
+    """Decide how a model is filled, on this rank alone, before anything is read."""
+    options, policy = load.options, source.reader.policy
+    load.held = held = look_inside(model)
     refuse_subclasses(held)
-    initialisers = Initialisers(model, held, request.additions)
-    computed = initialisers.buffers(request.buffers, seed=options.seed)
-    plan = make_plan(initialisers, computed, source.index, request)
-    programs = foresee_initial_values(initialisers, plan, options)
-    home, managers = home_of(held, options.device), managers_of(model)
+    load.initialisers = Initialisers(model, held, load.additions)
+    load.computed = load.initialisers.buffers(load.buffers, seed=options.seed)
+    load.plan = make_plan(load, source.index)
+    load.programs = foresee_initial_values(load.initialisers, load.plan, options)
+    load.home, load.managers = home_of(held, options.device), managers_of(model)
     by_name = {item.fqn: item for item in held}
-    items = destinations(plan, by_name, devices_of(held, managers, home))
-    whole = (item for item in items if rows_stored(item.expression) is None)
-    possible = ((item.fqn, peers_in(options.shared_reads, by_name[item.fqn].tensor, world)) for item in whole)
-    peers = {name: found for name, found in possible if found is not None}
-    policy = source.reader.policy
-    alone = [item for item in items if item.fqn not in peers]
-    own = arrange(alone, source.index, policy, options.budget_bytes, world.place)
-    forecast = foresee_memory(held, managers, plan, source, options, home, world.rank)
-    brings_up = any(item.tensor.is_meta for item in held)
-    available = available_memory(home) if brings_up else Available()
-    return PreparedLoad(
-        request,
-        held,
-        initialisers,
-        computed,
-        plan,
-        programs,
-        home,
-        managers,
-        items,
-        peers,
-        own,
-        world.place,
-        forecast,
-        available,
-        pretrained.settings_of(request.additions.base or model),
-    )
+    load.items = destinations(load.plan, by_name, devices_of(held, load.managers, load.home))
+    load.shared, mode = {}, options.shared_reads
+    if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
+        from shardwise.execution.shared_reads import shared_boxes
 
-
-def foresee_memory(
-    held: Sequence[Held],
-    managers: Managers,
-    plan: LoadPlan,
-    source: OpenSource,
-    options: LoadOptions,
-    home: torch.device,
-    rank: int,
-) -> RankForecast:
-    """What the load will take on this rank, every rank reading for itself."""
+        load.shared = shared_boxes(world, by_name, load.items)
+    alone = [item for item in load.items if item.fqn not in load.shared]
+    load.own = arrange(alone, source.index, policy, options.budget_bytes, world.place)
     homes = Homes.of(
-        plan,
-        source.reader.policy,
-        device=home.type,
+        load.plan,
+        policy,
+        device=load.home.type,
         budget_bytes=options.budget_bytes,
-        offloads_shards=home.type != "cpu" and offloads_shards(managers),
+        offloads_shards=load.home.type != "cpu" and offloads_shards(load.managers),
     )
-    return forecast_rank(plan, source.index, rank, homes, source.reader.policy, padded_numels(held, managers))
+    load.forecast = forecast_rank(load.plan, world.rank, homes, padded_numels(held, load.managers))
+    brings_up = any(item.tensor.is_meta for item in held)
+    load.available = available_memory(load.home) if brings_up else Available()
+    load.settings = pretrained.settings_of(load.additions.base or model)
 
 
 def foresee_initial_values(initialisers: Initialisers, plan: LoadPlan, options: LoadOptions) -> dict[str, Program]:
@@ -182,7 +179,7 @@ def foresee_initial_values(initialisers: Initialisers, plan: LoadPlan, options: 
     drawn = [
         name
         for name, read in plan.reads().items()
-        if rows_stored(read.expression) is not None and isinstance(initialisers.additions.new_rows, Drawn)
+        if rows_stored(read.expression) is not None and initialisers.additions.new_rows == "initialized"
     ]
     programs = initialisers.programs([*plan.names(Init), *drawn])
     faults = unfit_programs(programs, options.budget_bytes)
@@ -191,34 +188,29 @@ def foresee_initial_values(initialisers: Initialisers, plan: LoadPlan, options: 
     return programs
 
 
-def make_plan(
-    initialisers: Initialisers,
-    computed: Mapping[str, ComputedBuffer],
-    index: CheckpointIndex,
-    request: LoadRequest,
-) -> LoadPlan:
-    """The plan, with what is computed checked against the budget."""
-    additions = request.additions
+def make_plan(load: Load, index: CheckpointIndex) -> LoadPlan:
+    """Plan a load, with conversions that compute checked against the budget."""
+    initialisers, additions = load.initialisers, load.additions
 
     def origin_of(item: Held) -> Origin:
-        return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initialisers.origin_of(item)
+        return load.computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initialisers.origin_of(item)
 
     layout = layout_of(initialisers.held, origin_of)
     rules = rules_of(additions.base or initialisers.model)
-    plan = plan_load(index, layout, request.bindings, rules, request.consent, additions.known_as)
+    plan = plan_load(index, layout, load.bindings, rules, load.consent, additions.known_as)
     blocks = SmallestBlocks()
     for name, read in plan.reads().items():
         for leaf in computed_leaves(read.expression):
-            if (nbytes := blocks.nbytes(leaf)) > request.options.budget_bytes:
+            if (nbytes := blocks.nbytes(leaf)) > load.options.budget_bytes:
                 raise CoverageError(
                     f"{name} is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which needs "
-                    f"{nbytes:,} bytes at once; the budget is {request.options.budget_bytes:,}: raise budget_bytes"
+                    f"{nbytes:,} bytes at once; the budget is {load.options.budget_bytes:,}: raise budget_bytes"
                 )
     return plan
 
 
 def rules_of(model: nn.Module) -> ModelRules:
-    """What a model's class passes over on purpose, where it is not in the checkpoint, or in no model."""
+    """Return the keys that a model's class ignores, if they are missing or unexpected."""
     return ModelRules(*pretrained.ignore_patterns(model))
 
 
@@ -231,3 +223,49 @@ def destinations(
         Destination(name, read.expression, boxes[name], by_name[name].tensor.dtype, devices[name])
         for name, read in plan.reads().items()
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a load is carried out; none of it changes which values are loaded, but for ``seed``.
+
+    Attributes:
+        seed: for tensors that are initialised, together with their FQN.
+        budget_bytes: host memory, beyond the shards, that one rank may use for staging and for conversions that
+            compute.
+        device: where an unsharded model on meta is brought up; sharded ones go to the device of their mesh.
+        progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
+        process_group: the ranks that load together; None is the default group, or this process alone.
+        patience: how long ranks wait for each other.
+        shared_reads: whether one rank reads what several hold (replicas) and sends it to the others: "auto" does
+            so if the storage is remote, "always" and "never" are the other choices.
+        check_memory: refuse a load whose forecast exceeds free memory before anything is read.
+    """
+
+    seed: int = 0
+    budget_bytes: int = 256 << 20
+    device: torch.device | None = None
+    progress: bool = True
+    process_group: dist.ProcessGroup | None = None
+    patience: Patience = field(default_factory=Patience)
+    shared_reads: SharedReads = "auto"
+    check_memory: bool = True
+
+    def __post_init__(self) -> None:
+        require_budget(self.budget_bytes)
+
+
+def load_words(consent: Consent, buffers: BufferRules, options: LoadOptions) -> dict[str, str]:
+    """What ranks must have in common of how a load is carried out, in words, by name."""
+    alone = ("device", "progress", "process_group", "patience")
+    return {
+        "on_missing": repr(consent.missing),
+        "on_mismatched": repr(consent.mismatched),
+        "on_unexpected": repr(consent.unexpected),
+        "buffers": repr(sorted(buffers)),
+        **{
+            f"options.{item.name}": repr(getattr(options, item.name))
+            for item in fields(options)
+            if item.name not in alone
+        },
+    }

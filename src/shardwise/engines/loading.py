@@ -2,97 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise._face import found_at
 from shardwise.conversion import computes, rows_stored, stored_leaves
-from shardwise.engines.load_fill import BaseForms, average_rows, finish, forms_of
-from shardwise.engines.load_options import LoadOptions, load_words
-from shardwise.engines.load_plan import LoadRequest, PreparedLoad, prepare, tie_declared
+from shardwise.engines.arguments import agree_on_call, hints_of, require_meant, world_of
+from shardwise.engines.load_plan import BaseForm, Load, LoadOptions, load_words, prepare, tie_declared
 from shardwise.engines.opening import OpenSource, Source, open_source
-from shardwise.errors import CoverageError
-from shardwise.execution.memory.garbage import collected_later
-from shardwise.execution.memory.materialize import materialize
-from shardwise.execution.ranks.agreement import agree_on
-from shardwise.execution.ranks.progress import Clock, ProgressBar
-from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.audit import require_equal_buffers, unequal_twins
-from shardwise.execution.reading.place import Placer
-from shardwise.execution.reading.shared_reads import SharePlan, plan_sharing, read_shared
-from shardwise.layout import Origin, TensorKind
+from shardwise.errors import CoverageError, PlacementError
+from shardwise.execution.audit import audit, require_equal_buffers, unequal_twins
+from shardwise.execution.memory import collected_later, materialize
+from shardwise.execution.progress import Clock, ProgressBar, agree_on
+from shardwise.execution.reading import Placer
+from shardwise.execution.world import World
+from shardwise.layout import LocalBox, Origin, TensorKind, TensorLayout, first_rows, last_rows
 from shardwise.models import pretrained
-from shardwise.models.additions import Additions
-from shardwise.models.conversions.key_conversions import bind
+from shardwise.models.build import Additions, RowNorms
 from shardwise.models.initialize import BufferRules
-from shardwise.models.view import layout_of, look_inside
-from shardwise.observing import phases
-from shardwise.planning.loads.load_plan import Consent, Init, Keep, LoadPlan, Recompute, Tie
-from shardwise.planning.loads.stored import spare_tensors, stored_tensors
-from shardwise.report.load_report import LoadReport, TouchedPages
+from shardwise.models.key_conversions import bind
+from shardwise.models.pretrained import mark_loaded
+from shardwise.models.view import Held, layout_of, look_inside, meta_leftovers, strided_view, without_compile
+from shardwise.planning.load_memory import spare_tensors, stored_tensors
+from shardwise.planning.load_plan import (
+    Consent,
+    Init,
+    Keep,
+    LoadPlan,
+    OnMissing,
+    OnUnexpected,
+    Read,
+    Recompute,
+    Tie,
+)
+from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
+from shardwise.storage.machine import processor_count
 from shardwise.storage.names import HubOptions, is_url
+from shardwise.tensors import Box
 
 
 def carry_out(
-    world: World, model: nn.Module, source: OpenSource, ask: Callable[[], LoadRequest], clock: Clock
+    world: World, model: nn.Module, source: OpenSource, ask: Callable[[], Load], clock: Clock
 ) -> LoadReport:
     """Plan, agree, materialize, read, fill and audit: the same steps for every model and every world size.
 
     ``ask`` makes the model ready on this rank, and says what is wanted.
     """
+
+    def ready() -> Load:
+        load = ask()
+        prepare(world, model, source, load)
+        return load
+
     with clock.phase("plan"):
-        ready = world.together(lambda: prepare(world, model, source, ask))
-        plan, held, options = ready.plan, ready.held, ready.request.options
-        agreed = agree_on(world, plan, ready.settings, ready.forecast, ready.available, options.memory_check)
-    by_name = {item.fqn: item for item in held}
-    with ProgressBar("Loading weights", world, agreed.total_bytes, enabled=options.progress) as bar:
-        processors = agreed.processors.on(world.rank)
+        load = world.together(ready)
+        plan, held, options = load.plan, load.held, load.options
+        total_bytes, sharers = agree_on(
+            world, plan, load.settings, load.forecast, load.available, check_memory=options.check_memory
+        )
+    with ProgressBar("Loading weights", world, total_bytes, enabled=options.progress) as bar:
         placer = Placer(
-            source.reader, source.index, options.budget_bytes, bar, world, source.identities, processors=processors
+            source.reader,
+            source.index,
+            options.budget_bytes,
+            bar,
+            world,
+            source.identities,
+            processors=max(1, processor_count() // sharers),
         )
         with clock.phase("read"):
             require_equal_twins(world, plan, placer)
-        with clock.phase("plan"):
-            sharing = plan_sharing(world, by_name, ready.items, ready.peers, placer, options.shared_reads)
 
-        def read() -> TouchedPages:
+        def read() -> None:
             with clock.phase("materialize"), collected_later():
-                local, fresh = materialize(held, ready.managers, ready.home, options.pages)
-            for arrangement in (ready.own, ready.arrange(ready.peers.keys() - sharing.shared.keys(), source)):
-                placer.place(arrangement, [local[item.fqn] for item in arrangement.destinations], fresh)
-            fresh.touch_rest()
-            return fresh.report()
+                local = materialize(held, load.managers, load.home)
+            placer.place(load.own, [local[item.fqn] for item in load.own.destinations])
 
         with clock.phase("read"):
-            pages = world.together(read)
-        means = average_rows(world, ready)
-        if sharing.shared:
+            world.together(read)
+        means = average_rows(world, load)
+        if load.shared:
+            from shardwise.execution.shared_reads import read_shared
+
             with clock.phase("share"):
-                read_shared(world, sharing, by_name, ready.items, placer, options.patience)
+                read_shared(world, load.shared, {item.fqn: item for item in held}, load.items, placer)
     with clock.phase("fill"):
-        completed = forms_of(model).complete(world, model, budget_bytes=options.budget_bytes)
-    attributes = world.together(lambda: finish(model, ready, means, {**placer.written, **completed}, clock))
+        completed = form_of(model).complete(world, model, budget_bytes=options.budget_bytes)
+    attributes = world.together(lambda: finish(model, load, means, {**placer.written, **completed}, clock))
     with clock.phase("audit"):
         require_equal_buffers(world, held)
-    report = make_report(world, model, source, ready, placer, sharing, clock)
-    report = replace(report, recomputed=report.recomputed + attributes, pages=pages)
-    phases.tell("load", _told(report))
+    report = make_report(world, model, source, load, placer, clock)
+    report = replace(report, recomputed=report.recomputed + attributes)
     return report
-
-
-def _told(report: LoadReport) -> dict[str, Any]:
-    """What was foreseen and what was done, for whoever observes this rank."""
-    names = ("checkpoint", "parameters", "checkpoint_bytes", "read_bytes", "placed_bytes", "seconds")
-    forecast = report.forecast
-    foreseen = ("shard_bytes", "device_bytes", "host_bytes", "read_bytes")
-    return {
-        **{name: getattr(report, name) for name in names},
-        "forecast": {name: getattr(forecast, name) for name in foreseen},
-    }
 
 
 def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:
@@ -114,12 +122,11 @@ def make_report(
     world: World,
     model: nn.Module,
     source: OpenSource,
-    ready: PreparedLoad,
+    load: Load,
     placer: Placer,
-    sharing: SharePlan,
     clock: Clock,
 ) -> LoadReport:
-    plan, index = ready.plan, source.index
+    plan, index = load.plan, source.index
     reads = plan.reads()
     kinds = {
         name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
@@ -135,15 +142,14 @@ def make_report(
         world_size=world.size,
         parameters=sum(item.numel for item in plan.layout.tensors if item.kind is TensorKind.PARAMETER),
         checkpoint_bytes=index.nbytes,
-        read_bytes=ready.request.already_read_bytes + placer.read_bytes,
+        read_bytes=load.already_read_bytes + placer.read_bytes,
         placed_bytes=plan.layout.local_nbytes,
         files_opened=getattr(source.reader, "files_opened", 0),
         reads=getattr(source.reader, "reads", 0),
         seconds={phase: clock.seconds[phase] for phase in order if phase in clock.seconds},
         loaded=len(reads),
-        forecast=ready.forecast,
-        read_once={name: choice.reason for name, choice in sharing.choices.items() if choice.is_shared},
-        read_alone={name: choice.reason for name, choice in sharing.choices.items() if not choice.is_shared},
+        forecast=load.forecast,
+        read_once=tuple(load.shared),
         files=tuple(index.files),
         tied={name: item.source for name, item in plan.fills.items() if isinstance(item, Tie)},
         initialized=plan.names(Init),
@@ -162,50 +168,39 @@ def make_report(
         ),
         wrapper=index.wrapper,
         not_loaded=plan.not_loaded(index),
-        notes=(*source.copies.notes, *ready.request.notes),
+        notes=(*source.notes, *load.notes),
         trainable_parameters=sum(item.numel for item in trained),
         resized={
             name: (count, plan.layout.by_name[name].shape[0])
             for name, read in reads.items()
             if (count := rows_stored(read.expression)) is not None
         },
-        trained={item.fqn: item.dtype.label for item in trained} if ready.request.is_tuned else {},
+        trained={item.fqn: item.dtype.label for item in trained} if load.is_tuned else {},
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LoadCall:
-    """What :func:`~shardwise.verbs.load.load` is asked for, beside the model."""
-
-    checkpoint: Source
-    consent: Consent
-    key_mapping: Mapping[str, str] | None = None
-    buffers: BufferRules = field(default_factory=dict)
-    hub: HubOptions = field(default_factory=HubOptions)
-    options: LoadOptions = field(default_factory=LoadOptions)
-
-    def words(self) -> dict[str, str]:
-        """What of it ranks must have in common, in words."""
-        kind = "a reader" if isinstance(self.checkpoint, StorageReader) else "a path or a hub id"
-        return {
-            "the kind of checkpoint": "a URL" if is_url(self.checkpoint) else kind,
-            "key_mapping": repr(self.key_mapping),
-            **load_words(self.consent, self.buffers, self.options),
-        }
-
-
-def load_checkpoint(world: World, model: nn.Module, call: LoadCall, clock: Clock) -> LoadReport:
+def load_checkpoint(
+    world: World,
+    model: nn.Module,
+    checkpoint: Source,
+    consent: Consent,
+    options: LoadOptions,
+    clock: Clock,
+    *,
+    key_mapping: Mapping[str, str] | None = None,
+    buffers: BufferRules | None = None,
+    hub: HubOptions = HubOptions(),  # noqa: B008 - frozen
+) -> LoadReport:
     """Open a checkpoint and fill a model from it; ranks have agreed on the call. Collective: yes."""
-    options = call.options
     transforms: list[Any] = []
-    base = BaseForms(())
+    base = BaseForm()
     with clock.phase("index"):
-        source = open_source(world, call.checkpoint, call.hub, options.copies, options.budget_bytes)
+        source = open_source(world, checkpoint, hub)
 
-    def ask() -> LoadRequest:
+    def ask() -> Load:
         nonlocal base
-        base = forms_of(model)
-        transforms.extend(pretrained.conversion_transforms(model, call.key_mapping))
+        base = form_of(model)
+        transforms.extend(pretrained.conversion_transforms(model, key_mapping))
         held = look_inside(model)
         layout = base.in_numbers(layout_of(held, lambda item: Origin.NOWHERE), held)
         spare = spare_tensors(source.index)
@@ -213,7 +208,7 @@ def load_checkpoint(world: World, model: nn.Module, call: LoadCall, clock: Clock
         tie_declared(model, held, bindings)
         bindings = base.with_room(model, base.offered(model, bindings))
         additions = Additions(nested=base.made_later(model))
-        return LoadRequest(bindings, call.consent, dict(call.buffers), options, additions=additions)
+        return Load(bindings, consent, dict(buffers or {}), options, additions=additions)
 
     try:
         with source.closing():
@@ -222,3 +217,206 @@ def load_checkpoint(world: World, model: nn.Module, call: LoadCall, clock: Clock
         base.let_go(model)
     pretrained.record_conversions(model, transforms)
     return report
+
+
+def load(
+    model: nn.Module,
+    checkpoint: Source,
+    *,
+    key_mapping: Mapping[str, str] | None = None,
+    buffers: BufferRules | None = None,
+    on_missing: OnMissing = "error",
+    on_mismatched: OnMissing = "error",
+    on_unexpected: OnUnexpected = "error",
+    hub: HubOptions = HubOptions(),  # noqa: B008
+    options: LoadOptions = LoadOptions(),  # noqa: B008
+) -> LoadReport:
+    """Fill a model from a checkpoint (safetensors, ``.bin``, DCP), bitwise as transformers would.
+
+    The model may be any ``nn.Module``: on meta or real, sharded by ``fully_shard`` or not, of transformers or not.
+    Tensors on meta get memory for this rank's shard; real ones have their values replaced. Each tensor keeps its
+    dtype and ``requires_grad``.
+
+    Collective: yes, over ``options.process_group``.
+    Memory: this rank's shards, and ``options.budget_bytes``.
+
+    Args:
+        model: the model, in the same state on every rank.
+        checkpoint: a directory, a file of tensors, an index file, a hub id, a URL, or a storage reader.
+        key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
+        buffers: glob of buffer names to a callable that computes the buffer of the module it is given, for
+            non-persistent buffers that neither the model's class nor a ``reset_parameters`` computes.
+        on_missing: what to do about tensors the checkpoint lacks.
+        on_mismatched: what to do about tensors stored in another shape.
+        on_unexpected: what to do about keys that lead to nothing in the model.
+        hub: revision, cache and token, for a hub id.
+        options: seed, memory budget, device, progress, process group.
+
+    Raises:
+        ConfigError: an argument is not what is meant.
+        CoverageError: checkpoint and model do not cover each other; all faults at once, before any byte is read.
+        FormatError: the checkpoint's files contradict their format.
+        StorageError: bytes could not be read; some tensors may have been written.
+        PlacementError: the model's sharding cannot be understood.
+        DisagreementError: ranks ask for different things, have other files, plan differently, or hold different
+            non-persistent buffers.
+
+    Every error is the same on every rank.
+    """
+    consent = Consent(on_missing, on_mismatched, on_unexpected)
+
+    def look() -> tuple[nn.Module, dict[str, str]]:
+        consents = {"on_missing": on_missing, "on_mismatched": on_mismatched, "on_unexpected": on_unexpected}
+        given = {"model": model, "checkpoint": checkpoint, **consents, "hub": hub, "options": options}
+        require_meant(hints_of(load), given)
+        kind = "a reader" if isinstance(checkpoint, StorageReader) else "a path or a hub id"
+        return without_compile(model), {
+            "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
+            "key_mapping": repr(key_mapping),
+            **load_words(consent, buffers or {}, options),
+        }
+
+    clock = Clock()
+    with world_of(options, "load") as world:
+        model = agree_on_call(world, look)
+        return load_checkpoint(
+            world, model, checkpoint, consent, options, clock, key_mapping=key_mapping, buffers=buffers, hub=hub
+        )
+
+
+_NORM_BLOCK_NUMEL = 1 << 22
+"""Elements of a matrix whose rows' norms are computed at a time."""
+
+
+@collected_later()
+def finish(
+    model: nn.Module,
+    load: Load,
+    means: Mapping[str, torch.Tensor],
+    read: Mapping[str, int],
+    clock: Clock,
+) -> tuple[str, ...]:
+    """Fill what comes from no checkpoint, and prove that nothing is left; names of attributes computed again.
+
+    ``read`` counts the elements that have been written, by FQN.
+    """
+    written = dict(read)
+    with clock.phase("fill"):
+        fill(load, means, written)
+        attributes = load.initialisers.compute_attributes(load.home)
+    with clock.phase("audit"):
+        audit(load.plan, written, meta_leftovers(model))
+        mark_loaded(model, (item.tensor for item in load.held))
+    return attributes
+
+
+def average_rows(world: World, load: Load) -> dict[str, torch.Tensor]:
+    """The mean of the stored rows of each tensor whose further rows begin as that, on every rank the same.
+
+    In float64; another number of ranks adds up in another order. Collective: yes, where there are such tensors.
+    """
+    if load.additions.new_rows != "mean":
+        return {}
+    by_name = {item.fqn: item for item in load.held}
+    rows = {name: count for name, read in load.plan.reads().items() if (count := rows_stored(read.expression))}
+
+    def sums() -> dict[tuple[str, Box], torch.Tensor]:
+        return {
+            (name, part.box): strided_view(by_name[name].local, part.local).double().sum(0).cpu()
+            for name, count in rows.items()
+            for part in first_rows(load.plan.layout.by_name[name].boxes, count)
+        }
+
+    def add_up(told: Sequence[Mapping[tuple[str, Box], torch.Tensor]]) -> dict[str, torch.Tensor]:
+        found = {part: total for sums in told for part, total in sums.items()}  # replicas tell of the same boxes
+        means = {
+            name: torch.zeros(by_name[name].tensor.shape[1:], dtype=torch.float64, device="cpu") for name in rows
+        }
+        for (name, box), total in sorted(found.items(), key=lambda entry: (entry[0][0], entry[0][1].offsets)):
+            columns = tuple(
+                slice(start, start + size) for start, size in zip(box.offsets[1:], box.sizes[1:], strict=True)
+            )
+            means[name][columns] += total / rows[name]
+        return means
+
+    return world.all_reduce(sums, add_up)
+
+
+def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int]) -> None:
+    """Values that come from no checkpoint: initialised tensors and recomputed buffers."""
+    layout, additions, seed = load.plan.layout, load.additions, load.options.seed
+    by_name = {name: item for item in load.held for name in item.names}
+    for item in load.held:
+        tensor = layout.by_name[item.fqn]
+        if item.fqn in load.programs:
+            from shardwise.models.initialize import fill_from_program, program_of
+
+            program = load.programs[item.fqn]
+            first = by_name[additions.copies.get(item.fqn, item.fqn)]  # a copy begins as what it is a copy of
+            if not program.is_elementwise:
+                whole = load.initialisers.whole(first, seed=seed)
+                program = program_of(whole)
+            boxes = boxes_to_fill(load.plan, item.fqn)
+            fill_from_program(program, item.local, boxes, seed=seed, fqn=first.fqn)
+            written[item.fqn] = written.get(item.fqn, 0) + sum(part.box.numel for part in boxes)
+        elif item.fqn in means:
+            for part in boxes_to_fill(load.plan, item.fqn):
+                start, size = part.box.offsets[1:], part.box.sizes[1:]
+                mean = means[item.fqn][tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+                strided_view(item.local, part.local).copy_(mean.expand(part.box.sizes))
+                written[item.fqn] = written.get(item.fqn, 0) + part.box.numel
+        elif item.fqn in additions.norms and isinstance(load.plan.fills[item.fqn], Init):
+            norms = additions.norms[item.fqn]
+            fill_with_norms(item, tensor, by_name[norms.matrix], layout.by_name[norms.matrix], norms)
+            written[item.fqn] = tensor.local_numel
+        elif item.kind is TensorKind.BUFFER and (value := load.computed[item.fqn].value) is not None:
+            give_value(item, value)
+
+
+def boxes_to_fill(plan: LoadPlan, name: str) -> Sequence[LocalBox]:
+    """What this rank holds of a tensor that no checkpoint has: all of it, or its last rows."""
+    boxes, fill = plan.layout.by_name[name].boxes, plan.fills[name]
+    count = rows_stored(fill.expression) if isinstance(fill, Read) else None
+    return boxes if count is None else last_rows(boxes, count)
+
+
+def fill_with_norms(item: Held, tensor: TensorLayout, matrix: Held, rows: TensorLayout, norms: RowNorms) -> None:
+    """The norms of the rows of a matrix, which is loaded alload. Memory: a block of rows.
+
+    Raises:
+        PlacementError: this rank does not hold whole rows where it holds the vector.
+    """
+    held = [(box.box.offsets[:1], box.box.sizes[:1]) for box in tensor.boxes]
+    if held != [(box.box.offsets[:1], box.box.sizes[:1]) for box in rows.boxes] or any(
+        box.box.sizes[1:] != rows.shape[1:] for box in rows.boxes
+    ):
+        raise PlacementError(
+            f"{item.fqn} begins as the norms of the rows of {matrix.fqn}, which is {rows.placement}, and it is "
+            f"{tensor.placement}: this rank lacks rows it needs; use another initialisation than DoRA's, or shard "
+            "both on their first dimension"
+        )
+    step = max(1, _NORM_BLOCK_NUMEL // max(1, math.prod(rows.shape[1:])))
+    for start in range(0, item.local.shape[0], step):
+        block = matrix.local[start : start + step]
+        item.local[start : start + step] = norms.of(block).to(item.local.dtype)
+
+
+def give_value(item: Held, value: torch.Tensor) -> None:
+    """Give a buffer that has memory its value."""
+    if _is_dense(item.local):
+        item.local.copy_(value)
+    else:  # an expanded view: its elements share memory
+        item.install(value.to(item.local.device))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether every element has memory of its own."""
+    return all(size < 2 or stride > 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def form_of(model: nn.Module) -> BaseForm:
+    """Return how the layers of a model keep their weights."""
+    if any(hasattr(type(module), "kept_as") for module in model.modules()):
+        form: BaseForm = found_at("shardwise.engines.nesting:FOUR_BITS")
+        return form
+    return BaseForm()

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.engines.load_fill import give_value
-from shardwise.execution.memory.materialize import home_among, managers_of, materialize
-from shardwise.execution.moving.reshard import gather
-from shardwise.execution.ranks.progress import Clock
-from shardwise.execution.ranks.world import World
-from shardwise.execution.states.agreed import StateOptions, Values, refuse_meta
-from shardwise.execution.states.replicas import equal_on_all
-from shardwise.execution.states.supply import require_alike_models
+from shardwise.engines.arguments import world_of
+from shardwise.engines.loading import give_value
+from shardwise.errors import FormatError
+from shardwise.execution import agreed
+from shardwise.execution.agreed import (
+    StoredValues,
+)
+from shardwise.execution.memory import home_among, managers_of, materialize
+from shardwise.execution.moving import gather
+from shardwise.execution.progress import Clock
+from shardwise.execution.replicas import equal_on_all
+from shardwise.execution.supply import require_alike_models
+from shardwise.execution.world import World
+from shardwise.formats.opening import open_checkpoint
 from shardwise.layout import TensorKind
 from shardwise.models.initialize import Initialisers
-from shardwise.models.placement import refuse_subclasses
-from shardwise.models.selection import Everything, Selection, names_outside
+from shardwise.models.selection import Selection, names_outside
 from shardwise.models.torch_words import in_memory
-from shardwise.models.view import Held, look_inside
-from shardwise.planning.loads.load_plan import OnDiffering
-from shardwise.planning.states.forms import FullState, StateForm
-from shardwise.planning.states.matching import Brought, Match, StateSlot, Tolerance, match
-from shardwise.report.state_report import StateReport
+from shardwise.models.view import Held, canonical, look_inside, refuse_subclasses, without_compile
+from shardwise.planning.load_memory import stored_tensors
+from shardwise.planning.load_plan import OnDiffering
+from shardwise.planning.matching import OnFault, StateForm, StateSlot, Tolerance, match, require_form
+from shardwise.report.reports import StateReport
+from shardwise.storage.reading.local import LocalReader
 
 
 @dataclass(frozen=True)
@@ -51,28 +59,28 @@ class TakenModel:
         first_of = {name: item.fqn for item in self.held for name in item.names}
         return {name: found[first_of[fqn]] for name, fqn in self.names.items() if first_of[fqn] in found}
 
-    def in_form(self, world: World, form: StateForm, options: StateOptions) -> dict[str, torch.Tensor]:
+    def in_form(self, world: World, form: StateForm, options: agreed.StateOptions) -> dict[str, torch.Tensor]:
         """The state, gathered where that is asked for, empty on ranks that the form leaves out. Collective."""
-        if not isinstance(form, FullState):
+        if form == "sharded":
             return self.by_name({name: tensor.detach() for name, tensor in self.tensors.items()})
         budget = options.budget_bytes
         return self.by_name(gather(world, self.tensors, form, budget_bytes=budget, device=self.home))
 
 
 def take_out(
-    world: World, model: nn.Module, only: Selection, on_differing_buffers: OnDiffering, options: StateOptions
+    world: World, model: nn.Module, only: Selection, on_differing_buffers: OnDiffering, options: agreed.StateOptions
 ) -> TakenModel:
     """Look for the tensors of a state, and compare what several ranks hold. Collective: yes.
 
     Raises:
-        ConfigError, PlacementError, DisagreementError: as of :func:`~shardwise.verbs.state.model_state`.
+        ConfigError, PlacementError, DisagreementError: as of :func:`~shardwise.engines.model_states.model_state`.
     """
     held = world.together(lambda: look_inside(model))
     require_alike_models(world, held, [])
     names = world.from_first(lambda: names_outside(model, held, only))
     wanted = set(names.values())
     chosen = {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
-    world.together(lambda: refuse_meta(chosen, "the model"))
+    world.together(lambda: agreed.refuse_meta(chosen, "the model"))
     home = home_among(held, chosen.values())
     buffers = {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
     budget = options.budget_bytes
@@ -85,29 +93,41 @@ def take_out(
 def set_values(
     world: World,
     model: nn.Module,
-    values: Values,
+    values: agreed.Values,
     *,
     only: Selection,
     tolerance: Tolerance,
-    options: StateOptions,
+    options: agreed.StateOptions,
     clock: Clock,
-) -> tuple[StateReport, list[dict[str, Brought]]]:
-    """Give a model values from wherever they are; the report, and what there was of them.
+) -> StateReport:
+    """Give a model values from wherever they are.
 
     Collective: yes.
     Memory, errors: as of :func:`set_model_state`.
     """
     with clock.phase("agree"):
-        agreed = _agree(world, model, values, only, tolerance)
-    held, matched = agreed.held, agreed.matched
+        held = world.together(lambda: look_inside(model))
+        require_alike_models(world, held, [])
+        names = world.from_first(lambda: names_outside(model, held, only))
+        told = values.told(world)
+        places = _places(held, names)
+        of = {place.names[0]: item for place, item in places}
+        matched = world.together(lambda: match([place for place, _ in places], told, tolerance))
+        taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
+        world.together(lambda: refuse_subclasses(list(taking.values())))
+        # Asked of initialisers while all is on meta: a model that gets its values is as one that was loaded.
+        initialisers = Initialisers(model, held)
+        computed = world.together(lambda: _computed(initialisers, only))
+        values.require_ties(world, [item.place.names for item in matched.taken])
     with clock.phase("exchange"):
         home = home_among(held, [item.tensor for item in held])
-        awaiting = [*agreed.taking.values(), *(item for item, _ in agreed.computed)]
-        world.together(lambda: materialize(awaiting, managers_of(model), home)[1].touch_rest())
-        targets = {name: item.tensor for name, item in agreed.taking.items()}
+        awaiting = [*taking.values(), *(item for item, _ in computed)]
+        world.together(lambda: materialize(awaiting, managers_of(model), home))
+        targets = {name: item.tensor for name, item in taking.items()}
         traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
-        recomputed = world.together(lambda: _fill(agreed.initialisers, agreed.computed, home))
-    report = StateReport(
+        recomputed = world.together(lambda: _fill(initialisers, computed, home))
+    is_stored = isinstance(values, StoredValues)
+    return StateReport(
         rank=world.rank,
         world_size=world.size,
         set_names=tuple(targets),
@@ -116,58 +136,20 @@ def set_values(
         mismatched=matched.mismatched,
         cast=matched.cast,
         on_meta=tuple(item.fqn for item in held if item.tensor.is_meta),
+        brought_by=() if is_stored else tuple(rank for rank, found in enumerate(told) if found),
+        read_bytes=getattr(values, "read_bytes", 0),
         sent_bytes=traffic.sent_bytes,
         received_bytes=traffic.received_bytes,
         kept_bytes=traffic.kept_bytes,
         seconds=clock.seconds,
         recomputed=recomputed,
     )
-    return report, agreed.told
-
-
-@dataclass(frozen=True)
-class _AgreedValues:
-    """What of a model takes which values.
-
-    Attributes:
-        held: all that is in the model.
-        told: what there is of the state, by who brings it.
-        matched: places that take a value, and what was let pass.
-        taking: what is in these places, by their first names.
-        initialisers: asked while all was on meta.
-        computed: buffers on meta that no state has, with their values.
-    """
-
-    held: list[Held]
-    told: list[dict[str, Brought]]
-    matched: Match
-    taking: Mapping[str, Held]
-    initialisers: Initialisers
-    computed: list[tuple[Held, torch.Tensor]]
-
-
-def _agree(world: World, model: nn.Module, values: Values, only: Selection, tolerance: Tolerance) -> _AgreedValues:
-    """Find out what goes where; nothing is changed. Collective: yes."""
-    held = world.together(lambda: look_inside(model))
-    require_alike_models(world, held, [])
-    names = world.from_first(lambda: names_outside(model, held, only))
-    told = values.told(world)
-    places = _places(held, names)
-    of = {place.names[0]: item for place, item in places}
-    matched = world.together(lambda: match([place for place, _ in places], told, tolerance))
-    taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
-    world.together(lambda: refuse_subclasses(list(taking.values())))
-    # Asked of initialisers while all is on meta: a model that gets its values is as one that was loaded.
-    initialisers = Initialisers(model, held)
-    computed = world.together(lambda: _computed(initialisers, only))
-    values.require_ties(world, [item.place.names for item in matched.taken])
-    return _AgreedValues(held, told, matched, taking, initialisers, computed)
 
 
 def _computed(initialisers: Initialisers, only: Selection) -> list[tuple[Held, torch.Tensor]]:
     """The buffers on meta that no state has, and that the model's initialisers compute, with their values."""
     waiting = [item for item in initialisers.held if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
-    if not waiting or not isinstance(only, Everything):
+    if not waiting or only is not None:
         return []
     found = initialisers.buffers({}, seed=0)
     return [(item, value) for item in waiting if (value := found[item.fqn].value) is not None]
@@ -195,3 +177,125 @@ def _places(held: list[Held], names: Mapping[str, str]) -> list[tuple[StateSlot,
             own = tuple(dict.fromkeys([*own, *item.names]))  # an adapter's, also by its names in the model
             found.append((StateSlot(own, tuple(item.tensor.shape), in_memory(item.tensor.dtype)), item))
     return found
+
+
+@torch.no_grad()
+def model_state(
+    model: nn.Module,
+    form: StateForm = "full",
+    *,
+    only: Selection = None,
+    on_differing_buffers: OnDiffering = "first_rank",
+    options: agreed.StateOptions = agreed.StateOptions(),  # noqa: B008
+) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers of a model, by the names of the plain model.
+
+    They are those of ``model.state_dict()`` before the model was compiled, checkpoint-wrapped or sharded, in this
+    order. Tied parameters are there under each of their names, as one tensor.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: for whole tensors, ``options.budget_bytes``, and on the ranks that get the tensors these, on the
+    CPU. For ``"sharded"`` none: the tensors share the memory of the model, but for buffers that differ.
+
+    Args:
+        model: any module, sharded or not; FSDP2 groups that are gathered are resharded.
+        form: ``"full"``, ``"full_on_all_ranks"``, or ``"sharded"``.
+        only: ``None``, or ``AdapterOnly()`` for an adapter of PEFT's, under the names of PEFT's files.
+        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
+            have, are the first rank's in every form, ``"first_rank"``, or an error, ``"error"``.
+        options: budget, process group, patience.
+
+    Returns:
+        The tensors, without autograd; nothing on a rank that ``form`` leaves out.
+
+    Raises:
+        ConfigError: an argument cannot be honoured.
+        PlacementError: tensors are on meta, or are placed neither as shards nor as replicas.
+        DisagreementError: ranks have different models, or different values of parameters that several hold.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank.
+    """
+    model = without_compile(model)
+    with world_of(options, "model_state") as world, torch.device("cpu"):
+        world.together(lambda: require_form(form))
+        agreed.require_same_call(world, form, only, on_differing_buffers, options=options)
+        return take_out(world, model, only, on_differing_buffers, options).in_form(world, form, options)
+
+
+@torch.no_grad()
+def set_model_state(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor] | None,
+    *,
+    only: Selection = None,
+    on_missing: OnFault = "error",
+    on_unexpected: OnFault = "error",
+    on_mismatched: OnFault = "error",
+    options: agreed.StateOptions = agreed.StateOptions(),  # noqa: B008
+) -> StateReport:
+    """Give the parameters and persistent buffers of a model the values of a state, in place.
+
+    A state is whole tensors or DTensors of any sharding, on every rank, or on some and ``None`` (or nothing) on the
+    others. Who has whole tensors takes its own slices of them, and nothing is compared; the others get their shards
+    sent, and no more. Values are cast to the dtype of the model's tensor (``report.cast``); integers, and numbers
+    of 8 bits, are not. Of tied parameters one name is enough. Tensors on meta get memory; the buffers that no state
+    has are then computed by the model's initialisers, as :func:`~shardwise.engines.loading.load` has it
+    (``report.recomputed``), and what nothing computes stays on meta (``report.on_meta``).
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: ``options.budget_bytes``.
+
+    Args:
+        model: any module, sharded or not.
+        state: by names with or without those of wrappers; with ``AdapterOnly``, the names of PEFT's files, or
+            those of the model.
+        only: what the state is of.
+        on_missing: ``"error"``, or ``Ignore(only=...)`` for tensors that may keep their values.
+        on_unexpected: ``Ignore(only=...)`` for names in the state that the model does not know.
+        on_mismatched: ``Ignore(only=...)`` for tensors that may keep their values where the shape differs.
+        options: budget, process group, patience.
+
+    Raises:
+        ConfigError: an argument cannot be honoured.
+        CoverageError: missing, unexpected or mismatched tensors, all at once; ties that come with two values.
+        DisagreementError: ranks have different models, or bring different states.
+        PlacementError: the state has tensors on meta.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank. All but the last come before anything is changed.
+    """
+    model = without_compile(model)
+    clock = Clock()
+    tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
+    with world_of(options, "set_model_state") as world, torch.device("cpu"):
+        with clock.phase("agree"):
+            agreed.require_same_call(world, only, tolerance, options=options)
+            given = world.together(lambda: agreed.by_canonical_names(state, "state"))
+        return set_values(
+            world, model, agreed.BroughtValues(given), only=only, tolerance=tolerance, options=options, clock=clock
+        )
+
+
+def stored_values(
+    world: World, folder: str, file: str, options: agreed.StateOptions, stack: ExitStack
+) -> StoredValues:
+    """The tensors in files of a folder, by names without wrappers; closed with ``stack``. Collective: yes.
+
+    Raises:
+        FormatError, StorageError: as of :func:`~shardwise.formats.open_checkpoint`; two names are one.
+    """
+    reader = stack.enter_context(world.together(lambda: LocalReader(folder)))
+    index = world.from_first(lambda: open_checkpoint(reader, weights_name=file))
+    named = world.together(lambda: by_canonical_keys(stored_tensors(index), index.root))
+    return StoredValues(reader, index, named, options.budget_bytes)
+
+
+def by_canonical_keys(stored: Mapping[str, Any], root: str) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for key, expression in stored.items():
+        plain = canonical(key)
+        if plain in named:
+            raise FormatError(f"{root}: has {plain} twice, with and without the names of wrappers")
+        named[plain] = expression
+    return named

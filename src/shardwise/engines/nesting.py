@@ -18,16 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.conversion import Bindings
 from shardwise.conversion.nested_scales import nest_about, nested_codes, offset_of
-from shardwise.execution.moving.reshard import gather
-from shardwise.execution.ranks.world import World
+from shardwise.engines.load_plan import BaseForm
+from shardwise.execution.moving import gather
+from shardwise.execution.world import World
 from shardwise.layout import ModelLayout
-from shardwise.models.four_bits.four_bit_base import offered_in_four_bits
-from shardwise.models.four_bits.four_bit_files import layout_in_numbers
-from shardwise.models.four_bits.four_bit_linear import NESTED, OFFSET, SCALES, WHOLE_SCALES, is_in_four_bits
-from shardwise.models.torch_words import walk
+from shardwise.models.four_bit_base import offered_in_four_bits
+from shardwise.models.four_bit_files import layout_in_numbers
+from shardwise.models.four_bit_linear import NESTED, OFFSET, SCALES, WHOLE_SCALES, is_in_four_bits
 from shardwise.models.view import Held, canonical, local_boxes, local_tensor
-from shardwise.planning.states.forms import FullState
-from shardwise.planning.states.sources import EveryRank
 
 _AT_ONCE_BYTES = 32 << 20
 """Of scales that are whole on every rank."""
@@ -73,7 +71,7 @@ def _nest_portion(world: World, layers: Mapping[str, Any], budget_bytes: int) ->
     """As :func:`_nest_scales`, of a few. Ranks wait for nobody within a meeting. Collective: yes."""
     raw = {name: layer.weight_whole_scales.detach() for name, layer in layers.items()}
     home = next(iter(raw.values())).device
-    bytes_of = gather(world, raw, FullState(on=EveryRank()), budget_bytes=budget_bytes, device=home)
+    bytes_of = gather(world, raw, "full_on_all_ranks", budget_bytes=budget_bytes, device=home)
     wholes = {name: found.view(torch.float32) for name, found in bytes_of.items()}
     offsets = world.from_first(lambda: {name: float(offset_of(whole)) for name, whole in wholes.items()})
 
@@ -101,7 +99,9 @@ def _let_go(layer: Any) -> None:
 
 def _to_nest(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return (
-        (canonical(name), module) for name, module in walk(model) if is_in_four_bits(module) and module.whole_scales
+        (canonical(name), module)
+        for name, module in model.named_modules()
+        if is_in_four_bits(module) and module.whole_scales
     )
 
 
@@ -134,7 +134,7 @@ def _nest(layer: Any, whole: torch.Tensor, offset: float) -> dict[str, int]:
     return {SCALES: count, NESTED: nested.numel(), OFFSET: 1}
 
 
-class _FourBitBases:
+class _FourBitBases(BaseForm):
     """Layers in four bits, and experts."""
 
     def in_numbers(self, layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:

@@ -12,32 +12,36 @@ from typing import Final
 
 from transformers import PreTrainedConfig
 
-from shardwise.conversion import Expression, SmallestBlocks, computed_leaves, computes, stored_leaves, substitute
+from shardwise.conversion import (
+    Expression,
+    SmallestBlocks,
+    computed_leaves,
+    computes,
+    stored_leaves,
+    substitute,
+)
 from shardwise.engines.load_plan import rules_of
 from shardwise.engines.outline import ModelOptions, Outline, outline
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.execution.ranks.progress import ProgressBar
-from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.audit import are_equal
-from shardwise.execution.reading.outgoing import COMPUTED_BYTES, Outgoing
-from shardwise.execution.reading.place import Placer
-from shardwise.execution.writing.sink import WrittenTensors
-from shardwise.execution.writing.stream_out import stream_out
+from shardwise.execution.audit import are_equal
+from shardwise.execution.progress import ProgressBar
+from shardwise.execution.reading import Placer
+from shardwise.execution.stream_out import COMPUTED_BYTES, Outgoing, stream_out
+from shardwise.execution.world import World
+from shardwise.execution.write import WrittenTensors
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.quantisation import as_the_model_has_it
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import pretrained
-from shardwise.models.conversions.revert import Output, revert
+from shardwise.models.revert import Output, revert
 from shardwise.models.view import layout_of, look_inside
-from shardwise.planning.loads.load_plan import Consent, Ignore, LoadPlan, Refuse, Tie, plan_load
-from shardwise.planning.loads.stored import stored_tensors
-from shardwise.planning.saves.save_plan import plan_save
+from shardwise.planning.load_memory import stored_tensors
+from shardwise.planning.load_plan import Consent, Ignore, LoadPlan, Tie, plan_load
+from shardwise.planning.save_plan import plan_save
 from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.storage.names import shown
-from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import OpenStorage
-from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.tensors import DType
 
 BUDGET_BYTES: Final = 32 << 20
@@ -130,7 +134,7 @@ def read_source(
     built = outline(folder, config, index, options)
     apart = _settle_ties(built, placer, untied)
     layout = layout_of(look_inside(built.model), lambda item: Origin.INIT_WEIGHTS)
-    consent = Consent(Refuse(), Refuse(), Ignore(only=("*",)))
+    consent = Consent("error", "error", Ignore(only=("*",)))
     plan = plan_load(index, layout, built.bindings_less_ties(), rules_of(built.model), consent)
     expressions = {name: read.expression for name, read in plan.reads().items()}
     _require_bounded(expressions)
@@ -162,7 +166,9 @@ def _settle_ties(built: Outline, placer: Placer, untied: Callable[[Outline], set
 
 def _notes_on(plan: LoadPlan, index: CheckpointIndex) -> list[str]:
     tied = [(name, fill.source) for name, fill in plan.fills.items() if isinstance(fill, Tie)]
-    notes = [f"{name} is tied to {source}: one tensor" for name, source in tied if _is_parameter(plan, name)]
+    kinds = {name: tensor.kind for name, tensor in plan.layout.by_name.items()}
+    parameters = [pair for pair in tied if kinds[pair[0]] is TensorKind.PARAMETER]
+    notes = [f"{name} is tied to {source}: one tensor" for name, source in parameters]
     if plan.ignored_keys:
         notes.append(
             f"{len(plan.ignored_keys)} tensors that the model does not have are carried along, such as "
@@ -171,10 +177,6 @@ def _notes_on(plan: LoadPlan, index: CheckpointIndex) -> list[str]:
     if ignored := plan.not_loaded(index):
         notes.append(f"not taken along: {', '.join(shown(item) for item in ignored[:5])}")
     return notes
-
-
-def _is_parameter(plan: LoadPlan, name: str) -> bool:
-    return plan.layout.by_name[name].kind is TensorKind.PARAMETER
 
 
 def _require_bounded(expressions: Mapping[str, Expression]) -> None:
@@ -207,13 +209,6 @@ def require_other_folder(out: Path, sources: Sequence[Path]) -> None:
             )
 
 
-@contextmanager
-def writer_to(out: Path) -> Iterator[LocalWriter]:
-    """Writes to a folder, which is made where it is not there."""
-    with LocalWriter(out) as writer:
-        yield writer
-
-
 def write_out(
     writer: StorageWriter,
     outgoing: Outgoing,
@@ -237,7 +232,6 @@ def write_out(
             companions=companions,
             check=check,
             advance=bar.advance,
-            leaders=outgoing.leaders(),
         )
     return streamed, plan.names
 
@@ -268,13 +262,3 @@ def made_of(
 def ties_undone(source: OfflineModel) -> list[str]:
     """Notes on the names that are declared tied and are not."""
     return [f"{name} is not tied any more: it has values of its own" for name in source.apart]
-
-
-def open_local(folder: Path, weights_name: str | None = None) -> tuple[LocalReader, CheckpointIndex]:
-    """A reader of a folder and what it holds; whoever calls closes the reader."""
-    reader = LocalReader(folder)
-    try:
-        return reader, open_checkpoint(reader, weights_name=weights_name)
-    except BaseException:
-        reader.close()
-        raise

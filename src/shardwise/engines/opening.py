@@ -5,23 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias, cast
 
 from shardwise.errors import StorageError
-from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.checkpoint_copies import Copies, require_one_checkpoint
-from shardwise.execution.reading.place import identities_of
+from shardwise.execution.reading import identities_of
+from shardwise.execution.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.quantisation import as_the_model_has_it
-from shardwise.planning.loads.comparing import CompareCopies
 from shardwise.report.names import shown_ranks
-from shardwise.storage.contract import StorageReader
+from shardwise.storage.contract import FilePlaces, StorageReader
 from shardwise.storage.machine import file_space
-from shardwise.storage.names import HubOptions, ModelFiles, WantedFiles, is_url, local_place
-from shardwise.storage.reading.opening import OpenStorage, open_storage, pinner_of, repositories
+from shardwise.storage.names import HubOptions, ModelFiles, WantedFiles, is_url, local_place, scheme_of
+from shardwise.storage.reading.opening import OpenStorage, open_storage
 
 Source: TypeAlias = str | os.PathLike[str] | StorageReader
 
@@ -38,16 +36,14 @@ class OpenSource:
     reader: StorageReader
     identities: Mapping[str, str]
     is_own: bool
-    copies: Copies = field(default_factory=Copies)
+    notes: tuple[str, ...] = ()
 
     def closing(self) -> AbstractContextManager[object]:
         """A context at whose end a reader opened here is closed."""
         return self.reader if self.is_own else nullcontext()
 
 
-def open_source(
-    world: World, checkpoint: Source, hub: HubOptions, compare: CompareCopies, budget_bytes: int
-) -> OpenSource:
+def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource:
     """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes."""
     if isinstance(checkpoint, StorageReader):
         opened, is_own = OpenStorage(checkpoint, None), False
@@ -57,7 +53,7 @@ def open_source(
     else:
         path = resolve_everywhere(world, checkpoint, hub)
         opened, is_own = open_everywhere(world, lambda: open_storage(path)), True
-    return read_index(world, opened, compare, budget_bytes, variant=hub.variant, is_own=is_own)
+    return read_index(world, opened, variant=hub.variant, is_own=is_own)
 
 
 def open_everywhere(world: World, open_own: Callable[[], OpenStorage]) -> OpenStorage:
@@ -77,8 +73,6 @@ def open_everywhere(world: World, open_own: Callable[[], OpenStorage]) -> OpenSt
 def read_index(
     world: World,
     opened: OpenStorage,
-    compare: CompareCopies,
-    budget_bytes: int,
     *,
     weights_name: str | None = None,
     variant: str | None = None,
@@ -88,7 +82,7 @@ def read_index(
     """The headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
 
     What the ranks have opened is one checkpoint, see [Note: One checkpoint] in
-    ``execution/reading/checkpoint_copies.py``. One that is refused is closed, unless it is the user's (``is_own``
+    ``execution/checkpoint_copies.py``. One that is refused is closed, unless it is the user's (``is_own``
     False).
     """
     reader = opened.reader
@@ -104,9 +98,16 @@ def read_index(
         if is_own:
             stack.enter_context(reader)
         index, identities = world.from_first(read)
-        copies = require_one_checkpoint(world, reader, index, compare, budget_bytes)
+        found: dict[str, str] = {}
+        notes: tuple[str, ...] = ()
+        if world.size > 1:
+            from shardwise.execution.checkpoint_copies import require_one_checkpoint
+
+            found, notes = require_one_checkpoint(world, reader, index)
+        elif isinstance(reader, FilePlaces):
+            found = {file: reader.identity(file) for file in index.files}
         stack.pop_all()
-    return OpenSource(index, reader, copies.identities or identities, is_own, copies)
+    return OpenSource(index, reader, found or identities, is_own, notes)
 
 
 def resolve_everywhere(
@@ -131,20 +132,22 @@ def resolve_everywhere(
                 "put it on every machine, or on a file system that all of them share"
             )
         return cast(Path, found[world.rank])
-    repo_id, known = os.fspath(name_or_path), world.together(repositories)
-    commit = world.from_first(lambda: known.commit_of(repo_id, hub))
+    from shardwise.storage.hub import commit_of, note_commit, place_of_cache, resolve
+
+    repo_id = os.fspath(name_or_path)
+    commit = world.from_first(lambda: commit_of(repo_id, hub))
     pinned = replace(hub, revision=commit)
-    downloads = world.is_first_of(f"{file_space()} {known.place_of_cache(hub)}")
+    downloads = world.is_first_of(f"{file_space()} {place_of_cache(hub)}")
 
     def download() -> Path | None:
         if not downloads:
             return None
-        folder = known.resolve(repo_id, pinned, wanted=wanted)
-        known.note_commit(repo_id, hub, commit)
+        folder = resolve(repo_id, pinned, wanted=wanted)
+        note_commit(repo_id, hub, commit)
         return folder
 
     downloaded = world.together(download)
-    return world.together(lambda: downloaded or known.resolve(repo_id, pinned, download=False, wanted=wanted))
+    return world.together(lambda: downloaded or resolve(repo_id, pinned, download=False, wanted=wanted))
 
 
 def at_one_commit(world: World, url: str, hub: HubOptions) -> tuple[str, HubOptions]:
@@ -152,10 +155,8 @@ def at_one_commit(world: World, url: str, hub: HubOptions) -> tuple[str, HubOpti
 
     With it, the options that go with it.
     """
+    if scheme_of(url) != "hf":
+        return url, hub
+    from shardwise.storage.reading.hub_files import named_commit
 
-    def pinned() -> str | None:
-        pin = pinner_of(url)
-        return None if pin is None else pin(url, hub)
-
-    named = world.from_first(pinned)
-    return (url, hub) if named is None else (named, replace(hub, revision=None))
+    return world.from_first(lambda: named_commit(url, hub)), replace(hub, revision=None)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -14,20 +14,31 @@ from typing_extensions import TypedDict
 
 from shardwise.conversion import Bindings
 from shardwise.engines.arguments import in_words
+from shardwise.engines.load_plan import LoadOptions
+from shardwise.engines.loading import form_of as base_form_of
 from shardwise.errors import ConfigError
-from shardwise.execution.memory.garbage import collected_later
+from shardwise.execution.memory import collected_later
 from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG
 from shardwise.formats.quantisation import form_of
 from shardwise.layout import ModelLayout, Origin
 from shardwise.models import build, pretrained
-from shardwise.models.additions import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
-from shardwise.models.conversions.key_conversions import bind
-from shardwise.models.four_bits.quantization import of_transformers
-from shardwise.models.torch_words import to_torch
+from shardwise.models.build import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
+from shardwise.models.four_bit_base import put_base_into_four_bits
+from shardwise.models.four_bit_linear import Fp4, Mxfp4, Nf4, Quantization, is_mxfp4, of_transformers
+from shardwise.models.initialize import BufferRules
+from shardwise.models.key_conversions import bind
+from shardwise.models.torch_words import TrainedDtype, require_trainable_dtype, to_torch
 from shardwise.models.view import layout_of, look_inside
-from shardwise.planning.loads.stored import spare_tensors, stored_tensors
+from shardwise.models.wrap import Sharding
+from shardwise.planning.load_memory import spare_tensors, stored_tensors
+from shardwise.planning.load_plan import Consent, OnMissing, OnUnexpected
 from shardwise.storage.names import HubOptions
-from shardwise.tensors.dtypes import DType
+from shardwise.tensors import DType
+from shardwise.tuning import peft_compat
+from shardwise.tuning.lora import Adapter, let_merge_in_four_bits, tune
+from shardwise.tuning.modes import ExistingLora, Freeze, Full, Lora, Tuning
+from shardwise.tuning.selecting import Tuned
 
 
 class ModelOptions(TypedDict, total=False):
@@ -250,14 +261,216 @@ def outline_of(
 def _dtypes_in_order(index: CheckpointIndex) -> list[DType]:
     """The dtypes of what is stored, in the order of transformers: file by file, safetensors by key."""
     entries = sorted(
-        index.entries.values(), key=lambda entry: (entry.file, entry.key if _is_safetensors(entry.file) else "")
+        index.entries.values(),
+        key=lambda entry: (entry.file, entry.key if entry.file.endswith(".safetensors") else ""),
     )
     return [entry.dtype for entry in entries if entry.key not in index.spare]
 
 
-def _is_safetensors(file: str) -> bool:
-    return file.endswith(".safetensors")
-
-
 def _folder(directory: Path) -> Path:
     return directory if directory.is_dir() else directory.parent
+
+
+if TYPE_CHECKING:
+    pass
+
+
+class TunedOptions(ModelOptions, total=False):
+    """Which model is built, and what of it is trained. Each is optional; also those of :class:`ModelOptions`.
+
+    Attributes:
+        tuning: what is trained: ``Full()``, ``Freeze(...)``, ``Lora(...)`` or ``ExistingLora(...)``, or any other
+            :class:`~shardwise.tuning.modes.Tuning`; with a LoRA
+            the model is PEFT's, and the model of transformers inside it is sharded.
+        trained: the dtype of what is trained; with ``tuning``, ``torch.float32`` (float32) by default, else
+            ``"unchanged"``. What is frozen stays as it is stored.
+        resize_vocab: how many tokens the model is to have, or a
+            :class:`~shardwise.models.additions.ResizeVocab`, which tells how new ones begin.
+        quantization: the weights of linear layers are kept in four bits: ``Nf4(...)`` or ``Fp4(...)``, packed while
+            they are read; what is trained is a LoRA then. Linear layers that bitsandbytes has stored so stay so by
+            default; with ``"as_stored"`` experts that are stored so do, too, also as MXFP4. ``"dequantize"`` makes
+            numbers of all.
+        quantization_config: the same as transformers says it, a ``BitsAndBytesConfig(load_in_4bit=True, ...)`` or
+            an ``Mxfp4Config(...)``.
+    """
+
+    tuning: Full | Freeze | Lora | ExistingLora | Tuning
+    trained: TrainedDtype
+    resize_vocab: int | ResizeVocab
+    quantization: Quantization
+    quantization_config: Any
+
+
+def resizing(options: TunedOptions) -> ResizeVocab | None:
+    """How the vocabulary is resized, if it is."""
+    wanted = options.get("resize_vocab")
+    return ResizeVocab(wanted) if isinstance(wanted, int) else wanted
+
+
+def trained_dtype(options: TunedOptions) -> TrainedDtype:
+    """Return the dtype of trained parameters: float32 by default where ``tuning`` is given."""
+    wanted: TrainedDtype = options.get("trained", torch.float32 if "tuning" in options else "unchanged")
+    require_trainable_dtype(wanted)
+    return wanted
+
+
+def alike(options: TunedOptions, adapters: Mapping[str, Adapter]) -> str:
+    """What of the options ranks must have in common, in words."""
+    tuning = options.get("tuning", Full())
+    return repr((tuning.in_words(adapters), trained_dtype(options), resizing(options)))
+
+
+@collected_later()
+def made_ready(
+    built: Outline,
+    untied: set[str],
+    options: TunedOptions,
+    *,
+    adapters: Mapping[str, Adapter],
+    casts_to: torch.dtype | None,
+) -> Tuned:
+    """Tie a model, and make it ready to be trained: on meta, before it is sharded.
+
+    Args:
+        built: the model, and what the checkpoint offers for it.
+        untied: names declared tied that stay untied.
+        options: what is trained.
+        adapters: by name, those that the tuning starts from.
+        casts_to: the dtype in which everything computes; None for each parameter's own.
+    """
+    built.tie(untied)
+    bindings, notes = base_in_four_bits(built.model, built.bindings_less_ties(), options)
+    tuned = tune(
+        built.model,
+        bindings,
+        options.get("tuning", Full()),
+        trained_dtype(options),
+        adapters=adapters,
+        casts_to=casts_to,
+    )
+    additions = replace(tuned.additions, nested=base_form_of(tuned.model).made_later(tuned.model))
+    return replace(tuned, additions=additions, notes=(*notes, *tuned.notes))
+
+
+def base_in_four_bits(
+    model: PreTrainedModel, bindings: Bindings, options: TunedOptions
+) -> tuple[Bindings, tuple[str, ...]]:
+    """Put a base on meta into four bits, as the options ask for; what the checkpoint offers then, and notes.
+
+    Raises:
+        ConfigError: nothing can be put into four bits, or a whole model in four bits is to be trained.
+    """
+    wanted = options.get("quantization")
+    stored: Any = model.config.__dict__.pop("quantization_config", None)
+    keeps_experts = wanted == "as_stored"
+    if keeps_experts and is_mxfp4(stored):
+        let_merge_in_four_bits()
+        return put_base_into_four_bits(model, bindings, Mxfp4(), keeps_experts=True, config=stored)
+    if keeps_experts and stored is None:
+        raise ConfigError(
+            "quantization='as_stored': the checkpoint is not stored in four bits by bitsandbytes, nor as MXFP4; "
+            "leave it out, or pass quantization=Nf4()"
+        )
+    if is_mxfp4(stored):
+        stored = None  # numbers, unless these are asked for
+    is_stored = (wanted is None or keeps_experts) and stored is not None
+    if is_stored:
+        wanted = of_transformers(stored)
+        require_trainable({**options, "quantization": wanted})
+    if not isinstance(wanted, (Nf4, Fp4)):
+        return bindings, ()
+    has_bytes = any(item.dtype is DType.U8 for claims in bindings.offers.values() for item in claims)
+    if has_bytes and stored is not None and (kind := _kind(of_transformers(stored))) != _kind(wanted):
+        raise ConfigError(
+            f"quantization={_kind(wanted)}: the checkpoint has bytes of {kind}, as saved with names='internal'. "
+            "Pass that, or leave it out."
+        )
+    let_merge_in_four_bits()
+    return put_base_into_four_bits(model, bindings, wanted, keeps_experts=keeps_experts, must_match=not is_stored)
+
+
+def _kind(quantization: Quantization) -> str:
+    return repr(quantization) if isinstance(quantization, str) else f"{type(quantization).__name__}(...)"
+
+
+def require_trainable(options: TunedOptions) -> None:
+    """Raises ConfigError where what is to be trained is in four bits."""
+    tuning = options.get("tuning")
+    if options.get("quantization") not in (None, "dequantize") and isinstance(tuning, (Full, Freeze)):
+        raise ConfigError(
+            f"tuning={type(tuning).__name__}(...) trains weights of the base, and quantization="
+            f"{_kind(options['quantization'])} keeps them in four bits, which are not trained; pass "
+            "tuning=Lora(...), or leave quantization out"
+        )
+
+
+def tuning_named(text: str) -> Tuning:
+    """Return a tuning from text, as the command line has it.
+
+    ``full``; ``freeze=N`` with ``,modules=A+B`` and ``,extra=A+B``; ``lora=R`` with ``,alpha=X`` and
+    ``,targets=A+B`` (default ``all-linear``); or a folder with an ``adapter_config.json``.
+
+    Raises:
+        ConfigError: the text is none of these.
+    """
+    if (Path(text) / ADAPTER_CONFIG).is_file():
+        return ExistingLora(text)
+    found = dict(part.partition("=")[::2] for part in text.split(","))
+    try:
+        match [*found]:
+            case ["full"]:
+                return Full()
+            case ["freeze", *rest] if {"modules", "extra"}.issuperset(rest):
+                modules, extra = (
+                    tuple(filter(None, found.get(name, "").split("+"))) for name in ("modules", "extra")
+                )
+                return Freeze(int(found["freeze"] or 0), modules, extra)
+            case ["lora", *rest] if {"alpha", "targets"}.issuperset(rest):
+                rank, targets = int(found["lora"]), found.get("targets", "all-linear")
+                names = targets if targets == "all-linear" else targets.split("+")
+                alpha = int(found.get("alpha", rank))
+                return Lora(peft_compat.lora_config(r=rank, lora_alpha=alpha, target_modules=names))
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"tuning={text!r} is not known. Pass full, freeze=N[,modules=A+B][,extra=A+B], "
+        "lora=R[,alpha=X][,targets=A+B], or a folder with an adapter of PEFT."
+    )
+
+
+class FilledOptions(TunedOptions, total=False):
+    """How a model is wrapped and filled from a checkpoint. Each is optional; also those of :class:`TunedOptions`.
+
+    Attributes:
+        sharding: mesh, wrap policy, mixed precision and offload; see
+        :class:`~shardwise.models.wrapping.wrap.Sharding`. buffers, on_missing, on_mismatched, on_unexpected: as for
+        :func:`~shardwise.engines.loading.load`.
+    """
+
+    sharding: Sharding
+    buffers: BufferRules
+    on_missing: OnMissing
+    on_mismatched: OnMissing
+    on_unexpected: OnUnexpected
+
+
+def consent_of(options: FilledOptions) -> Consent:
+    """What may be missing, of another shape, or unexpected."""
+    return Consent(
+        options.get("on_missing", "error"),
+        options.get("on_mismatched", "error"),
+        options.get("on_unexpected", "error"),
+    )
+
+
+class PretrainedOptions(FilledOptions, total=False):
+    """Keyword arguments of :func:`from_pretrained`, each optional; also those of :class:`FilledOptions`.
+
+    Attributes:
+        load_weights: False leaves the model on meta, built, tied and sharded, for a run that restores its weights
+            from a checkpoint (:meth:`Checkpointer.restore`).
+        options: as for :func:`~shardwise.engines.loading.load`.
+    """
+
+    load_weights: bool
+    options: LoadOptions

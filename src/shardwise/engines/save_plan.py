@@ -4,42 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.conversion import computes
-from shardwise.engines.save_options import (
-    HubNames,
-    InternalNames,
-    PeftNames,
-    WrittenNames,
-    resolved_dtype,
-)
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.execution.memory.garbage import collected_later
-from shardwise.execution.ranks.world import World
-from shardwise.execution.states.given_parts import Shares
+from shardwise.execution.given_parts import Shares
+from shardwise.execution.memory import collected_later, require_budget
+from shardwise.execution.patience import Patience
+from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin, TensorKind, place_of
-from shardwise.models.conversions.revert import Output, names_in_file, revert
-from shardwise.models.four_bits.four_bit_files import (
-    has_four_bits,
-    held_as_stored,
-    held_in_files,
-    in_shapes_of_files,
-    refuse_without_scales,
-)
+from shardwise.models import four_bit_files
+from shardwise.models.revert import Output, names_in_file, revert
 from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.torch_words import from_torch, saved_dtype
 from shardwise.models.view import Held, layout_of, look_inside
-from shardwise.planning.loads.schedule import ReadRequest, Staging, staging_within
-from shardwise.planning.saves.save_plan import ADAPTER, MODEL, SavedTraining, SavePlan, arrange_writes, plan_save
+from shardwise.planning.save_plan import ADAPTER, MODEL, SavedTraining, SavePlan, arrange_writes, plan_save
+from shardwise.planning.schedule import ReadRequest, Staging, staging_within
 from shardwise.storage.contract import WritePolicy
-from shardwise.tensors import DType
-from shardwise.tensors.byte_sizes import in_bytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,33 +40,15 @@ class TrainingBeside:
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What is to be saved, and as what. ``token`` sets this save apart from any other."""
+    """What is to be saved, and under which names; ``training`` goes beside an adapter."""
 
     model: nn.Module
     directory: str | os.PathLike[str]
-    tokenizer: Any
-    dtype: torch.dtype | None
-    max_shard_bytes: int
-    names: WrittenNames | PeftNames
-    token: str
+    names: WrittenNames | PeftNames = "hub"
+    dtype: torch.dtype | None = None
+    max_shard_bytes: int = sys.maxsize
+    tokenizer: Any = None
     training: TrainingBeside | None = None
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        directory: str | os.PathLike[str],
-        token: str,
-        *,
-        names: WrittenNames | PeftNames,
-        dtype: torch.dtype | str | None,
-        max_shard_size: int | str,
-        tokenizer: Any = None,
-        training: TrainingBeside | None = None,
-    ) -> SaveRequest:
-        """Raises ConfigError for what is no dtype, or no size."""
-        max_shard_bytes = in_bytes_of(max_shard_size)
-        return cls(model, directory, tokenizer, resolved_dtype(dtype), max_shard_bytes, names, token, training)
 
     @property
     def stem(self) -> str:
@@ -106,19 +76,19 @@ def _looked_at(request: SaveRequest) -> list[Held]:
     held = look_inside(request.model)
     if isinstance(request.names, PeftNames):
         return held
-    refuse_without_scales(held)
-    if not isinstance(request.names, HubNames):
-        return held_as_stored(held)
-    if request.dtype is not None and has_four_bits(request.model):
+    four_bit_files.refuse_without_scales(held)
+    if request.names != "hub":
+        return four_bit_files.held_as_stored(held)
+    if request.dtype is not None and four_bit_files.has_four_bits(request.model):
         raise ConfigError(
             f"dtype={request.dtype}: weights in four bits, and their scales, are saved as they are; leave dtype out"
         )
-    return held_in_files(held)
+    return four_bit_files.held_in_files(held)
 
 
 @dataclass(frozen=True)
 class PreparedSave:
-    """All that is decided before anything is written. ``requests`` and ``tensors`` are this rank's own."""
+    """All that is decided before anything is written. ``requests`` are this rank's own."""
 
     request: SaveRequest
     held: Sequence[Held]
@@ -128,7 +98,6 @@ class PreparedSave:
     parameters: int
     plan: SavePlan
     requests: Sequence[ReadRequest]
-    tensors: Sequence[torch.Tensor]
     staging: Staging
     cast: Mapping[str, tuple[str, str]]
     digest: str
@@ -137,6 +106,7 @@ class PreparedSave:
 @collected_later()
 def prepare(
     request: SaveRequest,
+    token: str,
     held: Sequence[Held],
     places: Mapping[str, str],
     shares: Shares,
@@ -144,52 +114,61 @@ def prepare(
     policy: WritePolicy,
     budget_bytes: int,
 ) -> PreparedSave:
-    """Decide, on this rank alone. ``places`` are an adapter's names; ``shares`` are what each rank gives."""
+    """Decide, on this rank alone; ``places`` are an adapter's names, ``shares`` what each rank gives."""
     _require_possible(request, policy)
     layout = layout_of(held, lambda item: Origin.NOWHERE)
-    outputs = in_shapes_of_files(held, outputs_of(request, layout, places))
+    outputs = four_bit_files.in_shapes_of_files(held, outputs_of(request, layout, places))
     _require_moved(outputs)
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
     beside = {} if request.training is None else _as_they_are(layout, places)
-    parameters = parameters_in(layout, beside)
+    own = [item for item in layout.tensors if item.kind is TensorKind.PARAMETER and item.fqn not in beside]
+    parameters = sum(item.numel for item in own)
     plan = plan_save(
         list(saved.values()),
         max_shard_bytes=request.max_shard_bytes,
         parameters=parameters,
-        token=request.token,
+        token=token,
         can_rename=policy.can_rename,
         stem=request.stem,
         training=_saved_training(request, beside),
     )
     is_on_host = all(item.local.device.type == "cpu" for item in held)
     staging = staging_within(budget_bytes, policy.concurrency, on_device=not is_on_host)
-    cast = _cast(outputs, {key: dtype for key, dtype, _ in saved.values()})
+    cast = {
+        key: (output.dtype.label, saved[key][1].label)
+        for key, output in outputs.items()
+        if output.dtype != saved[key][1]
+    }
     outputs = {**outputs, **beside}
-    own = {
+    places_of = {
         name: [(box, place_of(box, layout.by_name[name].boxes)) for box in boxes[rank]]
         for name, boxes in shares.by_name.items()
     }
     requests = arrange_writes(
         [(entry, outputs[key].expression) for key, entry in plan.entries.items()],
-        own,
+        places_of,
         {name: number for number, item in enumerate(held) for name in item.names},
         {name for item in held if _is_staged(item, request.dtype) for name in item.names},
         policy,
         staging.nbytes,
     )
     digest = hashlib.sha256(repr((list(saved.values()), plan.names, plan.files)).encode()).hexdigest()
-    tensors = [item.local for item in held]
-    return PreparedSave(
-        request, held, shares, layout, outputs, parameters, plan, requests, tensors, staging, cast, digest
-    )
+    return PreparedSave(request, held, shares, layout, outputs, parameters, plan, requests, staging, cast, digest)
+
+
+def _saved_training(request: SaveRequest, beside: Mapping[str, Output]) -> SavedTraining | None:
+    if request.training is None:
+        return None
+    tensors = [(key, output.dtype, output.shape) for key, output in beside.items()]
+    return SavedTraining(tensors, request.training.text)
 
 
 def _require_possible(request: SaveRequest, policy: WritePolicy) -> None:
-    if isinstance(request.names, HubNames) and has_adapters(request.model):
+    if request.names == "hub" and has_adapters(request.model):
         raise ConfigError(
             f"{type(request.model).__name__} has adapters of PEFT's, and the hub has no names for both together; "
             "save the adapter by save_adapter, merge it first (merge_and_unload, shardwise "
-            "merge-adapter), or pass names=InternalNames() for all tensors as the model names them"
+            "merge-adapter), or pass names='internal' for all tensors as the model names them"
         )
     if isinstance(request.names, PeftNames) and not policy.can_rename:
         raise ConfigError(
@@ -202,31 +181,14 @@ def _require_moved(outputs: Mapping[str, Output]) -> None:
     if keys := [key for key, output in outputs.items() if computes(output.expression)]:
         raise CoverageError(
             f"{len(keys)} tensors of the checkpoint, such as {keys[0]}, are computed from whole tensors, which "
-            "a save does not do yet; pass names=InternalNames()"
+            "a save does not do yet; pass names='internal'"
         )
-
-
-def _cast(outputs: Mapping[str, Output], dtypes: Mapping[str, DType]) -> dict[str, tuple[str, str]]:
-    """Key to (dtype in the model, dtype in the file) where these differ."""
-    return {
-        key: (output.dtype.label, dtypes[key].label)
-        for key, output in outputs.items()
-        if output.dtype != dtypes[key]
-    }
-
-
-def _saved_training(request: SaveRequest, beside: Mapping[str, Output]) -> SavedTraining | None:
-    if request.training is None:
-        return None
-    return SavedTraining(
-        [(key, output.dtype, output.shape) for key, output in beside.items()], request.training.text
-    )
 
 
 def outputs_of(request: SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Mapping[str, Output]:
     """The tensors of the files, and what they are made of."""
     if not isinstance(request.names, PeftNames):
-        return revert(request.model, layout, internal_names=isinstance(request.names, InternalNames))
+        return revert(request.model, layout, internal_names=request.names == "internal")
     return {key: Output.of(key, layout.by_name[name]) for key, name in places.items()}
 
 
@@ -236,12 +198,6 @@ def _as_they_are(layout: ModelLayout, places: Mapping[str, str]) -> dict[str, Ou
     return {
         tensor.fqn: Output.of(tensor.fqn, tensor) for tensor in layout.tensors if adapter.isdisjoint(tensor.names)
     }
-
-
-def parameters_in(layout: ModelLayout, beside: Mapping[str, Output]) -> int:
-    """How many numbers are parameters of the model."""
-    own = [item for item in layout.tensors if item.kind is TensorKind.PARAMETER and item.fqn not in beside]
-    return sum(item.numel for item in own)
 
 
 def _is_staged(item: Held, dtype: torch.dtype | None) -> bool:
@@ -259,4 +215,48 @@ def tied_names(ready: PreparedSave) -> dict[str, str]:
         kept = names_in_file(ready.request.model, tensor)
         if kept:
             found |= {name: kept[0] for name in tensor.names if name not in kept}
+    return found
+
+
+MAX_SHARD_SIZE = "50GB"
+"""As in ``save_pretrained`` of transformers 5."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeftNames:
+    """One adapter of a PEFT model is saved, and nothing else, under the names that PEFT's files have."""
+
+    adapter: str = "default"
+
+
+WrittenNames: TypeAlias = Literal["hub", "internal"]
+"""Names of saved tensors: those of the model's checkpoints on the hub (and their shapes), or the modules' own."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How a save is carried out; none of it changes what is saved.
+
+    Attributes:
+        budget_bytes: host memory that one rank may use for staging (casts, copies from an accelerator).
+        progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
+        process_group: the ranks that hold the model; None is the default group, or this process alone.
+        patience: how long ranks wait for each other.
+    """
+
+    budget_bytes: int = 256 << 20
+    progress: bool = True
+    process_group: dist.ProcessGroup | None = None
+    patience: Patience = field(default_factory=Patience)
+
+    def __post_init__(self) -> None:
+        require_budget(self.budget_bytes)
+
+
+def resolved_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found is None and dtype is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise ConfigError(f"dtype={dtype!r} is not a floating dtype of 16 bits or more; pass torch.bfloat16, say")
     return found

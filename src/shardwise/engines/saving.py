@@ -2,105 +2,90 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from shardwise.engines.arguments import world_of
-from shardwise.engines.save_options import (
-    CompareWithMemory,
+from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.engines.save_plan import (
     PeftNames,
+    PreparedSave,
     SaveOptions,
-    Verification,
+    SaveRequest,
+    WrittenNames,
+    chosen,
+    prepare,
+    resolved_dtype,
+    tied_names,
 )
-from shardwise.engines.save_plan import PreparedSave, SaveRequest, chosen, prepare, tied_names
 from shardwise.errors import ConfigError, StorageError
-from shardwise.execution.memory.materialize import home_of
-from shardwise.execution.ranks.progress import Clock, ProgressBar
-from shardwise.execution.ranks.world import World
-from shardwise.execution.states.given_parts import Giver, agree_on_shares
-from shardwise.execution.writing.committing import Begun, begin_save, commit_save, undo_save
-from shardwise.execution.writing.owned_files import write_by_owners
-from shardwise.execution.writing.saving_lock import new_token, require_lock, take_lock
-from shardwise.execution.writing.write import Emitter
+from shardwise.execution.committing import Begun, begin_save, commit_save, undo_save
+from shardwise.execution.given_parts import Giver, agree_on_shares
+from shardwise.execution.memory import home_of
+from shardwise.execution.progress import Clock, ProgressBar
+from shardwise.execution.saving_lock import new_token, require_lock
+from shardwise.execution.world import World
+from shardwise.execution.write import Emitter, write_by_owners
 from shardwise.models import pretrained
-from shardwise.models.four_bits.four_bit_linear import is_in_four_bits
-from shardwise.models.torch_words import modules_in, to_torch
-from shardwise.planning.loads.load_plan import OnDiffering
-from shardwise.planning.saves.save_plan import SavePlan
-from shardwise.report.save_report import SaveReport
+from shardwise.models.four_bit_linear import is_in_four_bits
+from shardwise.models.torch_words import to_torch
+from shardwise.models.view import without_compile
+from shardwise.planning.load_plan import OnDiffering
+from shardwise.planning.save_plan import SavePlan
+from shardwise.report.save_reports import SaveReport
 from shardwise.storage import machine
 from shardwise.storage.contract import StorageWriter
-from shardwise.storage.names import is_url
 from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.writing.opening import open_writer
 from shardwise.tensors import DType
-from shardwise.tuning import configs
+from shardwise.tensors.boxes import in_bytes_of
+from shardwise.tuning import peft_compat
 
 
 def carry_out_save(
-    ask: Callable[[str], SaveRequest],
-    verify: Verification,
+    ask: Callable[[], SaveRequest],
     on_differing_buffers: OnDiffering,
     options: SaveOptions,
     call: str,
+    *,
+    verify: bool,
 ) -> SaveReport:
-    """Agree on what is saved, and save it. ``ask`` takes a token that sets this save apart. Collective: yes."""
+    """Agree on what is saved, and save it. Collective: yes."""
     clock = Clock()
     with world_of(options, call) as world:
         with clock.phase("plan"):
             token = world.from_first(new_token)
-            request = world.together(lambda: ask(token))
+            request = world.together(ask)
             writer = world.together(lambda: open_writer(request.directory))
         with writer:
             with clock.phase("plan"):
                 held, places = chosen(world, request)
                 shares = agree_on_shares(world, held, on_differing_buffers)
+                budget = options.budget_bytes
                 ready = world.together(
-                    lambda: prepare(request, held, places, shares, world.rank, writer.policy, options.budget_bytes)
+                    lambda: prepare(request, token, held, places, shares, world.rank, writer.policy, budget)
                 )
-                how = ready.digest, repr((request.names, verify)), options.budget_bytes
+                how = ready.digest, repr((request.names, verify)), budget
                 world.require_equal(
                     how, "what is to be saved, or how (names, shapes, dtypes, sizes of files, verify, budget)"
                 )
-            return _write_and_commit(world, writer, ready, verify, options, clock)
-
-
-def require_writable(directory: str | os.PathLike[str]) -> None:
-    """Find out whether a save to this directory could begin, long before it does. Leaves nothing behind.
-
-    Collective: no.
-
-    Raises:
-        StorageError: the directory cannot be written to, or another save is writing to it.
-    """
-    made = [] if is_url(directory) else _folders_to_make(Path(os.path.abspath(directory)))
-    try:
-        with open_writer(directory) as writer:
-            take_lock(writer, new_token()).release()
-    finally:
-        for folder in made:
-            with contextlib.suppress(OSError):  # somebody else has put something into it
-                folder.rmdir()
-
-
-def _folders_to_make(folder: Path) -> list[Path]:
-    """A folder and those above it, as far as they are not there; the innermost first."""
-    return [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+            return _write_and_commit(world, writer, ready, options, clock, verify=verify)
 
 
 def _write_and_commit(
     world: World,
     writer: StorageWriter,
     ready: PreparedSave,
-    verify: Verification,
     options: SaveOptions,
     clock: Clock,
+    *,
+    verify: bool,
 ) -> SaveReport:
     """Create, write, sync, compare and commit: the same steps for every model and every world size."""
     plan = ready.plan
@@ -111,7 +96,7 @@ def _write_and_commit(
             world.from_first(lambda: desk.begin(creates=not has_owners))
             world.together(lambda: require_lock(writer, plan.token))
         with ProgressBar("Saving weights", world, plan.nbytes, enabled=options.progress) as bar:
-            emitter = Emitter(writer, plan.entries, ready.tensors, ready.staging, bar, world)
+            emitter = Emitter(writer, plan.entries, [item.local for item in ready.held], ready.staging, bar, world)
             with clock.phase("write"):
                 if has_owners:
                     _write_by_owners(world, emitter, ready, options, bar)
@@ -122,7 +107,7 @@ def _write_and_commit(
                     created = [file.name for file in plan.files] if world.rank == 0 else []
                     world.together(lambda: emitter.finish(ready.requests, created))
         with clock.phase("verify"):
-            if isinstance(verify, CompareWithMemory):
+            if verify:
                 _require_same(world, emitter, ready)
             sums = _add_up(world, plan, emitter)
         with clock.phase("commit"):
@@ -130,16 +115,17 @@ def _write_and_commit(
     except BaseException:  # Ctrl-C, too: the next save of this process must find no mark of this one
         desk.undo()
         raise
-    return _report(world, emitter, ready, verify, removed, clock)
+    return _report(world, emitter, ready, removed, clock, verify=verify)
 
 
 def _report(
     world: World,
     emitter: Emitter,
     ready: PreparedSave,
-    verify: Verification,
     removed: Sequence[str],
     clock: Clock,
+    *,
+    verify: bool,
 ) -> SaveReport:
     plan = ready.plan
     return SaveReport(
@@ -156,7 +142,7 @@ def _report(
         tied=tied_names(ready),
         differing_buffers=ready.shares.differing,
         removed=tuple(removed),
-        is_verified=isinstance(verify, CompareWithMemory),
+        is_verified=verify,
         seconds=dict(clock.seconds),
     )
 
@@ -232,7 +218,7 @@ def _small_files(request: SaveRequest, plan: SavePlan) -> dict[str, bytes]:
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         if isinstance(request.names, PeftNames):
-            configs.save_config(request.model, request.names.adapter, folder)
+            peft_compat.save_config(request.model, request.names.adapter, folder)
         else:
             pretrained.save_small_files(request.model, _main_dtype(request, plan), Path(folder))
         tokenizer = request.tokenizer
@@ -252,7 +238,7 @@ def _small_files(request: SaveRequest, plan: SavePlan) -> dict[str, bytes]:
 
 def _main_dtype(request: SaveRequest, plan: SavePlan) -> torch.dtype | None:
     """The dtype that most of the saved floating-point numbers have; in four bits, that they had."""
-    if packed := next((module for module in modules_in(request.model) if is_in_four_bits(module)), None):
+    if packed := next((module for module in request.model.modules() if is_in_four_bits(module)), None):
         dtype: torch.dtype = packed.packing.dtype
         return dtype
     numels: Counter[DType] = Counter()
@@ -297,3 +283,103 @@ def _add_up(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
                 "models, or the mesh leaves out a rank"
             )
     return dict(zip(keys, total, strict=False))
+
+
+def save(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "50GB",
+    names: WrittenNames = "hub",
+    verify: bool = False,
+    on_differing_buffers: OnDiffering = "first_rank",
+    options: SaveOptions = SaveOptions(),  # noqa: B008
+) -> SaveReport:
+    """Save a model as safetensors files that ``from_pretrained`` of transformers loads, with its config.
+
+    Every rank works out the same headers, and writes its own shards to their places in the files: nothing is
+    gathered. What is in the directory counts until the save is committed by one step, and is whole until then;
+    afterwards its files are removed. See docs/save.md.
+
+    Collective: yes, over ``options.process_group``.
+    Memory: ``options.budget_bytes``, and that only for what is cast, strided, or on an accelerator.
+
+    Args:
+        model: any module, sharded or not, of transformers or not, brought up by shardwise or not.
+        directory: a folder that all ranks see, which need not be there yet.
+        tokenizer: a tokenizer or processor whose files are saved beside the weights.
+        dtype: floating-point tensors of 16 bits and more are cast to it; None saves them as they are.
+        max_shard_size: of one file's tensors, in bytes or as "5GB"; a larger tensor has a file of its own.
+        names: as on the hub, or the model's own.
+        verify: ``True`` reads tensors and headers back before the save counts.
+        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
+            have, are the first rank's, ``"first_rank"``, or an error, ``"error"``.
+        options: memory budget, progress, process group, patience.
+
+    Raises:
+        ConfigError: an argument cannot be honoured.
+        CoverageError: tensors that would have to be computed from whole ones.
+        DisagreementError: ranks hold different models, or were called with different arguments; parameters that
+            several ranks hold have different values there.
+        FormatError: something that no safetensors file can hold.
+        PlacementError: the model has tensors on meta, or the ranks do not hold all of one.
+        StorageError: the directory cannot be written to, another save is writing to it, or bytes were lost.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank. Until the save is committed, an error leaves the older save as it was.
+    """
+    model = without_compile(model)
+
+    def ask() -> SaveRequest:
+        given = {"model": model, "names": names, "verify": verify, "options": options}
+        require_meant(hints_of(save), given)
+        wanted = resolved_dtype(dtype)
+        return SaveRequest(model, directory, names, wanted, in_bytes_of(max_shard_size), tokenizer)
+
+    return carry_out_save(ask, on_differing_buffers, options, "save", verify=verify)
+
+
+def save_adapter(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    adapter: str = "default",
+    tokenizer: Any = None,
+    dtype: torch.dtype | str | None = None,
+    verify: bool = False,
+    on_differing_buffers: OnDiffering = "first_rank",
+    options: SaveOptions = SaveOptions(),  # noqa: B008
+) -> SaveReport:
+    """Save one adapter of a PEFT model as ``PeftModel.from_pretrained`` loads it: its tensors and its config.
+
+    Written as :func:`save` writes: every rank its own bytes, compared with memory where that is asked for,
+    committed by one step. The base is not saved. What belongs to an adapter is PEFT's decision.
+
+    Collective: yes, over ``options.process_group``.
+    Memory: ``options.budget_bytes``, and that only for what is cast, strided, or on an accelerator.
+
+    Args:
+        model: PEFT's model, sharded or not, brought up by shardwise or not.
+        directory: a folder that all ranks see, which need not be there yet.
+        adapter: its name in the model; the folder does not have it.
+        tokenizer: saved with it, if given.
+        dtype: floating-point tensors are cast to it; None saves them as they are.
+        verify: ``True`` reads tensors and headers back before the save counts.
+        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
+            have, are the first rank's, ``"first_rank"``, or an error, ``"error"``.
+        options: memory budget, progress, process group, patience.
+
+    Raises:
+        ConfigError: the model has no such adapter, or the directory cannot hold one.
+        DisagreementError, FormatError, PlacementError, StorageError, RankLostError: as for :func:`save`.
+
+    Every error is the same on every rank. Until the save is committed, an error leaves the older adapter as it was.
+    """
+    model = without_compile(model)
+
+    def ask() -> SaveRequest:
+        return SaveRequest(model, directory, PeftNames(adapter), resolved_dtype(dtype), tokenizer=tokenizer)
+
+    return carry_out_save(ask, on_differing_buffers, options, "save_adapter", verify=verify)

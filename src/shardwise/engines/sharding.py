@@ -2,50 +2,36 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.errors import ConfigError
-from shardwise.execution.memory.free import require_budget
-from shardwise.execution.moving.distribute import distribute
-from shardwise.execution.moving.exchange import Traffic
-from shardwise.execution.ranks.line import Patience
-from shardwise.execution.ranks.progress import Clock
-from shardwise.execution.ranks.world import World
-from shardwise.execution.states.arrivals import Arrivals, wrap_without_values
-from shardwise.execution.states.supply import compare, require_alike_models, survey
+from shardwise.execution.memory import require_budget
+from shardwise.execution.moving import distribute
+from shardwise.execution.patience import Patience
+from shardwise.execution.progress import Clock
+from shardwise.execution.supply import Arrivals, compare, require_alike_models, survey, wrap_without_values
+from shardwise.execution.world import World
 from shardwise.layout import TensorKind
-from shardwise.models.four_bits.four_bit_live import choose_to_pack, pack_model
-from shardwise.models.four_bits.quantization import FourBit
-from shardwise.models.optimizers.rebind import Bound, look_at
-from shardwise.models.optimizers.reduced import require_steps_shards
-from shardwise.models.placement import is_sharded, refuse_unmovable
-from shardwise.models.trained_dtype import TrainedDtype
-from shardwise.models.view import Held, look_inside
-from shardwise.models.wrapping import wrap
-from shardwise.models.wrapping.groups import group_parameters
-from shardwise.models.wrapping.policies import (
-    Automatic,
-    Classes,
-    MinSize,
-    ModelPlan,
-    ModuleListBlocks,
-    NoSplitModules,
-    WholeModel,
-    WrapPolicy,
-)
-from shardwise.models.wrapping.wrap import Sharding
-from shardwise.planning.states.sources import ValuesFrom
-from shardwise.report.state_report import ShardReport
+from shardwise.models import wrap
+from shardwise.models.four_bit_base import choose_to_pack, pack_model
+from shardwise.models.four_bit_linear import FourBit
+from shardwise.models.policies import Classes, MinSize, NamedPolicy, WrapPolicy, group_parameters
+from shardwise.models.rebind import look_at, require_steps_shards
+from shardwise.models.torch_words import TrainedDtype, require_trainable_dtype
+from shardwise.models.view import Held, is_sharded, look_inside, refuse_unmovable, without_compile
+from shardwise.models.wrap import Sharding
+from shardwise.planning.sources import ValuesFrom
+from shardwise.report.reports import ShardReport
 from shardwise.tuning.lora import let_merge_in_four_bits
 
 
@@ -71,7 +57,7 @@ class ShardOptions:
 
 @dataclass(frozen=True, slots=True)
 class ShardCall:
-    """What :func:`~shardwise.verbs.shard.shard` is asked for, beside the model."""
+    """What :func:`~shardwise.engines.sharding.shard` is asked for, beside the model."""
 
     sharding: Sharding
     optimizers: Sequence[Optimizer]
@@ -103,7 +89,7 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
             raise ConfigError("quantization packs a model before it is sharded, and this one is; leave it out")
         bounds = world.together(lambda: look_at(call.optimizers, held))
         if was_sharded:
-            return _report(world, model, settled, clock, _Done(was_sharded=True))
+            return replace(_report(world, model, settled, clock), was_sharded=True)
         world.together(lambda: _refuse(model, held, settled, call.optimizers))
         world.require_equal(call.words(settled), "the list of arguments (mesh, policies, modes, budget)")
         require_alike_models(world, held, bounds)
@@ -128,8 +114,19 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
         )
     with clock.phase("finish"):
         awaiting = world.together(lambda: arrivals.finish(bounds, settled))
-    done = _Done(groups, traffic, supply.cast, supply.differed, tuple(awaiting), tuple(bounds), notes)
-    return _report(world, model, settled, clock, done)
+    return replace(
+        _report(world, model, settled, clock),
+        groups=groups,
+        sent_bytes=traffic.sent_bytes,
+        received_bytes=traffic.received_bytes,
+        kept_bytes=traffic.kept_bytes,
+        staging_bytes=traffic.staging_bytes,
+        awaiting_load=tuple(awaiting),
+        cast=supply.cast,
+        differed=supply.differed,
+        rebound=tuple(bound.count() for bound in bounds),
+        notes=notes,
+    )
 
 
 def _refuse(model: nn.Module, held: Sequence[Held], sharding: Sharding, optimizers: Sequence[Optimizer]) -> None:
@@ -146,53 +143,24 @@ def _nodes(world: World, options: ShardOptions) -> tuple[str, ...] | None:
     return options.nodes
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """What there is to report."""
-
-    groups: tuple[str, ...] = ()
-    traffic: Traffic = field(default_factory=Traffic)
-    cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    differed: Mapping[str, int] = field(default_factory=dict)
-    awaiting: tuple[str, ...] = ()
-    bounds: tuple[Bound, ...] = ()
-    notes: tuple[str, ...] = ()
-    was_sharded: bool = False
-
-
-def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock, done: _Done) -> ShardReport:
+def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock) -> ShardReport:
     held = look_inside(model)
     mesh = sharding.mesh
     parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
     return ShardReport(
         rank=world.rank,
         world_size=world.size,
-        mesh="" if mesh is None else _mesh_in_words(mesh),
-        was_sharded=done.was_sharded,
+        mesh="" if mesh is None else wrap.mesh_in_words(mesh),
+        was_sharded=False,
         parameters=sum(item.tensor.numel() for item in parameters),
         placed_bytes=sum(item.local.nbytes for item in held if not item.tensor.is_meta),
-        groups=done.groups,
-        sent_bytes=done.traffic.sent_bytes,
-        received_bytes=done.traffic.received_bytes,
-        kept_bytes=done.traffic.kept_bytes,
-        staging_bytes=done.traffic.staging_bytes,
         on_meta=tuple(item.fqn for item in held if item.tensor.is_meta),
-        awaiting_load=done.awaiting,
-        cast=done.cast,
-        differed=done.differed,
         replicated=tuple(
             item.fqn for item in parameters if mesh is not None and not isinstance(item.tensor, DTensor)
         ),
         tied={name: item.fqn for item in held for name in item.names[1:]},
-        rebound=tuple(bound.count() for bound in done.bounds),
-        notes=done.notes,
         seconds=clock.seconds,
     )
-
-
-def _mesh_in_words(mesh: DeviceMesh) -> str:
-    names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
-    return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
 
 
 def sharding_named(wrap: str, *, param_dtype: str | None, offload: bool) -> Sharding:
@@ -212,27 +180,80 @@ def sharding_named(wrap: str, *, param_dtype: str | None, offload: bool) -> Shar
 
 
 def wrap_named(text: str) -> WrapPolicy:
-    """The wrap policy of this name.
-
-    These are auto, model-plan, no-split, module-lists, whole, classes=NAME,NAME, and min-size=ELEMENTS.
+    """Return the wrap policy of a name, ``classes=NAME,NAME`` or ``min-size=ELEMENTS``.
 
     Raises:
-        ConfigError: when there is none, with the nearest there is.
+        ConfigError: there is none of this name.
     """
-    policies: dict[str, WrapPolicy] = {
-        "auto": Automatic(),
-        "model-plan": ModelPlan(),
-        "no-split": NoSplitModules(),
-        "module-lists": ModuleListBlocks(),
-        "whole": WholeModel(),
-    }
-    word, _, names = text.partition("=")
-    if word == "classes" and all(names.split(",")):
-        return Classes(tuple(names.split(",")))
-    if word == "min-size" and names.isdecimal():
-        return MinSize(int(names))
-    if text in policies:
-        return policies[text]
-    known = [*policies, "classes=NAME,NAME", "min-size=ELEMENTS"]
-    near = difflib.get_close_matches(text, known, n=1, cutoff=0.0)[0]
-    raise ConfigError(f"there is no wrap policy {text!r}; did you mean {near}? There are {', '.join(known)}")
+    word, _, value = text.partition("=")
+    if word == "classes" and all(value.split(",")):
+        return Classes(tuple(value.split(",")))
+    if word == "min-size" and value.isdecimal():
+        return MinSize(int(value))
+    for name in get_args(NamedPolicy):
+        if text == name:
+            return cast(NamedPolicy, name)
+    known = ", ".join([*get_args(NamedPolicy), "classes=NAME,NAME", "min-size=ELEMENTS"])
+    raise ConfigError(f"wrap={text!r} is not known. Pass one of {known}.")
+
+
+def shard(
+    model: nn.Module,
+    sharding: Sharding = Sharding(),  # noqa: B008 - frozen
+    *,
+    optimizers: Sequence[Optimizer] = (),
+    values_from: ValuesFrom = "any",
+    trained_dtype: TrainedDtype = "unchanged",
+    quantization: FourBit | None = None,
+    options: ShardOptions = ShardOptions(),
+) -> ShardReport:
+    """Shard a model in place with ``fully_shard``, whatever state it is in, and bind its optimizers to the shards.
+
+    Every tensor may be live (with values) on all ranks, on some, or on none. Where it is live on some, the others
+    get their shards, or for buffers the whole, from these; where on none, it stays on meta for
+    :func:`~shardwise.engines.loading.load` to fill. A model that is sharded already is left alone.
+
+    Parameters become new objects that keep ``requires_grad``, attributes and ties. Optimizers keep their groups,
+    settings and state; schedulers of theirs go on. Parameters on meta that an optimizer holds, or whose gradients
+    have to be averaged because they stay whole, get memory at once, filled with NaN, so that ``load`` keeps them.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks), whose ranks are those of the mesh.
+    Memory: this rank's shards and ``options.budget_bytes``; beside that, a source holds of its whole tensors what
+    it has not given yet. What the caller keeps a reference to is not freed.
+
+    Args:
+        model: any module, of the same names, shapes, ties and ``requires_grad`` on every rank; compiled ones are
+            seen through.
+        sharding: mesh, wrap policy, mixed precision, offload. Without a mesh, all ranks form one; without a process
+            group nothing is sharded.
+        optimizers: those that were made of the model's parameters, on every rank in the same order.
+        values_from: whose values count.
+        trained_dtype: ``torch.float32`` keeps trained parameters in a wider dtype.
+        quantization: ``Nf4(...)`` or ``Fp4(...)`` puts linear layers and experts into four bits first, in place:
+            those with values are packed, those on meta are by ``load``.
+        options: budget, process group, machines, patience.
+
+    Raises:
+        ConfigError: an argument cannot be honoured.
+        PlacementError: the policy matches nothing; the model is sharded in part; parameters or optimizer state
+            cannot be handed over as they are.
+        DisagreementError: ranks have different models, optimizers, arguments, or values where they must not.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank. All but the last come before anything is changed; where values differ
+    that must not, what ``quantization`` packs has been packed by then.
+    """
+    asked = ShardCall(sharding, optimizers, values_from, trained_dtype, options, quantization)
+
+    def look() -> nn.Module:
+        given = {"model": model, "sharding": sharding, "values_from": values_from}
+        given |= {"trained_dtype": trained_dtype, "quantization": quantization, "options": options}
+        require_meant(hints_of(shard), given)
+        require_trainable_dtype(trained_dtype)
+        return without_compile(model)
+
+    clock = Clock()
+    with world_of(options, "shard") as world, torch.device("cpu"):
+        with clock.phase("agree"):
+            plain = world.together(look)
+        return carry_out_shard(world, plain, asked, clock)

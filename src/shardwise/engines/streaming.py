@@ -3,53 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.conversion import Stored, computes
-from shardwise.engines.save_options import HubNames, InternalNames, WrittenNames
-from shardwise.engines.saved_in_four_bits import four_bits_of
+from shardwise.conversion import computes
+from shardwise.engines.save_plan import WrittenNames
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.execution.memory.host_memory import is_common
-from shardwise.execution.memory.materialize import home_of
-from shardwise.execution.ranks.line import Patience
-from shardwise.execution.ranks.world import World
-from shardwise.execution.states.assemble import CommonRooms, assemble, part_of, put_together
-from shardwise.execution.states.given_parts import Giver, MergingGiver, PackedRows, agree_on_shares, in_numbers
+from shardwise.execution.given_parts import Giver, MergingGiver, PackedRows, agree_on_shares, in_numbers
+from shardwise.execution.memory import home_of
+from shardwise.execution.moving import Exchange, part_of
+from shardwise.execution.patience import Patience
+from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin
-from shardwise.models.conversions.revert import Output, revert
-from shardwise.models.four_bits.four_bit_files import (
-    held_as_stored,
-    held_in_files,
-    in_shapes_of_files,
-    layout_in_numbers,
-    packed_for_files,
-    refuse_experts,
-    refuse_without_scales,
+from shardwise.models import four_bit_files
+from shardwise.models.four_bit_linear import SCALES, WEIGHT, is_in_four_bits
+from shardwise.models.revert import Output, revert
+from shardwise.models.selection import (
+    Adapted,
+    AdapterOnly,
+    MergedAdapter,
+    Selection,
+    has_adapters,
+    names_outside,
+    without_adapter,
 )
-from shardwise.models.four_bits.four_bit_linear import SCALES, WEIGHT, is_in_four_bits
-from shardwise.models.four_bits.quantization import FourBit
-from shardwise.models.lora_weights import MergedAdapter, without_adapter
-from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters, names_outside
 from shardwise.models.torch_words import saved_dtype, to_torch
-from shardwise.models.view import Held, layout_of, look_inside
-from shardwise.planning.loads.load_plan import OnDiffering
-from shardwise.planning.moves.assembly import Boxes, WantedTensor, plan_assembly
-from shardwise.planning.states.sources import EveryRank, FirstRank
+from shardwise.models.view import Held, layout_of, look_inside, without_compile
+from shardwise.planning.load_plan import OnDiffering
+from shardwise.planning.moves import Boxes, Move, Round, plan_rounds, whole_on
 from shardwise.report.names import collapse
-from shardwise.tensors import Box, numel
+from shardwise.tensors import Box
 
 _SMALLEST_BUCKET_BYTES = 4096
 
 _NOT_MERGED = "no adapter is merged into them; merge its files with shardwise.merge_adapter"
 
 
-Targets: TypeAlias = EveryRank | FirstRank
+Targets: TypeAlias = Literal["all_ranks", "first_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,36 +81,28 @@ def walk_tensors(
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
         held, supply = _agreed_supply(world, model, names, only, arguments, on_differing_buffers, options)
         outputs = supply.outputs
-        targets = (0,) if isinstance(to, FirstRank) else tuple(range(world.size))
+        targets = range(1) if to == "first_rank" else range(world.size)
         dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
         shapes = {key: output.shape for key, output in outputs.items()}
-        wanted = [
-            WantedTensor(key, output.expression, dtypes[key].itemsize, targets) for key, output in outputs.items()
+        moves = [
+            Move(key, item.expression, dtypes[key].itemsize, whole_on(targets, item.shape, world.size))
+            for key, item in outputs.items()
         ]
-        rounds = world.together(
-            lambda: plan_assembly([wanted], supply.shares, world.size, options.bucket_bytes // 4)
-        )
+        rounds = world.together(lambda: plan_rounds([moves], supply.shares, options.bucket_bytes // 2))
         home = _home(held)
-        is_target = world.rank in targets
-        device = options.device or home
-        rooms: CommonRooms | None = None
-        if _is_on_one_host(world, home, device):
-            rooms = CommonRooms(rounds, shapes, dtypes, is_target=is_target, spare_bytes=options.bucket_bytes)
+        device = (options.device or home) if world.rank in targets else torch.device("meta")
+        begun: dict[str, torch.Tensor] = {}
 
-        def memory_of(key: str) -> torch.Tensor:
-            if rooms is not None and is_target and numel(shapes[key]):
-                return rooms.take(key)
-            return torch.empty(shapes[key], dtype=dtypes[key], device=device if is_target else "meta")
+        def take(key: str) -> torch.Tensor:
+            return begun.pop(key) if key in begun else torch.empty(shapes[key], dtype=dtypes[key], device=device)
 
-        hall = _Hall(shapes, memory_of)
-        if rooms is not None:
-            arrivals = put_together(world, rounds, supply.giver, rooms)
-        else:
-            arrivals = assemble(world, rounds, supply.giver, hall.room, dtypes, home)
+        def room(key: str, box: Box) -> torch.Tensor:
+            begun[key] = take(key)
+            return part_of(begun[key], box)
+
+        arrivals = Exchange(world, rounds, supply.giver.share, room, dtypes, home).run()
         with contextlib.closing(arrivals), _told_when_left():
-            for items in arrivals:
-                yield from supply.packing.each(hall.complete(items.boxes()))
-            yield from supply.packing.each(hall.rest())
+            yield from _completed(shapes, arrivals, take)
 
 
 def _agreed_supply(
@@ -141,54 +128,13 @@ def _agreed_supply(
     return held, supply
 
 
-def _is_on_one_host(world: World, *devices: torch.device) -> bool:
-    """Whether all ranks have and want the tensors in memory that all of them see. Collective: yes."""
-    if world.size == 1:
-        return False
-    return all(world.each(lambda: {device.type for device in devices} == {"cpu"})) and is_common(world)
-
-
 def _looked_at(model: nn.Module, names: WrittenNames, only: Selection | MergedAdapter) -> list[Held]:
     held = look_inside(model)
     if not isinstance(only, AdapterOnly):
-        refuse_without_scales(held)
-    if not isinstance(only, Everything):
+        four_bit_files.refuse_without_scales(held)
+    if only is not None:
         return held
-    return held_in_files(held) if isinstance(names, HubNames) else held_as_stored(held)
-
-
-@dataclass(frozen=True)
-class _PackedAgain:
-    """Layers that are in four bits in the model, and are to be so again once an adapter is merged; by key."""
-
-    keys: frozenset[str] = frozenset()
-    quantization: FourBit | None = None
-
-    @classmethod
-    def of(cls, only: MergedAdapter, outputs: Mapping[str, Output], packed: Collection[str]) -> _PackedAgain:
-        """``packed`` are names of weights in four bits.
-
-        Raises:
-            ConfigError: there are none; or they cannot be packed so.
-        """
-        quantization = four_bits_of(only.quantization)
-        if quantization is None:
-            return cls()
-        made = {key: item.expression for key, item in outputs.items()}
-        keys = {key for key, item in made.items() if isinstance(item, Stored) and item.key in packed}
-        if not keys:
-            raise ConfigError("MergedAdapter(quantization=...): nothing of the base is in four bits; leave it out")
-        if odd := [key for key in keys if made[key].shape[-1] % quantization.block_size]:
-            raise ConfigError(f"{min(odd)}: its rows are not of whole blocks of {quantization.block_size}")
-        return cls(frozenset(keys), quantization)
-
-    def each(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same, with what files of bitsandbytes have in the place of each layer; raises FormatError."""
-        for key, tensor in tensors:
-            if self.quantization is not None and key in self.keys:
-                yield from packed_for_files(key, tensor, self.quantization)
-            else:
-                yield key, tensor
+    return four_bit_files.held_in_files(held) if names == "hub" else four_bit_files.held_as_stored(held)
 
 
 @dataclass(frozen=True)
@@ -198,7 +144,6 @@ class _StreamSupply:
     outputs: Mapping[str, Output]
     shares: Mapping[str, Sequence[Boxes]]
     giver: Giver
-    packing: _PackedAgain = _PackedAgain()
 
 
 def _supply(
@@ -219,25 +164,40 @@ def _supply(
         return _StreamSupply(
             {key: Output.of(key, layout.by_name[name]) for key, name in chosen.items()}, shares, giver
         )
-    if isinstance(only, MergedAdapter):
-        world.together(lambda: refuse_experts(held, _NOT_MERGED))
-        adapted = world.together(lambda: without_adapter(model, list(by_name), only.adapter))
-        outputs = world.together(
-            lambda: _outputs(adapted.base, adapted.layout(layout_in_numbers(layout, held)), names)
-        )
-        needed = [name for item in adapted.factors.values() for name in (item.lora_A, item.lora_B)]
-        matrices = _whole(world, [Output.of(name, layout.by_name[name]) for name in needed], shares, giver, options)
-        base_held = {name: by_name[fqn] for name, fqn in adapted.inside.items()}
-        base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
-        packed = packed_rows(base_held)
-        base_shares |= {name: tuple(map(in_numbers, base_shares[name])) for name in packed}
-        merging = MergingGiver(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
-        again = world.together(lambda: _PackedAgain.of(only, outputs, packed))
-        return _StreamSupply(outputs, base_shares, merging, again)
-    world.together(lambda: _refuse_adapters(model, names))
-    return _StreamSupply(
-        world.together(lambda: in_shapes_of_files(held, _outputs(model, layout, names))), shares, giver
-    )
+    wanted = world.together(lambda: _wanted(model, held, names, only))
+    if wanted.adapted is None:
+        return _StreamSupply(wanted.outputs, shares, giver)
+    adapted, packed = wanted.adapted, wanted.packed
+    needed = [name for item in adapted.factors.values() for name in (item.lora_A, item.lora_B)]
+    matrices = _whole(world, [Output.of(name, layout.by_name[name]) for name in needed], shares, giver, options)
+    base_held = {name: by_name[fqn] for name, fqn in adapted.inside.items()}
+    base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
+    base_shares |= {name: tuple(map(in_numbers, base_shares[name])) for name in packed}
+    merging = MergingGiver(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
+    return _StreamSupply(wanted.outputs, base_shares, merging)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The tensors that come out; of a merged adapter also the model without it, and its layers in four bits."""
+
+    outputs: Mapping[str, Output]
+    adapted: Adapted | None = None
+    packed: Mapping[str, PackedRows] = field(default_factory=dict)
+
+
+def _wanted(model: nn.Module, held: list[Held], names: WrittenNames, only: MergedAdapter | None) -> _Wanted:
+    """Raises ConfigError, CoverageError for what cannot be streamed."""
+    layout = layout_of(held, lambda item: Origin.NOWHERE)
+    if only is None:
+        _refuse_adapters(model, names)
+        return _Wanted(four_bit_files.in_shapes_of_files(held, _outputs(model, layout, names)))
+    four_bit_files.refuse_experts(held, _NOT_MERGED)
+    by_name = {name: item for item in held for name in item.names}
+    adapted = without_adapter(model, list(by_name), only.adapter)
+    outputs = _outputs(adapted.base, adapted.layout(four_bit_files.layout_in_numbers(layout, held)), names)
+    packed = packed_rows({name: by_name[fqn] for name, fqn in adapted.inside.items()})
+    return _Wanted(outputs, adapted, packed)
 
 
 def packed_rows(held: Mapping[str, Held]) -> dict[str, PackedRows]:
@@ -252,37 +212,22 @@ def packed_rows(held: Mapping[str, Held]) -> dict[str, PackedRows]:
 
 
 def tensors_to_come(
-    model: nn.Module, names: WrittenNames, only: Everything | MergedAdapter, dtype: torch.dtype | None
+    model: nn.Module, names: WrittenNames, only: MergedAdapter | None, dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """By key, dtype and shape of what :func:`walk_tensors` goes through, in its order. Nothing is moved.
 
     Raises:
         ConfigError, CoverageError, PlacementError: as for going through them.
     """
-    held = _looked_at(model, names, only)
-    layout = layout_of(held, lambda item: Origin.NOWHERE)
-    if isinstance(only, MergedAdapter):
-        refuse_experts(held, _NOT_MERGED)
-        adapted = without_adapter(model, [name for item in held for name in item.names], only.adapter)
-        outputs = _outputs(adapted.base, adapted.layout(layout_in_numbers(layout, held)), names)
-        by_name = {name: item for item in held for name in item.names}
-        packed = packed_rows({name: by_name[fqn] for name, fqn in adapted.inside.items()})
-        packing = _PackedAgain.of(only, outputs, packed)
-    else:
-        _refuse_adapters(model, names)
-        outputs, packing = in_shapes_of_files(held, _outputs(model, layout, names)), _PackedAgain()
-    empty = (
-        (key, torch.empty(output.shape, dtype=to_torch(saved_dtype(output.dtype, dtype)), device="meta"))
-        for key, output in outputs.items()
-    )
-    return {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in packing.each(empty)}
+    wanted = _wanted(model, _looked_at(model, names, only), names, only)
+    return {key: (to_torch(saved_dtype(item.dtype, dtype)), item.shape) for key, item in wanted.outputs.items()}
 
 
 def _refuse_adapters(model: nn.Module, names: WrittenNames) -> None:
-    if isinstance(names, HubNames) and has_adapters(model):
+    if names == "hub" and has_adapters(model):
         raise ConfigError(
             f"{type(model).__name__} has adapters of PEFT's, and the hub has no names for both together; pass "
-            "only=MergedAdapter() or only=AdapterOnly(), or names=InternalNames() for all tensors as the model "
+            "only=MergedAdapter() or only=AdapterOnly(), or names='internal' for all tensors as the model "
             "names them"
         )
 
@@ -299,24 +244,27 @@ def _whole(
     options: StreamOptions,
 ) -> dict[str, torch.Tensor]:
     """Tensors of the model, whole on every rank. Collective: yes."""
-    everybody = tuple(range(world.size))
-    wanted = [WantedTensor(item.key, item.expression, item.dtype.itemsize, everybody) for item in outputs]
+    everybody = range(world.size)
+    moves = [
+        Move(item.key, item.expression, item.dtype.itemsize, whole_on(everybody, item.shape, world.size))
+        for item in outputs
+    ]
     dtypes = {item.key: to_torch(item.dtype) for item in outputs}
     home = _home(list(giver.held.values()))
     found = {item.key: torch.empty(item.shape, dtype=dtypes[item.key], device=home) for item in outputs}
-    rounds = world.together(lambda: plan_assembly([wanted], shares, world.size, options.bucket_bytes))
-    for _ in assemble(world, rounds, giver, lambda key, box: part_of(found[key], box), dtypes, home):
+    rounds = world.together(lambda: plan_rounds([moves], shares, options.bucket_bytes))
+    for _ in Exchange(world, rounds, giver.share, lambda key, box: part_of(found[key], box), dtypes, home).run():
         pass
     return found
 
 
 def _outputs(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapping[str, Output]:
-    made = revert(model, layout, internal_names=isinstance(names, InternalNames))
+    made = revert(model, layout, internal_names=names == "internal")
     if keys := [key for key, output in made.items() if computes(output.expression)]:
         raise CoverageError(
             f"{', '.join(pattern for pattern, _ in collapse(keys))}: transformers computes these from whole "
             "tensors of the model when it saves it; they cannot be put together in parts. Pass "
-            "names=InternalNames() for the model's own tensors"
+            "names='internal' for the model's own tensors"
         )
     return made
 
@@ -330,43 +278,73 @@ def _told_when_left() -> Iterator[None]:
         raise GeneratorExit("its loop over the tensors ended before the last one") from None
 
 
-class _Hall:
-    """Tensors that are being put together, and those that are complete, in order.
+def _completed(
+    shapes: Mapping[str, tuple[int, ...]], arrivals: Iterable[Round], take: Callable[[str], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors in order, each when its last block has arrived; those without elements have no block."""
+    waiting = iter(shapes)
+    for blocks in arrivals:
+        for block in blocks:
+            ends = (at + size for at, size in zip(block.box.offsets, block.box.sizes, strict=True))
+            if tuple(ends) != shapes[block.key]:
+                continue
+            for key in waiting:
+                yield key, take(key)
+                if key == block.key:
+                    break
+    for key in waiting:
+        yield key, take(key)
 
-    ``memory_of`` gives a tensor's memory: before its first box, or once it is complete, put together elsewhere.
+
+def iter_hf_tensors(
+    model: nn.Module,
+    *,
+    to: Targets = "all_ranks",
+    names: WrittenNames = "hub",
+    only: Selection | MergedAdapter = None,
+    dtype: torch.dtype | None = None,
+    on_differing_buffers: OnDiffering = "first_rank",
+    options: StreamOptions = StreamOptions(),
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Go through a model's tensors, whole, in the order in which transformers saves them.
+
+    ::
+
+        for key, tensor in shardwise.iter_hf_tensors(model):
+            engine.load_weight(key, tensor)
+
+    All ranks go through the tensors together: each must take the next one as often as the others, and may leave
+    the loop early where all do so after the same tensor. A loop that ends early on one rank alone, by an exception
+    perhaps, makes the others raise. Parameters must not change meanwhile. Each tensor is the caller's own.
+
+    Collective: yes, from the first tensor to the last.
+    Memory: two buckets, or one tensor that is larger and a bucket; on a machine whose ranks have the model on the
+    CPU, that much for all of them together.
+
+    Args:
+        model: sharded or not, of transformers or not, with values on every rank; in the same state on every rank.
+        to: ``"all_ranks"``; or ``"first_rank"``: the others go through the same keys, and get tensors on meta.
+        names: as the checkpoint has them, ``"hub"``, or the model's own, ``"internal"``.
+        only: ``None``; or, of a PEFT model, ``AdapterOnly()``: an adapter under the names that PEFT's files
+            have; or ``MergedAdapter()``: the base with a LoRA of linear layers merged in, under the base's names.
+            For that every rank holds the adapter whole. The names of a PEFT model as it is are its own,
+            ``"internal"``: no hub has it like that.
+        dtype: of the floating-point tensors; they travel in it. None leaves every tensor its own.
+        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
+            have, are the first rank's, ``"first_rank"``, or an error, ``"error"``.
+        options: bucket, device, process group, patience.
+
+    Raises:
+        ConfigError: the arguments cannot be honoured.
+        PlacementError: tensors have no values, or the ranks do not hold all of the model.
+        CoverageError: the checkpoint has tensors that are computed from the model's.
+        CheckpointError: (or a subclass) what befell one rank.
+        DisagreementError: the ranks have different models or arguments, or different values of parameters that
+            several of them hold.
+        RankLostError: a rank has been lost, or has left its loop.
+
+    Every error is the same on every rank.
     """
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], memory_of: Callable[[str], torch.Tensor]) -> None:
-        self._shapes = shapes
-        self._memory_of = memory_of
-        self._waiting = list(shapes)[::-1]
-        self._begun: dict[str, torch.Tensor] = {}
-
-    def room(self, key: str, box: Box) -> torch.Tensor:
-        """The elements of a box in its tensor."""
-        if key not in self._begun:
-            self._begun[key] = self._memory_of(key)
-        return part_of(self._begun[key], box)
-
-    def complete(self, boxes: Sequence[tuple[str, Box]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of which these are the last boxes, and those without elements before them."""
-        for key, box in boxes:
-            ends = (at + size for at, size in zip(box.offsets, box.sizes, strict=True))
-            if tuple(ends) == self._shapes[key]:
-                yield from self._until(key)
-
-    def rest(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors without elements, behind all others."""
-        while self._waiting:
-            yield self._next()
-
-    def _until(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-        while True:
-            found, tensor = self._next()
-            yield found, tensor
-            if found == key:
-                return
-
-    def _next(self) -> tuple[str, torch.Tensor]:
-        key = self._waiting.pop()
-        return key, self._begun.pop(key) if key in self._begun else self._memory_of(key)
+    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
+        raise ConfigError(f"dtype={dtype} is not a floating dtype of 16 bits or more; pass torch.bfloat16, say")
+    return walk_tensors(without_compile(model), to, names, only, dtype, on_differing_buffers, options)

@@ -1,4 +1,4 @@
-"""Compares files with what was recorded when they were saved, and a loaded model with another path's."""
+"""Comparison of saved files with the checksums that were recorded when they were saved."""
 
 from __future__ import annotations
 
@@ -8,16 +8,10 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import torch
-from transformers import PreTrainedModel
-
-from shardwise.engines.forecasting import forecast_of
-from shardwise.engines.pretrained_options import PretrainedOptions
+from shardwise.engines.forecasting import plan
 from shardwise.errors import FormatError
-from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.workers import Workers
+from shardwise.execution.workers import Workers
 from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import (
@@ -26,15 +20,10 @@ from shardwise.formats.peft_adapter import (
     is_training_file,
     training_beside,
 )
-from shardwise.layout import TensorKind
-from shardwise.models import pretrained
-from shardwise.models.conversions.reference import reference_buffers, reference_values
-from shardwise.models.view import Held, local_boxes, look_inside, raw_bytes, strided_view
-from shardwise.planning.saves import fingerprints
-from shardwise.planning.saves.fingerprints import RecordedSave
-from shardwise.planning.saves.save_plan import ADAPTER, MODEL
-from shardwise.report.load_report import LoadReport
-from shardwise.report.verify_report import ReopenReport
+from shardwise.planning import fingerprints
+from shardwise.planning.fingerprints import RecordedSave
+from shardwise.planning.save_plan import ADAPTER, MODEL
+from shardwise.report.save_reports import ReopenReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.storage.reading.opening import open_storage
@@ -68,7 +57,7 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
         index = open_checkpoint(reader, weights_name=adapter, extra_files=[training] if training else [])
         model_class = ""
         if _CONFIG in reader.list():
-            model_class = forecast_of(directory, 1, {"device": "cpu"}).model_class
+            model_class = plan(directory, ranks=1, device="cpu").model_class
         found = _compare_files(reader, index)
     return ReopenReport(
         checkpoint=index.root,
@@ -205,13 +194,13 @@ def require_as_saved(reader: StorageReader, adapter: str, training: str | None) 
             f"{reader.root}: is not what was saved, and nothing of it has been loaded:\n  "
             + "\n  ".join([*faults[:_SHOWN], *more])
             + "\nThe disk, or what copied or edited the files, has changed them; load another copy. To take an "
-            f"adapter that was changed on purpose, remove {record}, and load it with state=MatricesOnly()."
+            f"adapter that was changed on purpose, remove {record}, and load it with training_state=False."
         )
     if training is not None and not found.has_headers:
         raise FormatError(
             f"{training} in {reader.root}: {record} has no checksums of it, by which damage would be found; copy "
             "that file there, too. Of a save by an earlier version, which recorded none, take the matrices alone, "
-            "with state=MatricesOnly()"
+            "with training_state=False"
         )
 
 
@@ -252,94 +241,3 @@ def _fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, in
     memories = [bytearray(_BLOCK_BYTES) for _ in range(reader.policy.concurrency)]
     Workers(add, memories, lambda: None).run(blocks)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedModel:
-    """How many tensors and buffers have been compared, elements on all ranks, and what differs where."""
-
-    tensors: int
-    buffers: int
-    elements: int
-    unequal: tuple[str, ...]
-
-
-def compare_with_reference(
-    world: World, model: PreTrainedModel, report: LoadReport, keywords: PretrainedOptions
-) -> ComparedModel:
-    """Compare every element on every rank. Collective: yes.
-
-    Memory: the largest conversion, whole.
-    """
-    held = look_inside(model)
-    tensors, elements, unequal = world.together(lambda: _compare_stored(model, held, report, keywords))
-    buffers, buffer_elements, unequal_buffers = world.together(lambda: _compare_buffers(model, held))
-    found = [f"{fault} on rank {world.rank}" for fault in unequal + unequal_buffers]
-    everywhere = world.gather((elements + buffer_elements, found))
-    return ComparedModel(
-        tensors,
-        buffers,
-        sum(count for count, _ in everywhere),
-        tuple(fault for _, faults in everywhere for fault in faults),
-    )
-
-
-def _compare_stored(
-    model: PreTrainedModel, held: Sequence[Held], report: LoadReport, keywords: PretrainedOptions
-) -> tuple[int, int, list[str]]:
-    """(tensors, elements of this rank, names that differ)."""
-    by_name = {name: item for item in held for name in item.names if item.kind.is_saved}
-    dtypes = {name: item.tensor.dtype for name, item in by_name.items()}
-    transforms = pretrained.conversion_transforms(model, keywords.get("key_mapping"))
-    files = [Path(report.checkpoint) / file for file in report.files]
-    compared: set[str] = set()
-    elements = 0
-    unequal: list[str] = []
-    for name, whole in reference_values(model, files, transforms, dtypes, report.wrapper):
-        item = by_name[name]
-        if item.fqn in report.mismatched_keys:
-            continue
-        compared.add(item.fqn)
-        count, equal = _compare(item, whole)
-        elements += count
-        if not equal:
-            unequal.append(name)
-    initialized = {*report.initialized, *report.mismatched_keys}
-    unequal += [
-        f"{item.fqn} (in no source)"
-        for item in held
-        if item.kind.is_saved and item.fqn not in compared and item.fqn not in initialized
-    ]
-    return len(compared), elements, unequal
-
-
-def _compare_buffers(model: PreTrainedModel, held: Sequence[Held]) -> tuple[int, int, list[str]]:
-    buffers = [item for item in held if item.kind is TensorKind.BUFFER]
-    if not buffers:
-        return 0, 0, []
-    reference = reference_buffers(model)
-    unequal: list[str] = []
-    elements = 0
-    for item in buffers:
-        count, equal = _compare(item, reference[item.fqn])
-        elements += count
-        if not equal:
-            unequal.append(item.fqn)
-    return len(buffers), elements, unequal
-
-
-def _compare(item: Held, whole: torch.Tensor) -> tuple[int, bool]:
-    """(elements compared, whether this rank's boxes are bitwise those of the whole tensor)."""
-    if whole.shape != item.tensor.shape or whole.dtype != item.tensor.dtype:
-        return 0, False
-    local = item.local
-    count = 0
-    for part in local_boxes(item.tensor, item.fqn):
-        where = tuple(
-            slice(offset, offset + size) for offset, size in zip(part.box.offsets, part.box.sizes, strict=True)
-        )
-        held = strided_view(local, part.local)
-        count += part.box.numel
-        if not torch.equal(raw_bytes(held.cpu()), raw_bytes(whole[where])):
-            return count, False
-    return count, True

@@ -64,7 +64,7 @@ class Joined:
 class Coded(Protocol):
     """Numbers that are stored in few bits, with scales: plain data of a quantised form.
 
-    ``planning.loads.stored`` has a table of what makes an expression of it, by ``kind``.
+    ``planning.load_memory`` has a table of what makes an expression of it, by ``kind``.
     """
 
     @property

@@ -217,6 +217,6 @@ def training_beside(reader: StorageReader, adapter: str) -> str | None:
     if name is not None and name not in reader.list():
         raise FormatError(
             f"{name} is not in {reader.root}, and {shown(adapter)} names it as the state of its training; copy it "
-            "there, too, or take the matrices alone (of a bank, load(..., state=MatricesOnly()))"
+            "there, too, or take the matrices alone (of a bank, load(..., training_state=False))"
         )
     return name

@@ -1,18 +1,19 @@
 """Pickles written by strangers, read without running anything.
 
-A pickle is a program for a small machine. Python's own machine imports what the program names and calls it. Here
-``pickletools`` decodes the program, and a machine with a closed :class:`Vocabulary` carries it out: every global is
-one of those listed there and stands for a plain value, a record class of ours, or a pure function of ours. All else
-is refused by name. There is no option to widen it. A ``pickle.Unpickler`` that finds nothing else would not do:
+A pickle is a program for a small machine: Python's own imports what the program names, and calls it. Here it
+runs on a subclass of the pure Python unpickler, with those operations alone that torch writes, and a closed
+vocabulary of globals: each stands for a plain value, a record of ours, or a pure function of ours. All else
+is refused by name. There is no option to widen it. The unpickler in C with a ``find_class`` would not do:
 nests of tuples as keys crash it, indexes of its memo take all memory, and states change what it has found.
 """
 
 from __future__ import annotations
 
-import pickletools
+import io
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from shardwise.errors import FormatError
 from shardwise.storage.names import shown
@@ -25,7 +26,7 @@ _PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Other:
-    """A value that is nobody's affair here, by the name of its type."""
+    """A value that is not used here, by the name of its type."""
 
     kind: str
 
@@ -38,16 +39,24 @@ class Record:
     state: object = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Function:
+    """A function of the vocabulary."""
+
+    name: str
+    call: Callable[[tuple[object, ...]], object]
+
+
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """All globals that a pickle may name.
 
     Attributes:
-        values: what stands for itself.
-        functions: what may be called: each takes the tuple of arguments, checks it, and raises a ValueError (whose
-            text is shown) for those it does not like.
+        values: those that stand for themselves.
+        functions: those that may be called: each takes the tuple of arguments, checks it, and raises a ValueError
+            (whose text is shown) for those it does not like.
         records: classes of which objects may be made; they become :class:`Record`.
-        persistent: what a persistent id stands for, checked likewise.
+        persistent: the function of a persistent id, which checks it likewise.
     """
 
     values: Mapping[Global, object] = field(default_factory=dict)
@@ -64,251 +73,132 @@ def read_pickle(content: bytes, vocabulary: Vocabulary, *, what: str) -> object:
 
     Raises :class:`FormatError` for all that is not sound or not in the vocabulary, never another exception.
     """
-    return _Machine(content, vocabulary, what).run()
-
-
-class _StackMark:
-    """Where on the stack a sequence of items begins."""
-
-
-_MARK = _StackMark()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Function:
-    """A function of the vocabulary, on the stack of the machine."""
-
-    name: str
-    call: Callable[[tuple[object, ...]], object]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Class:
-    name: str
-
-
-_StackStep: TypeAlias = "Callable[[_Machine, Any], object]"
-
-
-class _Machine:
-    def __init__(self, content: bytes, vocabulary: Vocabulary, what: str) -> None:
-        self.content = content
-        self.vocabulary = vocabulary
-        self.what = what
-        self.position = 0
-        self.stack: list[object] = []
-        self.memo: dict[int, object] = {}
-
-    def run(self) -> object:
-        operations = _OPERATIONS
-        try:
-            # Each operation puts one object on the stack at most, so the content bounds it.
-            for code, argument, position in pickletools.genops(self.content):
-                self.position = position or 0
-                operation = operations.get(code.name)
-                if operation is None:
-                    self.refuse(f"it has the operation {code.name}, which torch does not write")
-                operation(self, argument)
-        except (ValueError, OverflowError) as error:  # of the decoder
-            self.refuse(f"it cannot be decoded ({str(error)[:200]!a})")
-        if len(self.stack) != 1 or self.stack[0] is _MARK:
-            self.refuse(f"it leaves {len(self.stack)} objects, not one")
-        return self.stack[0]
-
-    def refuse(self, cause: str) -> NoReturn:
-        raise FormatError(
-            f"{self.what}, at byte {self.position}: {cause}; the file is damaged or of another format: download or "
-            "write it again"
-        )
-
-    # The stack
-
-    def push(self, value: object) -> None:
-        self.stack.append(value)
-
-    def pop(self) -> object:
-        if not self.stack or self.stack[-1] is _MARK:
-            self.refuse("it takes more from the stack than there is")
-        return self.stack.pop()
-
-    def top(self) -> object:
-        if not self.stack or self.stack[-1] is _MARK:
-            self.refuse("it takes more from the stack than there is")
-        return self.stack[-1]
-
-    def pop_to_mark(self) -> list[object]:
-        stack = self.stack
-        place = len(stack) - 1
-        while place >= 0 and stack[place] is not _MARK:
-            place -= 1
-        if place < 0:
-            self.refuse("it takes more from the stack than there is")
-        items = stack[place + 1 :]
-        del stack[place:]
-        return items
-
-    def pop_tuple(self) -> tuple[object, ...]:
-        arguments = self.pop()
-        if not isinstance(arguments, tuple):
-            self.refuse("a call has no tuple of arguments")
-        return arguments
-
-    # Operations
-
-    def protocol(self, version: int) -> None:
-        if not 2 <= version <= 5:
-            self.refuse(f"it is of protocol {version}; 2 to 5 are known")
-
-    def text(self, text: str) -> None:
-        if not text.isascii():
-            text.encode()  # halves of surrogates raise
-        self.push(text)
-
-    def remember(self, number: int) -> None:
-        self.memo[number] = self.top()
-
-    def recall(self, number: int) -> None:
-        if number not in self.memo:
-            self.refuse(f"it refers to object {number}, which it has not made")
-        self.push(self.memo[number])
-
-    def append(self, items: list[object]) -> None:
-        target = self.top()
-        if not isinstance(target, list):
-            self.refuse("it appends to what is no list")
-        target.extend(items)
-
-    def set_items(self, items: list[object]) -> None:
-        target = self.top()
-        if not isinstance(target, dict) or len(items) % 2:
-            self.refuse("it sets items of what is no dict")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            # Exact types: only their hashes are known to be cheap.
-            if type(key) is Record:
-                target[key] = value
-                continue
-            if type(key) is not str and type(key) is not int:
-                key = Other(type(key).__name__)
-            if key in target:
-                self.refuse(f"a dict has the key {shown(key) if isinstance(key, str) else key} twice")
-            target[key] = value
-
-    def find(self, module: object, name: object) -> None:
-        if not isinstance(module, str) or not isinstance(name, str):
-            self.refuse("a global's name is no text")
-        found = (_PYTHON_2.get(module, module), name)
-        label = f"{found[0]}.{name}"
-        vocabulary = self.vocabulary
-        if found in vocabulary.values:
-            self.push(vocabulary.values[found])
-        elif found in vocabulary.functions:
-            self.push(Function(label, vocabulary.functions[found]))
-        elif found in vocabulary.records:
-            self.push(_Class(label))
-        else:
-            raise FormatError(
-                f"{self.what}: it refers to {shown(label)}, which does not belong to a file of tensors and is "
-                "never run; save the state dict alone (torch.save(model.state_dict(), ...)), or as safetensors"
+    machine = _Machine(io.BytesIO(content), vocabulary)
+    try:
+        return machine.load()
+    except Exception as error:
+        if isinstance(error, _UnknownGlobalError):
+            text = (
+                f"it refers to {shown(str(error))}, which does not belong to a file of tensors and is never run; "
+                "save the state dict alone (torch.save(model.state_dict(), ...)), or as safetensors"
             )
+        else:
+            cause = str(error) if type(error) is ValueError else f"it cannot be decoded ({error!r:.200})"
+            text = f"{ascii(cause)[1:-1]}; the file is damaged or of another format: download or write it again"
+        raise FormatError(f"{what}: {text}") from error
 
-    def stack_global(self) -> None:
-        name, module = self.pop(), self.pop()
-        self.find(module, name)
 
-    def reduce(self) -> None:
-        arguments, function = self.pop_tuple(), self.pop()
-        if not isinstance(function, Function):
-            self.refuse("it calls what cannot be called")
+class _UnknownGlobalError(Exception):
+    """A global that is not in the vocabulary."""
+
+
+class _Machine(pickle._Unpickler):
+    # Attributes of the unpickler of which the type checker does not know.
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {}
+    stack: list[Any]
+    append: Callable[[object], None]
+    readline: Callable[[], bytes]
+    pop_mark: Callable[[], list[object]]
+
+    def __init__(self, content: io.BytesIO, vocabulary: Vocabulary) -> None:
+        super().__init__(content, encoding="utf-8")
+        self.vocabulary = vocabulary
+
+    def find_class(self, module: str, name: str) -> Any:
+        found, vocabulary = (_PYTHON_2.get(module, module), name), self.vocabulary
+        label = f"{found[0]}.{name}"
+        if found in vocabulary.values:
+            return vocabulary.values[found]
+        if found in vocabulary.functions:
+            return Function(label, vocabulary.functions[found])
+        if found in vocabulary.records:
+            return Function(label, lambda _: Record(label))
+        raise _UnknownGlobalError(label)
+
+    def load_global(self) -> None:
+        module, name = (self.readline()[:-1].decode() for _ in range(2))
+        self.append(self.find_class(module, name))
+
+    def load_persistent(self) -> None:
+        if self.vocabulary.persistent is None:
+            raise ValueError("it has persistent ids")
+        self.append(self.vocabulary.persistent(self.stack.pop()))
+
+    def load_call(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if not isinstance(arguments, tuple) or not isinstance(function, Function):
+            raise ValueError("it calls what cannot be called")
         try:
-            self.push(function.call(arguments))
+            self.append(function.call(arguments))
         except ValueError as error:
-            self.refuse(f"{function.name}: {error}")
+            raise ValueError(f"{function.name}: {error}") from error
 
-    def new_object(self) -> None:
-        arguments, made = self.pop_tuple(), self.pop()
-        if not isinstance(made, _Class) or arguments:
-            self.refuse("it makes an object of what is no class")
-        self.push(Record(made.name))
-
-    def build(self) -> None:
-        state, target = self.pop(), self.top()
-        if isinstance(target, Record):
-            if target.state is not None:
-                self.refuse("an object is given its state twice")
+    def load_build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, Record) and target.state is None:
             target.state = state
         elif not isinstance(target, dict):  # of an OrderedDict: attributes, such as a state dict's versions
-            self.refuse("it gives a state to what has none")
+            raise ValueError("it gives a state to what has none")
 
-    def persistent(self) -> None:
-        if self.vocabulary.persistent is None:
-            self.refuse("it has persistent ids")
-        try:
-            self.push(self.vocabulary.persistent(self.pop()))
-        except ValueError as error:
-            self.refuse(str(error))
+    def load_items(self) -> None:
+        items = self.pop_mark()
+        self.set_items(items[::2], items[1::2])
+
+    def load_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.set_items([key], [value])
+
+    def set_items(self, keys: list[object], values: list[object]) -> None:
+        target = self.stack[-1]
+        if not isinstance(target, dict) or len(keys) != len(values):
+            raise ValueError("it sets items of what is no dict")
+        for key, value in zip(keys, values, strict=True):
+            # Exact types: only their hashes are known to be cheap.
+            if type(key) is str:
+                key.encode()  # halves of surrogates raise
+            elif type(key) is not int and type(key) is not Record:
+                key = Other(type(key).__name__)
+            if key in target:
+                raise ValueError(f"a dict has the key {shown(str(key))} twice")
+            target[key] = value
+
+    def load_list_items(self) -> None:
+        items = self.pop_mark()
+        self.extend_list(items)
+
+    def load_list_item(self) -> None:
+        self.extend_list([self.stack.pop()])
+
+    def extend_list(self, items: list[object]) -> None:
+        if not isinstance(self.stack[-1], list):
+            raise ValueError("it appends to what is no list")
+        self.stack[-1].extend(items)
+
+    def load_set(self) -> None:
+        self.append(Other("set"))
+
+    def load_set_items(self) -> None:
+        self.pop_mark()  # to be put into a set they would be hashed
 
 
-def _tuple_of(count: int) -> _StackStep:
-    def operation(machine: _Machine, _: Any) -> None:
-        machine.push(tuple(reversed([machine.pop() for _ in range(count)])))
-
-    return operation
-
-
-def _items_of_set(machine: _Machine, _: Any) -> None:
-    machine.pop_to_mark()
-    machine.top()
-
-
-def _frozen_set(machine: _Machine, _: Any) -> None:
-    machine.pop_to_mark()
-    machine.push(Other("frozenset"))
-
-
-def _set_item(machine: _Machine, _: Any) -> None:
-    value, key = machine.pop(), machine.pop()
-    machine.set_items([key, value])
-
-
-def _without_argument(method: Callable[[_Machine], object]) -> _StackStep:
-    return lambda machine, _: method(machine)
-
-
-_OPERATIONS: dict[str, _StackStep] = {
-    "PROTO": _Machine.protocol,
-    "FRAME": lambda _machine, _: None,
-    "STOP": lambda _machine, _: None,
-    "MARK": lambda machine, _: machine.push(_MARK),
-    "POP": lambda machine, _: machine.pop(),
-    "NONE": lambda machine, _: machine.push(None),
-    "NEWTRUE": lambda machine, _: machine.push(True),
-    "NEWFALSE": lambda machine, _: machine.push(False),
-    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), _Machine.push),
-    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"), _Machine.text),
-    **dict.fromkeys(
-        ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"), lambda machine, _: machine.push(Other("bytes"))
-    ),
-    "EMPTY_LIST": lambda machine, _: machine.push([]),
-    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
-    "EMPTY_DICT": lambda machine, _: machine.push({}),
-    "EMPTY_SET": lambda machine, _: machine.push(Other("set")),
-    "ADDITEMS": _items_of_set,
-    "FROZENSET": _frozen_set,
-    "TUPLE": lambda machine, _: machine.push(tuple(machine.pop_to_mark())),
-    "TUPLE1": _tuple_of(1),
-    "TUPLE2": _tuple_of(2),
-    "TUPLE3": _tuple_of(3),
-    "APPEND": lambda machine, _: machine.append([machine.pop()]),
-    "APPENDS": lambda machine, _: machine.append(machine.pop_to_mark()),
-    "SETITEM": _set_item,
-    "SETITEMS": lambda machine, _: machine.set_items(machine.pop_to_mark()),
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.remember),
-    "MEMOIZE": lambda machine, _: machine.remember(len(machine.memo)),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.recall),
-    "GLOBAL": lambda machine, names: machine.find(*names.split(" ", 1)),
-    "STACK_GLOBAL": _without_argument(_Machine.stack_global),
-    "REDUCE": _without_argument(_Machine.reduce),
-    "NEWOBJ": _without_argument(_Machine.new_object),
-    "BUILD": _without_argument(_Machine.build),
-    "BINPERSID": _without_argument(_Machine.persistent),
+_SAME = (
+    "PROTO FRAME STOP MARK POP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE "
+    "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_LIST EMPTY_TUPLE EMPTY_DICT TUPLE TUPLE1 "
+    "TUPLE2 TUPLE3 BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET STACK_GLOBAL"
+)
+for _name in _SAME.split():
+    _code = getattr(pickle, _name)[0]
+    _Machine.dispatch[_code] = pickle._Unpickler.dispatch[_code]
+_Machine.dispatch |= {
+    pickle.GLOBAL[0]: _Machine.load_global,
+    pickle.BINPERSID[0]: _Machine.load_persistent,
+    pickle.REDUCE[0]: _Machine.load_call,
+    pickle.NEWOBJ[0]: _Machine.load_call,
+    pickle.BUILD[0]: _Machine.load_build,
+    pickle.SETITEM[0]: _Machine.load_item,
+    pickle.SETITEMS[0]: _Machine.load_items,
+    pickle.APPEND[0]: _Machine.load_list_item,
+    pickle.APPENDS[0]: _Machine.load_list_items,
+    pickle.EMPTY_SET[0]: _Machine.load_set,
+    pickle.ADDITEMS[0]: _Machine.load_set_items,
 }

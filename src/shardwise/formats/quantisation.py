@@ -36,7 +36,7 @@ QUANTISED: Final[dict[str, str]] = {
 }
 """By ``quant_method``, where its :data:`FormOf` is, as ``package.module:name``. A form of one's own is a line here,
 and, where what it makes is a new kind of :class:`~shardwise.formats.checkpoint_index.Coded`, one in
-``planning.loads.stored.NODES``."""
+``planning.load_memory.NODES``."""
 
 
 def form_of(config: Mapping[str, Any]) -> QuantisedForm:

@@ -16,15 +16,8 @@ def parse_object(text: bytes, *, what: str) -> dict[str, object]:
     surrogates in names. A :class:`FormatError` for all else, never another exception.
     """
     try:
-        value = json.loads(
-            text.decode("utf-8"), object_pairs_hook=_object_of_distinct_keys, parse_constant=_refuse_constant
-        )
-    except UnicodeDecodeError as error:
-        raise _fault(what, f"invalid UTF-8 at byte {error.start}") from error
-    except RecursionError as error:
-        raise _fault(what, "its JSON is nested too deeply") from error
-    except ValueError as error:
-        # JSONDecodeError, our own refusals, and integers of thousands of digits.
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_object_of_distinct_keys, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:  # not UTF-8, too deep, our own refusals, integers of many digits
         raise _fault(what, f"it is not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise _fault(what, f"it is a JSON {type(value).__name__}, not an object")
@@ -36,30 +29,14 @@ def _fault(what: str, cause: str) -> FormatError:
 
 
 def _object_of_distinct_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError(f"the key {shown(_first_repeated([key for key, _ in pairs]))} occurs twice")
-    for key in result:
-        if not key.isascii():
-            _refuse_lone_surrogates(key)
+    result: dict[str, object] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {shown(key)} occurs twice")
+        key.encode()  # lone surrogates raise
+        result[key] = value
     return result
 
 
-def _refuse_lone_surrogates(key: str) -> None:
-    try:
-        key.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError(f"the key {shown(key)} holds half of a surrogate pair") from None
-
-
-def _first_repeated(keys: list[str]) -> str:
-    seen: set[str] = set()
-    for key in keys:
-        if key in seen:
-            return key
-        seen.add(key)
-    raise AssertionError("no key is repeated")
-
-
-def _refuse_constant(name: str) -> NoReturn:
+def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")

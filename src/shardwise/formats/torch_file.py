@@ -142,7 +142,7 @@ def refuse_others(reader: StorageReader, file: str) -> None:
 
 def _refuse_others(part: FileWindow, what: str) -> None:
     """Refuse what is well known and no archive."""
-    first = part.read(0, min(part.nbytes, len(_LFS)))
+    first = part.read_range(0, min(part.nbytes, len(_LFS)))
     if first.startswith(_LEGACY):
         raise FormatError(
             f"{what}: it is in the format that torch wrote before 1.6, which cannot be read in parts; load it once "

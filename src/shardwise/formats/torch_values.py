@@ -13,39 +13,34 @@ _MAX_SIZE = 2**63 - 1
 
 DTYPES: dict[str, DType] = {
     "bool": DType.BOOL,
-    "uint8": DType.U8,
-    "int8": DType.I8,
-    "uint16": DType.U16,
-    "int16": DType.I16,
-    "uint32": DType.U32,
-    "int32": DType.I32,
-    "uint64": DType.U64,
-    "int64": DType.I64,
+    **{
+        f"{sign}int{bits}": DType[f"{kind}{bits}"]
+        for sign, kind in (("", "I"), ("u", "U"))
+        for bits in (8, 16, 32, 64)
+    },
+    **{f"float{bits}": DType[f"F{bits}"] for bits in (16, 32, 64)},
     "float8_e4m3fn": DType.F8_E4M3,
     "float8_e4m3fnuz": DType.F8_E4M3FNUZ,
     "float8_e5m2": DType.F8_E5M2,
     "float8_e5m2fnuz": DType.F8_E5M2FNUZ,
     "float8_e8m0fnu": DType.F8_E8M0,
-    "float16": DType.F16,
     "bfloat16": DType.BF16,
-    "float32": DType.F32,
-    "float64": DType.F64,
     "complex64": DType.C64,
 }
 """torch's names of the dtypes that can be loaded."""
 
 _STORAGES = {
-    "BoolStorage": DType.BOOL,
-    "ByteStorage": DType.U8,
-    "CharStorage": DType.I8,
-    "ShortStorage": DType.I16,
-    "IntStorage": DType.I32,
-    "LongStorage": DType.I64,
-    "HalfStorage": DType.F16,
-    "BFloat16Storage": DType.BF16,
-    "FloatStorage": DType.F32,
-    "DoubleStorage": DType.F64,
-    "ComplexFloatStorage": DType.C64,
+    "Bool": "bool",
+    "Byte": "uint8",
+    "Char": "int8",
+    "Short": "int16",
+    "Int": "int32",
+    "Long": "int64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Float": "float32",
+    "Double": "float64",
+    "ComplexFloat": "complex64",
 }
 
 
@@ -113,22 +108,15 @@ def _tensor(storage: object, offset: object, size: object, stride: object, dtype
     return PickledTensor(storage, dtype, Strided(offset, sizes, strides))
 
 
-def _rebuild_tensor_v2(arguments: tuple[object, ...]) -> object:
-    if not 6 <= len(arguments) <= 7:
-        raise ValueError("it takes six arguments")
-    if len(arguments) == 7 and arguments[6]:
+def _rebuild(arguments: tuple[object, ...], count: int) -> object:
+    """A tensor by ``count`` arguments, and what follows them, which must be empty."""
+    if not count <= len(arguments) <= count + 1:
+        raise ValueError(f"it takes {count} arguments")
+    if any(arguments[count:]):
         raise ValueError("a tensor is conjugated or negated, which only its reader would do")
     storage, offset, size, stride = arguments[:4]
-    return _tensor(storage, offset, size, stride, storage.dtype if isinstance(storage, Storage) else None)
-
-
-def _rebuild_tensor_v3(arguments: tuple[object, ...]) -> object:
-    if not 7 <= len(arguments) <= 8:
-        raise ValueError("it takes seven arguments")
-    if len(arguments) == 8 and arguments[7]:
-        raise ValueError("a tensor is conjugated or negated, which only its reader would do")
-    storage, offset, size, stride = arguments[:4]
-    return _tensor(storage, offset, size, stride, arguments[6])
+    own = storage.dtype if isinstance(storage, Storage) else None
+    return _tensor(storage, offset, size, stride, own if count == 6 else arguments[6])
 
 
 def _rebuild_parameter(arguments: tuple[object, ...]) -> object:
@@ -155,7 +143,7 @@ def _ordered_dict(arguments: tuple[object, ...]) -> object:
 
 
 def other(kind: str) -> Callable[[tuple[object, ...]], object]:
-    """A function whose result is nobody's affair."""
+    """A function whose result is not used."""
     return lambda arguments: Other(kind)
 
 
@@ -170,7 +158,7 @@ _SCALARS: dict[Global, object] = {
 TORCH_FILE = Vocabulary(
     values={
         **_SCALARS,
-        **{("torch", name): StorageType(dtype) for name, dtype in _STORAGES.items()},
+        **{("torch", f"{name}Storage"): StorageType(DTYPES[dtype]) for name, dtype in _STORAGES.items()},
         ("torch", "UntypedStorage"): StorageType(None),
         ("torch.storage", "UntypedStorage"): StorageType(None),
         ("torch", "Tensor"): _TENSOR_CLASS,
@@ -181,8 +169,8 @@ TORCH_FILE = Vocabulary(
         ("collections", "OrderedDict"): _ordered_dict,
         ("torch", "Size"): _size,
         ("torch", "device"): other("device"),
-        ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
-        ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
+        ("torch._utils", "_rebuild_tensor_v2"): lambda arguments: _rebuild(arguments, 6),
+        ("torch._utils", "_rebuild_tensor_v3"): lambda arguments: _rebuild(arguments, 7),
         ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
         ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
         ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
@@ -198,6 +186,11 @@ TORCH_FILE = Vocabulary(
 _DCP = "torch.distributed.checkpoint.metadata"
 _OLD_DCP = "torch.distributed._shard.sharded_tensor.metadata"
 
+_RECORDS = (
+    *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    *("TensorProperties", "StorageMeta"),
+)
+
 DISTRIBUTED_METADATA = Vocabulary(
     values=_SCALARS,
     functions={
@@ -206,26 +199,14 @@ DISTRIBUTED_METADATA = Vocabulary(
         ("torch.serialization", "_get_layout"): lambda arguments: arguments[0] if len(arguments) == 1 else None,
         (_DCP, "_MEM_FORMAT_ENCODING"): other("memory format"),
         (_OLD_DCP, "MEM_FORMAT_ENCODING"): other("memory format"),
-        ("pathlib", "PosixPath"): other("path"),
-        ("pathlib", "PurePosixPath"): other("path"),
-        ("pathlib", "WindowsPath"): other("path"),
-        ("pathlib", "PureWindowsPath"): other("path"),
-        ("pathlib._local", "PosixPath"): other("path"),
-        ("pathlib._local", "WindowsPath"): other("path"),
+        **{
+            (module, f"{kind}Path"): other("path")
+            for module in ("pathlib", "pathlib._local")
+            for kind in ("Posix", "Windows", "PurePosix", "PureWindows")
+        },
         ("builtins", "set"): other("set"),
     },
-    records=frozenset(
-        {
-            (_DCP, "Metadata"),
-            (_DCP, "MetadataIndex"),
-            (_DCP, "TensorStorageMetadata"),
-            (_DCP, "BytesStorageMetadata"),
-            (_DCP, "ChunkStorageMetadata"),
-            (_DCP, "TensorProperties"),
-            (_DCP, "StorageMeta"),
-            (_OLD_DCP, "TensorProperties"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        }
-    ),
+    records=frozenset((_DCP, name) for name in _RECORDS)
+    | {(_OLD_DCP, "TensorProperties"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo")},
 )
 """What the ``.metadata`` of ``torch.distributed.checkpoint`` may name."""

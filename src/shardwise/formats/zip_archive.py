@@ -28,45 +28,31 @@ _LIES = (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, Over
 """What zipfile raises for directories that contradict themselves."""
 
 
-class FileWindow:
-    """A range of a file, its beginning and end kept: most questions are about those."""
+class FileWindow(io.RawIOBase):
+    """A range of a file, as a file; its beginning and end are kept, since most questions are about those."""
 
     def __init__(self, reader: StorageReader, file: str, start: int, stop: int) -> None:
         self._reader = reader
         self.file = file
         self.start = start
         self.nbytes = stop - start
-        self._kept: list[tuple[int, bytes]] = []
-        if self.nbytes <= _AT_ONCE_BYTES:
-            self._keep(0, self.nbytes)
-        else:
-            self._keep(self.nbytes - _ENDS_BYTES, self.nbytes)
-            self._keep(0, _ENDS_BYTES)
+        self._at = 0
+        ends = [(self.nbytes - _ENDS_BYTES, self.nbytes), (0, _ENDS_BYTES)]
+        kept = [(0, self.nbytes)] if self.nbytes <= _AT_ONCE_BYTES else ends
+        self._kept = [(first, reader.read(file, start + first, start + last)) for first, last in kept]
 
-    def read(self, start: int, stop: int) -> bytes:
+    def read_range(self, start: int, stop: int) -> bytes:
         """Bytes counted from the beginning of the part; the caller has checked that they are in it."""
         for kept_from, kept in self._kept:
             if kept_from <= start and stop <= kept_from + len(kept):
                 return kept[start - kept_from : stop - kept_from]
         return self._reader.read(self.file, self.start + start, self.start + stop)
 
-    def _keep(self, start: int, stop: int) -> None:
-        self._kept.append((start, self._reader.read(self.file, self.start + start, self.start + stop)))
-
-
-class _AsFile(io.RawIOBase):
-    """A window as the file that zipfile reads from."""
-
-    def __init__(self, archive: Archive, window: FileWindow) -> None:
-        self._archive = archive
-        self._window = window
-        self._at = 0
-
     def seekable(self) -> bool:
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        at = (0, self._at, self._window.nbytes)[whence] + offset
+        at = (0, self._at, self.nbytes)[whence] + offset
         if at < 0:
             raise OSError("before the beginning")
         self._at = at
@@ -76,12 +62,12 @@ class _AsFile(io.RawIOBase):
         return self._at
 
     def read(self, nbytes: int = -1) -> bytes:
-        left = max(0, self._window.nbytes - self._at)
+        left = max(0, self.nbytes - self._at)
         nbytes = left if nbytes < 0 else min(nbytes, left)
         if nbytes > MAX_DIRECTORY_BYTES:
-            self._archive.refuse(f"its directory has {nbytes} bytes, {MAX_DIRECTORY_BYTES} is the limit")
+            raise ValueError(f"its directory has {nbytes} bytes, {MAX_DIRECTORY_BYTES} is the limit")
         self._at += nbytes
-        return self._window.read(self._at - nbytes, self._at)
+        return self.read_range(self._at - nbytes, self._at)
 
 
 class Archive:
@@ -112,7 +98,7 @@ class Archive:
         stop, room = member.header_offset + _LOCAL.size + len(encoded), self._rooms[name]
         if stop > room:
             self.refuse(f"its member {shown(name)} runs into what follows it")
-        local = self._part.read(member.header_offset, stop)
+        local = self._part.read_range(member.header_offset, stop)
         signature, _, flags, method, *_, name_length, extra_length = _LOCAL.unpack_from(local)
         if (signature, method, flags & _ENCRYPTED, name_length) != (b"PK\3\4", 0, 0, len(encoded)) or local[
             _LOCAL.size :
@@ -128,7 +114,7 @@ class Archive:
         where = self.bytes_of(name)
         if where.nbytes > max_nbytes:
             self.refuse(f"its member {shown(name)} has {where.nbytes} bytes, {max_nbytes} is the limit")
-        return self._part.read(where.start - self._part.start, where.stop - self._part.start)
+        return self._part.read_range(where.start - self._part.start, where.stop - self._part.start)
 
     def refuse(self, cause: str, *, remedy: str = "") -> NoReturn:
         """Raise a FormatError that names the archive."""
@@ -137,7 +123,7 @@ class Archive:
 
     def _directory(self) -> dict[str, zipfile.ZipInfo]:
         try:
-            with zipfile.ZipFile(_AsFile(self, self._part)) as archive:
+            with zipfile.ZipFile(self._part) as archive:
                 found, end = archive.infolist(), archive.start_dir
         except _LIES as error:
             self.refuse(f"it does not end in the directory of a zip archive ({str(error)[:200]!a})")

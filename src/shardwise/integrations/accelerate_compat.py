@@ -1,12 +1,11 @@
-"""The one file that knows accelerate's unexported names, and the doors that are replaced in it.
+"""The one file that knows accelerate's unexported names, and the functions that are replaced in it.
 
-Checked with accelerate 1.13 and 1.15. A name that is gone, or a door that takes other arguments, is one error when
-the switch is first used; what each means is asserted by ``tests/canary``.
+Checked with accelerate 1.13 and 1.15. A name that is gone is one error when the switch is first used; arguments and
+meanings are asserted by ``tests/canary``.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,7 @@ from shardwise.errors import ConfigError, KnownNames, require_version
 
 require_version("accelerate", "1.13")
 try:
-    import accelerate as _accelerate
+    import accelerate as _accelerate  # noqa: F401
 except ImportError as _absent:
     raise ConfigError("accelerate is not installed; pip install 'shardwise[accelerate]'") from _absent
 
@@ -32,10 +31,9 @@ with KnownNames("accelerate", _VERSIONS):
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
 
     for _owner, _names in (
-        (Accelerator, ("_prepare_fsdp2", "_prepare_one", "prepare", "save_state", "load_state", "get_state_dict")),
-        (Accelerator, ("clip_grad_norm_", "unscale_gradients", "is_fsdp2", "verify_device_map")),
+        (Accelerator, ("_prepare_fsdp2", "_prepare_one", "prepare", "get_state_dict", "clip_grad_norm_")),
+        (Accelerator, ("save_state", "load_state", "unscale_gradients", "is_fsdp2")),
         (accelerator_module, ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")),
-        (accelerator_module, ("fsdp2_prepare_model", "fsdp2_switch_optimizer_parameters")),
         (fsdp_utils, ("fsdp2_load_full_state_dict",)),
         (PartialState, ("_shared_state",)),
     ):
@@ -43,46 +41,6 @@ with KnownNames("accelerate", _VERSIONS):
             getattr(_owner, _name)
 
 __all__ = ["Accelerator", "AcceleratorState", "accelerator_module", "fsdp_utils"]
-
-_DOORS: Sequence[tuple[Any, str, tuple[str, ...]]] = (
-    (Accelerator, "_prepare_fsdp2", ("self", "args")),
-    (Accelerator, "_prepare_one", ("self", "obj", "first_pass", "device_placement")),
-    (Accelerator, "prepare", ("self", "args", "device_placement")),
-    (Accelerator, "get_state_dict", ("self", "model", "unwrap")),
-    (Accelerator, "clip_grad_norm_", ("self", "parameters", "max_norm", "norm_type")),
-    (Accelerator, "save_state", ("self", "output_dir", "safe_serialization")),
-    (Accelerator, "load_state", ("self", "input_dir", "load_kwargs")),
-    (accelerator_module, "save_fsdp_model", ("fsdp_plugin", "accelerator", "model", "output_dir", "model_index")),
-    (accelerator_module, "load_fsdp_model", ("fsdp_plugin", "accelerator", "model", "input_dir", "model_index")),
-    (
-        accelerator_module,
-        "save_fsdp_optimizer",
-        ("fsdp_plugin", "accelerator", "optimizer", "model", "output_dir", "optimizer_index"),
-    ),
-    (
-        accelerator_module,
-        "load_fsdp_optimizer",
-        ("fsdp_plugin", "accelerator", "optimizer", "model", "input_dir", "optimizer_index"),
-    ),
-    (fsdp_utils, "fsdp2_load_full_state_dict", ("accelerator", "model", "full_sd")),
-    (AcceleratorState, "__init__", ("self", "mixed_precision", "cpu")),
-)
-"""Functions that are replaced or called, and the arguments they begin with."""
-
-
-def check_doors() -> None:
-    """Refuse an accelerate whose functions take other arguments than those known here.
-
-    Raises:
-        ConfigError: naming the installed version, the function, and what it takes.
-    """
-    for owner, name, expected in _DOORS:
-        found = tuple(inspect.signature(getattr(owner, name)).parameters)
-        if found[: len(expected)] != expected:
-            raise ConfigError(
-                f"accelerate {_accelerate.__version__}: {name} takes ({', '.join(found)}), and "
-                f"({', '.join(expected)}) was expected; use accelerate {_VERSIONS}, or a newer shardwise"
-            )
 
 
 def is_fsdp2(accelerator: Any) -> bool:
@@ -152,18 +110,8 @@ def left_as_they_are(
         if isinstance(item, nn.Module):
             if not any(item is model for model in accelerator._models):
                 accelerator._models.append(item)
-            mark_prepared(item)
+            item._is_accelerate_prepared = True  # type: ignore[assignment]
     return tuple(result)
-
-
-def mark_prepared(model: Any) -> None:
-    """The mark by which accelerate knows what it has prepared."""
-    model._is_accelerate_prepared = True
-
-
-def models_of(accelerator: Any) -> list[nn.Module]:
-    """The models that an accelerator has prepared."""
-    return list(accelerator._models)
 
 
 def how_many(accelerator: Any) -> tuple[int, int]:

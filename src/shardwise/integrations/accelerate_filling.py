@@ -19,18 +19,15 @@ from torch.optim import Optimizer
 from shardwise.conversion import Expression
 from shardwise.engines.model_states import set_values
 from shardwise.errors import ConfigError, PlacementError
-from shardwise.execution.ranks.progress import Clock
-from shardwise.execution.ranks.world import World
-from shardwise.execution.states.agreed import BroughtValues, StateOptions, Values, by_canonical_names
-from shardwise.execution.states.stored_values import StoredValues
+from shardwise.execution.agreed import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
+from shardwise.execution.progress import Clock
+from shardwise.execution.world import World
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations.pending import Awaited, Pending, awaited_in, settle
-from shardwise.models.optimizers.rebind import Bound, look_at
-from shardwise.models.optimizers.reduced import require_steps_shards
-from shardwise.models.selection import Everything
+from shardwise.models.rebind import Bound, look_at, require_steps_shards
 from shardwise.models.view import look_inside, without_compile
-from shardwise.planning.loads.load_plan import Ignore, Refuse
-from shardwise.planning.states.matching import Tolerance
+from shardwise.planning.load_plan import Ignore
+from shardwise.planning.matching import Tolerance
 from shardwise.storage.reading.local import LocalReader
 
 _awaited: weakref.WeakKeyDictionary[nn.Module, list[Awaited]] = weakref.WeakKeyDictionary()
@@ -85,7 +82,7 @@ def load_full_state_dict(
 
     Raises:
         PlacementError: tensors have values neither on the first rank nor in files.
-        CoverageError, DisagreementError, StorageError: as of :func:`~shardwise.verbs.load.load`.
+        CoverageError, DisagreementError, StorageError: as of :func:`~shardwise.engines.loading.load`.
     """
     plain = without_compile(model)
     awaited = _awaited.get(plain, [])
@@ -160,5 +157,5 @@ def _values_of(
 
 def _set(world: World, model: nn.Module, values: Values, options: StateOptions) -> None:
     """Give those tensors their values that there are some for, and leave all others."""
-    tolerance = Tolerance(Ignore(), Refuse(), Refuse())
-    set_values(world, model, values, only=Everything(), tolerance=tolerance, options=options, clock=Clock())
+    tolerance = Tolerance(Ignore(), "error", "error")
+    set_values(world, model, values, only=None, tolerance=tolerance, options=options, clock=Clock())

@@ -4,107 +4,90 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from shardwise.engines.model_states import model_state
 from shardwise.errors import ConfigError, StorageError
-from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.renamed_folder import as_renamed, leads_nowhere
-from shardwise.execution.states.agreed import StateOptions
+from shardwise.execution.agreed import StateOptions
+from shardwise.execution.renames import as_renamed, leads_nowhere
+from shardwise.execution.world import World
 from shardwise.formats.accelerate_names import MODEL
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.interchange import accelerate_writing as writing
 from shardwise.interchange.accelerate_folder import (
-    InPlaceOf,
     LinkedFolder,
-    New,
     WorkFolder,
     keep_newest,
     newest_in,
     state_saved,
 )
-from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters
-from shardwise.planning.loads.load_plan import TakeFirst
-from shardwise.planning.states.forms import DistributedFolder, FileForm, FullState, OneFile, RankFiles
-from shardwise.training.optimizing.gradients import clip_gradients
-from shardwise.verbs.accelerate_load import load_accelerate_model, load_accelerate_optimizer
-from shardwise.verbs.state import model_state
+from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
+from shardwise.models.gradients import clip_gradients
+from shardwise.models.selection import AdapterOnly, Selection, has_adapters
+from shardwise.planning.matching import FileForm
 
 T = TypeVar("T")
 
-_NORMS = (2.0, float("inf"))
+
+def _of_fsdp2(replacing: Callable[..., T]) -> Callable[..., T]:
+    """Pass calls on to accelerate's own function where the plugin is not one of FSDP2."""
+
+    @wraps(replacing)
+    def door(original: Callable[..., T], fsdp_plugin: Any, accelerator: Any, *others: Any, **keywords: Any) -> T:
+        if fsdp_plugin.fsdp_version != 2:
+            return original(fsdp_plugin, accelerator, *others, **keywords)
+        return replacing(fsdp_plugin, *others, **keywords)
+
+    return door
 
 
+@_of_fsdp2
 def save_model(
-    original: Callable[..., Any],
     fsdp_plugin: Any,
-    accelerator: Any,
     model: nn.Module,
     output_dir: str,
     model_index: int = 0,
     adapter_only: bool = False,  # noqa: FBT001, FBT002 - accelerate's own
     **others: Any,
 ) -> Any:
-    """What takes the place of ``save_fsdp_model``: the same files, written by all ranks at once."""
-    if fsdp_plugin.fsdp_version != 2:
-        return original(fsdp_plugin, accelerator, model, output_dir, model_index, adapter_only, **others)
+    """Replace ``save_fsdp_model``: the same files, written by all ranks at once."""
     only, place = _selection(model, adapter_only=adapter_only), _place(fsdp_plugin, output_dir, model_index, others)
-    return writing.save_model(model, place, only, TakeFirst(), StateOptions())
+    return writing.save_model(model, place, only, "first_rank", StateOptions())
 
 
+@_of_fsdp2
 def load_model(
-    original: Callable[..., Any],
-    fsdp_plugin: Any,
-    accelerator: Any,
+    _fsdp_plugin: Any,
     model: nn.Module,
     input_dir: str,
     model_index: int = 0,
     adapter_only: bool = False,  # noqa: FBT001, FBT002
-    **others: Any,
+    **_others: Any,
 ) -> Any:
-    """What takes the place of ``load_fsdp_model``: any of its forms, on any number of ranks."""
-    if fsdp_plugin.fsdp_version != 2:
-        return original(fsdp_plugin, accelerator, model, input_dir, model_index, adapter_only, **others)
+    """Replace ``load_fsdp_model``: any of its forms, on any number of ranks."""
     only = _selection(model, adapter_only=adapter_only)
     return load_accelerate_model(model, _folder_of(input_dir), number=model_index, only=only)
 
 
+@_of_fsdp2
 def save_optimizer(
-    original: Callable[..., Any],
-    fsdp_plugin: Any,
-    accelerator: Any,
-    optimizer: Any,
-    model: nn.Module,
-    output_dir: str,
-    optimizer_index: int = 0,
-    **others: Any,
+    fsdp_plugin: Any, optimizer: Any, model: nn.Module, output_dir: str, optimizer_index: int = 0, **others: Any
 ) -> Any:
-    """What takes the place of ``save_fsdp_optimizer``."""
-    if fsdp_plugin.fsdp_version != 2:
-        return original(fsdp_plugin, accelerator, optimizer, model, output_dir, optimizer_index, **others)
+    """Replace ``save_fsdp_optimizer``."""
     place = _place(fsdp_plugin, output_dir, optimizer_index, others)
     return writing.save_optimizer(model, compat.bare(optimizer), place, StateOptions())
 
 
+@_of_fsdp2
 def load_optimizer(
-    original: Callable[..., Any],
-    fsdp_plugin: Any,
-    accelerator: Any,
-    optimizer: Any,
-    model: nn.Module,
-    input_dir: str,
-    optimizer_index: int = 0,
-    adapter_only: bool = False,  # noqa: FBT001, FBT002
-    **others: Any,
+    _fsdp_plugin: Any, optimizer: Any, model: nn.Module, input_dir: str, optimizer_index: int = 0, *_others: Any
 ) -> Any:
-    """What takes the place of ``load_fsdp_optimizer``."""
-    if fsdp_plugin.fsdp_version != 2:
-        return original(
-            fsdp_plugin, accelerator, optimizer, model, input_dir, optimizer_index, adapter_only, **others
-        )
+    """Replace ``load_fsdp_optimizer``."""
     return load_accelerate_optimizer(model, compat.bare(optimizer), _folder_of(input_dir), number=optimizer_index)
 
 
@@ -118,7 +101,7 @@ def get_state_dict(
     if not compat.is_fsdp2(accelerator):
         found: Mapping[str, torch.Tensor] = original(accelerator, model, unwrap)
         return found
-    return model_state(model, FullState())
+    return model_state(model, "full")
 
 
 def clip_grad_norm(
@@ -129,11 +112,11 @@ def clip_grad_norm(
     norm_type: float = 2,
 ) -> Any:
     """What takes the place of ``Accelerator.clip_grad_norm_``: one norm of sharded and of whole parameters."""
-    if not compat.is_fsdp2(accelerator) or float(norm_type) not in _NORMS:
+    if not compat.is_fsdp2(accelerator) or float(norm_type) != 2.0:
         return original(accelerator, parameters, max_norm, norm_type)
     accelerator.unscale_gradients()
     given: Any = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    norm = clip_gradients(given, float(max_norm), norm_type=float(norm_type))
+    norm = clip_gradients(given, float(max_norm))
     return torch.tensor(norm, device=accelerator.device)
 
 
@@ -156,7 +139,7 @@ def save_state(
     with World.current(call="save_state") as world:
         world.together(lambda: _require_one_each("save_state", *compat.how_many(accelerator)))
         world.require_equal(str(folder), "the folder to save into")
-        with state_saved(world, folder, New() if is_named else InPlaceOf()) as work:
+        with state_saved(world, folder, is_new=is_named) as work:
             config.automatic_checkpoint_naming = False
             try:
                 saved = _attempted(lambda: original(accelerator, work, *others, **keywords))
@@ -270,10 +253,10 @@ def _place(plugin: Any, output_dir: str, number: int, others: Mapping[str, Any])
 
 
 def _selection(model: nn.Module, *, adapter_only: bool) -> Selection:
-    return AdapterOnly() if adapter_only and has_adapters(model) else Everything()
+    return AdapterOnly() if adapter_only and has_adapters(model) else None
 
 
 def _form(plugin: Any, others: Mapping[str, Any]) -> FileForm:
     if plugin.state_dict_type.name == "FULL_STATE_DICT":
-        return OneFile()
-    return DistributedFolder() if others.get("use_dcp", True) else RankFiles()
+        return "full"
+    return "sharded" if others.get("use_dcp", True) else "local"

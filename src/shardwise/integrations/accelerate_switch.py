@@ -9,13 +9,21 @@ that somebody else has wrapped meanwhile is left in place, and passes everything
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shardwise.errors import ConfigError, PlacementError
+from shardwise.execution.world import World
+from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations import (
     accelerate_filling,
-    accelerate_prepare,
     accelerate_states,
     pending,
 )
@@ -23,11 +31,13 @@ from shardwise.integrations.accelerate_compat import (
     Accelerator,
     AcceleratorState,
     accelerator_module,
-    check_doors,
     fsdp_utils,
 )
+from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.pretrained import loading_door, placing_door
-from shardwise.tuning.configs import adapter_doors
+from shardwise.models.rebind import look_at
+from shardwise.models.view import is_sharded, look_inside, without_compile
+from shardwise.tuning.peft_compat import adapter_doors
 
 
 def accelerate() -> AccelerateSwitch:
@@ -43,9 +53,8 @@ def accelerate() -> AccelerateSwitch:
       ranks; ``get_state_dict`` and ``clip_grad_norm_`` know parameters that stay whole.
 
     Raises:
-        ConfigError: accelerate is not installed, or is of a version whose functions are not those known here.
+        ConfigError: accelerate is not installed, or lacks functions that are known here.
     """
-    check_doors()
     return AccelerateSwitch()
 
 
@@ -98,8 +107,8 @@ Replacing = Callable[..., Any]
 def _doors() -> list[tuple[Any, str, Replacing]]:
     """Whose function of which name is replaced by what."""
     return [
-        (AcceleratorState, "__init__", accelerate_prepare.begin_state),
-        (Accelerator, "prepare", accelerate_prepare.prepare_objects),
+        (AcceleratorState, "__init__", begin_state),
+        (Accelerator, "prepare", prepare_objects),
         (Accelerator, "_prepare_fsdp2", accelerate_filling.prepare_fsdp2),
         (fsdp_utils, "fsdp2_load_full_state_dict", accelerate_filling.load_full_state_dict),
         (Accelerator, "get_state_dict", accelerate_states.get_state_dict),
@@ -140,3 +149,108 @@ def _replace(owner: Any, name: str, replacing: Replacing) -> Callable[[], None]:
 def _restore() -> None:
     while AccelerateSwitch._put_back:
         AccelerateSwitch._put_back.pop()()
+
+
+_BEFORE = "prepare the optimizer before its first step"
+
+
+def prepare_objects(
+    original: Callable[..., Any], accelerator: Any, *objects: Any, device_placement: list[bool] | None = None
+) -> Any:
+    """What takes the place of ``Accelerator.prepare``: models that are sharded are left alone, others passed on."""
+    models = [item for item in objects if isinstance(item, nn.Module)]
+    config = getattr(accelerator, "parallelism_config", None)
+    if not models or (config is not None and config.tp_enabled):
+        return original(accelerator, *objects, device_placement=device_placement)
+    with World.current(call="prepare") as world:
+        if _agree_on_sharded(world, models):
+            return _leave_alone(world, accelerator, objects, models, device_placement)
+    return original(accelerator, *objects, device_placement=device_placement)
+
+
+def begin_state(original: Callable[..., Any], state: Any, *args: Any, **keywords: Any) -> None:
+    """What takes the place of the initialiser of accelerate's state: FSDP2 is known on CPUs, too."""
+    plugin = keywords.get("fsdp_plugin")
+    wanted = plugin is not None and plugin.fsdp_version == 2
+    if wanted and pending.launched_ranks() and not compat.is_begun() and not torch.accelerator.is_available():
+        keywords["cpu"] = True  # else accelerate takes each of the ranks for a process alone
+    original(state, *args, **keywords)
+    if wanted and compat.is_on_cpus(state):
+        compat.become_fsdp2(state, plugin)
+    ranks = pending.launched_ranks()
+    if wanted and compat.is_one_process(state) and ranks > 1:
+        raise ConfigError(
+            f"accelerate takes each of the {ranks} ranks for a process alone, and would train as many models; make "
+            "its first object, Accelerator or PartialState, with cpu=True"
+        )
+
+
+def is_left_alone(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` has sharded a model, or the one inside of PEFT's; what it leaves whole may be there.
+
+    Raises:
+        PlacementError: it has sharded a part of it; or somebody else has sharded it.
+    """
+    plain = without_compile(model)
+    for module in plain.modules():
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
+            raise PlacementError(
+                f"the model is wrapped in {type(module).__name__}; pass the model inside of it, sharded by "
+                "shardwise.shard, or by fully_shard"
+            )
+    return is_sharded(plain, look_inside(plain))
+
+
+def _agree_on_sharded(world: World, models: Sequence[nn.Module]) -> bool:
+    """Whether all models are sharded already (True), or none is. Collective: yes."""
+    found = world.together(lambda: [is_left_alone(model) for model in models])
+    world.require_equal(found, "the state of the model (sharded already, or not)")
+    if any(found) and not all(found):
+        raise PlacementError("of the models, some are sharded already and some are not; prepare them apart")
+    return any(found)
+
+
+def _leave_alone(
+    world: World,
+    accelerator: Any,
+    objects: Sequence[Any],
+    models: Sequence[nn.Module],
+    device_placement: Sequence[bool] | None,
+) -> Any:
+    """Prepare all but the model, and note that. Collective: yes."""
+
+    def check() -> None:
+        if len(models) > 1:
+            raise ConfigError(f"{len(models)} models in one call; accelerate knows one of FSDP2 at a time")
+        if device_placement is not None and len(device_placement) != len(objects):
+            raise ConfigError(
+                f"device_placement has {len(device_placement)} values, and there are {len(objects)} objects"
+            )
+        plugin = compat.plugin_of(accelerator)
+        if plugin is not None and plugin.fsdp_version != 2:
+            raise ConfigError(
+                "the accelerator's plugin is of FSDP1 (fsdp_version=1), and the model is sharded by FSDP2; pass "
+                "FullyShardedDataParallelPlugin(fsdp_version=2), or set fsdp_version: 2 in its configuration"
+            )
+        held = look_inside(without_compile(models[0]))
+        if on_meta := [item.fqn for item in held if item.tensor.is_meta]:
+            raise PlacementError(
+                f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on meta; call shardwise.load before prepare"
+            )
+        look_at([compat.bare(item) for item in objects if isinstance(item, Optimizer)], held, _BEFORE)
+
+    world.together(check)
+    if not compat.is_fsdp2(accelerator):
+        compat.become_fsdp2(accelerator.state, compat.plugin_of(accelerator) or compat.fsdp2_plugin())
+    placement = list(device_placement) if device_placement is not None else [None] * len(objects)
+    result = compat.left_as_they_are(accelerator, objects, placement)
+    mesh = _mesh_of(without_compile(models[0]))
+    if mesh is not None:
+        average_replicated_gradients(without_compile(models[0]), mesh)
+    return result if len(result) > 1 else result[0]
+
+
+def _mesh_of(model: nn.Module) -> Any:
+    """The mesh that a model's parameters are sharded on; None where none of them is."""
+    found = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
+    return next((mesh for mesh in found if mesh is not None), None)

@@ -10,9 +10,10 @@ tells. Nothing of this is collective: a rank may come to it before the others (`
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,18 @@ from torch import nn
 
 from shardwise.conversion import Expression
 from shardwise.engines.bringing_up import decide_ties
-from shardwise.engines.load_options import LoadOptions
+from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.opening import OpenSource, read_index
 from shardwise.engines.outline import Outline, outline_of
 from shardwise.errors import CoverageError
-from shardwise.execution.ranks.world import World
+from shardwise.execution.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.integrations.ram_efficient import without_ram_efficient_loading
 from shardwise.models import pretrained
-from shardwise.models.torch_words import buffers_of, modules_in, parameters_of, writes_to
+from shardwise.models.torch_words import buffers_of, parameters_of, writes_to
 from shardwise.models.view import Held, look_inside
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import OpenStorage
-from shardwise.tuning import configs
+from shardwise.tuning import peft_compat
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class Awaited:
 def awaited_in(model: nn.Module) -> list[Awaited]:
     """All that is pending in a model and the models inside of it, by the names that tensors have now."""
     held = look_inside(model)
-    copies = configs.copied_names(model)
+    copies = peft_compat.copied_names(model)
     found: list[Awaited] = []
-    for module in modules_in(model):
+    for module in model.modules():
         pending = _pending.get(module)
         if pending is None:
             continue
@@ -100,7 +100,7 @@ def awaited_in(model: nn.Module) -> list[Awaited]:
 
 def settle(model: nn.Module) -> None:
     """Note that a model has got its values, and what saving has to know of how it got them."""
-    for module in modules_in(model):
+    for module in model.modules():
         pending = _pending.pop(module, None)
         if pending is not None:
             pretrained.record_conversions(module, pending.transforms)
@@ -141,8 +141,6 @@ def load_later(
     source = read_index(
         world,
         OpenStorage(LocalReader(folder), None),
-        options.copies,
-        options.budget_bytes,
         weights_name=names[0] if is_named else None,
         extra=names[1:] if is_named else (),
     )
@@ -168,8 +166,8 @@ def keep_adapter(original: Callable[..., Any], *given: Any, **keywords: Any) -> 
 
     (Its values are the first rank's, which on meta it would lose.)
     """
-    layer = configs.layer_among(given)
-    if layer is None or not is_awaited(configs.tensors_of_layer(layer)):
+    layer = peft_compat.layer_among(given)
+    if layer is None or not is_awaited(peft_compat.tensors_of_layer(layer)):
         return original(*given, **keywords)
     before = [(module, name, tensor) for module, name, tensor in _registered(layer) if not tensor.is_meta]
     outcome = original(*given, **keywords)
@@ -186,7 +184,7 @@ def keep_adapter(original: Callable[..., Any], *given: Any, **keywords: Any) -> 
 
 def _registered(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """Each module in a model with the name and the tensor of what is registered in it."""
-    for module in modules_in(model):
+    for module in model.modules():
         for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
             if tensor is not None:
                 yield module, name, tensor
@@ -227,3 +225,60 @@ def _left(model: Any, folder: Path, drawn: Outline, index: CheckpointIndex) -> A
 
 def _is_on_meta(held: Sequence[Held], name: str) -> bool:
     return any(item.tensor.is_meta for item in held if name in item.names)
+
+
+USE = "ACCELERATE_USE_FSDP"
+EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+_set_here: set[str] = set()
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Have transformers and accelerate load for FSDP; an ``ACCELERATE_USE_FSDP`` of the user's own is kept."""
+    if USE not in os.environ:
+        os.environ[USE] = "True"
+        _set_here.add(USE)
+    os.environ[EFFICIENT] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """The opposite; an ``ACCELERATE_USE_FSDP`` that was set by :func:`enable_fsdp_ram_efficient_loading` goes."""
+    if USE in _set_here:
+        _set_here.discard(USE)
+        os.environ.pop(USE, None)
+    os.environ[EFFICIENT] = "False"
+
+
+@contextmanager
+def fsdp_ram_efficient_loading() -> Iterator[None]:
+    """For the time of the block both are on; afterwards both are as they were, also when it raises or is nested."""
+    was_set_here = set(_set_here)
+    with _set_to({USE: "True", EFFICIENT: "True"}):
+        try:
+            yield
+        finally:
+            _set_here.clear()
+            _set_here.update(was_set_here)
+
+
+def without_ram_efficient_loading() -> AbstractContextManager[None]:
+    """For the time of a block it is off."""
+    return _set_to({EFFICIENT: "False"})
+
+
+@contextmanager
+def _set_to(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def launched_ranks() -> int:
+    """How many ranks a launcher has started, of which this process is one; 0 where it was started by none."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 0

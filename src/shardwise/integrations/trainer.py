@@ -5,40 +5,33 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import nn
 
 from shardwise.checkpoints import randomness
 from shardwise.checkpoints.checkpointer import Checkpointer
-from shardwise.checkpoints.modes import KeepAll
-from shardwise.checkpoints.state import TrainState
-from shardwise.errors import ConfigError, CoverageError, RankLostError, ShardwiseError
-from shardwise.execution.ranks.collectives import naming_the_lost
-from shardwise.execution.ranks.world import World
-from shardwise.execution.writing.marked_folder import Marked
-from shardwise.integrations import trainer_commit as committing
+from shardwise.checkpoints.state import TrainState, in_words
+from shardwise.errors import ConfigError, CoverageError, RankLostError
+from shardwise.execution.collectives import naming_the_lost
+from shardwise.execution.marked_folder import Marked
+from shardwise.execution.world import World
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
-from shardwise.integrations.trainer_meetings import AgreedEvents, BestFound, MeetingPlace
-from shardwise.integrations.trainer_refusals import already_sharded, given_arguments, require_trainable
+from shardwise.integrations.trainer_doors import already_sharded, given_arguments, require_trainable
+from shardwise.integrations.trainer_meetings import AgreedEvents, BestFound, MeetingPlace, raise_together
 from shardwise.integrations.trainer_runs import (
-    FromFolder,
-    FromNewest,
-    FromNothing,
-    ModelAlone,
+    MODEL_ALONE,
     TrainerFacts,
-    WhereFrom,
 )
-from shardwise.interchange.trainer_folder import LeaveRandom
-from shardwise.models.optimizers.reduced import require_made_for_shards
-from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters
-from shardwise.planning.loads.load_plan import Refuse
-from shardwise.planning.states.matching import OnFault
-from shardwise.verbs.trainer_checkpoint import load_trainer_checkpoint
+from shardwise.interchange.trainer_restoring import load_trainer_checkpoint
+from shardwise.models.rebind import require_made_for_shards
+from shardwise.models.selection import AdapterOnly, Selection, has_adapters
+from shardwise.planning.matching import OnFault
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -77,6 +70,8 @@ class ShardwiseTrainer(_Trainer):
         given = given_arguments(after, positional, keywords)
         with World.current(call="ShardwiseTrainer") as world:
             world.together(lambda: require_trainable(type(self), given, world))
+        self.is_asked_to_stop: Callable[[], bool] = lambda: False
+        """Whether a signal asks for the end: ranks that wait for a lost one then do so for a second at most."""
         self._asked_for: list[bool] = []
         """``save_only_model``, as it was."""
         try:
@@ -92,7 +87,7 @@ class ShardwiseTrainer(_Trainer):
         self._best = BestFound()
         self.add_callback(self._best)
         self._saved_step: int | None = None
-        self._on_other_base: OnFault = Refuse()
+        self._on_other_base: OnFault = "error"
         self._numbers: dict[str, Any] | None = None
         """States of generators of random numbers, to be set once the data are where they were."""
 
@@ -127,7 +122,7 @@ class ShardwiseTrainer(_Trainer):
         self,
         resume_from_checkpoint: Any = None,
         *others: Any,
-        on_other_base: OnFault = Refuse(),  # noqa: B008 - frozen
+        on_other_base: OnFault = "error",
         **keywords: Any,
     ) -> Any:
         """As the Trainer does. Collective: yes.
@@ -147,46 +142,38 @@ class ShardwiseTrainer(_Trainer):
         These are the same on every rank. What one rank alone raises otherwise, in its data loader or its loss, is
         raised there; on the others it is a RankLostError that names that rank and tells it.
         """
-        run, asked = self._run, _where_from(resume_from_checkpoint)
+        run, asked = self._run, _checkpoint_asked_for(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
             world.require_equal((str(run), asked), "resume_from_checkpoint, or output_dir,")
-            beginning = world.from_first(lambda: folders.beginning_of(run, asked))
-            source, self._best.folder = beginning.source, None
+            source, has_leftovers = world.from_first(lambda: folders.beginning_of(run, asked))
+            self._best.folder = None
             if source is not None:
                 facts = world.from_first(lambda: folders.whole_facts_of(source))
                 world.together(lambda: self._require_same(facts, source))
                 self._best.folder = world.from_first(lambda: folders.best_of(source))
-            if beginning.left:
-                world.from_first(lambda: committing.remove_left(run))
+            if has_leftovers:
+                world.from_first(lambda: folders.remove_left(run))
         self._saved_step, self._on_other_base = None, on_other_base
         watched = World.current(call="the Trainer's steps")
         if watched.size > 1:
             watched.together(lambda: None)
         try:
-            with naming_the_lost(watched, self._where, _end_stuck), self._meeting(watched):
+            named = naming_the_lost(watched, self._where, _end_stuck, lambda: self.is_asked_to_stop())
+            with named, self._meeting(watched):
                 return super().train(None if source is None else str(source), *others, **keywords)
         finally:
             self.is_in_train = False
 
-    @contextmanager
-    def _meeting(self, world: World) -> Iterator[None]:
+    def _meeting(self, world: World) -> ExitStack:
         """In this block ranks meet where each has worked by itself; see [Note: A rank that fails alone]."""
-        if world.size == 1:
-            yield
-            return
-        place = MeetingPlace(world, self._where)
-        doors: dict[str, Any] = {"get_batch_samples": place.after_batches(self.get_batch_samples)}
-        if self.args.device.type == "cpu":
-            doors["compute_loss"] = place.after(self.compute_loss)
-        own = vars(self)
-        before = {name: own[name] for name in doors if name in own}
-        own.update(doors)
-        try:
-            yield
-        finally:
-            for name in doors:
-                del own[name]
-            own.update(before)
+        stack = ExitStack()
+        if world.size > 1:
+            place = MeetingPlace(world, self._where)
+            batches = place.after_batches(self.get_batch_samples)
+            stack.enter_context(patch.object(self, "get_batch_samples", batches))
+            if self.args.device.type == "cpu":
+                stack.enter_context(patch.object(self, "compute_loss", place.after(self.compute_loss)))
+        return stack
 
     def _where(self) -> str:
         return f"in step {self.state.global_step + 1}"
@@ -203,11 +190,11 @@ class ShardwiseTrainer(_Trainer):
 
     def _require_same(self, facts: TrainerFacts, source: Path) -> None:
         what = f"resume_from_checkpoint={str(source)!r}"
-        if facts.holds not in (self._only(), ModelAlone()):
+        own = in_words(self._only())
+        if facts.holds not in (own, MODEL_ALONE):
             raise CoverageError(
-                f"{what}: holds the state of {folders.holds_in_words(facts.holds)}, and this training has "
-                f"{folders.holds_in_words(self._only())}; resume it with the "
-                "tuning that it was saved with (Full, Freeze, Lora, and the adapter's name)"
+                f"{what}: holds the state of {facts.holds}, and this training has {own}; resume it with the tuning "
+                "that it was saved with (Full, Freeze, Lora, and the adapter's name)"
             )
         rows = self.get_total_train_batch_size(self.args)
         if rows != facts.rows_per_step and not self.args.ignore_data_skip:
@@ -228,17 +215,17 @@ class ShardwiseTrainer(_Trainer):
         folder = folders.folder_of(run, step)
         with (
             World.current(call="Trainer._save_checkpoint") as world,
-            committing.marked_for(world, run, step) as saving,
+            folders.marked_for(world, run, step) as saving,
         ):
             with self._keeping_all() as limit:  # what is older goes when the new one counts
                 failure = _failure_of(lambda: super(ShardwiseTrainer, self)._save_checkpoint(model, trial))
             if failure is not None:
                 failure = saving.cause_of(failure)
-            _raise_together(world, failure)
-            holds = ModelAlone() if self.args.save_only_model else self._only()
+            raise_together(world, failure)
+            holds = MODEL_ALONE if self.args.save_only_model else in_words(self._only())
             rows = self.get_total_train_batch_size(self.args)
             facts = TrainerFacts(step, holds, rows, world.size)
-            world.from_first(lambda: committing.complete(saving.marked, folder, facts))
+            world.from_first(lambda: folders.complete(saving.marked, folder, facts))
             self._saved_step = step
             world.from_first(lambda: self._end_save(run, limit, saving.marked))
 
@@ -249,7 +236,7 @@ class ShardwiseTrainer(_Trainer):
         best = folders.step_in(run, self.state.best_model_checkpoint)
         if limit == 1 and best is not None:
             with World.current(call="Trainer.train") as world:
-                world.from_first(lambda: committing.remove_but(run, best))
+                world.from_first(lambda: folders.remove_but(run, best))
         return done
 
     @contextmanager
@@ -267,7 +254,7 @@ class ShardwiseTrainer(_Trainer):
         kinds = folders.checkpoints_in(run)
         complete = [step for step, kind in kinds.items() if kind is folders.FolderKind.COMPLETE]
         kept = folders.step_in(run, self.state.best_model_checkpoint)
-        committing.remove_under(marked, run, folders.steps_to_remove(complete, limit, kept))
+        folders.remove_under(marked, run, folders.steps_to_remove(complete, limit, kept))
         marked.release()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
@@ -279,10 +266,10 @@ class ShardwiseTrainer(_Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         failure = _failure_of(lambda: super(ShardwiseTrainer, self)._save(output_dir, state_dict))
         with World.current(call="Trainer.save_model") as world:
-            _raise_together(world, failure)
+            raise_together(world, failure)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with Checkpointer(Path(output_dir) / folders.STATE_FOLDER, keep=KeepAll(), only=self._only()) as keeper:
+        with Checkpointer(Path(output_dir) / folders.STATE_FOLDER, keep=None, only=self._only()) as keeper:
             keeper.save(self.state.global_step, self._training_state())
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -297,14 +284,14 @@ class ShardwiseTrainer(_Trainer):
         folder = Path(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
             facts = world.from_first(lambda: folders.facts_of(folder))
-        if isinstance(facts.holds, ModelAlone):
+        if facts.holds == MODEL_ALONE:
             _log.warning("%s: holds the model alone (save_only_model); the optimizer begins anew", folder)
-            load_trainer_checkpoint(self._trained, folder, random_numbers=LeaveRandom())
+            load_trainer_checkpoint(self._trained, folder, load_rng_state=False)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (Path(checkpoint) / folders.STATE_FOLDER).is_dir():
             return
-        with Checkpointer(Path(checkpoint) / folders.STATE_FOLDER, keep=KeepAll(), only=self._only()) as keeper:
+        with Checkpointer(Path(checkpoint) / folders.STATE_FOLDER, keep=None, only=self._only()) as keeper:
             report = keeper.restore(self._training_state(), on_other_base=self._on_other_base)
         self._numbers = randomness.take_down()
         _log.info("%s", report)
@@ -321,9 +308,7 @@ class ShardwiseTrainer(_Trainer):
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         assert best is not None
-        load_trainer_checkpoint(
-            self._trained, best, adapter=self._adapter() or "default", random_numbers=LeaveRandom()
-        )
+        load_trainer_checkpoint(self._trained, best, adapter=self._adapter() or "default", load_rng_state=False)
 
     # What of the training is kept
 
@@ -334,7 +319,7 @@ class ShardwiseTrainer(_Trainer):
 
     def _only(self) -> Selection:
         adapter = self._adapter()
-        return Everything() if adapter is None else AdapterOnly(adapter)
+        return None if adapter is None else AdapterOnly(adapter)
 
     def _training_state(self) -> TrainState:
         schedule: Any = self.lr_scheduler
@@ -348,11 +333,10 @@ class ShardwiseTrainer(_Trainer):
         )
 
 
-def _where_from(asked: Any) -> WhereFrom:
-    """What ``resume_from_checkpoint`` says."""
-    if asked is True:
-        return FromNewest()
-    return FromFolder(Path(asked)) if asked else FromNothing()
+def _checkpoint_asked_for(resume_from_checkpoint: Any) -> Path | Literal["newest"] | None:
+    if resume_from_checkpoint is True:
+        return "newest"
+    return Path(resume_from_checkpoint) if resume_from_checkpoint else None
 
 
 def _failure_of(action: Callable[[], object]) -> Exception | None:
@@ -363,23 +347,8 @@ def _failure_of(action: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _raise_together(world: World, failure: Exception | None) -> None:
-    """Raise on all ranks what one has met with; on that one, as it was. Collective: yes."""
-
-    def fail() -> None:
-        if failure is not None:
-            raise failure
-
-    try:
-        world.together(fail)
-    except ShardwiseError as told:
-        if failure is not None and not isinstance(told, RankLostError):
-            raise failure from told
-        raise
-
-
 def _end_stuck(lost: RankLostError) -> None:
     """End this process, which waits for a lost rank in a collective that nobody can call back."""
     _log.error("%s; this rank waits for it in a collective, and ends", lost)
     logging.shutdown()
-    os._exit(1)
+    os._exit(2)

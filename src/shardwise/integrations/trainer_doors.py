@@ -18,7 +18,9 @@ and on each whole parameter whose gradient ranks average already, the mark that 
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,16 +29,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from shardwise.engines.saving import save, save_adapter
 from shardwise.errors import ConfigError, PlacementError
-from shardwise.execution.moving.group_gather import gather_in_windows
-from shardwise.execution.ranks.world import World
+from shardwise.execution.world import World
 from shardwise.integrations import trainer_compat as compat
-from shardwise.models.replicated import average_replicated_gradients, is_averaged
+from shardwise.models.gradients import average_replicated_gradients, is_averaged, require_synchronised
 from shardwise.models.selection import has_adapters
-from shardwise.models.view import without_compile
-from shardwise.training.optimizing.optimizer_trial import few, require_synchronised
-from shardwise.verbs.save import save
-from shardwise.verbs.save_adapter import save_adapter
+from shardwise.models.view import few, without_compile
 
 
 class _Filled:
@@ -54,12 +53,6 @@ class _Filled:
         """Collective: yes, over the mesh of ``values``."""
         whole = values.full_tensor() if isinstance(values, DTensor) else values
         self._parameter.copy_(whole)
-
-
-def fill_reference(parameter: nn.Parameter, name: str) -> nn.Parameter | _Filled:
-    """The parameter; or, of a reference that is whole, what takes sharded values in its place."""
-    is_reference = f".{compat.REFERENCE}." in name and not isinstance(parameter, DTensor)
-    return _Filled(parameter) if is_reference else parameter
 
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -97,9 +90,7 @@ def for_trainer(model: ModelT) -> ModelT:
         mesh = next((item.device_mesh for item in inner.parameters() if isinstance(item, DTensor)), None)
         if mesh is not None:
             average_replicated_gradients(model, mesh)
-        world.together(lambda: require_synchronised(model, world))
-        if mesh is not None and mesh.device_type == "cpu":
-            gather_in_windows(model, world)
+        world.together(lambda: require_synchronised(model, world.size))
     replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
     compat.open_door(inner, replicas, by_fsdp=mesh is not None)
     for parameter in model.parameters():
@@ -169,7 +160,9 @@ class _GivesParameters:
         self.model = model
 
     def __call__(self, target: str) -> Any:
-        return fill_reference(type(self.model).get_parameter(self.model, target), target)
+        found = type(self.model).get_parameter(self.model, target)
+        is_whole_reference = f".{compat.REFERENCE}." in target and not isinstance(found, DTensor)
+        return _Filled(found) if is_whole_reference else found
 
 
 def _inner(model: nn.Module) -> PreTrainedModel:
@@ -193,8 +186,8 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
     """
     if without_compile(model) is not model:
         raise ConfigError(
-            "for_trainer was given what torch.compile returns; pass the model itself, and have its blocks "
-            "compiled: from_pretrained(sharding=Sharding(compiling=CompileBlocks()))"
+            "for_trainer was given what torch.compile returns; pass the model itself, and call "
+            "compile() on each of its blocks"
         )
     inner = _inner(model)
     on_meta = [name for name, item in [*model.named_parameters(), *model.named_buffers()] if item.is_meta]
@@ -222,3 +215,77 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
             "shardwise.from_pretrained(...)"
         )
     return inner
+
+
+# Refused before anything is made
+
+
+def given_arguments(
+    classes: Sequence[type], positional: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments by name, as the first of these classes that has a constructor takes them."""
+    after = next(found for found in classes if "__init__" in vars(found))
+    names = list(inspect.signature(after.__init__).parameters)[1:]  # type: ignore[misc]
+    return {**dict(zip(names, positional, strict=False)), **keywords}
+
+
+def require_trainable(kind: type, given: Mapping[str, Any], world: World) -> None:
+    """Refuse what cannot work, before anything is made.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    model, args = given.get("model"), given.get("args")
+    if given.get("model_init") is not None or not isinstance(model, nn.Module):
+        shown = repr(model) if isinstance(model, str) else type(model).__name__
+        raise ConfigError(
+            f"{kind.__name__}(model={shown}): ShardwiseTrainer trains a model that is there, brought up by "
+            "shardwise.from_pretrained(...) and passed as model=for_trainer(model)"
+        )
+    if not is_for_trainer(model):
+        raise ConfigError(f"{kind.__name__}(model={type(model).__name__}): pass model=for_trainer(model)")
+    if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
+        raise already_sharded("fsdp" if getattr(args, "fsdp", None) else "deepspeed")
+    if given.get("peft_config") is not None:
+        raise ConfigError(
+            f"{kind.__name__}(peft_config=...): an adapter that comes after sharding would be neither sharded nor "
+            "loaded by all ranks alike; bring the model up with from_pretrained(tuning=Lora(config)) instead"
+        )
+    if not compat.is_of_trl(kind):
+        return
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if world.size > 1 and isinstance(head, FSDPModule):
+        raise ConfigError(
+            f"{kind.__name__}: TRL reads the weight of the model's head without calling it, and the head is a "
+            "group of its own, so that its gradient would not be averaged over ranks; shard with a wrap "
+            "policy that leaves the head to the root group (the default, 'auto', does)"
+        )
+    _require_reference(kind, model, args, given)
+
+
+def _require_reference(kind: type, model: nn.Module, args: Any, given: Mapping[str, Any]) -> None:
+    reference = given.get("ref_model")
+    if getattr(args, "precompute_ref_log_probs", False):
+        raise ConfigError(
+            f"{kind.__name__}(precompute_ref_log_probs=True): TRL hashes the model's weights for that, which it "
+            "cannot where they are sharded; leave it out"
+        )
+    if isinstance(reference, nn.Module) and not is_for_trainer(reference):
+        raise ConfigError(
+            f"{kind.__name__}(ref_model=...): pass ref_model=for_trainer(reference), sharded as the model is"
+        )
+    compares = compat.wants_reference(kind) or bool(getattr(args, "beta", 0))
+    if reference is None and compares and not has_adapters(model):
+        second = "pass ref_model=for_trainer(reference), sharded as the model is"
+        hint = second if compat.wants_reference(kind) else "pass beta=0.0"
+        raise ConfigError(
+            f"{kind.__name__}: compares with a reference, which TRL would load whole on every rank; {hint}, or "
+            "train a LoRA, whose reference is the model without it"
+        )
+
+
+def already_sharded(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} would have the Trainer shard a model that is sharded already; leave it out: what it says of "
+        "sharding is said by from_pretrained(sharding=Sharding(...))"
+    )

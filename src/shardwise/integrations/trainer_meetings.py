@@ -2,7 +2,7 @@
 
 [Note: A rank that fails alone] Within a step ranks work by themselves in two places: while the batches are
 made, and in the loss, once the model has run. One that raises there leaves the training, and tells why ([Note:
-Nobody waits in a collective] in ``execution/ranks/line.py``); the others would go on into a collective, and
+Nobody waits in a collective] in ``execution/meetings.py``); the others would go on into a collective, and
 wait for it. So they meet first, over the store, which takes about a millisecond. On an accelerator not behind
 the loss: what a loss raises of numbers is known there only when the device has been waited for, and to wait in
 each step costs more than that.
@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl
 
-from shardwise.errors import RankLostError
-from shardwise.execution.ranks.world import World
+from shardwise.errors import RankLostError, ShardwiseError
+from shardwise.execution.world import World
 
 
 class MeetingPlace:
@@ -136,21 +136,23 @@ class AgreedEvents:
         for name, value in zip(_FLAGS, flags, strict=True):
             setattr(control, name, value)
         if is_failed:
-            self._raise_failure()
+            failure, self._failure = self._failure, None
+            raise_together(self._world, failure)
 
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
 
-        def fail() -> None:
-            if failure is not None:
-                raise failure
+def raise_together(world: World, failure: Exception | None) -> None:
+    """Raise on all ranks a failure that one has met with; on that one, as it was. Collective: yes."""
 
-        try:
-            self._world.together(fail)
-        except Exception as told:
-            if failure is not None:
-                raise failure from told
-            raise
+    def fail() -> None:
+        if failure is not None:
+            raise failure
+
+    try:
+        world.together(fail)
+    except ShardwiseError as told:
+        if failure is not None and not isinstance(told, RankLostError):
+            raise failure from told
+        raise
 
 
 class BestFound(TrainerCallback):

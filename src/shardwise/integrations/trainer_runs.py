@@ -1,31 +1,39 @@
-"""What lies in an output folder of the Trainer's, and what follows: where to go on, what counts, what may go.
+"""Checkpoints in an output folder of the Trainer: found, committed and removed.
 
 [Note: A checkpoint of the Trainer's] ``checkpoint-N`` holds the model as ``save_pretrained`` would write it,
 the state of the training under ``state`` (a checkpoint of
 :class:`~shardwise.checkpoints.checkpointer.Checkpointer`), and ``trainer_state.json``. It counts once
 ``shardwise.trainer.json`` is there, which is put in place in one step when all else is durable
-(``integrations/trainer_commit.py``). A folder is begun by ``shardwise.begun``, so that what a kill has left is told
+([Note: One commit]). A folder is begun by ``shardwise.begun``, so that what a kill has left is told
 from what somebody else has put there: the first is removed by whoever saves or goes on there next, the second is an
 error. Removing goes the other way round: first what makes it count.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal
 
 from shardwise.checkpoints.folder import newest_in
-from shardwise.checkpoints.state import in_words
 from shardwise.errors import ConfigError, FormatError, StorageError
+from shardwise.execution.committing import publish, remove_unnamed, write_again
+from shardwise.execution.marked_folder import Marked, Saving, marked_by_first, marked_here
+from shardwise.execution.saving_lock import Whose
+from shardwise.execution.world import World
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
 from shardwise.interchange.trainer_folder import STATE_FILE, TrainerFolder
-from shardwise.models.selection import AdapterOnly, Everything, Selection
+from shardwise.planning import fingerprints
+from shardwise.planning.commit import on_its_way
+from shardwise.storage.writing.folders_writer import FoldersWriter, folders_in, remove_files
 
 FACTS_FILE = "shardwise.trainer.json"
 BEGUN_FILE = "shardwise.begun"
@@ -35,24 +43,8 @@ _MOST_BYTES = 1 << 16
 _VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
-class ModelAlone:
-    """A checkpoint that holds no state of a training (``save_only_model``)."""
-
-
-Holds: TypeAlias = Selection | ModelAlone
-"""What a training goes on with that a checkpoint is of: everything, one adapter; or nothing but a model."""
-
-
-def holds_in_words(holds: Holds) -> str:
-    """As it stands in the facts, and in messages."""
-    return "the model alone" if isinstance(holds, ModelAlone) else in_words(holds)
-
-
-def _holds_of(words: object) -> Holds:
-    adapter = words.removeprefix("adapter ") if isinstance(words, str) else ""
-    told: Sequence[Holds] = (Everything(), ModelAlone(), AdapterOnly(adapter))
-    return next(holds for holds in told if holds_in_words(holds) == words)
+MODEL_ALONE = "the model alone"
+"""The state that a checkpoint without one holds (``save_only_model``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +53,18 @@ class TrainerFacts:
 
     Attributes:
         step: optimizer steps done.
-        holds: whose state.
+        holds: whose state, as ``checkpoints.state.in_words`` or ``MODEL_ALONE``.
         rows_per_step: rows of one optimizer step, of all ranks and micro-batches.
         world_size: ranks it was saved by.
     """
 
     step: int
-    holds: Holds
+    holds: str
     rows_per_step: int
     world_size: int
 
     def to_bytes(self) -> bytes:
-        told = {"version": _VERSION, **asdict(self), "holds": holds_in_words(self.holds)}
-        return json.dumps(told, indent=2).encode()
+        return json.dumps({"version": _VERSION, **asdict(self)}, indent=2).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes, what: str) -> TrainerFacts:
@@ -82,11 +73,11 @@ class TrainerFacts:
             told = json.loads(content)
             if told.pop("version") != _VERSION:
                 raise FormatError(f"{what}: was written by a newer shardwise")
-            found = cls(**told | {"holds": _holds_of(told["holds"])})
-        except (ValueError, TypeError, KeyError, AttributeError, StopIteration, RecursionError) as error:
+            found = cls(**told)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise FormatError(f"{what}: holds no facts of a checkpoint ({error}); take another one") from error
         counts = (found.step, found.rows_per_step, found.world_size)
-        if not all(type(count) is int and count >= 0 for count in counts):
+        if [type(value) for value in (*counts, found.holds)] != [int, int, int, str] or min(counts) < 0:
             raise FormatError(f"{what}: holds no facts of a checkpoint; take another one")
         return found
 
@@ -189,9 +180,7 @@ def whole_facts_of(folder: Path) -> TrainerFacts:
     """
     facts = facts_of(folder)
     state = folder / STATE_FOLDER
-    if not (folder / STATE_FILE).is_file() or (
-        not isinstance(facts.holds, ModelAlone) and newest_in(state) != facts.step
-    ):
+    if not (folder / STATE_FILE).is_file() or (facts.holds != MODEL_ALONE and newest_in(state) != facts.step):
         raise FormatError(
             f"resume_from_checkpoint={str(folder)!r}: files of it are gone, or have been cut; remove it, to go on "
             "from the one before"
@@ -199,36 +188,10 @@ def whole_facts_of(folder: Path) -> TrainerFacts:
     return facts
 
 
-@dataclass(frozen=True, slots=True)
-class FromNothing:
-    """The training begins anew."""
+def beginning_of(run: Path, asked: Path | Literal["newest"] | None) -> tuple[Path | None, bool]:
+    """Find the checkpoint that a training starts from, which puts its own into ``run``.
 
-
-@dataclass(frozen=True, slots=True)
-class FromNewest:
-    """It goes on from the newest checkpoint of its own folder."""
-
-
-@dataclass(frozen=True, slots=True)
-class FromFolder:
-    """It goes on from this one."""
-
-    folder: Path
-
-
-WhereFrom: TypeAlias = FromNothing | FromNewest | FromFolder
-
-
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """How a training begins: at which checkpoint (None: at none), and which leftovers go first."""
-
-    source: Path | None
-    left: tuple[int, ...] = ()
-
-
-def beginning_of(run: Path, asked: WhereFrom) -> Beginning:
-    """Where a training goes on, that puts its checkpoints into ``run``.
+    ``asked`` is the newest one there, a folder, or none. Returns it, and whether leftovers have to be removed.
 
     Raises:
         ConfigError: there is nothing to go on from; or checkpoints that it would overwrite.
@@ -238,19 +201,16 @@ def beginning_of(run: Path, asked: WhereFrom) -> Beginning:
     complete = [step for step, kind in found.items() if kind is FolderKind.COMPLETE]
     foreign = [step for step, kind in found.items() if kind is FolderKind.FOREIGN]
     source, at = None, -1
-    match asked:
-        case FromNewest():
-            if not complete:
-                raise ConfigError(
-                    f"resume_from_checkpoint=True: output_dir={str(run)!r} has no checkpoint of ShardwiseTrainer's "
-                    f"that was completed{_those(' (others: ', foreign, ')')}; leave it out to begin anew"
-                )
-            source, at = folder_of(run, complete[-1]), complete[-1]
-        case FromFolder(folder):
-            source = folder
-            at = facts_of(folder).step if folder.parent.resolve() == run.resolve() else -1
-        case FromNothing():
-            pass
+    if asked == "newest":
+        if not complete:
+            raise ConfigError(
+                f"resume_from_checkpoint=True: output_dir={str(run)!r} has no checkpoint of ShardwiseTrainer's "
+                f"that was completed{_those(' (others: ', foreign, ')')}; leave it out to begin anew"
+            )
+        source, at = folder_of(run, complete[-1]), complete[-1]
+    elif asked is not None:
+        source = asked
+        at = facts_of(asked).step if asked.parent.resolve() == run.resolve() else -1
     odd = [*foreign, *(step for step in complete if step > at)]
     if odd:
         raise ConfigError(
@@ -258,7 +218,7 @@ def beginning_of(run: Path, asked: WhereFrom) -> Beginning:
             "overwrite or remove; resume_from_checkpoint=True goes on from the newest of ShardwiseTrainer's, "
             "another output_dir begins anew, or remove them"
         )
-    return Beginning(source, tuple(step for step, kind in found.items() if kind is FolderKind.LEFT))
+    return source, FolderKind.LEFT in found.values()
 
 
 def _those(before: str, steps: Sequence[int], after: str) -> str:
@@ -273,3 +233,148 @@ def steps_to_remove(complete: Sequence[int], limit: int | None, best: int | None
     kept = {max(complete), *([best] if best in complete else [])}
     others = [step for step in sorted(complete) if step not in kept]
     return others[: max(0, len(complete) - max(limit, len(kept)))]
+
+
+def marked_for(world: World, run: Path, step: int) -> AbstractContextManager[Saving]:
+    """Mark an output folder while the checkpoint of this step is saved there; what was left there is removed.
+
+    Collective: yes, at the beginning.
+
+    Raises:
+        StorageError: another save is going on there, or has been of this step; or somebody else's files are there.
+    """
+    return marked_by_first(world, run, partial(_begin, run, step), partial(_undo, run, step))
+
+
+def _begin(run: Path, step: int, marked: Marked) -> None:
+    _remove_left(run)  # before it is looked what counts; see [Note: Asked again]
+    folder = folder_of(run, step)
+    if folder.is_dir():
+        raise StorageError(f"{folder}: is there already, {kind_of(folder).value}; nothing was overwritten")
+    with FoldersWriter(folder) as writer:
+        token = marked.token.encode()
+        writer.create(BEGUN_FILE, len(token))
+        writer.write(BEGUN_FILE, 0, [memoryview(token)])
+        writer.sync(BEGUN_FILE)
+        writer.sync_names()
+
+
+def _undo(run: Path, step: int, marked: Marked) -> None:
+    """Remove what was written for the step, unless it counts by now or the folder is another's."""
+    folder = folder_of(run, step)
+    if not folder.is_dir():
+        return
+    if marked.held.whose() is Whose.OURS:
+        if (folder / BEGUN_FILE).is_file():
+            _remove_unless_it_counts(folder)
+        return
+    with FoldersWriter(folder, folders_in(folder)) as writer:
+        writer.remove(on_its_way(FACTS_FILE, marked.token))
+        names = writer.list()
+        is_begun = BEGUN_FILE in names or FACTS_FILE in names
+        if not is_begun and (names or writer.folders):  # it was removed, and we made it again
+            with contextlib.suppress(OSError):
+                remove_files(writer, names)
+                os.rmdir(folder)
+
+
+def complete(marked: Marked, folder: Path, facts: TrainerFacts) -> None:
+    """Have a checkpoint count, once all that is in it lasts.
+
+    Raises:
+        StorageError: the disk refuses; or the folder is not the one any more that was begun.
+    """
+    marked.held.require()
+    with FoldersWriter(folder, folders_in(folder)) as writer:
+        if writer.read(BEGUN_FILE) != marked.token.encode():
+            raise StorageError(f"{folder}: another training has begun to save there; have an output_dir for each")
+        kept = _lasting(writer)
+        for name in writer.list():
+            if name not in kept and not name.startswith(f"{STATE_FOLDER}/"):
+                write_again(writer, name, marked.token)
+        writer.sync_names()
+        files = {name: nbytes for name, nbytes in writer.sizes().items() if name != FACTS_FILE}
+        publish(writer, marked.held, FACTS_FILE, facts.to_bytes(), files)
+
+
+def _lasting(writer: FoldersWriter) -> set[str]:
+    """What saves of ours have written, as they recorded it, and what says that a checkpoint was begun."""
+    found = {BEGUN_FILE}
+    for name in writer.list():
+        if not name.endswith(fingerprints.file_beside("")):
+            continue
+        folder, slash, _ = name.rpartition("/")
+        for saved in fingerprints.from_bytes(writer.read(name)):
+            found |= {f"{folder}{slash}{file}" for file in saved.files}
+    return found
+
+
+def remove_under(marked: Marked, run: Path, steps: Sequence[int]) -> None:
+    """Remove checkpoints of an output folder that is marked; what makes one count goes first.
+
+    Raises:
+        StorageError: something cannot be removed.
+    """
+    for step in steps:
+        if marked.held.whose() is not Whose.OURS:
+            return  # whoever has the folder by now does it
+        try:
+            _remove(folder_of(run, step))
+        except StorageError:
+            if marked.held.whose() is Whose.OURS:
+                raise  # else another one is removing the same
+
+
+def remove_left(run: Path) -> None:
+    """Remove what saves have left that never counted.
+
+    Raises:
+        StorageError: another save is going on there, or something cannot be removed.
+    """
+    with marked_here(run):
+        _remove_left(run)
+
+
+def remove_but(run: Path, best: int) -> None:
+    """Remove all checkpoints of a run but that of one step.
+
+    Raises:
+        StorageError: another save is going on there, or something cannot be removed.
+    """
+    with marked_here(run) as marked:
+        complete = [step for step, kind in checkpoints_in(run).items() if kind is FolderKind.COMPLETE]
+        remove_under(marked, run, [step for step in complete if step != best])
+
+
+def _remove_left(run: Path) -> None:
+    for step, kind in checkpoints_in(run).items():
+        if kind is FolderKind.LEFT:
+            _remove_unless_it_counts(folder_of(run, step))
+
+
+def _remove_unless_it_counts(folder: Path) -> None:
+    """First goes what would make it count, if whoever left it went on after all; one that counts by then stays."""
+    with FoldersWriter(folder, folders_in(folder)) as writer:
+        remove_unnamed(writer, [name for name in writer.list() if name.startswith(f".{FACTS_FILE}.")])
+        if FACTS_FILE not in writer.list():
+            _empty(writer, folder)
+
+
+def _remove(folder: Path) -> None:
+    with FoldersWriter(folder, folders_in(folder)) as writer:
+        if BEGUN_FILE not in writer.list():
+            writer.replace(BEGUN_FILE, b"")  # what says that it is ours goes last
+        writer.remove(FACTS_FILE)
+        writer.sync_names()
+        _empty(writer, folder)
+
+
+def _empty(writer: FoldersWriter, folder: Path) -> None:
+    """All but what says that it was begun, then that."""
+    remove_files(writer, [name for name in writer.list() if name != BEGUN_FILE])
+    writer.sync_names()
+    writer.remove(BEGUN_FILE)
+    try:
+        os.rmdir(folder)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be removed ({error.strerror or error})") from error

@@ -11,15 +11,13 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import StorageError
-from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.renamed_folder import as_renamed
-from shardwise.execution.writing.durable import copy_in
-from shardwise.execution.writing.marked_folder import Marked, Saving, marked_by_first, marked_here
-from shardwise.execution.writing.renames import (
+from shardwise.execution.committing import copy_in
+from shardwise.execution.marked_folder import Marked, Saving, marked_by_first, marked_here
+from shardwise.execution.renames import (
+    as_renamed,
     commit_written,
     distributed_folders,
     remove_fresh,
@@ -27,9 +25,10 @@ from shardwise.execution.writing.renames import (
     undo,
     work_folder,
 )
+from shardwise.execution.world import World
 from shardwise.formats.accelerate_names import is_of_accelerate
 from shardwise.interchange.accelerate_writing import PartOf
-from shardwise.planning.saves.commit import WrittenFiles, fresh
+from shardwise.planning.commit import WrittenFiles, fresh
 from shardwise.storage.writing.folders_writer import FoldersWriter, folders_in, remove_folder
 
 _NUMBERED = re.compile(r"checkpoint_([0-9]+)")
@@ -63,21 +62,12 @@ class WorkFolder(str):
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class InPlaceOf:
-    """A state that takes the place of whatever is in its folder of accelerate's."""
-
-
-@dataclass(frozen=True, slots=True)
-class New:
-    """A state in a folder in which nothing may be."""
-
-
 @contextmanager
-def state_saved(world: World, folder: Path, over: InPlaceOf | New) -> Iterator[WorkFolder]:
+def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFolder]:
     """Mark a folder for the time of the block, in which accelerate saves into the folder that is given.
 
-    After the block all that was written counts, and takes the place of the older state; other files stay.
+    After the block all that was written counts, and takes the place of the older state; other files stay. With
+    ``is_new`` nothing may be in the folder.
 
     Collective: yes, at the beginning and the end.
     Memory: a block of a file.
@@ -90,7 +80,7 @@ def state_saved(world: World, folder: Path, over: InPlaceOf | New) -> Iterator[W
 
     def begin(marked: Marked) -> None:
         tidy(marked)
-        if isinstance(over, New):
+        if is_new:
             _require_new(marked)
         os.mkdir(work_folder(folder, marked.token))
 

@@ -1,4 +1,4 @@
-"""Models and optimizers that accelerate saved under FSDP, found and read, in any of its forms."""
+"""Loads models and optimizers that accelerate saved under FSDP, in any of its forms."""
 
 from __future__ import annotations
 
@@ -9,26 +9,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, assert_never
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engines import optimizer_states
-from shardwise.engines.model_files import set_from_files, stored_values, with_read
-from shardwise.engines.optimizer_fitting import Ours
-from shardwise.execution.ranks.progress import Clock
-from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.renamed_folder import as_renamed, home_of, lists_in
-from shardwise.execution.states.agreed import (
+from shardwise.engines.arguments import world_of
+from shardwise.engines.model_states import set_values, stored_values
+from shardwise.engines.optimizer_states import Ours
+from shardwise.execution.agreed import (
     BroughtValues,
     StateOptions,
+    StoredValues,
     Values,
     by_canonical_names,
     require_same_call,
 )
-from shardwise.execution.states.stored_values import StoredValues
-from shardwise.execution.writing.saved_tree import SavedTree, read_distributed_tree, read_file_tree
-from shardwise.execution.writing.torch_out import Levels
-from shardwise.execution.writing.torch_states import read_rank_file
+from shardwise.execution.progress import Clock
+from shardwise.execution.renames import as_renamed, home_of, lists_in
+from shardwise.execution.torch_saves import (
+    Levels,
+    SavedTree,
+    read_distributed_tree,
+    read_file_tree,
+    read_rank_file,
+)
+from shardwise.execution.world import World
 from shardwise.formats.accelerate_names import (
     MODEL,
     OPTIMIZER,
@@ -41,14 +47,14 @@ from shardwise.formats.accelerate_names import (
 )
 from shardwise.formats.distributed import METADATA
 from shardwise.interchange.accelerate_writing import beside_trained
-from shardwise.models.optimizers.optimizer_state import Given, ParameterOrder, read, with_names
-from shardwise.models.optimizers.rebind import label
+from shardwise.models.optimizer_state import Given, ParameterOrder, read, with_names
+from shardwise.models.rebind import label
 from shardwise.models.selection import AdapterOnly, Selection
-from shardwise.models.view import canonical, look_inside
-from shardwise.planning.loads.load_plan import Ignore
-from shardwise.planning.loads.stored import stored_tensors
-from shardwise.planning.states.matching import OnFault, Tolerance
-from shardwise.report.state_report import StateReport
+from shardwise.models.view import canonical, look_inside, without_compile
+from shardwise.planning.load_memory import stored_tensors
+from shardwise.planning.load_plan import Ignore
+from shardwise.planning.matching import OnFault, Tolerance
+from shardwise.report.reports import StateReport
 from shardwise.storage.reading.local import LocalReader
 
 _MOST_DIGITS = 10
@@ -73,10 +79,103 @@ class FilesSource:
         require_same_call(world, os.fspath(self.path), self.number, mode, self.tolerance, options=self.options)
 
 
+@torch.no_grad()
+def load_accelerate_model(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    number: int = 0,
+    only: Selection = None,
+    on_missing: OnFault = "error",
+    on_unexpected: OnFault = "error",
+    on_mismatched: OnFault = "error",
+    options: StateOptions = StateOptions(),  # noqa: B008
+) -> StateReport:
+    """Give a model the values that accelerate saved under FSDP, of version 1 or 2, in any of its forms.
+
+    Every rank reads its own bytes, on as many ranks as there are, whoever saved; but files of ranks are read by as
+    many ranks as wrote them. Values are cast as ``set_model_state`` does. Nothing that a
+    file says is run.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: ``options.budget_bytes``.
+
+    Args:
+        model: any module, sharded or not; what is on meta gets memory.
+        path: the folder that holds models and optimizers, or the model's own file or folder in it.
+        number: of the model among those in the folder.
+        only: ``AdapterOnly()`` for an adapter of PEFT's, by PEFT's names or the model's.
+        on_missing: ``Ignore(only=...)`` for tensors that may keep their values.
+        on_unexpected: ``Ignore(only=...)`` for names that the model does not know.
+        on_mismatched: ``Ignore(only=...)`` for tensors that may keep their values where the shape differs.
+        options: budget, process group, patience.
+
+    Raises:
+        ConfigError: an argument cannot be honoured; the model is there in several forms.
+        CoverageError: missing, unexpected or mismatched tensors, all at once.
+        DisagreementError: ranks have different models, or files of ranks that do not fit together.
+        FormatError: what is there is not accelerate's, was not completed, holds more than data, or is of a form
+            that cannot be read (LOCAL_STATE_DICT of FSDP1).
+        PlacementError: files of ranks are of another number of ranks.
+        StorageError: bytes could not be read.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank.
+    """
+    model = without_compile(model)
+    clock = Clock()
+    source = FilesSource(Path(path), number, Tolerance(on_missing, on_unexpected, on_mismatched), options)
+    with world_of(options, "load_accelerate_model") as world, torch.device("cpu"):
+        with clock.phase("agree"):
+            source.agree(world, only)
+        return read_model(world, model, source, only, clock)
+
+
+@torch.no_grad()
+def load_accelerate_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    path: str | os.PathLike[str],
+    *,
+    number: int = 0,
+    order: ParameterOrder = "name",
+    on_missing: OnFault = "error",
+    on_unexpected: OnFault = "error",
+    on_mismatched: OnFault = "error",
+    options: StateOptions = StateOptions(),  # noqa: B008
+) -> StateReport:
+    """Give an optimizer what accelerate saved of one, in any of its forms, or a file of ``optimizer.state_dict()``.
+
+    As :func:`~shardwise.engines.optimizer_states.set_optimizer_state`, with the reading of
+    :func:`load_accelerate_model`, whose errors it has, too.
+
+    Args:
+        model: whose parameters the optimizer holds.
+        optimizer: needs no state, and takes no step.
+        path: the folder that holds models and optimizers, or the optimizer's own file or folder in it.
+        number: of the optimizer among those in the folder.
+        order: ``"name"``; or ``"position"`` for a state that has numbers for parameters and does not name them.
+        on_missing: as of :func:`~shardwise.engines.optimizer_states.set_optimizer_state`.
+        on_unexpected: likewise.
+        on_mismatched: likewise.
+        options: budget, process group, patience.
+
+    Raises:
+        ConfigError: the state has numbers in place of names, and ``order`` does not say what they are.
+    """
+    model = without_compile(model)
+    clock = Clock()
+    source = FilesSource(Path(path), number, Tolerance(on_missing, on_unexpected, on_mismatched), options)
+    with world_of(options, "load_accelerate_optimizer") as world, torch.device("cpu"):
+        with clock.phase("agree"):
+            source.agree(world, order)
+        return read_optimizer(world, model, optimizer, source, order, clock)
+
+
 def read_model(world: World, model: nn.Module, source: FilesSource, only: Selection, clock: Clock) -> StateReport:
     """Find a model's files and give a model their values. Collective: yes.
 
-    Memory, errors: as of :func:`~shardwise.verbs.accelerate_load.load_accelerate_model`.
+    Memory, errors: as of :func:`load_accelerate_model`.
     """
     tolerance = source.tolerance
     with ExitStack() as stack:
@@ -90,7 +189,7 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
                 tolerance = replace(
                     tolerance, missing=_also(missing, untouched), unexpected=_also(unexpected, untouched)
                 )
-        return set_from_files(world, model, values, only, tolerance, source.options, clock)
+        return set_values(world, model, values, only=only, tolerance=tolerance, options=source.options, clock=clock)
 
 
 def read_optimizer(
@@ -103,23 +202,19 @@ def read_optimizer(
 ) -> StateReport:
     """Find an optimizer's files and give an optimizer their state. Collective: yes.
 
-    Memory, errors: as of :func:`~shardwise.verbs.accelerate_load.load_accelerate_optimizer`.
+    Memory, errors: as of :func:`load_accelerate_optimizer`.
     """
     options = source.options
-    brought: list[Values] = []
     with ExitStack() as stack:
         with clock.phase("agree"):
             found = _found(world, source, OPTIMIZER, stack)
 
         def take_apart(ours: Ours) -> tuple[Given, Values]:
-            given, values = _state_of_optimizer(world, found, ours, order, options, stack)
-            brought.append(values)
-            return given, values
+            return _state_of_optimizer(world, found, ours, order, options, stack)
 
-        report = optimizer_states.set_values(
+        return optimizer_states.set_values(
             world, model, optimizer, take_apart, tolerance=source.tolerance, options=options, clock=clock
         )
-        return with_read(report, brought[0])
 
 
 def _also(consent: OnFault, names: Sequence[str]) -> Ignore:

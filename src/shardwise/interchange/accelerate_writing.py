@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, assert_never
@@ -16,26 +16,20 @@ from torch.optim import Optimizer
 from shardwise.engines import model_states, optimizer_states
 from shardwise.engines.arguments import world_of
 from shardwise.errors import ConfigError
-from shardwise.execution.ranks.world import World
-from shardwise.execution.states.agreed import StateOptions, require_same_call
-from shardwise.execution.writing.distributed_folder import older_in, write_distributed_folder
-from shardwise.execution.writing.marked_folder import Saving, marked_by_first
-from shardwise.execution.writing.renames import commit_written, tidy, undo
-from shardwise.execution.writing.torch_out import Levels
-from shardwise.execution.writing.torch_states import write_rank_files, write_whole_file
+from shardwise.execution.agreed import StateOptions, require_same_call
+from shardwise.execution.distributed_folder import older_in, write_distributed_folder
+from shardwise.execution.marked_folder import Saving, marked_by_first
+from shardwise.execution.renames import commit_written, tidy, undo
+from shardwise.execution.torch_saves import flattened, write_rank_files, write_whole_file
+from shardwise.execution.world import World
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, SavedKind
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import Held, without_compile
-from shardwise.planning.loads.load_plan import OnDiffering
-from shardwise.planning.saves.commit import WrittenFiles
-from shardwise.planning.states.forms import DistributedFolder, FileForm, OneFile, RankFiles, require_file_form
-from shardwise.report.save_report import FilesReport
+from shardwise.planning.commit import WrittenFiles
+from shardwise.planning.load_plan import OnDiffering
+from shardwise.planning.matching import FileForm, require_file_form
+from shardwise.report.save_reports import FilesReport
 from shardwise.storage.writing.folders_writer import FoldersWriter
-
-
-@dataclass(frozen=True, slots=True)
-class ByItself:
-    """A model or an optimizer counts once it is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +42,12 @@ class PartOf:
 
 @dataclass(frozen=True, slots=True)
 class FilesPlace:
-    """Where a model or an optimizer goes: the folder, its number in it, and the form; when it counts."""
+    """The folder, number and form of a model or an optimizer, and the state that it is a part of, if any."""
 
     folder: Path
     number: int
     form: FileForm
-    counts: ByItself | PartOf = ByItself()
+    part_of: PartOf | None = None
 
     def agree(self, world: World, *modes: object, options: StateOptions) -> None:
         """Raise when it cannot be honoured, or ranks ask for different things. Collective: yes.
@@ -73,65 +67,111 @@ class FilesPlace:
         require_same_call(world, os.fspath(self.folder), self.form, self.number, modes, options=options)
 
 
+def save_accelerate_model(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    form: FileForm = "sharded",
+    *,
+    number: int = 0,
+    only: Selection = None,
+    on_differing_buffers: OnDiffering = "first_rank",
+    options: StateOptions = StateOptions(),  # noqa: B008
+) -> FilesReport:
+    """Write a model as accelerate does under FSDP2, which ``accelerator.load_state`` reads.
+
+    ``"full"`` is ``pytorch_model_fsdp.bin`` (``_1.bin`` for number 1), ``"sharded"``
+    ``pytorch_model_fsdp_0/``, ``"local"`` ``pytorch_model_fsdp_0_rank0.bin`` and so on. Names are those of the
+    plain model. Of an adapter they are PEFT's; in one file, as accelerate has it, those of the model, and of what
+    is trained alone.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: ``options.budget_bytes``; with ``"full"`` the first rank holds all that is saved.
+
+    Args:
+        model: any module, sharded or not.
+        directory: the folder that holds models and optimizers; made where it is not there, seen by every rank.
+        form: in which form.
+        number: of the model among those in the folder.
+        only: ``None``, or ``AdapterOnly()`` for an adapter of PEFT's.
+        on_differing_buffers: buffers that have other values on some ranks than on others are the first rank's,
+            ``"first_rank"``, or an error, ``"error"``.
+        options: budget, process group, patience.
+
+    Raises:
+        ConfigError: an argument cannot be honoured.
+        PlacementError: tensors are on meta, or are placed neither as shards nor as replicas.
+        DisagreementError: ranks have different models or arguments, or different values of what several hold.
+        StorageError: files could not be written; the older ones are as they were.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank.
+    """
+    return save_model(model, FilesPlace(Path(directory), number, form), only, on_differing_buffers, options)
+
+
+def save_accelerate_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    directory: str | os.PathLike[str],
+    form: FileForm = "sharded",
+    *,
+    number: int = 0,
+    options: StateOptions = StateOptions(),  # noqa: B008
+) -> FilesReport:
+    """Write an optimizer as accelerate does under FSDP2, by the names of the model's parameters.
+
+    ``"full"`` is ``optimizer.bin`` (``optimizer_1.bin``), ``"sharded"`` is ``optimizer_0/``, and
+    ``"local"`` are ``optimizer_0_rank0.bin`` and so on. The layout inside is that of
+    :func:`~shardwise.engines.optimizer_states.optimizer_state`.
+
+    Collective, Memory, Raises: as of :func:`save_accelerate_model`; state that nobody knows how to deal is a
+    PlacementError.
+
+    Args:
+        model: whose parameters the optimizer holds.
+        optimizer: with state or without. (accelerate loads only what has all state: after a step.)
+        directory: the folder that holds models and optimizers.
+        form: in which form.
+        number: of the optimizer among those in the folder.
+        options: budget, process group, patience.
+    """
+    return save_optimizer(model, optimizer, FilesPlace(Path(directory), number, form), options)
+
+
 @torch.no_grad()
 def save_model(
     model: nn.Module, place: FilesPlace, only: Selection, on_differing_buffers: OnDiffering, options: StateOptions
 ) -> FilesReport:
-    """Write a model as accelerate does. Collective: yes.
+    """Compare what several ranks hold of a model, and write it as accelerate does. Collective: yes.
 
-    Memory, errors: as of :func:`~shardwise.verbs.accelerate_save.save_accelerate_model`.
+    Memory, errors: as of :func:`save_accelerate_model`.
     """
+    start = time.perf_counter()
     model = without_compile(model)
     with world_of(options, "save_accelerate_model") as world, torch.device("cpu"):
         place.agree(world, only, on_differing_buffers, options=options)
-        return write_model(world, model, place, only, on_differing_buffers, options)
-
-
-@torch.no_grad()
-def save_optimizer(model: nn.Module, optimizer: Optimizer, place: FilesPlace, options: StateOptions) -> FilesReport:
-    """Write an optimizer as accelerate does. Collective: yes.
-
-    Memory, errors: as of :func:`~shardwise.verbs.accelerate_save.save_accelerate_optimizer`.
-    """
-    model = without_compile(model)
-    with world_of(options, "save_accelerate_optimizer") as world, torch.device("cpu"):
-        place.agree(world, options=options)
-        return write_optimizer(world, model, optimizer, place, options)
-
-
-def write_model(
-    world: World,
-    model: nn.Module,
-    place: FilesPlace,
-    only: Selection,
-    on_differing_buffers: OnDiffering,
-    options: StateOptions,
-) -> FilesReport:
-    """Look at a model, compare what several ranks hold, and write it. Collective: yes.
-
-    Memory, errors: as of :func:`~shardwise.verbs.accelerate_save.save_accelerate_model`.
-    """
-    start = time.perf_counter()
-    taken = model_states.take_out(world, model, only, on_differing_buffers, options)
-    state = taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
-    if isinstance(place.form, OneFile) and isinstance(only, AdapterOnly):
-        untouched = beside_trained(taken.held, only.adapter)
-        state = {fqn: state[name] for name, fqn in taken.names.items() if fqn not in untouched}
-    path, nbytes = _write(world, place, MODEL, state, taken.home, options)
+        taken = model_states.take_out(world, model, only, on_differing_buffers, options)
+        state = taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
+        if place.form == "full" and isinstance(only, AdapterOnly):
+            untouched = beside_trained(taken.held, only.adapter)
+            state = {fqn: state[name] for name, fqn in taken.names.items() if fqn not in untouched}
+        path, nbytes = _write(world, place, MODEL, state, taken.home, options)
     count = len({id(tensor) for tensor in state.values()})
     return FilesReport(str(path), count, nbytes, time.perf_counter() - start, taken.differing)
 
 
-def write_optimizer(
-    world: World, model: nn.Module, optimizer: Optimizer, place: FilesPlace, options: StateOptions
-) -> FilesReport:
-    """Look at an optimizer, compare what several ranks hold, and write it. Collective: yes.
+@torch.no_grad()
+def save_optimizer(model: nn.Module, optimizer: Optimizer, place: FilesPlace, options: StateOptions) -> FilesReport:
+    """Compare what several ranks hold of an optimizer, and write it as accelerate does. Collective: yes.
 
-    Memory, errors: as of :func:`~shardwise.verbs.accelerate_save.save_accelerate_optimizer`.
+    Memory, errors: as of :func:`save_accelerate_optimizer`.
     """
     start = time.perf_counter()
-    taken = optimizer_states.take_out(world, model, optimizer, "the optimizer", options)
-    path, nbytes = _write(world, place, OPTIMIZER, taken.written(), taken.home, options)
+    model = without_compile(model)
+    with world_of(options, "save_accelerate_optimizer") as world, torch.device("cpu"):
+        place.agree(world, options=options)
+        taken = optimizer_states.take_out(world, model, optimizer, "the optimizer", options)
+        path, nbytes = _write(world, place, OPTIMIZER, taken.written(), taken.home, options)
     return FilesReport(str(path), len(taken.tensors), nbytes, time.perf_counter() - start)
 
 
@@ -155,16 +195,13 @@ def _write(
     options: StateOptions,
 ) -> tuple[Path, int]:
     """Where the state is then, and its bytes. Collective: yes."""
-    match place.counts:
-        case PartOf(saving, parts):
-            path, nbytes, written = _written(world, saving, place, kind, state, home, options)
-            parts.append(written)
-        case ByItself():
-            with marked_by_first(world, place.folder, tidy, undo) as saving:
-                path, nbytes, written = _written(world, saving, place, kind, state, home, options)
-                world.from_first(lambda: commit_written(saving.marked, written, _older(place, kind, written)))
-        case _:
-            assert_never(place.counts)
+    if place.part_of is not None:
+        path, nbytes, written = _written(world, place.part_of.saving, place, kind, state, home, options)
+        place.part_of.parts.append(written)
+        return path, nbytes
+    with marked_by_first(world, place.folder, tidy, undo) as saving:
+        path, nbytes, written = _written(world, saving, place, kind, state, home, options)
+        world.from_first(lambda: commit_written(saving.marked, written, _older(place, kind, written)))
     return path, nbytes
 
 
@@ -180,18 +217,20 @@ def _written(
     """Where the state will be, its bytes, and what is to be given its name. Collective: yes."""
     folder, number, budget = place.folder, place.number, options.budget_bytes
     match place.form:
-        case OneFile():
+        case "full":
             name = kind.file(number)
-            tensors, objects = _apart(state)
+            values = dict(flattened(state))
+            tensors = {way: value for way, value in values.items() if isinstance(value, torch.Tensor)}
+            objects = {way: value for way, value in values.items() if way not in tensors}
             nbytes, written = write_whole_file(
                 world, saving, name, tensors, objects, budget_bytes=budget, device=home
             )
-        case DistributedFolder():
+        case "sharded":
             name = kind.folder(number)
             world.together(lambda: FoldersWriter(folder, [name]).close())  # which refuses links
             written = write_distributed_folder(world, saving, name, {kind.what: state}, budget_bytes=budget)
             nbytes = sum(written.beside.values())
-        case RankFiles():
+        case "local":
             names = [kind.rank_file(number, rank) for rank in range(world.size)]
             name = names[world.rank]
             nbytes, written = write_rank_files(world, saving, names, state)
@@ -203,13 +242,13 @@ def _written(
 def _older(place: FilesPlace, kind: SavedKind, written: WrittenFiles) -> list[str]:
     """What goes when a model or an optimizer counts that is saved by itself: the older one in the same form."""
     match place.form:
-        case OneFile():
+        case "full":
             return []
-        case DistributedFolder():
+        case "sharded":
             name = kind.folder(place.number)
             new = {file.removeprefix(f"{name}/") for file in written.beside}
             return [f"{name}/{file}" for file in older_in(place.folder / name, new)]
-        case RankFiles():
+        case "local":
             return [
                 name
                 for name in os.listdir(place.folder)
@@ -217,27 +256,3 @@ def _older(place: FilesPlace, kind: SavedKind, written: WrittenFiles) -> list[st
             ]
         case _:
             assert_never(place.form)
-
-
-def _apart(state: dict[str, Any]) -> tuple[dict[Levels, torch.Tensor], dict[Levels, object]]:
-    """The tensors of a nest of dicts and lists, and all else, by the way there."""
-    tensors: dict[Levels, torch.Tensor] = {}
-    objects: dict[Levels, object] = {}
-    for way, value in _leaves(state, ()):
-        if isinstance(value, torch.Tensor):
-            tensors[way] = value
-        else:
-            objects[way] = value
-    return tensors, objects
-
-
-def _leaves(value: Any, way: Levels) -> Iterator[tuple[Levels, Any]]:
-    inner: list[tuple[str | int, Any]] = []
-    if isinstance(value, Mapping):
-        inner = list(value.items())
-    elif isinstance(value, list) and any(isinstance(item, (Mapping, torch.Tensor)) for item in value):
-        inner = list(enumerate(value))
-    if not inner:
-        yield way, value
-    for key, item in inner:
-        yield from _leaves(item, (*way, key))

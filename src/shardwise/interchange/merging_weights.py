@@ -3,118 +3,116 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, assert_never
+from typing import Literal, TypeAlias
+
+import torch
 
 from shardwise.engines import offline
+from shardwise.engines.arguments import hints_of, require_meant
 from shardwise.engines.companions import companions_of, config_content, templates_of, write_templates
+from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.ranks.progress import ProgressBar
-from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.outgoing import Outgoing
-from shardwise.execution.reading.renamed_folder import home_of, lists_in
-from shardwise.execution.writing.sink import WrittenTensors
-from shardwise.execution.writing.torch_out import fingerprints_in, stream_torch_file
+from shardwise.execution.marked_folder import marked_by_first
+from shardwise.execution.progress import ProgressBar
+from shardwise.execution.reading import bytes_of
+from shardwise.execution.renames import commit_written, home_of, lists_in, tidy, undo
+from shardwise.execution.stream_out import Outgoing
+from shardwise.execution.torch_saves import flattened, load_plain, nested
+from shardwise.execution.world import World
+from shardwise.execution.write import WrittenTensors
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.distributed import METADATA
 from shardwise.formats.opening import open_checkpoint
+from shardwise.formats.torch_file import TorchFileContents, read_torch_file
 from shardwise.formats.torch_files import holds_optimizer, open_state
 from shardwise.interchange.named_outputs import OPTIMIZER_FILE, NamedOutputs, named_outputs, optimizer_outputs
 from shardwise.models.torch_words import to_torch
-from shardwise.planning.saves.commit import look_at_folder
-from shardwise.planning.saves.save_plan import INDEX_FILE
+from shardwise.planning.commit import WrittenFiles, fresh, look_at_folder
+from shardwise.planning.save_plan import INDEX_FILE
 from shardwise.report.names import in_bytes
-from shardwise.report.save_report import MergeWeightsReport
+from shardwise.report.save_reports import MergeWeightsReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
+from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.tensors import numel
+from shardwise.tensors import ByteRange, numel, row_blocks
+from shardwise.tensors.boxes import in_bytes_of
+
+Format: TypeAlias = Literal["safetensors", "bin"]
 
 
-@dataclass(frozen=True, slots=True)
-class KeepSource:
-    """The checkpoint stays as it is."""
+_BLOCK_ELEMENTS = 8 << 20
+"""The most elements of a tensor that are in memory while a file of ``torch.save`` is written."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveSource:
-    """The checkpoint's files are removed once the outcome has been read back and found whole."""
+def merge_weights(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    dtype: str | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    file_format: Format = "safetensors",
+    remove_source: bool = False,
+) -> MergeWeightsReport:
+    """Write a checkpoint as safetensors files under the names of the hub.
 
+    Whatever :func:`~shardwise.formats.open_checkpoint` reads: a folder of ``torch.distributed.checkpoint``, or one
+    that has one for a model (accelerate's, a trainer's), files of ``torch.save``, safetensors. A folder with an
+    optimizer's state becomes one file of ``torch.save``, ``optimizer.bin``.
 
-Afterwards: TypeAlias = KeepSource | RemoveSource
+    Args:
+        checkpoint: a folder or a file.
+        out: a folder, made where it is not there. A model in it is replaced once all is written.
+        base: a folder, or hub id in the cache, with the model's config; by default the nearest ``config.json`` in
+            the checkpoint's folder and the two above it. Its names are those of the outcome, if it has weights.
+        dtype: of the outcome; by default each tensor keeps its own.
+        max_shard_size: as in ``"5GB"``: of one file's tensors.
+        file_format: ``"bin"`` writes ``pytorch_model.bin``.
+        remove_source: remove the checkpoint's files once the outcome has been read back and is the same.
 
+    Collective: no.
+    Memory: about half a GiB beyond what importing torch and transformers takes, however large the model is.
 
-@dataclass(frozen=True, slots=True)
-class Safetensors:
-    """Files of safetensors, with an index where there are several."""
-
-
-@dataclass(frozen=True, slots=True)
-class TorchFile:
-    """One file of ``torch.save``."""
-
-
-Format: TypeAlias = Safetensors | TorchFile
-
-
-@dataclass(frozen=True, slots=True)
-class MergeCall:
-    """What :func:`~shardwise.verbs.merge_weights.merge_weights` is asked for."""
-
-    checkpoint: Path
-    out: Path
-    base: str | os.PathLike[str] | None
-    dtype: str | None
-    max_shard_bytes: int
-    file_format: Format
-    afterwards: Afterwards
-
-
-@dataclass(frozen=True, slots=True)
-class PartedCheckpoint:
-    """A checkpoint in parts that has been opened: a model, or the state of an optimizer."""
-
-    folder: Path
-    reader: StorageReader
-    index: CheckpointIndex
-    is_optimizer: bool
-
-
-def carry_out_merge(call: MergeCall) -> MergeWeightsReport:
-    """Open, name, write, and do what is asked for afterwards. Collective: no.
-
-    Memory, errors: as of :func:`~shardwise.verbs.merge_weights.merge_weights`.
+    Raises:
+        ConfigError: an argument or the config cannot be honoured.
+        CoverageError: the checkpoint and the model of the config do not cover each other.
+        FormatError, StorageError: a file contradicts its format, or cannot be read or written; or the outcome,
+            read back, is not what was written.
     """
+    require_meant(hints_of(merge_weights), {"file_format": file_format, "remove_source": remove_source})
+    checkpoint, out, max_shard_bytes = Path(checkpoint).expanduser(), Path(out), in_bytes_of(max_shard_size)
     start = time.perf_counter()
     with ExitStack() as stack:
-        parts = _open(call.checkpoint, stack)
-        folder, reader, index = parts.folder, parts.reader, parts.index
-        offline.require_other_folder(call.out, [folder, *_folders_of(folder, index)])
-        _require_removable(call.afterwards, index)
+        reader, index, is_optimizer = _open(checkpoint, stack)
+        folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+        offline.require_other_folder(out, [folder, *_folders_of(folder, index)])
+        _require_removable(index, remove_source=remove_source)
         placer = stack.enter_context(offline.placer_of(reader, index))
-        if parts.is_optimizer:
-            named = optimizer_outputs(reader, index, placer, base=call.base, dtype=call.dtype)
+        if is_optimizer:
+            named = optimizer_outputs(reader, index, placer, base=base, dtype=dtype)
         else:
-            named = named_outputs(folder, index, placer, base=call.base, dtype=call.dtype)
-        file_format = TorchFile() if parts.is_optimizer else call.file_format
-        companions = _companions(named, folder, call.dtype)
-        streamed, files = _write(named, companions, file_format, call)
+            named = named_outputs(folder, index, placer, base=base, dtype=dtype)
+        file_format = "bin" if is_optimizer else file_format
+        companions = _companions(named, folder, dtype)
+        streamed, files = _write(named, companions, file_format, out, max_shard_bytes)
         if named.folder is not None:
-            write_templates(call.out, templates_of([folder, named.folder]))
+            write_templates(out, templates_of([folder, named.folder]))
     removed = ""
-    if isinstance(call.afterwards, RemoveSource):
-        _read_back(call.out, streamed, named, file_format)
+    if remove_source:
+        _read_back(out, streamed, named, file_format)
         removed = _remove(folder, index)
     return MergeWeightsReport(
-        checkpoint=str(call.checkpoint),
-        out=str(call.out),
+        checkpoint=str(checkpoint),
+        out=str(out),
         layout=index.layout,
         names=named.names,
         tensors=len(streamed.fingerprints),
@@ -128,7 +126,8 @@ def carry_out_merge(call: MergeCall) -> MergeWeightsReport:
     )
 
 
-def _open(checkpoint: Path, stack: ExitStack) -> PartedCheckpoint:
+def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, CheckpointIndex, bool]:
+    """Open a checkpoint; the last tells whether it is the state of an optimizer."""
     if not checkpoint.exists():
         raise StorageError(f"{checkpoint}: no such file or folder; check the path")
     if lists_in(home := home_of(checkpoint)):
@@ -140,8 +139,7 @@ def _open(checkpoint: Path, stack: ExitStack) -> PartedCheckpoint:
     reader = stack.enter_context(opened.reader)
     is_optimizer = opened.file is None and holds_optimizer(reader)
     index = open_state(reader) if is_optimizer else open_checkpoint(reader, weights_name=opened.file)
-    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    return PartedCheckpoint(folder, reader, index, is_optimizer)
+    return reader, index, is_optimizer
 
 
 def _companions(named: NamedOutputs, folder: Path, dtype: str | None) -> dict[str, bytes]:
@@ -154,25 +152,21 @@ def _companions(named: NamedOutputs, folder: Path, dtype: str | None) -> dict[st
 
 
 def _write(
-    named: NamedOutputs, companions: Mapping[str, bytes], file_format: Format, call: MergeCall
+    named: NamedOutputs, companions: Mapping[str, bytes], file_format: Format, out: Path, max_shard_bytes: int
 ) -> tuple[WrittenTensors, tuple[str, ...]]:
     """Write the files, and let them count; also their names."""
-    with offline.writer_to(call.out) as writer:
-        match file_format:
-            case Safetensors():
-                return offline.write_out(
-                    writer,
-                    named.outgoing,
-                    named.parameters,
-                    max_shard_bytes=call.max_shard_bytes,
-                    companions=companions,
-                    check=lambda _: None,
-                    label="Merging",
-                )
-            case TorchFile():
-                return _write_torch_file(writer, named, call.max_shard_bytes, companions), (named.torch_file,)
-            case _:
-                assert_never(file_format)
+    with LocalWriter(out) as writer:
+        if file_format == "bin":
+            return _write_torch_file(writer, named, max_shard_bytes, companions), (named.torch_file,)
+        return offline.write_out(
+            writer,
+            named.outgoing,
+            named.parameters,
+            max_shard_bytes=max_shard_bytes,
+            companions=companions,
+            check=lambda _: None,
+            label="Merging",
+        )
 
 
 def _written_dtype(outgoing: Outgoing, dtype: str | None) -> str | None:
@@ -204,16 +198,53 @@ def _write_torch_file(
             "another folder"
         )
     named.outgoing.require_bounded()
-    with ProgressBar("Merging", World(0, 1), nbytes, enabled=True) as bar:
-        return stream_torch_file(
-            writer,
-            named.torch_file,
-            places,
-            named.objects,
-            named.outgoing.values,
-            companions=companions,
-            advance=bar.advance,
-        )
+    written = WrittenTensors(bytes_by_file={named.torch_file: nbytes})
+    with (
+        ProgressBar("Merging", World(0, 1), nbytes, enabled=True) as bar,
+        marked_by_first(World(0, 1), writer.root, tidy, undo) as saving,
+    ):
+        file = fresh(named.torch_file, saving.token)
+        contents = _write_around_tensors(writer, file, named)
+        starts = {item.path: item.chunks[0].view.range.start for item in contents.tensors}
+        for way, (key, _, shape) in places.items():
+            at = 0
+            written.fingerprints[key] = 0
+            for box in row_blocks(shape, _BLOCK_ELEMENTS):
+                content = bytes_of(named.outgoing.values([(key, box)])[0])
+                writer.write(file, starts[tuple(map(str, way))] + at, [content])
+                written.add(key, at, content)
+                at += content.nbytes
+                bar.advance(content.nbytes)
+        writer.sync(file)
+        writer.sync_names()
+        commit_written(saving.marked, WrittenFiles({named.torch_file: contents.file_nbytes}), [], companions)
+    return written
+
+
+def _write_around_tensors(writer: LocalWriter, file: str, named: NamedOutputs) -> TorchFileContents:
+    """Create the file with all that ``torch.save`` writes but the elements of tensors; return where these belong.
+
+    ``torch.save`` writes a sparse file of its own, of memory that nobody touches, in a temporary folder.
+    """
+    places = named.places()
+    empty = {way: torch.empty(shape, dtype=to_torch(dtype)) for way, (_, dtype, shape) in places.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        sparse = Path(folder, named.torch_file)
+        with torch.serialization.skip_data():
+            torch.save(nested({**empty, **named.objects}), sparse)
+        with LocalReader(folder) as reader:
+            contents = read_torch_file(reader, named.torch_file)
+        writer.create(file, contents.file_nbytes)
+        ranges = [chunk.view.range for item in contents.tensors for chunk in item.chunks]
+        ends = ByteRange(contents.file_nbytes, contents.file_nbytes)
+        with sparse.open("rb") as content:
+            start = 0
+            for data in [*sorted(ranges, key=lambda data: data.start), ends]:
+                if start < data.start:
+                    content.seek(start)
+                    writer.write(file, start, [memoryview(content.read(data.start - start))])
+                start = max(start, data.stop)
+    return contents
 
 
 def _folders_of(folder: Path, index: CheckpointIndex) -> list[Path]:
@@ -221,8 +252,8 @@ def _folders_of(folder: Path, index: CheckpointIndex) -> list[Path]:
     return sorted({(folder / file).parent for file in index.files})
 
 
-def _require_removable(afterwards: Afterwards, index: CheckpointIndex) -> None:
-    if isinstance(afterwards, RemoveSource) and index.ignored:
+def _require_removable(index: CheckpointIndex, *, remove_source: bool) -> None:
+    if remove_source and index.ignored:
         raise ConfigError(
             f"the checkpoint in {index.root} also holds {', '.join(map(shown, index.ignored[:5]))}, which would be "
             "lost with it; merge it without removing it"
@@ -255,13 +286,9 @@ def _read_back(out: Path, streamed: WrittenTensors, named: NamedOutputs, file_fo
     Raises:
         StorageError: naming what is not as it was written.
     """
-    if isinstance(file_format, TorchFile):
-        try:
-            found = fingerprints_in(out, named.torch_file, named.places())
-        except FormatError:
-            found = {}  # not even its directory is
-        damaged = [key for key, value in streamed.fingerprints.items() if found.get(key) != value]
-        compared = len(found)
+    if file_format == "bin":
+        damaged = _damaged_in(out / named.torch_file, streamed, named)
+        compared = len(streamed.fingerprints)
     else:
         report = verify_files(out)
         damaged, compared = [*report.damaged, *report.damaged_files], report.compared
@@ -270,3 +297,16 @@ def _read_back(out: Path, streamed: WrittenTensors, named: NamedOutputs, file_fo
             f"{out}: {', '.join(map(shown, damaged[:5])) or 'tensors'} are not read back as they were written, "
             "so the checkpoint they come from was not removed; check the disk"
         )
+
+
+def _damaged_in(file: Path, streamed: WrittenTensors, named: NamedOutputs) -> list[str]:
+    """The keys of tensors that are not read as they were written from a file of ``torch.save``."""
+    try:
+        tree = dict(flattened(load_plain(file)))
+    except FormatError:
+        return list(streamed.fingerprints)
+    read = WrittenTensors()
+    for way, (key, _, _) in named.places().items():
+        if isinstance(tree.get(way), torch.Tensor):
+            read.add(key, 0, bytes_of(tree[way]))
+    return [key for key, value in streamed.fingerprints.items() if read.fingerprints.get(key) != value]

@@ -13,17 +13,16 @@ from transformers import PreTrainedConfig
 from shardwise.engines import offline
 from shardwise.engines.outline import ModelOptions, class_of, config_of
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.reading.outgoing import Outgoing
-from shardwise.execution.reading.place import Placer
-from shardwise.execution.writing.saved_tree import read_objects
-from shardwise.execution.writing.torch_out import Levels
+from shardwise.execution.reading import Placer
+from shardwise.execution.stream_out import Outgoing
+from shardwise.execution.torch_saves import Levels, read_objects
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.distributed import read_metadata
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
-from shardwise.models.conversions.key_conversions import assign_keys
-from shardwise.planning.loads.stored import stored_tensors
-from shardwise.planning.saves.save_plan import Saved
+from shardwise.models.key_conversions import assign_keys
+from shardwise.planning.load_memory import stored_tensors
+from shardwise.planning.save_plan import Saved
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.hub import resolve
 from shardwise.storage.names import HubOptions, shown

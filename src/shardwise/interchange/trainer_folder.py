@@ -9,18 +9,18 @@ import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from shardwise.errors import CoverageError, FormatError, StorageError
-from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.renamed_folder import as_renamed
-from shardwise.execution.writing.torch_states import load_plain
+from shardwise.execution.renames import as_renamed
+from shardwise.execution.torch_saves import load_plain
+from shardwise.execution.world import World
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, SavedKind
 from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS
-from shardwise.models.optimizers.schedules import why_unlike
+from shardwise.models.optimizer_kind import why_unlike
 from shardwise.storage.reading.local import LocalReader
 
 STATE_FILE = "trainer_state.json"
@@ -139,19 +139,6 @@ class Scheduler(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreRandom:
-    """Python's, numpy's and torch's random numbers go on where this rank's were, on as many ranks as there were."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveRandom:
-    """They stay as they are."""
-
-
-RandomNumbers: TypeAlias = RestoreRandom | LeaveRandom
-
-
 def schedule_in(
     folder: TrainerFolder, scheduler: Scheduler | None, not_restored: dict[str, str]
 ) -> dict[str, Any] | None:
@@ -217,7 +204,7 @@ class SavedNumbers:
 
 
 def numbers_in(
-    folder: TrainerFolder, world: World, wanted: RandomNumbers, not_restored: dict[str, str]
+    folder: TrainerFolder, world: World, not_restored: dict[str, str], *, wanted: bool
 ) -> SavedNumbers | None:
     """This rank's random numbers, where they are restored.
 
@@ -226,8 +213,8 @@ def numbers_in(
     """
     what = "random numbers"
     files = [name for name in folder.names if _RANDOM.fullmatch(name)]
-    if isinstance(wanted, LeaveRandom):
-        not_restored[what] = "LeaveRandom() was asked for"
+    if not wanted:
+        not_restored[what] = "load_rng_state=False was asked for"
         return None
     expected = [f"rng_state_{rank}.pth" for rank in range(world.size)] if world.size > 1 else ["rng_state.pth"]
     if not files:

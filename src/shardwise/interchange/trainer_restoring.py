@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.load_options import LoadOptions
-from shardwise.engines.loading import LoadCall, load_checkpoint
-from shardwise.engines.model_files import set_from_files, stored_values
-from shardwise.execution.ranks.progress import Clock
-from shardwise.execution.ranks.world import World
-from shardwise.execution.states.agreed import StateOptions, require_same_call
+from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.engines.load_plan import LoadOptions
+from shardwise.engines.loading import load_checkpoint
+from shardwise.engines.model_states import set_values, stored_values
+from shardwise.execution.agreed import StateOptions, require_same_call
+from shardwise.execution.progress import Clock
+from shardwise.execution.world import World
 from shardwise.interchange.accelerate_reading import FilesSource, read_model, read_optimizer
 from shardwise.interchange.trainer_folder import (
-    RandomNumbers,
     SavedNumbers,
     Scheduler,
     TrainerFolder,
@@ -28,13 +28,13 @@ from shardwise.interchange.trainer_folder import (
     restore_schedule,
     schedule_in,
 )
-from shardwise.models.optimizers.optimizer_state import ParameterOrder
-from shardwise.models.selection import AdapterOnly, Everything, has_adapters
-from shardwise.planning.loads.load_plan import Consent
-from shardwise.planning.states.matching import OnFault, Tolerance
-from shardwise.report.checkpoint_report import TrainerReport
-from shardwise.report.load_report import LoadReport
-from shardwise.report.state_report import StateReport
+from shardwise.models.optimizer_state import ParameterOrder
+from shardwise.models.selection import AdapterOnly, has_adapters
+from shardwise.models.view import without_compile
+from shardwise.planning.load_plan import Consent
+from shardwise.planning.matching import OnFault, Tolerance
+from shardwise.report.reports import LoadReport, StateReport
+from shardwise.report.save_reports import TrainerReport
 
 _NOT_READ = {
     "training_args.bin": "a pickle that runs code when it is read; give the arguments anew",
@@ -44,25 +44,16 @@ _NOT_READ = {
 
 @dataclass(frozen=True, slots=True)
 class TrainerCall:
-    """What :func:`~shardwise.verbs.trainer_checkpoint.load_trainer_checkpoint` is asked for, beside the model."""
+    """The arguments of :func:`load_trainer_checkpoint`, beside the model."""
 
     checkpoint: Path
     optimizer: Optimizer | None
     scheduler: Scheduler | None
-    random_numbers: RandomNumbers
+    load_rng_state: bool
     adapter: str
     order: ParameterOrder
     on_unexpected: OnFault
     options: StateOptions
-
-    def agree(self, world: World) -> None:
-        """Raise when ranks ask for different things. Collective: yes.
-
-        Raises:
-            DisagreementError: naming the ranks.
-        """
-        same = os.fspath(self.checkpoint), self.adapter, self.order, self.on_unexpected
-        require_same_call(world, *same, options=self.options)
 
 
 @dataclass
@@ -84,6 +75,68 @@ class FoundTraining:
     not_restored: dict[str, str] = field(default_factory=dict)
 
 
+@torch.no_grad()
+def load_trainer_checkpoint(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    *,
+    optimizer: Optimizer | None = None,
+    scheduler: Scheduler | None = None,
+    load_rng_state: bool = True,
+    adapter: str = "default",
+    order: ParameterOrder = "name",
+    on_unexpected: OnFault = "error",
+    options: StateOptions = StateOptions(),  # noqa: B008
+) -> TrainerReport:
+    """Restore model, optimizer, schedule and random numbers from a ``checkpoint-N`` of the Trainer's.
+
+    The model's weights are taken from ``pytorch_model_fsdp*`` where there are such, else from the files of
+    ``save_pretrained``; those of a PEFT model are its adapter's. The optimizer is ``optimizer.bin``,
+    ``optimizer_0/`` or files of ranks, as
+    :func:`~shardwise.interchange.accelerate_reading.load_accelerate_optimizer` reads them, or ``optimizer.pt``,
+    which has numbers for parameters: see ``order``. Every rank reads its own bytes, on any number of ranks but for
+    files of ranks.
+
+    Whether everything is there and sound is looked at before anything is changed, but for the tensors of the
+    optimizer.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: ``options.budget_bytes``; reading files of ``save_pretrained``, that of a load.
+
+    Args:
+        model: any module, sharded or not; what is on meta gets memory.
+        checkpoint: the folder.
+        optimizer: to be restored; made as when it was saved, needs no state.
+        scheduler: to be restored, after the optimizer.
+        load_rng_state: restore the state of this rank's generators of random numbers, on as many ranks as there
+            were.
+        adapter: of a PEFT model, which one.
+        order: ``"position"`` where ``optimizer.pt`` does not name parameters, and the optimizer was made alike.
+        on_unexpected: ``Ignore(only=...)`` for tensors of the checkpoint that the model does not know.
+        options: budget, process group, patience.
+
+    Returns:
+        The step to go on from, what was restored, and what was not, with the reasons.
+
+    Raises:
+        ConfigError, CoverageError, FormatError, StorageError and others: as of the functions named above; a
+            schedule of another kind; a folder without ``trainer_state.json``.
+
+    Every error is the same on every rank.
+    """
+    model = without_compile(model)
+    call = TrainerCall(
+        Path(checkpoint), optimizer, scheduler, load_rng_state, adapter, order, on_unexpected, options
+    )
+    with world_of(options, "load_trainer_checkpoint") as world:
+        world.together(lambda: require_meant(hints_of(load_trainer_checkpoint), {"on_unexpected": on_unexpected}))
+        same = os.fspath(checkpoint), adapter, order, on_unexpected
+        require_same_call(world, *same, options=options)
+        with torch.device("cpu"):
+            found = look(world, model, call)
+        return restore(world, model, found, call)
+
+
 def look(world: World, model: nn.Module, call: TrainerCall) -> FoundTraining:
     """Find out whether everything is there and sound, but for the tensors. Collective: yes.
 
@@ -100,7 +153,7 @@ def look(world: World, model: nn.Module, call: TrainerCall) -> FoundTraining:
     left_out = found.not_restored
     left_out |= {name: why for name, why in _NOT_READ.items() if name in folder.names}
     found.schedule = world.together(lambda: schedule_in(folder, call.scheduler, left_out))
-    found.numbers = world.together(lambda: numbers_in(folder, world, call.random_numbers, left_out))
+    found.numbers = world.together(lambda: numbers_in(folder, world, left_out, wanted=call.load_rng_state))
     if call.optimizer is not None and folder.optimizer is None:
         left_out["optimizer"] = "the checkpoint has none (save_only_model)"
     elif call.optimizer is None and folder.optimizer is not None:
@@ -114,7 +167,7 @@ def look(world: World, model: nn.Module, call: TrainerCall) -> FoundTraining:
 def restore(world: World, model: nn.Module, found: FoundTraining, call: TrainerCall) -> TrainerReport:
     """Restore what was found. Collective: yes.
 
-    Memory, errors: as of :func:`~shardwise.verbs.trainer_checkpoint.load_trainer_checkpoint`.
+    Memory, errors: as of :func:`load_trainer_checkpoint`.
     """
     folder = found.folder
     set_model = _set_model(world, model, found, call)
@@ -149,8 +202,8 @@ def _set_model(world: World, model: nn.Module, found: FoundTraining, call: Train
     if found.adapter is None and not folder.is_fsdp:
         as_load = LoadOptions(process_group=options.process_group, patience=options.patience)
         consent = Consent(unexpected=call.on_unexpected)
-        return load_checkpoint(world, model, LoadCall(folder.path, consent, options=as_load), Clock())
-    only = AdapterOnly(call.adapter) if has_adapters(model) else Everything()
+        return load_checkpoint(world, model, folder.path, consent, as_load, Clock())
+    only = AdapterOnly(call.adapter) if has_adapters(model) else None
     tolerance, clock = Tolerance(unexpected=call.on_unexpected), Clock()
     with torch.device("cpu"), ExitStack() as stack:
         if found.adapter is None:
@@ -158,4 +211,4 @@ def _set_model(world: World, model: nn.Module, found: FoundTraining, call: Train
         home, file = str(found.adapter.parent), found.adapter.name
         with clock.phase("agree"):
             values = stored_values(world, home, file, options, stack)
-        return set_from_files(world, model, values, only, tolerance, options, clock)
+        return set_values(world, model, values, only=only, tolerance=tolerance, options=options, clock=clock)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from shardwise.conversion import Bindings, Expression, Hole, concat, slice_dim
 from shardwise.errors import ConfigError, FormatError
-from shardwise.models import transformers_compat as compat
-from shardwise.models._torch_private import buffers_of, is_temporary, parameters_of, take_after, walk
+from shardwise.models import pretrained
 from shardwise.models.torch_words import to_torch
+from shardwise.models.view import Held, look_inside
 from shardwise.tensors.dtypes import DType
 
 
@@ -35,7 +37,7 @@ def read_config(
             "model's there or, in Python, pass config= (a distributed checkpoint has none of its own)"
         )
     try:
-        own: Any = compat.own_config_class(model_class, directory)
+        own: Any = pretrained.own_config_class(model_class, directory)
         keywords = {**overrides} if own else {**overrides, "trust_remote_code": trust_remote_code}
         config, unused = (own or AutoConfig).from_pretrained(directory, return_unused_kwargs=True, **keywords)
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -59,11 +61,11 @@ def resolve_class(
     """
     if model_class is None:
         return _class_from_config(config, directory, trust_remote_code=trust_remote_code)
-    if compat.models_of(model_class) is not None:
+    if pretrained.models_of(model_class) is not None:
         remote = (getattr(config, "auto_map", None) or {}).get(model_class.__name__)
         if remote is not None and trust_remote_code:
-            return compat.remote_model_class(remote, str(directory)), config
-        return compat.auto_model_class(config, model_class)
+            return pretrained.remote_model_class(remote, str(directory)), config
+        return pretrained.auto_model_class(config, model_class)
     if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
         return model_class, _part_for(model_class, config)
     raise ConfigError(f"model_class must be a model class or an Auto class of transformers, not {model_class!r}")
@@ -104,12 +106,12 @@ def _class_from_config(
         (auto_map[auto] for auto in ("AutoModelForCausalLM", "AutoModel", *auto_map) if auto in auto_map), None
     )
     if own is not None and trust_remote_code:
-        return compat.remote_model_class(own, str(directory)), config
+        return pretrained.remote_model_class(own, str(directory)), config
     for name in names:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found, config
-    if (registered := compat.registered_model_class(config, names)) is not None:
+    if (registered := pretrained.registered_model_class(config, names)) is not None:
         return registered, config
     if own is not None:
         raise ConfigError(
@@ -163,9 +165,9 @@ def build_on_meta(
         FormatError: when the checkpoint's ``generation_config.json`` cannot be read.
     """
     try:
-        with compat.building_on_meta(dtype):
+        with pretrained.building_on_meta(dtype):
             model = model_class(config)
-            compat.finish_building(model)
+            pretrained.finish_building(model)
     except (AttributeError, TypeError, ValueError, ImportError) as error:
         raise ConfigError(
             f"{model_class.__name__} cannot be built from {type(config).__name__}: {error}"
@@ -203,24 +205,123 @@ def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, siblings: Mapping[st
     ``siblings`` maps its name to that one's. Tensors that are in neither mapping nor checkpoint keep the dtype
     they were built with.
     """
-    plan = compat.dtype_plan(model, dtype)
+    plan = pretrained.dtype_plan(model, dtype)
     if not plan:
         return
-    for prefix, module in walk(model):
-        for registry in (parameters_of(module), buffers_of(module)):
-            for name, tensor in registry.items():
-                fqn = f"{prefix}.{name}" if prefix else name
-                if tensor is None or fqn not in siblings or is_temporary(module, name):
-                    continue
-                kept = compat.planned_dtype(plan, siblings[fqn])
-                if kept is not None and kept != tensor.dtype:
-                    registry[name] = _recast(tensor, kept)
+    for item in look_inside(model):
+        if item.kind.is_saved and item.fqn in siblings:
+            kept = pretrained.planned_dtype(plan, siblings[item.fqn])
+            if kept is not None and kept != item.tensor.dtype:
+                item.recast(kept)
 
 
-def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    other = torch.empty(tensor.shape, dtype=dtype, device="meta")
-    if not isinstance(tensor, nn.Parameter):
-        return other
-    parameter = nn.Parameter(other, requires_grad=tensor.requires_grad)
-    take_after(parameter, tensor)
-    return parameter
+NewRows: TypeAlias = Literal["initialized", "mean"]
+"""Values of new rows of an embedding: as the model's class initializes it, or the mean of the stored rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeVocab:
+    """The number of tokens a model is to have, and how those that the checkpoint lacks begin."""
+
+    size: int
+    rows: NewRows = "initialized"
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigError(f"resize_vocab={self.size}: a vocabulary has at least one token")
+
+
+def set_vocab_size(config: PreTrainedConfig, size: int) -> None:
+    """Have a model of this config built with so many tokens.
+
+    Raises:
+        ConfigError: the config has no vocabulary.
+    """
+    text = config.get_text_config()
+    if not isinstance(getattr(text, "vocab_size", None), int):
+        raise ConfigError(f"{type(config).__name__} has no vocab_size; leave out resize_vocab")
+    text.vocab_size = size
+    if isinstance(getattr(config, "vocab_size", None), int):
+        config.vocab_size = size
+
+
+def vocabulary_tensors(model: PreTrainedModel, held: list[Held]) -> set[str]:
+    """Names of what has a row for each token: the embedding of the input, the head, and the head's bias.
+
+    Raises:
+        ConfigError: the model's class does not tell its embedding.
+    """
+    try:
+        modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    except NotImplementedError as error:
+        raise ConfigError(f"{type(model).__name__} has no embedding of tokens; leave out resize_vocab") from error
+    own = {id(p) for module in modules if module is not None for p in module.parameters(recurse=False)}
+    return {name for item in held if id(item.tensor) in own for name in item.names}
+
+
+def resized(bindings: Bindings, names: set[str], size: int) -> Bindings:
+    """The bindings of a model with ``size`` tokens: rows are left away, or left to be filled."""
+
+    def fitted(expression: Expression) -> Expression:
+        rows = expression.shape[0]
+        if rows >= size:
+            return slice_dim(expression, 0, 0, size)
+        return concat([expression, Hole((size - rows, *expression.shape[1:]), expression.dtype)], 0)
+
+    offers: Mapping[str, tuple[Expression, ...]] = {
+        name: tuple(map(fitted, found)) if name in names else found for name, found in bindings.offers.items()
+    }
+    return replace(bindings, offers=offers)
+
+
+@dataclass(frozen=True, slots=True)
+class RowNorms:
+    """A vector that begins as the norm of each row of a matrix (the magnitude of DoRA).
+
+    ``of`` maps some whole rows to their values; any rows give what all of them would give there.
+    """
+
+    matrix: str
+    of: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Additions:
+    """What was added to a model; by default nothing.
+
+    Attributes:
+        base: the model of transformers inside, whose class's rules count; None for the model itself.
+        known_as: names in the model to those in the base, by which users and the base's class know the tensors. A
+            copy is known as what it is a copy of. What was added has no such name.
+        initialised: names of what ``initialise`` writes.
+        initialise: runs the initialisers of what was added, on whatever tensors are in its place.
+        copies: names of parameters that begin with the values of others, to the others' names.
+        norms: names of vectors that begin as the norms of a matrix' rows.
+        new_rows: how rows begin that the checkpoint lacks, of tensors of which it has the others.
+        nested: names of what scales of weights in four bits become, once these have been read whole.
+    """
+
+    base: nn.Module | None = None
+    known_as: Mapping[str, str] = field(default_factory=dict)
+    initialised: frozenset[str] = frozenset()
+    initialise: Callable[[], None] = _nothing
+    copies: Mapping[str, str] = field(default_factory=dict)
+    norms: Mapping[str, RowNorms] = field(default_factory=dict)
+    new_rows: NewRows = "initialized"
+    nested: frozenset[str] = frozenset()
+
+    @property
+    def begun(self) -> frozenset[str]:
+        """Names of the tensors whose values come from the tuning, rather than from a checkpoint or the base."""
+        return self.initialised.union(self.norms, self.nested)
+
+    def begun_elsewhere(self) -> Additions:
+        """The same, where all values of what was added come from a checkpoint."""
+        return replace(self, initialised=frozenset(), norms={})
+
+
+NOTHING_ADDED = Additions()

@@ -1,22 +1,23 @@
-"""Which tensors of a model belong to its state, and by which names they go outside."""
+"""Tensors of a model's state, by the names that files have; what an adapter of PEFT's adds to its weights."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.errors import ConfigError, PlacementError
+from shardwise.layout import ModelLayout
+from shardwise.models.torch_words import parameters_of
 from shardwise.models.view import Held, canonical, saved_names
 
-
-@dataclass(frozen=True, slots=True)
-class Everything:
-    """All parameters and persistent buffers, by the names that ``state_dict()`` of the plain model has."""
+if TYPE_CHECKING:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class AdapterOnly:
     adapter: str = "default"
 
 
-Selection: TypeAlias = Everything | AdapterOnly
+Selection: TypeAlias = AdapterOnly | None
+"""Tensors of a state: one adapter, or all parameters and persistent buffers (None)."""
 
 _IN_PEFT_MODEL = "base_model.model."
 
@@ -44,7 +46,7 @@ def names_outside(model: nn.Module, held: Sequence[Held], selection: Selection) 
         PlacementError: PEFT changes tensors, rather than choosing and renaming them.
     """
     inside = saved_names(model, held)
-    if isinstance(selection, Everything):
+    if selection is None:
         return _plain({name: canonical(name) for name in inside})
     return _as_peft_names_them(model, inside, selection.adapter)
 
@@ -65,7 +67,7 @@ def _as_peft_names_them(model: nn.Module, inside: Mapping[str, Held], adapter: s
     if changed:
         raise PlacementError(
             f"PEFT computes {changed[0]} ({len(changed)} in all) when it saves adapter {adapter!r}: it is no "
-            "tensor of the model; take the whole state, with only=Everything()"
+            "tensor of the model; take the whole state, with only=None"
         )
     # PEFT's files have names as in PEFT's model, also where transformers has added the adapter to its own.
     prefix = "" if hasattr(model, "get_base_model") else _IN_PEFT_MODEL
@@ -104,3 +106,146 @@ def _ask_peft(model: Any, state: dict[str, torch.Tensor], adapter: str) -> dict[
 def has_adapters(model: nn.Module) -> bool:
     """Whether adapters of PEFT's are in a model, so that its tensors are not those of its class's checkpoints."""
     return hasattr(model, "peft_config")
+
+
+@dataclass(frozen=True, slots=True)
+class MergedAdapter:
+    """The base of a PEFT model, under its own names, with one LoRA of linear layers merged in.
+
+    Attributes:
+        adapter: which one.
+    """
+
+    adapter: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The matrices of one adapted weight, by FQN: ``weight + scaling * (lora_B @ lora_A)``."""
+
+    lora_A: str
+    lora_B: str
+    scaling: float
+
+    def delta(self, lora_A: torch.Tensor, lora_B: torch.Tensor) -> torch.Tensor:
+        """What is added to a part of the weight, from rows of ``lora_B`` and columns of ``lora_A``.
+
+        As ``get_delta_weight`` of PEFT has it: products of 16-bit numbers are summed up in float32 on a CPU.
+        """
+        dtype = lora_B.dtype
+        if dtype in (torch.float16, torch.bfloat16) and lora_B.device.type == "cpu":
+            lora_A, lora_B = lora_A.float(), lora_B.float()
+        return ((lora_B @ lora_A) * self.scaling).to(dtype)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model without its adapter.
+
+    Attributes:
+        base: the model that was adapted.
+        inside: by name in ``base``, the FQN that the tensor has in the adapted model.
+        factors: by name in ``base``, of the weights that the adapter changes.
+    """
+
+    base: nn.Module
+    inside: dict[str, str]
+    factors: dict[str, Factors]
+
+    def layout(self, layout: ModelLayout) -> ModelLayout:
+        """What is held of the base, by its names."""
+        outside: dict[str, list[str]] = {}
+        for name, fqn in self.inside.items():
+            outside.setdefault(fqn, []).append(name)
+        tensors = []
+        for item in layout.tensors:
+            names = tuple(name for fqn in item.names for name in outside.get(fqn, ()))
+            if names:
+                tensors.append(replace(item, names=names))
+        return ModelLayout(tuple(tensors))
+
+
+def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
+    """The base of a PEFT model, and what its LoRA adds. ``names`` are all of the model's tensors.
+
+    Raises:
+        ConfigError: there is no such adapter; or it is not made of LoRA matrices of linear layers alone.
+    """
+    from peft.tuners.lora import Linear  # optional, and slow to import
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    if adapter not in getattr(model, "peft_config", {}):
+        raise ConfigError(f"{type(model).__name__} has no adapter {adapter!r} of PEFT's")
+    base = model.get_base_model()
+    modules = {canonical(name): module for name, module in model.named_modules()}
+    prefix = next(f"{name}." for name, module in modules.items() if module is base)
+    layers: dict[str, Any] = {}
+    owners: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        for parameter in parameters_of(module).values():
+            owners.setdefault(id(parameter), []).append(name)
+    for name, module in modules.items():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            raise ConfigError(f"{name} is trained whole (modules_to_save), and cannot be merged; use PEFT's merge")
+        if isinstance(module, BaseTunerLayer):
+            layers[name] = module
+            if why := _why_not(module, adapter, Linear):
+                raise ConfigError(f"{name} {why}, which cannot be merged here; merge the adapter with PEFT first")
+            tied = [other for other in owners[id(module.get_base_layer().weight)] if other != f"{name}.base_layer"]
+            if tied and adapter in layers[name].lora_A:
+                raise ConfigError(
+                    f"{name} is tied to {tied[0]}, which a merge would change, too; take it out of target_modules, "
+                    "or merge the saved adapter with shardwise.merge_adapter, which changes both and says so"
+                )
+    inside: dict[str, str] = {}
+    for name in names:
+        parts = name.split(".")
+        parents = (".".join(parts[:count]) for count in range(1, len(parts)))
+        owner = next((parent for parent in parents if parent in layers), None)
+        if owner is None:
+            inside[name.removeprefix(prefix)] = name
+        elif name.startswith(f"{owner}.base_layer."):
+            inside[f"{owner}.{name.removeprefix(f'{owner}.base_layer.')}".removeprefix(prefix)] = name
+    factors = {
+        f"{name}.weight".removeprefix(prefix): Factors(
+            f"{name}.lora_A.{adapter}.weight", f"{name}.lora_B.{adapter}.weight", layer.scaling[adapter]
+        )
+        for name, layer in layers.items()
+        if adapter in layer.lora_A
+    }
+    return Adapted(base, inside, factors)
+
+
+def _why_not(layer: Any, adapter: str, linear: Any) -> str:
+    """Why a layer's adapter is no plain LoRA of a linear layer; "" where it is one."""
+    from shardwise.models.four_bit_linear import is_in_four_bits  # for a base in four bits alone
+
+    base = layer.get_base_layer()
+    is_linear = isinstance(layer, linear) or (hasattr(layer, "lora_A") and is_in_four_bits(base))
+    if not is_linear or not isinstance(base, nn.Linear):
+        return f"is adapted as {type(layer).__name__} of {type(layer.get_base_layer()).__name__}"
+    if layer.merged:
+        return f"has {', '.join(layer.merged_adapters)} merged in already"
+    if adapter in getattr(layer, "lora_variant", {}) or layer.use_dora.get(adapter):
+        return "is adapted by a variant of LoRA"
+    if layer.lora_bias.get(adapter):
+        return "has a bias of LoRA's"
+    return ""
+
+
+def parameters_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """The parameters that sit in each module itself, in its order, by the module's name."""
+    return {
+        canonical(prefix): tuple(name for name, parameter in parameters_of(module).items() if parameter is not None)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+    }
+
+
+def modules_of_columns(model: nn.Module) -> frozenset[str]:
+    """Modules whose weights are (in, out), or (experts, in, out), and not the other way round, as PEFT says."""
+    return frozenset(
+        canonical(prefix)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Conv1D) or getattr(module, "is_transposed", False) is True
+    )

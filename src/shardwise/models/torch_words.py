@@ -1,109 +1,61 @@
-"""torch in words of ours: its accelerators, its dtypes, and those of its unexported names that others may ask for.
+"""The one file that knows torch's unexported names; torch's accelerators and dtypes.
 
-*Accelerators*, whoever makes them: CUDA's and ROCm's, Intel's (xpu), Huawei's (npu). torch has one module for each
-kind (``torch.get_device_module``), with streams, events and memory under the same names. Of other kinds (mps, say)
-shards and copies are not known to work: who asks for one is refused, and who asks for none computes on the CPU.
+Checked with torch 2.11, 2.13 and 2.15. What each unexported name means is asserted by ``tests/canary``; one that is
+gone is an error when this file is imported.
 
-*Modules*: what they are, what is registered, what a new parameter takes after. *Sharded parameters*: what FSDP2
-keeps of one, and the memory it wants for it; what a placement splits; which groups of parameters it gathers, and
-when; how it forgets a pass. *Process groups*: where they met, where their objects travel, and that one is never
-destroyed. *Files*, laid out before there are values, and many tensors at once, in few kernels.
+Accelerators are CUDA's and ROCm's, Intel's (xpu), Huawei's (npu), through ``torch.get_device_module``. Other kinds
+(mps, say) are refused; without an accelerator of a known kind, tensors stay on the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import contextlib
+import ctypes
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement, Shard
 
-from shardwise.errors import PlacementError
-from shardwise.models._torch_private import (
-    Gather,
-    adopt_sharded,
-    buffers_of,
-    computing_dtypes,
-    copy_all,
-    default_store,
-    dropout_of,
-    forget_pass,
-    fsdp_params,
-    gather_zeros,
-    is_compiled_in_place,
-    is_forked_from_cuda,
-    is_offloaded,
-    keep_forever,
-    modules_in,
-    multiply,
-    normalises_over_rows,
-    object_device,
-    original_class,
-    padded_size,
-    parameters_in,
-    parameters_of,
-    pins_memory,
-    save_without_data,
-    seeing_gathers,
-    sets_grad_dtype,
-    sharded_as,
-    splitting_dim,
-    stored_at,
-    take_after,
-    walk,
-    without_padding,
-    writes_to,
-)
+from shardwise.errors import ConfigError, KnownNames, PlacementError
 from shardwise.tensors import DType
 
-__all__ = [
-    "KINDS",
-    "Gather",
-    "accelerator",
-    "adopt_sharded",
-    "backend_of",
-    "both_backends",
-    "buffers_of",
-    "computing_dtypes",
-    "copy_all",
-    "default_store",
-    "dropout_of",
-    "forget_pass",
-    "free_memory",
-    "from_torch",
-    "fsdp_params",
-    "gather_zeros",
-    "has_collectives",
-    "in_memory",
-    "is_compiled_in_place",
-    "is_forked_from_cuda",
-    "is_offloaded",
-    "keep_forever",
-    "memory_in_use",
-    "module_of",
-    "modules_in",
-    "multiply",
-    "normalises_over_rows",
-    "object_device",
-    "original_class",
-    "padded_size",
-    "parameters_in",
-    "parameters_of",
-    "pins_memory",
-    "save_without_data",
-    "saved_dtype",
-    "seeing_gathers",
-    "sets_grad_dtype",
-    "settle",
-    "sharded_as",
-    "splitting_dim",
-    "stored_at",
-    "take_after",
-    "to_torch",
-    "walk",
-    "without_padding",
-    "writes_to",
-]
+with KnownNames("torch", "2.11 to 2.15"):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._composable.replicate import DDP as _OldReplicateModule  # noqa: N811
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+    from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+    for _owner, _names in (
+        (nn.Module(), "_modules _parameters _buffers _non_persistent_buffers_set _compiled_call_impl"),
+        (nn.modules.batchnorm, "_BatchNorm"),
+        (nn.modules.dropout, "_DropoutNd"),
+        (torch, "_foreach_copy_ _foreach_mul_"),
+        (torch.cuda, "_is_in_bad_fork"),
+        (torch.Tensor, "_version _make_wrapper_subclass"),
+        (distributed_c10d, "_get_default_store _get_default_group _get_object_coll_device"),
+        (FSDPModule, "_get_fsdp_state"),
+        (FSDPParam, "reset_sharded_param"),
+        (Shard, "_split_tensor"),
+        (_StridedShard, "_split_tensor"),
+    ):
+        for _name in _names.split():
+            getattr(_owner, _name)
+
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_leaves", "tree_map", "tree_map_only"]
+
 
 KINDS = ("cuda", "xpu", "npu")
 
@@ -221,3 +173,400 @@ def saved_dtype(dtype: DType, target: torch.dtype | None) -> DType:
     """
     is_cast = target is not None and dtype.kind == "float" and dtype.bits >= 16
     return from_torch(target, "dtype") if is_cast and target is not None else dtype
+
+
+SHARDS_INTEGERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether ``fully_shard`` takes parameters of integers. In 2.11 it asks gradients of every shard for a moment."""
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own registry of parameters; what is put in goes past ``nn.Module``'s checks."""
+    registry: dict[str, Any] = module._parameters
+    return registry
+
+
+def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own registry of buffers."""
+    registry: dict[str, Any] = module._buffers
+    return registry
+
+
+def sets_grad_dtype(parameter: nn.Parameter) -> bool:
+    """Whether a parameter's gradients have been given a dtype, or leave to have any.
+
+    (Before torch 2.15 the dtype that the parameter has itself is not told from none.)
+    """
+    return bool(getattr(parameter, "_has_grad_dtype_override", parameter.grad_dtype != parameter.dtype))
+
+
+def take_after(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Give a new parameter what another has beside values and ``requires_grad``: attributes, a ``grad_dtype``."""
+    vars(parameter).update(vars(other))
+    if sets_grad_dtype(other):
+        parameter.grad_dtype = other.grad_dtype
+
+
+def is_forked_from_cuda() -> bool:
+    """Whether this process was forked from one that used CUDA, and therefore cannot."""
+    return bool(torch.cuda._is_in_bad_fork())
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """``copy_`` of each, by one call; copies from accelerators may be under way when this returns."""
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def is_temporary(module: nn.Module, name: str) -> bool:
+    """Whether a buffer was registered with ``persistent=False``."""
+    return name in module._non_persistent_buffers_set
+
+
+def normalises_over_rows(module: nn.Module) -> bool:
+    """Whether this is a batch normalisation, of any number of dimensions, synchronised or not."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def dropout_of(module: nn.Module) -> float:
+    """With which probability a module drops what comes by, once it is in training mode; 0 if it is no dropout."""
+    return module.p if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` has been called."""
+    return module._compiled_call_impl is not None
+
+
+def save_without_data(make: Callable[[], object], file: Path) -> None:
+    """``torch.save`` of what ``make`` makes, with room for the bytes of its tensors, which take no memory."""
+    with FakeTensorMode():
+        hollow = make()
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(hollow, file)
+
+
+def stored_at(file: str, start: int, nbytes: int) -> object:
+    """The entry, in the metadata of a distributed checkpoint, that says where a chunk lies."""
+    from torch.distributed.checkpoint import filesystem  # slow to import, and needed for checkpoints alone
+
+    return filesystem._StorageInfo(file, start, nbytes)
+
+
+def writes_to(tensor: torch.Tensor) -> int:
+    """A number that grows with every in-place operation on a tensor."""
+    return tensor._version
+
+
+def without_data(kind: type[torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """An instance of a tensor subclass that has a shape and a dtype, but no memory."""
+    return torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=torch.device("cpu"))
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """The same for every Python object of one storage, as long as it lives."""
+    key: int = storage._cdata
+    return key
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class a module had before ``fully_shard`` put one of its own in front: what follows ``FSDPModule``."""
+    kinds = type(module).__mro__
+    return kinds[kinds.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else type(module)
+
+
+def is_under_replicate(module: nn.Module) -> bool:
+    """Whether one of torch's two ``replicate()`` has been applied to a module."""
+    return isinstance(module, (ReplicateModule, _OldReplicateModule))
+
+
+@contextlib.contextmanager
+def original_classes(model: nn.Module) -> Iterator[None]:
+    """For the time of the block, sharded modules have their original classes.
+
+    transformers takes a model for a user's own code when its class is not defined in transformers, looks rules up
+    by class name, and treats the two kinds differently. The class ``fully_shard`` makes has torch's module and
+    another name, so without this a sharded model loses its conversions and some of its initialisers.
+    """
+    sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    for module, _ in sharded:
+        module.__class__ = original_class(module)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module, kind in sharded:
+            module.__class__ = kind
+
+
+def default_store() -> Any:
+    """The key-value store through which the default process group met."""
+    return distributed_c10d._get_default_store()
+
+
+def object_device(group: Any) -> torch.device:
+    """Where collectives of a process group (None: the default one) take what lies on no device in particular."""
+    return torch.device(distributed_c10d._get_object_coll_device(group))
+
+
+def keep_forever(group: Any) -> None:
+    """Never destroy a process group (None: the default one), in which a collective was left that cannot end.
+
+    Destroying it, as leaving the interpreter does, waits for what is going on in it: with gloo, half an hour.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group or distributed_c10d._get_default_group()))
+
+
+def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Any]:
+    """Each sharded parameter with the ``FSDPParam`` that manages it."""
+    return {param.sharded_param: param for group in _param_groups(model) for param in group.fsdp_params}
+
+
+def _param_groups(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                yield from state._fsdp_param_groups
+            elif state._fsdp_param_group is not None:  # torch < 2.13 has one group for a module
+                yield state._fsdp_param_group
+
+
+def exchanges_gradients(model: nn.Module) -> Callable[[], bool]:
+    """A function that tells whether FSDP2 will exchange gradients of a model in the backward pass that is going on.
+
+    (Of all ranks: with two axes also over the one that replicates.)
+    """
+    group = next(_param_groups(model), None)
+    return lambda: group is None or bool(group.reduce_grads and group.all_reduce_grads)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Of a group of parameters: how many numbers each rank gives, and whether all ranks that shard them do.
+
+    (Not all do in the backward pass where ``reshard_after_forward`` is a number.)
+    """
+
+    group: int
+    numel: int
+    dtype: torch.dtype
+    is_of_all: bool
+
+
+@contextlib.contextmanager
+def seeing_gathers(model: nn.Module, see: Callable[[Gather], None]) -> Iterator[None]:
+    """In the block ``see`` is called before FSDP2 gathers a group of parameters.
+
+    What it raises breaks off the pass that wanted the group, which is then as before.
+    """
+    groups = list(_param_groups(model))
+    before = [group._all_gather_comm for group in groups]
+    for number, group in enumerate(groups):
+        group._all_gather_comm = _SeenGathers(group, number, see)
+    try:
+        yield
+    finally:
+        for group, comm in zip(groups, before, strict=True):
+            group._all_gather_comm = comm
+
+
+class _SeenGathers:
+    """In place of what gathers a group of parameters; torch's protocol ``AllGather``."""
+
+    def __init__(self, group: Any, number: int, see: Callable[[Gather], None]) -> None:
+        self._comm, self._all = group._all_gather_comm, group.mesh_info.shard_process_group
+        self._number, self._see = number, see
+
+    def allocate(self, *args: Any, **keywords: Any) -> Any:
+        return self._comm.allocate(*args, **keywords)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:  # noqa: FBT001, FBT002
+        self._see(Gather(self._number, input_tensor.numel(), input_tensor.dtype, group is self._all))
+        return self._comm(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+
+
+def gather_zeros(model: nn.Module, gathers: Sequence[Gather]) -> None:
+    """Take part in gathers, as a pass would, giving zeros; what comes is thrown away. Collective: yes."""
+    groups = list(_param_groups(model))
+    for each in gathers:
+        group = groups[each.group]
+        comm = group._all_gather_comm
+        ranks = (group.mesh_info if each.is_of_all else group.post_forward_mesh_info).shard_process_group
+        output = comm.allocate((each.numel * ranks.size(),), dtype=each.dtype, device=group.device)
+        own = output.narrow(0, each.numel * ranks.rank(), each.numel).zero_()
+        comm(output_tensor=output, input_tensor=own, group=ranks)
+
+
+def forget_pass(root: Any) -> None:
+    """Have FSDP2 forget a pass that was broken off: what is gathered, and what it waits for. Collective: no.
+
+    ``FSDPModule.reset_iter_state`` does it from torch 2.13 on.
+
+    Args:
+        root: the outermost ``FSDPModule``.
+    """
+    state = root._get_fsdp_state()
+    if state._is_root is None:  # no pass has begun, and there is nothing yet to put back
+        return
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    shared, idle = state._comm_ctx, type(state._training_state).IDLE
+    if shared.all_gather_state is not None:
+        state._device_handle.current_stream().wait_event(shared.all_gather_state.event)
+        shared.all_gather_state = None
+    shared.post_forward_order.clear()
+    for each in state._state_ctx.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = idle
+    for group in _param_groups(root):
+        group.finalize_backward()
+        group._partial_reduce_output = None
+        group._training_state = idle  # else ``reshard`` keeps, after a forward pass, what the backward pass wants
+        group.reshard()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def gradient_hooks(parameter: torch.Tensor) -> list[object]:
+    """What ``register_post_accumulate_grad_hook`` has been given."""
+    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def multiply(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """In place, in few kernels."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def is_offloaded(fsdp_param: Any) -> bool:
+    """Whether the sharded parameter lives on the CPU although the mesh is of another device."""
+    return bool(fsdp_param.offload_to_cpu)
+
+
+def padded_numel(fsdp_param: Any) -> int:
+    """Elements of this rank's memory for a sharded parameter, padded to the size of rank 0's shard."""
+    return int(fsdp_param.padded_sharded_param_size.numel())
+
+
+def padded_size(fsdp_param: Any) -> tuple[int, ...]:
+    """The size of this rank's shard, padded as FSDP2's all-gather wants it: all ranks' to that of rank 0's."""
+    return tuple(fsdp_param.padded_sharded_param_size)
+
+
+def pins_memory(fsdp_param: Any) -> bool:
+    """Whether the sharded parameter's host memory is to be pinned."""
+    return bool(fsdp_param.pin_memory) and torch.accelerator.is_available()
+
+
+def without_padding(fsdp_param: Any, padded: torch.Tensor) -> torch.Tensor:
+    """The part of fresh padded memory that holds elements. The padding is set to zero.
+
+    Memory with the padding in it spares the copy that ``reset_sharded_param`` makes of any other.
+    """
+    if padded.shape == fsdp_param.sharded_size:
+        return padded
+    dim = fsdp_param.fsdp_placement.dim
+    held = fsdp_param.sharded_size[dim] if fsdp_param.sharded_size.numel() else 0
+    padded.narrow(dim, held, padded.shape[dim] - held).zero_()
+    return padded.narrow(dim, 0, held)
+
+
+def sharded_as(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor of this local tensor, else like another, made as FSDP2 makes its own: without autograd.
+
+    A parameter where the other is one: as ``nn.Parameter`` makes it, less its ``detach``, for which a new
+    tensor without history has no use.
+    """
+    made = _from_local_no_grad(local, tensor._spec)
+    if isinstance(tensor, nn.Parameter):
+        made.requires_grad_(tensor.requires_grad)
+        made._is_param = True
+    return made
+
+
+def adopt_sharded(fsdp_param: Any, parameter: nn.Parameter) -> None:
+    """Make a materialised sharded parameter, already set on its modules, the one FSDP2 gathers from."""
+    local = parameter._local_tensor  # type: ignore[attr-defined]
+    storage = torch.empty(0, dtype=local.dtype, device=local.device)
+    padded_numel = fsdp_param.padded_sharded_param_size.numel()
+    if local.untyped_storage().nbytes() == padded_numel * local.itemsize:
+        storage.set_(local.untyped_storage(), 0, (padded_numel,), (1,))
+        fsdp_param._sharded_param_data = storage
+    fsdp_param.reset_sharded_param()
+
+
+Run = tuple[int, int]
+"""(start, count) of consecutive indices."""
+
+
+@lru_cache(maxsize=65536)
+def held_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tuple[Run, ...]:
+    """The runs of indices of one dimension that a rank holds.
+
+    ``splits`` has, for each mesh axis that splits the dimension, in the mesh's order, the placement, the size of
+    the axis, and the rank's coordinate on it.
+    """
+    if len(splits) == 1:
+        placement, chunks, coordinate = splits[0]
+        return _runs_of_all(size, placement, chunks)[coordinate]
+    indices = torch.arange(size, device="cpu")
+    for placement, chunks, coordinate in splits:
+        indices = _split(indices, placement, chunks)[coordinate]
+    return _runs(indices)
+
+
+@lru_cache(maxsize=1024)
+def _runs_of_all(size: int, placement: Placement, chunks: int) -> tuple[tuple[Run, ...], ...]:
+    """For one split, the runs at every coordinate: a plan for a thousand ranks asks for each of them."""
+    return tuple(_runs(indices) for indices in _split(torch.arange(size, device="cpu"), placement, chunks))
+
+
+def _split(indices: torch.Tensor, placement: Placement, chunks: int) -> Sequence[torch.Tensor]:
+    along: Any = (
+        _StridedShard(0, split_factor=placement.split_factor) if isinstance(placement, _StridedShard) else Shard(0)
+    )
+    parts: Sequence[torch.Tensor] = along._split_tensor(indices, chunks, with_padding=False, contiguous=True)[0]
+    return parts
+
+
+def _runs(indices: torch.Tensor) -> tuple[Run, ...]:
+    if indices.numel() == 0:
+        return ()
+    breaks = torch.nonzero(indices.diff() != 1).flatten().add_(1).tolist()
+    edges = [0, *breaks, indices.numel()]
+    starts = indices.tolist() if breaks else [int(indices[0])]
+    return tuple((starts[first if breaks else 0], stop - first) for first, stop in itertools.pairwise(edges))
+
+
+def splitting_dim(placement: Placement) -> int | None:
+    """The dimension a placement splits; None when it replicates."""
+    if isinstance(placement, (Shard, _StridedShard)):
+        return int(placement.dim)
+    return None
+
+
+TrainedDtype: TypeAlias = torch.dtype | Literal["unchanged"]
+"""dtype of trained parameters, if it is wider than their own; ``"unchanged"`` leaves every parameter its dtype."""
+
+
+def require_trainable_dtype(dtype: object) -> None:
+    """Refuse a dtype that nothing can be trained in.
+
+    Raises:
+        ConfigError: it is no floating dtype of 16 bits or more.
+    """
+    if dtype != "unchanged" and not (
+        isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
+    ):
+        raise ConfigError(
+            f"trained dtype: {dtype!r} is no floating dtype of 16 bits or more. Pass torch.float32, or 'unchanged'."
+        )
+
+
+def trained_dtype_of(wanted: TrainedDtype, dtype: torch.dtype, requires_grad: bool) -> torch.dtype:  # noqa: FBT001
+    """Return the dtype a parameter is kept in: ``wanted`` if it is trained and ``wanted`` is wider, else its own.
+
+    8-bit floats and integers keep their dtype.
+    """
+    if isinstance(wanted, str) or not requires_grad or not dtype.is_floating_point or dtype.itemsize < 2:
+        return dtype
+    return wanted if torch.promote_types(dtype, wanted) == wanted else dtype

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +15,18 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardwise.errors import PlacementError
 from shardwise.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
-from shardwise.models import _torch_private
-from shardwise.models._torch_private import buffers_of, is_temporary, is_under_replicate, parameters_of, walk
-from shardwise.models.torch_words import from_torch, in_memory
+from shardwise.models import torch_words
+from shardwise.models.torch_words import (
+    buffers_of,
+    from_torch,
+    in_memory,
+    is_temporary,
+    is_under_replicate,
+    padded_numel,
+    parameters_of,
+    take_after,
+)
+from shardwise.report.names import collapse
 from shardwise.tensors import Box, Strided, contiguous_strides
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -76,6 +86,14 @@ class Held:
             if type(slot.module).__setattr__ is not nn.Module.__setattr__:
                 setattr(slot.module, slot.name, tensor)
 
+    def recast(self, dtype: torch.dtype) -> None:
+        """Give a tensor on meta another dtype."""
+        other = torch.empty_like(self.tensor, dtype=dtype)
+        if isinstance(self.tensor, nn.Parameter):
+            other = nn.Parameter(other, requires_grad=self.tensor.requires_grad)
+            take_after(other, self.tensor)
+        self.install(other)
+
     def replace(self, tensor: torch.Tensor) -> None:
         """Register another tensor at every place, whatever its type: also stand-ins that are no parameters."""
         for slot in self.slots:
@@ -113,7 +131,7 @@ def look_inside(model: nn.Module) -> list[Held]:
     Raises:
         PlacementError: the model is under torch's ``replicate()``.
     """
-    modules = list(walk(model, every_name=True))
+    modules = list(model.named_modules(remove_duplicate=False))
     for name, module in modules:
         if is_under_replicate(module):
             raise PlacementError(
@@ -137,7 +155,7 @@ def saved_names(model: nn.Module, held: Sequence[Held]) -> dict[str, Held]:
     of = {id(item.tensor): item for item in held}
     return {
         f"{prefix}.{name}" if prefix else name: of[id(tensor)]
-        for _, tensor, name, kind, prefix in _registered(walk(model, every_name=True))
+        for _, tensor, name, kind, prefix in _registered(model.named_modules(remove_duplicate=False))
         if kind.is_saved
     }
 
@@ -162,11 +180,14 @@ def _registered(
 
 def layout_of(held: Sequence[Held], origin_of: Callable[[Held], Origin]) -> ModelLayout:
     """What this rank holds, as data. ``origin_of`` tells where values may come from that no checkpoint holds."""
-    return ModelLayout(tuple(_tensor_layout(item, origin_of(item)) for item in held))
-
-
-def _tensor_layout(item: Held, origin: Origin) -> TensorLayout:
-    return tensor_layout(item, origin, local_boxes(item.tensor, item.fqn), describe_placement(item.tensor))
+    return ModelLayout(
+        tuple(
+            tensor_layout(
+                item, origin_of(item), local_boxes(item.tensor, item.fqn), describe_placement(item.tensor)
+            )
+            for item in held
+        )
+    )
 
 
 def tensor_layout(item: Held, origin: Origin, boxes: tuple[LocalBox, ...], placement: str) -> TensorLayout:
@@ -246,7 +267,7 @@ def boxes_at(
         PlacementError: for a placement that is neither a shard nor a replica.
     """
     for placement, size in zip(placements, mesh_shape, strict=True):
-        if _torch_private.splitting_dim(placement) is None and not placement.is_replicate():
+        if torch_words.splitting_dim(placement) is None and not placement.is_replicate():
             raise PlacementError(
                 f"{fqn} is placed as {placement} on an axis of {size} ranks (the mesh has {mesh_shape}), which "
                 "holds no values of its own; redistribute it to Shard or Replicate before it is loaded"
@@ -265,10 +286,10 @@ def _boxes_at(
     """Asked for once a layer, of tensors that are alike in all layers."""
     splits: list[list[tuple[Placement, int, int]]] = [[] for _ in shape]
     for placement, size, position in zip(placements, mesh_shape, coordinate, strict=True):
-        dim = _torch_private.splitting_dim(placement)
+        dim = torch_words.splitting_dim(placement)
         if dim is not None:
             splits[dim].append((placement, size, position))
-    runs = [_torch_private.held_runs(size, tuple(split)) for size, split in zip(shape, splits, strict=True)]
+    runs = [torch_words.held_runs(size, tuple(split)) for size, split in zip(shape, splits, strict=True)]
     boxes: list[LocalBox] = []
     local_starts = [list(itertools.accumulate((n for _, n in dim_runs), initial=0)) for dim_runs in runs]
     for picks in itertools.product(*(range(len(dim_runs)) for dim_runs in runs)):
@@ -291,7 +312,7 @@ def meta_leftovers(model: nn.Module) -> list[str]:
 def attributes_on_meta(model: nn.Module) -> list[Slot]:
     """Plain attributes of modules that are tensors on meta, or lists, tuples or dicts that hold one."""
     found: list[Slot] = []
-    for prefix, module in walk(model):
+    for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in _OF_EVERY_MODULE and any(tensor.is_meta for tensor in _tensors_in(value)):
                 found.append(Slot(module, name, canonical(f"{prefix}.{name}" if prefix else name)))
@@ -305,3 +326,130 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
         yield from (item for item in value if isinstance(item, torch.Tensor))
     elif isinstance(value, dict):
         yield from (item for item in value.values() if isinstance(item, torch.Tensor))
+
+
+_SHOWN = 8
+
+
+def is_sharded(model: nn.Module, held: Sequence[Held]) -> bool:
+    """Whether ``fully_shard`` has been applied to all of a model (True), or to nothing of it (False).
+
+    A root that is sharded, or the model inside of PEFT's, has taken what it was meant to; without one that holds
+    all parameters, every parameter has to be in some group.
+
+    Raises:
+        PlacementError: naming the modules, when it has been applied to some of them; or the parameters, when they
+            are distributed, but not by ``fully_shard``.
+    """
+    groups = [canonical(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
+    distributed = [item.fqn for item in parameters if isinstance(item.tensor, DTensor)]
+    outside = [item.fqn for item in parameters if not isinstance(item.tensor, DTensor)]
+    root: Any = root_of(model)
+    taken = () if root is None else {id(parameter) for parameter in root.parameters()}
+    if groups and (not outside or all(id(item.tensor) in taken for item in parameters)):
+        return True
+    if groups:
+        raise PlacementError(
+            f"the model is sharded in part: fully_shard was applied to {few(groups)}, and not to what holds "
+            f"{few(outside)}; apply it to the root as well, or to nothing"
+        )
+    if distributed:
+        raise PlacementError(
+            f"parameters are distributed, but not by fully_shard: {few(distributed)}; a model under tensor "
+            "parallelism is sharded by fully_shard itself"
+        )
+    return False
+
+
+def root_of(model: nn.Module) -> FSDPModule | None:
+    """The outermost module that ``fully_shard`` has been applied to; None where it has been to none.
+
+    That is the model, or the model of transformers inside of PEFT's.
+    """
+    return next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
+
+
+def computing_device(parameter: torch.Tensor) -> torch.device:
+    """Where is computed with a parameter; it may be offloaded to the host meanwhile."""
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type:
+        kind = parameter.device_mesh.device_type
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+    return parameter.device
+
+
+def refuse_unmovable(held: Sequence[Held]) -> None:
+    """Raise for parameters whose values cannot be handed over as they are.
+
+    Raises:
+        PlacementError: naming parameters of subclasses, whose values are not all in the tensor; with gradients,
+            which would be lost; or that share memory without being one parameter, and would be one no more.
+    """
+    parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
+    faults = [
+        f"{item.fqn} is a {type(item.tensor).__name__}: shard the model before it is quantised or wrapped"
+        for item in parameters
+        if type(item.tensor) is not nn.Parameter
+    ]
+    with_gradient = [item.fqn for item in parameters if item.tensor.grad is not None]
+    if with_gradient:
+        faults.append(f"{few(with_gradient)}: a gradient would be lost; take the step, or call zero_grad()")
+    at: dict[object, str] = {}
+    for item in parameters:
+        if type(item.tensor) is nn.Parameter and not item.tensor.is_meta and item.tensor.numel():
+            other = at.setdefault(_memory(item.tensor), item.fqn)
+            if other != item.fqn:
+                faults.append(
+                    f"{item.fqn} and {other} are two parameters that share memory, and would each become its own; "
+                    "make them one parameter, by assigning it to both modules"
+                )
+    if faults:
+        raise PlacementError("the model cannot be sharded as it is:\n  " + "\n  ".join(faults[:20]))
+
+
+def refuse_subclasses(held: Sequence[Held]) -> None:
+    """Raise for tensors on meta that are of a subclass: what gets memory is a plain tensor, without its hooks.
+
+    Raises:
+        PlacementError: naming them.
+    """
+    faults = [
+        (item.fqn, kind.__name__)
+        for item in held
+        if item.tensor.is_meta and (kind := type(item.local)) not in (torch.Tensor, nn.Parameter)
+    ]
+    if faults:
+        raise PlacementError(
+            f"{few([name for name, _ in faults])}: on meta, and a {faults[0][1]}, a subclass of Tensor whose "
+            "behaviour (FSDP2's all-gather hooks, say) would be lost when it gets memory; load plain parameters, "
+            "and convert the model afterwards"
+        )
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    return (
+        tensor.device,
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+    )
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first few of many names, what is alike in one pattern."""
+    groups = collapse(name or "the root" for name in names)
+    more = f" and {len(groups) - _SHOWN} more" if len(groups) > _SHOWN else ""
+    return ", ".join(pattern for pattern, _ in groups[:_SHOWN]) + more
+
+
+def padded_numels(held: Sequence[Held], managers: Mapping[nn.Parameter, Any]) -> dict[str, int]:
+    """Elements of memory that this rank has for each sharded parameter of a sharded model, padding included.
+
+    ``managers`` are FSDP2's own objects, by parameter.
+    """
+    return {
+        item.fqn: padded_numel(managers[item.tensor])
+        for item in held
+        if isinstance(item.tensor, nn.Parameter) and item.tensor in managers
+    }

@@ -1,1 +1,1 @@
-"""What a rank needs and does, written down while it runs, and read back. Needs no torch."""
+"""Memory and phases of a process, recorded while it runs, and read back. Needs no torch."""

@@ -66,6 +66,22 @@ def _runs(numbers: list[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs)
 
 
+def few(lines: Sequence[str], most: int = 12) -> list[str]:
+    """Names or sentences, collapsed, the first dozen."""
+    groups = collapse(lines)
+    shown = [pattern + (f" (x{count})" if count > 1 else "") for pattern, count in groups[:most]]
+    if len(groups) > most:
+        shown.append(f"... and {sum(count for _, count in groups[most:])} more")
+    return shown
+
+
+def few_names(names: Iterable[str], most: int = _SHOWN) -> str:
+    """Return the first few names, those of layers collapsed, and the number of further ones."""
+    groups = [pattern for pattern, _ in collapse(names)]
+    more = f" and {len(groups) - most} more" if len(groups) > most else ""
+    return ", ".join(groups[:most]) + more
+
+
 def listing(word: str, names: Sequence[str]) -> list[str]:
     """Lines of a report for what ``word`` says of these names: collapsed, the first few."""
     groups = collapse(names)
@@ -73,11 +89,6 @@ def listing(word: str, names: Sequence[str]) -> list[str]:
     if len(groups) > _SHOWN:
         shown.append(f"  {word:<11} ... and {sum(count for _, count in groups[_SHOWN:])} more")
     return shown
-
-
-def differing_lines(buffers: Sequence[str]) -> list[str]:
-    """Lines of a report on buffers that differ between ranks."""
-    return [*listing("differing", buffers), "  (buffers; those of the first rank were taken)"] if buffers else []
 
 
 def trainable_in_words(trainable: int, parameters: int) -> str:

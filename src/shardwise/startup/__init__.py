@@ -1,4 +1,4 @@
-"""How a model comes up, by this library and by others: what that takes of memory and time, beside each other."""
+"""Comparison of several ways to bring up a model for training: memory, seconds, and the values of the model."""
 
 from shardwise.errors import require_versions
 

@@ -1,142 +1,213 @@
-"""Carries the arms out, on every rank: first what loads, then what shards.
+"""The ways to bring up a model, on every rank, observed.
 
-[Note: Arms] Each arm is as a careful user of it would write it, in the way that costs it least. Where rank 0 alone
-loads, the others have their model on meta from the beginning and open no file; ``from_pretrained`` of transformers,
-told by accelerate's environment to spare memory, has them read everything, and that is not held against accelerate.
-``fsdp2_prepare_model`` is called as ``Accelerator.prepare`` calls it: ``Accelerator`` itself offers FSDP on
-accelerators only, and one code is to run everywhere. What no checkpoint holds, buffers, comes from rank 0 there.
+[Note: Arms] Each is written as a careful user writes it, in the form that costs it least. If rank 0 alone loads,
+the others have their model on meta from the beginning and open no file; ``from_pretrained`` of transformers, with
+accelerate's environment alone, has them read everything. ``fsdp2_prepare_model`` is called as
+``Accelerator.prepare`` calls it: ``Accelerator`` itself offers FSDP on accelerators only.
 """
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.execution.processes.launched import this_device
-from shardwise.startup.kinds import OURS
-from shardwise.verbs.pretrained import from_pretrained
+from shardwise.engines.bringing_up import from_pretrained
+from shardwise.engines.load_plan import LoadOptions
+from shardwise.engines.observe import observe
+from shardwise.execution.launched import this_device
+from shardwise.execution.memory import memory_of
+from shardwise.models.view import local_tensor, raw_bytes
+from shardwise.observing.phases import phase
+from shardwise.startup.comparison import LOAD, OPTIMIZER, OURS, WRAP, ArmOnRank
+from shardwise.tensors.fingerprint import fingerprint
+
+_SAMPLES_PER_SECOND = 100.0
+_PAGE_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class StartupJob:
-    """A folder with a checkpoint, "auto" or the name of a dtype, and the folder of the run of this arm."""
+def bring_up(arm: str, model_dir: str, dtype: str, run_dir: str) -> ArmOnRank:
+    """Bring up a model and an optimizer by this arm, observed into ``run_dir``. Collective: yes.
 
-    model: str
-    dtype: str
-    run: str
+    Every page of every shard is written to in the phase of the optimizer, as its first step will: until then a
+    loader may have left values in a mapped file.
+    """
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    _on_meta(model_dir, dtype)  # imports what this model needs
+    gc.collect()
+    dist.barrier()
+    with observe(run_dir, samples_per_second=_SAMPLES_PER_SECOND):
+        model = ARMS[arm](model_dir, dtype)
+        with phase(OPTIMIZER):
+            torch.optim.AdamW(model.parameters(), lr=1e-5)
+            _write_to_pages(model)
+    local = _local_tensors(model)
+    host_bytes = sum(tensor.nbytes for tensor in local if tensor.device.type == "cpu")
+    device_bytes = sum(tensor.nbytes for tensor in local) - host_bytes
+    return ArmOnRank(host_bytes, device_bytes, LoadOptions().budget_bytes, _fingerprints(model))
 
 
-@dataclass(frozen=True, slots=True)
-class ArmSteps:
-    """What an arm does in ``load``, and in ``wrap``, which makes the model of what came of the first."""
+def _write_to_pages(model: nn.Module) -> None:
+    """Write to one byte of each page of this rank's tensors on the host, without changing it."""
+    for tensor in _local_tensors(model):
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            flat = raw_bytes(tensor)
+            flat[::_PAGE_BYTES].bitwise_xor_(0)
+            flat[-1:].bitwise_xor_(0)
 
-    load: Callable[[StartupJob], Any]
-    wrap: Callable[[Any], nn.Module]
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from [*model.named_parameters(), *model.named_buffers()]
 
 
-def on_meta(job: StartupJob) -> Any:
-    """The model without values, in the dtype that is asked for."""
-    config = AutoConfig.from_pretrained(job.model)
-    dtype = (config.dtype or torch.float32) if job.dtype == "auto" else getattr(torch, job.dtype)
+def _local_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return what this rank has of each parameter and buffer, each once, without empty ones."""
+    found: dict[int, torch.Tensor] = {}
+    for name, tensor in _named_tensors(model):
+        local = local_tensor(tensor)
+        if local.is_meta:
+            raise RuntimeError(f"{name} was left on meta")
+        if local.numel():
+            found.setdefault(local.data_ptr(), local)
+    return list(found.values())
+
+
+def _fingerprints(model: nn.Module) -> dict[str, str]:
+    """Return fingerprints of whole tensors: of sharded ones on rank 0. Collective: yes."""
+    found = {}
+    for name, tensor in _named_tensors(model):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if dist.get_rank() == 0 or not isinstance(tensor, DTensor):
+            data = raw_bytes(whole.detach().contiguous().cpu())
+            found[name] = f"{fingerprint(memory_of(data), 0):016x}"
+    return found
+
+
+# The arms
+
+
+def _shardwise(model_dir: str, dtype: str) -> Any:
+    with phase(LOAD):
+        model = from_pretrained(model_dir, dtype=dtype)
+    with phase(WRAP):  # loading has sharded it
+        return model
+
+
+def _native(model_dir: str, dtype: str) -> Any:
+    with phase(LOAD):
+        model = _whole(model_dir, dtype)
+    with phase(WRAP):
+        return _wrap(model)
+
+
+def _native_efficient(model_dir: str, dtype: str) -> Any:
+    with phase(LOAD):
+        model = _on_meta(model_dir, dtype)
+        values: dict[str, Any] = {}
+        buffers: dict[str, torch.Tensor] = {}
+        if dist.get_rank() == 0:
+            whole = _whole(model_dir, dtype)
+            buffers = dict(whole.named_buffers())
+            names = {*dict(whole.named_parameters()), *buffers}  # a tied parameter once
+            values = {name: tensor for name, tensor in whole.state_dict().items() if name in names}
+            del whole
+    with phase(WRAP):
+        _wrap(model)
+        # Not strict: a tied head is the embedding's parameter.
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        set_model_state_dict(model, values, options=options)
+        model.tie_weights()
+        _broadcast_buffers(model, buffers)
+        return model
+
+
+def _accelerate(model_dir: str, dtype: str) -> Any:
+    with phase(LOAD):
+        model = _whole(model_dir, dtype)
+    with phase(WRAP):
+        return _prepare(model, is_efficient=False)
+
+
+def _accelerate_efficient(model_dir: str, dtype: str) -> Any:
+    with phase(LOAD):
+        model = _on_meta(model_dir, dtype) if dist.get_rank() else _whole(model_dir, dtype)
+        _broadcast_buffers(model, {} if dist.get_rank() else dict(model.named_buffers()))
+    with phase(WRAP):
+        return _prepare(model, is_efficient=True)
+
+
+def _transformers(model_dir: str, dtype: str) -> Any:
+    from transformers import DistributedConfig
+
+    with phase(LOAD):
+        config = DistributedConfig(fsdp_size=dist.get_world_size())
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, distributed_config=config)
+    with phase(WRAP):
+        return model
+
+
+ARMS: Mapping[str, Callable[[str, str], Any]] = {
+    OURS: _shardwise,
+    "native": _native,
+    "native-efficient": _native_efficient,
+    "accelerate": _accelerate,
+    "accelerate-efficient": _accelerate_efficient,
+    "transformers": _transformers,
+}
+
+
+def _on_meta(model_dir: str, dtype: str) -> Any:
+    """Return the model without values, in the dtype that is asked for."""
+    config = AutoConfig.from_pretrained(model_dir)
+    wanted = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=wanted).eval()
 
 
-def _as_it_is(model: nn.Module) -> nn.Module:
-    """Loading has sharded it already."""
-    return model
+def _whole(model_dir: str, dtype: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
 
 
-def _whole(job: StartupJob) -> Any:
-    return AutoModelForCausalLM.from_pretrained(job.model, dtype=job.dtype)
-
-
-# ── torch ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _wrap(model: Any) -> nn.Module:
-    """The blocks that the model's class names, and the rest."""
+def _wrap(model: Any) -> Any:
+    """Shard the blocks that the model's class names, and the rest."""
     blocks = set(model._no_split_modules or ())
     mesh = init_device_mesh(this_device().type, (dist.get_world_size(),))
     for module in [*model.modules()]:
         if type(module).__name__ in blocks:
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    wrapped: nn.Module = model
-    return wrapped
-
-
-@dataclass(frozen=True, slots=True)
-class _WholeOnFirst:
-    """A model on meta, and on rank 0 its values, by name; elsewhere none."""
-
-    model: Any
-    values: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-
-
-def _load_on_first(job: StartupJob) -> _WholeOnFirst:
-    if dist.get_rank():
-        return _WholeOnFirst(on_meta(job), {}, {})
-    model = _whole(job)
-    stored, buffers = model.state_dict(), dict(model.named_buffers())
-    names = {*dict(model.named_parameters()), *buffers}  # a tied parameter once
-    values = {name: tensor for name, tensor in stored.items() if name in names}
-    return _WholeOnFirst(on_meta(job), values, buffers)
-
-
-def _wrap_and_broadcast(found: _WholeOnFirst) -> nn.Module:
-    model = _wrap(found.model)
-    # Not strict: a tied head is the embedding's parameter.
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    set_model_state_dict(model, dict(found.values), options=options)
-    found.model.tie_weights()
-    _buffers_from_first(model, found.buffers)
     return model
 
 
-def _buffers_from_first(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Give every buffer that is on meta on some rank, as all are that no file holds, rank 0's values."""
+def _broadcast_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Give buffers that are on meta on some rank, which are in no state dict, the values of rank 0."""
     device = this_device()
-    lacks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(lacks, [name for name, _, buffer in _buffers_of(model) if buffer.is_meta])
-    wanted = {name for names in lacks for name in names}
-    for name, owner, buffer in _buffers_of(model):
+    on_meta: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(on_meta, [name for name, buffer in model.named_buffers() if buffer.is_meta])
+    wanted = {name for names in on_meta for name in names}
+    for name, buffer in [*model.named_buffers()]:
         if name in wanted:
+            owner, _, attribute = name.rpartition(".")
             value = values[name].to(device) if name in values else torch.empty_like(buffer, device=device)
             dist.broadcast(value, src=0)
-            owner._buffers[name.rpartition(".")[2]] = value
+            model.get_submodule(owner)._buffers[attribute] = value
 
 
-def _buffers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
-    for name, buffer in [*model.named_buffers()]:
-        yield name, model.get_submodule(name.rpartition(".")[0]), buffer
-
-
-# ── accelerate ────────────────────────────────────────────────────────────────────────────────────
-
-
-def _load_for_accelerate(job: StartupJob) -> Any:
-    if not dist.get_rank():
-        model = _whole(job)
-        _buffers_from_first(model, dict(model.named_buffers()))
-        return model
-    model = on_meta(job)
-    _buffers_from_first(model, {})
-    return model
-
-
-def _prepare(model: Any, *, is_efficient: bool) -> nn.Module:
+def _prepare(model: Any, *, is_efficient: bool) -> Any:
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -152,25 +223,4 @@ def _prepare(model: Any, *, is_efficient: bool) -> nn.Module:
         is_main_process=dist.get_rank() == 0,
         device=this_device(),
     )
-    prepared: nn.Module = fsdp2_prepare_model(accelerator, model)
-    return prepared
-
-
-# ── transformers ──────────────────────────────────────────────────────────────────────────────────
-
-
-def _distributed(job: StartupJob) -> Any:
-    from transformers import DistributedConfig
-
-    config = DistributedConfig(fsdp_size=dist.get_world_size())
-    return AutoModelForCausalLM.from_pretrained(job.model, dtype=job.dtype, distributed_config=config)
-
-
-STEPS: Mapping[str, ArmSteps] = {
-    OURS: ArmSteps(lambda job: from_pretrained(job.model, dtype=job.dtype), _as_it_is),
-    "native": ArmSteps(_whole, _wrap),
-    "native-efficient": ArmSteps(_load_on_first, _wrap_and_broadcast),
-    "accelerate": ArmSteps(_whole, lambda model: _prepare(model, is_efficient=False)),
-    "accelerate-efficient": ArmSteps(_load_for_accelerate, lambda model: _prepare(model, is_efficient=True)),
-    "transformers": ArmSteps(_distributed, _as_it_is),
-}
+    return fsdp2_prepare_model(accelerator, model)

@@ -1,4 +1,4 @@
-"""Give me these bytes, take these bytes: files read and written by range, in a folder, memory, or at a URL."""
+"""Give me these bytes, take these bytes: files read and written by range, in a folder or at a URL."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Give me these bytes, take these bytes: files read and written by range, in a folder, memory, or at a URL."""
+"""Give me these bytes, take these bytes: files read and written by range, in a folder or at a URL."""
 
 from shardwise.storage.contract import INCOMPLETE as INCOMPLETE
 from shardwise.storage.contract import CannotListError as CannotListError
-from shardwise.storage.contract import PageCache as PageCache
 from shardwise.storage.contract import ReadPolicy as ReadPolicy
 from shardwise.storage.contract import StorageReader as StorageReader
 from shardwise.storage.contract import StorageWriter as StorageWriter
@@ -13,18 +12,15 @@ from shardwise.storage.names import is_url as is_url
 from shardwise.storage.policies import DISK_WRITES as DISK_WRITES
 from shardwise.storage.policies import LOCAL as LOCAL
 from shardwise.storage.policies import LOCAL_WRITES as LOCAL_WRITES
-from shardwise.storage.policies import MEMORY as MEMORY
 from shardwise.storage.policies import NETWORK_FILE_SYSTEM as NETWORK_FILE_SYSTEM
 from shardwise.storage.policies import NETWORK_FILE_SYSTEM_WRITES as NETWORK_FILE_SYSTEM_WRITES
 from shardwise.storage.policies import OBJECT_STORE as OBJECT_STORE
 from shardwise.storage.policies import OBJECT_STORE_WRITES as OBJECT_STORE_WRITES
 from shardwise.storage.reading.local import LocalReader as LocalReader
-from shardwise.storage.reading.memory import MemoryReader as MemoryReader
 from shardwise.storage.reading.opening import OpenStorage as OpenStorage
 from shardwise.storage.reading.opening import open_storage as open_storage
 from shardwise.storage.reading.remote_reader import RemoteReader as RemoteReader
 from shardwise.storage.writing.local_writer import LocalWriter as LocalWriter
-from shardwise.storage.writing.memory_writer import MemoryWriter as MemoryWriter
 from shardwise.storage.writing.object_writer import ObjectWriter as ObjectWriter
 from shardwise.storage.writing.opening import open_writer as open_writer
 

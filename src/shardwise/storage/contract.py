@@ -1,11 +1,11 @@
-"""What moves bytes, on one page: what a reader and a writer promise, and the policies by which they are asked.
+"""Defines the interfaces of storages (readers and writers of a folder of files) and the policies for using them.
 
 A *storage* is a folder of files, wherever it lies. A *reader* gives bytes of them by range, a *writer* takes them.
 A *policy* says how a storage likes that: a plan makes its requests by it, and knows no storage by name. A *request*
 is one range of one file: for a reader one call of :meth:`StorageReader.read_vectored`, whose buffers are where the
-bytes belong (:class:`shardwise.planning.loads.schedule.ReadRequest`); for a writer one of
-:meth:`StorageWriter.write`, whose buffers are where they lie. A storage of one's own is a class that answers one of
-the two; ``tests/harness`` has their tests.
+bytes belong (:class:`shardwise.planning.schedule.ReadRequest`); for a writer one of
+:meth:`StorageWriter.write`, whose buffers are where they lie. A storage of your own is a subclass of one of them,
+passed to a verb; ``tests/harness`` has their tests.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, Protocol, Self, runtime_checkable
 
 from shardwise.errors import ConfigError, StorageError
+from shardwise.storage.names import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,12 @@ class ReadPolicy:
 
     def __post_init__(self) -> None:
         if self.max_gap_bytes < 0:
-            raise ConfigError(f"max_gap_bytes={self.max_gap_bytes} is negative; 0 joins only what touches")
-        if self.request_bytes < 1:
-            raise ConfigError(f"request_bytes={self.request_bytes}: a request asks for at least one byte")
-        if self.concurrency < 1:
-            raise ConfigError(f"concurrency={self.concurrency}: at least one request must be in flight")
+            raise ConfigError(f"max_gap_bytes={self.max_gap_bytes} must be at least 0")
+        for name in ("request_bytes", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0):
-            raise ConfigError(f"bytes_per_s={self.bytes_per_s} is not a positive number of bytes per second")
+            raise ConfigError(f"bytes_per_s={self.bytes_per_s} must be a positive number of bytes per second")
 
 
 class CannotListError(StorageError):
@@ -103,47 +102,45 @@ class StorageReader(Protocol):
         """
         ...
 
-    def read_into(self, file: str, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` exactly with the bytes from ``start`` on.
+    def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
+        """Scatter the one contiguous range that begins at ``start`` into ``buffers``, in their order.
 
-        ``buffer`` is writable and C-contiguous, of any format. A file that ends too early is a StorageError;
-        what the buffer holds then is undefined.
+        Buffers are writable and C-contiguous, of any format. A file that ends too early is a StorageError; what the
+        buffers hold then is undefined.
         """
         ...
 
-    def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        """Scatter the one contiguous range that begins at ``start`` into ``buffers``, in their order."""
-        ...
+    def read_into(self, file: str, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` exactly with the bytes from ``start`` on, as :meth:`read_vectored` does."""
+        self.read_vectored(file, start, (buffer,))
 
     def read(self, file: str, start: int, stop: int) -> bytes:
         """The bytes ``start <= i < stop``."""
-        ...
+        # A range that the file does not have is refused before it is allocated: the numbers may be hostile.
+        nbytes = self.size(file)
+        if not 0 <= start <= stop <= nbytes:
+            raise ends_early(self.root, file, (start, stop), nbytes)
+        buffer = bytearray(stop - start)
+        self.read_vectored(file, start, (memoryview(buffer),))
+        return bytes(buffer)
 
     def close(self) -> None:
         """Release what is held open. Reading afterwards is a StorageError; closing twice is not."""
         ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-@runtime_checkable
-class PageCache(Protocol):
-    """What a reader can do besides when the system keeps in memory what it has read."""
-
-    def cached(self, file: str, start: int, stop: int) -> memoryview | None:
-        """The bytes ``start <= i < stop`` as a view of the system's page cache; None where it lacks some of them.
-
-        Whether it has them is found out by samples. The view must not be written to. Should the file be cut short
-        while the view is in use, the process is ended by the system (SIGBUS), as with every memory-mapped file.
-        """
-        ...
+def ends_early(root: str, file: str, wanted: tuple[int, int], nbytes: int) -> StorageError:
+    """The error for a range of bytes, start and stop, that a file of ``nbytes`` does not have."""
+    return StorageError(
+        f"{shown(file)} in {root}: bytes {wanted[0]}..{wanted[1]} were asked for, but the file ends at byte "
+        f"{nbytes}. It is truncated, or was replaced while being read: download or write it again"
+    )
 
 
 @runtime_checkable
@@ -220,7 +217,7 @@ class StorageWriter(Protocol):
 
     def list(self) -> list[str]:
         """The names of all files in the root, sorted; none where there is no such folder yet."""
-        ...
+        return sorted(self.sizes())
 
     def sizes(self) -> dict[str, int]:
         """The size in bytes of every file that :meth:`list` names; of a link, of what it leads to."""
@@ -268,7 +265,7 @@ class StorageWriter(Protocol):
         The file is gone then. The other name changes in one step, on every storage (a store copies within itself);
         that the file has been removed meanwhile is a StorageError, and changes nothing.
         """
-        ...
+        self.rename(file, name)
 
     def replace(self, file: str, content: bytes) -> None:
         """Put a small file in place of whatever has its name, in one step; durable when this returns."""
@@ -292,11 +289,8 @@ class StorageWriter(Protocol):
         """
         ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()

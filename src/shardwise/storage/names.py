@@ -1,17 +1,14 @@
-"""Names: which files a storage takes, which URLs and repositories name a checkpoint, and what of them may be shown.
-
-A *repository* is downloaded into a cache by whoever answers :class:`Repositories`; the Hugging Face hub is one
-(:mod:`shardwise.storage.hub`).
-"""
+"""Names of files, URLs and repositories: which are safe, which name a checkpoint, and how they are shown."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Final, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from shardwise.errors import StorageError
@@ -57,16 +54,30 @@ def shown(name: str) -> str:
     return f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
 
 
+_REMEDIES: Final = {
+    errno.ENOENT: "Check the path, or download it again",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Make room, or save elsewhere"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Change the permissions, or take another folder"),
+    errno.EROFS: "Mount it for writing, or save elsewhere",
+    errno.EEXIST: "It is there already: remove it first, or take another name",
+    errno.ELOOP: "It is a symbolic link, which is not written through: remove the link, or save elsewhere",
+}
+
+
+def failed(root: str, file: str | None, doing: str, error: OSError | UnicodeError) -> StorageError:
+    """The error for an operation on a file of the folder ``root`` (None: on the folder) that failed."""
+    where = shown(root) if file is None else f"{shown(file)} in {root}"
+    cause, remedy = "the name cannot be encoded", "Rename it"
+    if isinstance(error, OSError):
+        cause = f"{(error.strerror or str(error)).lower()} (errno {error.errno})"
+        remedy = _REMEDIES.get(error.errno or 0, "Check the file system, and try again")
+        if file is not None and isinstance(error, FileNotFoundError) and os.path.islink(os.path.join(root, file)):
+            cause += f", a link to {shown(os.readlink(os.path.join(root, file)))}"
+    return StorageError(f"{where}: {doing} failed, {cause}. {remedy}")
+
+
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://")
-_CHECKPOINT_FILES = (
-    ".safetensors",
-    ".safetensors.index.json",
-    ".bin",
-    ".bin.index.json",
-    ".pt",
-    ".pth",
-    "/.metadata",
-)
+_CHECKPOINT_FILE = re.compile(r".*(\.safetensors(\.index\.json)?|\.bin(\.index\.json)?|\.pth?|/\.metadata)")
 _IN_TEXT = re.compile(
     r"(?P<start>[A-Za-z][A-Za-z0-9+.\-]*://)(?P<user>[^\s/?#'\"@]*@)?(?P<path>[^\s?#'\"<>]*)[^\s'\"<>)]*"
 )
@@ -99,7 +110,7 @@ def split_file(url: str) -> tuple[str, str | None]:
     """
     before, mark, query = url.partition("?")
     folder, _, name = before.rpartition("/")
-    if not before.endswith(_CHECKPOINT_FILES) or folder.endswith(":/"):
+    if not _CHECKPOINT_FILE.fullmatch(before) or folder.endswith(":/"):
         return url, None
     return folder + mark + query, unquote(name) if scheme_of(url) in ("http", "https") else name
 
@@ -113,38 +124,26 @@ def without_secrets(url: str) -> str:
     return f"{parts.scheme.lower()}://{host}{parts.path}".rstrip("/")
 
 
-class Redactor:
-    """Takes credentials out of texts of others: the URLs' own, and the secrets among the options."""
-
-    def __init__(self, url: str, options: Mapping[str, object]) -> None:
-        parts = urlsplit(url)
-        found = {parts.query, parts.username or "", parts.password or ""}
-        _collect_secrets(options, found, is_secret=False)
-        longest_first = sorted(found, key=len, reverse=True)
-        self._secrets = [secret for secret in longest_first if len(secret) >= _SHORTEST_SECRET]
-
-    def __call__(self, text: str) -> str:
-        for secret in self._secrets:
+def redacted(text: str, url: str, options: Mapping[str, object]) -> str:
+    """A text of others without credentials: those of the URL, and the secrets among the options."""
+    parts = urlsplit(url)
+    found = {parts.query, parts.username or "", parts.password or "", *_secrets(options)}
+    for secret in sorted(found, key=len, reverse=True):
+        if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, "***")
-        text = _IN_TEXT.sub(lambda match: match["start"] + match["path"], text)
-        return _BEARER.sub(lambda match: f"{match[1]} ***", text)
-
-    def made_anew(self, fault: OSError) -> OSError:
-        """The fault without credentials, and without what it was raised from, which may quote them."""
-        kind = type(fault) if isinstance(fault, (FileNotFoundError, PermissionError)) else OSError
-        return kind(self(str(fault)))
+    text = _IN_TEXT.sub(lambda match: match["start"] + match["path"], text)
+    return _BEARER.sub(lambda match: f"{match[1]} ***", text)
 
 
-def _collect_secrets(options: Mapping[str, object], found: set[str], *, is_secret: bool) -> None:
+def _secrets(options: Mapping[str, object], *, is_secret: bool = False) -> Iterator[str]:
     for name, value in options.items():
         hidden = is_secret or _SECRET_OPTION.search(str(name)) is not None
         if isinstance(value, Mapping):
-            _collect_secrets(value, found, is_secret=hidden)
-        elif hidden and isinstance(value, str):
-            found.add(value)
+            yield from _secrets(value, is_secret=hidden)
+        elif isinstance(value, str) and hidden:
+            yield value
         elif isinstance(value, str) and "@" in value:  # the URL of a proxy or an endpoint
-            parts = urlsplit(value)
-            found |= {parts.username or "", parts.password or ""}
+            yield from filter(None, (urlsplit(value).username, urlsplit(value).password))
 
 
 @dataclass(frozen=True)
@@ -186,33 +185,6 @@ class AdapterFiles:
 WantedFiles: TypeAlias = ModelFiles | AdapterFiles
 
 
-class Repositories(Protocol):
-    """Whoever has repositories. Every method raises :class:`StorageError` for one that is not to be had."""
-
-    def commit_of(self, repo_id: str, options: HubOptions, *, kind: str = "model") -> str:
-        """The commit that the revision names: as the network says, and where that is down, the cache."""
-        ...
-
-    def resolve(
-        self,
-        name_or_path: str | os.PathLike[str],
-        options: HubOptions = ...,
-        *,
-        download: bool = True,
-        wanted: WantedFiles = ...,
-    ) -> Path:
-        """The local folder with what is wanted, downloaded first where it is not there yet; a path is its own."""
-        ...
-
-    def place_of_cache(self, options: HubOptions) -> Path:
-        """The folder of the cache: ranks of one machine that share it download once."""
-        ...
-
-    def note_commit(self, repo_id: str, options: HubOptions, commit: str) -> None:
-        """Leave in the cache what a revision named, for whoever is offline later."""
-        ...
-
-
 def is_local(name_or_path: str | os.PathLike[str]) -> bool:
     """Whether this is a path, existing or not, rather than a URL or the name of a repository.
 
@@ -232,29 +204,29 @@ def local_place(name_or_path: str | os.PathLike[str], options: HubOptions) -> Pa
     Raises:
         StorageError: for a URL, a path that is not there, and a subfolder that leads elsewhere.
     """
-    if is_url(name_or_path):
+    named = os.fspath(name_or_path)
+    if is_url(named):
+        raise StorageError(f"{shown(without_secrets(named))}: is a URL. Download it, and pass its folder")
+    require_subfolder(named, options)
+    if not is_local(name_or_path):
+        return None
+    path = Path(named).expanduser()
+    if path.is_file() and (options.subfolder or options.variant):
+        raise StorageError(f"{path}: is a file, which has no subfolder and no variant. Leave them out")
+    place = path / options.subfolder
+    if not place.exists():
         raise StorageError(
-            f"{shown(without_secrets(os.fspath(name_or_path)))}: a folder on this machine, or a repository that "
-            "is downloaded to one, is wanted here, and a URL is neither; download it, and pass its folder"
+            f"{place}: no such directory. Check the path "
+            "(for a repository of the Hugging Face hub, write 'organization/name')"
         )
+    return place
+
+
+def require_subfolder(named: str, options: HubOptions) -> None:
+    """Raise StorageError for a subfolder that leads elsewhere."""
     fault = why_unsafe(options.subfolder) if options.subfolder else None
     if fault is not None:
         raise StorageError(
-            f"{shown(os.fspath(name_or_path))}: subfolder {options.subfolder!r} is refused, {fault}; "
-            "name it relative to the checkpoint's folder, as in 'a/b'"
+            f"{shown(named)}: subfolder {options.subfolder!r} is refused, {fault}. "
+            "Name it relative to the checkpoint's folder, as in 'a/b'"
         )
-    return _local(Path(name_or_path).expanduser(), options) if is_local(name_or_path) else None
-
-
-def _local(path: Path, options: HubOptions) -> Path:
-    subfolder = options.subfolder
-    place = path / subfolder
-    for name, value in (("subfolder", subfolder), ("variant", options.variant)):
-        if value and path.is_file():
-            raise StorageError(f"{path}: is a file, so {name}={value!r} has no place; leave it out")
-    if not place.exists():
-        raise StorageError(
-            f"{place}: no such directory; check the path "
-            "(for a repository of the Hugging Face hub, write 'organisation/name')"
-        )
-    return place

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from shardwise.errors import StorageError
 from shardwise.storage.contract import CannotListError
-from shardwise.storage.names import Redactor, scheme_of, shown, without_secrets
+from shardwise.storage.names import redacted, scheme_of, shown, without_secrets
 
 _TIMEOUTS: Final = {"connect_timeout": "30s", "read_timeout": "30s", "timeout": "1h"}
 """Silence of half a minute is a failure; a request as a whole may take long, as others share the network."""
@@ -56,7 +56,7 @@ class Objects:
 
     def __init__(self, url: str, options: Mapping[str, Any], *, doing: str) -> None:
         self.root = without_secrets(url)
-        self._redacted = Redactor(url, options)
+        self._secrets = url, options
         self._folder = ""
         self._is_http = scheme_of(url) in ("http", "https", "hf")
         with self.failures(None, f"{doing} {scheme_of(url)}://"):
@@ -131,7 +131,7 @@ class Objects:
                 f"{self.root}: {doing} needs obstore. Run pip install 'shardwise[remote]'"
             ) from error
         except Exception as error:
-            told = self._redacted(str(error).partition("\n\nDebug source")[0])
+            told = redacted(str(error).partition("\n\nDebug source")[0], *self._secrets)
             kind, cause, remedy = _explained(error, told)
             raise StorageError(f"{self.named(file)}: {doing} failed, {cause}. {remedy}") from kind(cause)
 

@@ -58,15 +58,6 @@ Requests of 8 MiB wait about as long as they transfer; longer ones would leave t
 stream."""
 
 
-MEMORY: Final = ReadPolicy(
-    max_gap_bytes=0,
-    request_bytes=1 << 30,
-    concurrency=1,
-    is_remote=False,
-    bytes_per_s=1e10,
-)
-"""Bytes this process holds already: a request costs nothing, and a gap only its copy."""
-
 # [Note: Kinds of stores]
 #
 # A local disk takes ranges from anybody. A network file system does so too, but its clients keep whole pages: two
@@ -103,48 +94,14 @@ OBJECT_STORE_WRITES: Final = WritePolicy(
 """S3, GCS and whatever else is written to as a stream."""
 
 
-_NETWORK = frozenset(
-    {
-        "9p",
-        "afs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "glusterfs",
-        "gpfs",
-        "lustre",
-        "nfs",
-        "nfs4",
-        "orangefs",
-        "panfs",
-        "pvfs2",
-        "smb3",
-        "smbfs",
-        "virtiofs",
-        "wekafs",
-    }
-)
-
-_FUSE_ON_LOCAL_DISKS = frozenset(
-    {
-        "fuse.bindfs",
-        "fuse.fuse-overlayfs",
-        "fuse.lxcfs",
-        "fuse.mergerfs",
-        "fuse.ntfs-3g",
-        "fuse.snapfuse",
-        "fuse.squashfuse",
-    }
+_NETWORK = re.compile(
+    "9p|afs|beegfs|ceph|cifs|glusterfs|gpfs|lustre|nfs4?|orangefs|panfs|pvfs2|smb3|smbfs|virtiofs|wekafs"
+    r"|fuse\.(?!(bindfs|fuse-overlayfs|lxcfs|mergerfs|ntfs-3g|snapfuse|squashfuse)$).*"
 )
 
 _TABLE = "/proc/self/mountinfo"
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
-
-
-def is_on_network(path: str) -> bool:
-    """Whether a path, which need not exist, lies on a network file system; False where nobody tells."""
-    return is_network(type_at(path))
 
 
 def type_at(path: str) -> str | None:
@@ -170,7 +127,7 @@ def file_system_type(path: str, mountinfo: str) -> str | None:
         fields, kinds = before.split(" "), after.split(" ")
         if not dash or len(fields) < 5 or not kinds[0]:
             continue
-        point = PurePosixPath(_unescaped(fields[4]))
+        point = PurePosixPath(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4]))
         # Of two mounts on one folder the later one is on top.
         if place.is_relative_to(point) and len(point.parts) >= depth:
             found, depth = kinds[0], len(point.parts)
@@ -179,13 +136,4 @@ def file_system_type(path: str, mountinfo: str) -> str | None:
 
 def is_network(kind: str | None) -> bool:
     """Whether files of this type of file system are fetched from another machine, or from outside a virtual one."""
-    if kind is None:
-        return False
-    if kind.startswith("fuse."):
-        return kind not in _FUSE_ON_LOCAL_DISKS
-    return kind in _NETWORK
-
-
-def _unescaped(field: str) -> str:
-    r"""A path as mountinfo writes it, with ``\040`` for a space."""
-    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
+    return _NETWORK.fullmatch(kind or "") is not None

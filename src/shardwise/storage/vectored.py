@@ -11,6 +11,12 @@ CALL_BUFFERS = 1024
 """The most buffers one preadv or pwritev call takes on Linux (``IOV_MAX``)."""
 
 
+def as_bytes(buffers: Sequence[memoryview]) -> tuple[list[memoryview], int]:
+    """The buffers that are not empty, as bytes, and how many bytes they have together."""
+    flat = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+    return flat, sum(buffer.nbytes for buffer in flat)
+
+
 def one_call(buffers: Sequence[memoryview], first: int) -> Sequence[memoryview]:
     """As many buffers from ``first`` on as one system call takes; the last one may be cut."""
     batch: list[memoryview] = []

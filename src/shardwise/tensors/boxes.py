@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
+
+from shardwise.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -152,3 +155,20 @@ def row_blocks(shape: Sequence[int], max_numel: int) -> list[Box]:
                 Box((*lead, first, *(0 for _ in shape[split:])), (*(1 for _ in lead), count, *shape[split:]))
             )
     return boxes
+
+
+def in_bytes_of(size: int | str) -> int:
+    """A size as "5GB", "200MB" (powers of 1000, as on the hub) or "1GiB", or a number of bytes.
+
+    Raises:
+        ConfigError: for anything else, and for less than a byte.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", str(size).upper())
+    nbytes = 0
+    if found is not None:
+        base = 1024 if found[3] else 1000
+        exact = float(found[1]) * base ** " KMGT".index(found[2] or " ")
+        nbytes = int(exact) if math.isfinite(exact) else 0
+    if nbytes < 1:
+        raise ConfigError(f"{size!r} is not a size of at least one byte; pass bytes, or text such as 5GB")
+    return nbytes

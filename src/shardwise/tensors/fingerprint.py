@@ -5,10 +5,6 @@ is the sum of word ``i`` times ``weight(i)``, modulo 2**64. Weights are odd, so 
 unseen, and mixed (splitmix64), so moved words do not either. The sum of the parts is the fingerprint of the whole:
 who holds bytes ``start .. stop`` adds these, with zeros around them. It is for finding damage, not against
 forgery.
-
-[Note: Sectors] What is read while somebody waits is told apart by the sums of its sectors, 64 words each, of which
-the fingerprint is then taken: that is more than twice as quick. A change of one word goes as little unseen, nor do
-moved sectors (a disk moves no less); words that change places within one sector do, and changes that cancel out.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ _WORD = 8
 LANES = 1 << 14
 """Words in a block."""
 
-_SECTOR = 64 * _WORD
 MODULUS = 1 << 64
 
 
@@ -39,51 +34,6 @@ def fingerprint(data: memoryview, start: int = 0) -> int:
             lanes = lane_weights()[first : first + len(words)]
             total += block_weight(block) * int(np.einsum("i,i->", words, lanes))
     return total % MODULUS
-
-
-def sector_fingerprint(data: memoryview, start: int = 0) -> int:
-    """Of the sums of sectors of these bytes, which lie at byte ``start``; it adds up as :func:`fingerprint` does.
-
-    Memory: a 64th of the bytes.
-    """
-    stop = start + data.nbytes
-    if start // _WORD == (stop - 1) // _WORD:  # a single number, as there are many
-        word = int.from_bytes(data, "little") << 8 * (start % _WORD)
-        return word * _weight(start // _SECTOR) % MODULUS
-    flat = np.frombuffer(data, dtype=np.uint8)
-    head = min(stop, -(-start // _SECTOR) * _SECTOR)
-    tail = max(head, stop // _SECTOR * _SECTOR)
-    total = 0
-    if start < head:
-        total += _sum_of(flat[: head - start], start) * _weight(start // _SECTOR)
-    if tail < stop:
-        total += _sum_of(flat[tail - start :], tail) * _weight(tail // _SECTOR)
-    if head < tail:
-        sectors = flat[head - start : tail - start].view("<u8").reshape(-1, _SECTOR // _WORD)
-        total += _weighed(np.einsum("ij->i", sectors), head // _SECTOR)
-    return total % MODULUS
-
-
-def _sum_of(part: Any, start: int) -> int:
-    """The words of a part of a sector, added up."""
-    padded = np.zeros(_SECTOR + _WORD, dtype=np.uint8)
-    padded[start % _WORD :][: len(part)] = part
-    return int(np.add.reduce(padded.view("<u8")))
-
-
-def _weighed(words: Any, first: int) -> int:
-    """The sum of words, the first of which is this one, times their weights."""
-    total = 0
-    while len(words):
-        lane = first % LANES
-        part = words[: LANES - lane]
-        total += block_weight(first // LANES) * int(np.dot(part, lane_weights()[lane : lane + len(part)]))
-        words, first = words[len(part) :], first + len(part)
-    return total
-
-
-def _weight(word: int) -> int:
-    return int(lane_weights()[word % LANES]) * block_weight(word // LANES)
 
 
 def _words(data: memoryview, start: int) -> Iterator[tuple[int, int, Any]]:

@@ -1,4 +1,4 @@
-"""Fine-tuning in a plain loop, on data that is masked exactly."""
+"""``shardwise train``: TRL's trainers with models of ours, from a configuration of TRL."""
 
 from shardwise.errors import require_versions
 

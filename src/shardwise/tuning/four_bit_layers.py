@@ -18,14 +18,11 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError
-from shardwise.models.four_bits.four_bit_experts import StackDelta, are_experts_in_four_bits, with_deltas
-from shardwise.models.four_bits.four_bit_live import pack_again
+from shardwise.models.four_bit_base import pack_again
+from shardwise.models.four_bit_experts import StackDelta, are_experts_in_four_bits, with_deltas
 from shardwise.tuning import peft_compat
 
-_INSTEAD = (
-    "iter_hf_tensors(model, only=MergedAdapter()) gives the merged weights, and MergedAdapter(quantization=Nf4()) "
-    "has them packed again"
-)
+_INSTEAD = "iter_hf_tensors(model, only=MergedAdapter()) gives the merged weights"
 
 
 class MergesInFourBits:

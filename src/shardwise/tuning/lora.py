@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,18 +14,19 @@ from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings, Expression
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.models.additions import Additions, DrawnWhole, RowNorms
-from shardwise.models.four_bits.four_bit_experts import are_experts_in_four_bits, shown_as_numbers
-from shardwise.models.four_bits.four_bit_linear import is_in_four_bits
+from shardwise.models.build import Additions, RowNorms
+from shardwise.models.four_bit_experts import are_experts_in_four_bits, shown_as_numbers
+from shardwise.models.four_bit_linear import is_in_four_bits
 from shardwise.models.selection import AdapterOnly, names_outside
-from shardwise.models.torch_words import parameters_in, walk
+from shardwise.models.torch_words import TrainedDtype, parameters_of, trained_dtype_of
 from shardwise.models.view import Held, look_inside
 from shardwise.tuning import peft_compat
-from shardwise.tuning.ready_model import Tuned
-from shardwise.tuning.selecting import matches, near
+from shardwise.tuning.selecting import Tuned, matches, near
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+    from shardwise.tuning.modes import Tuning
 
 
 _SHOWN = 8
@@ -59,39 +58,26 @@ def match_adapter(
     """
     places = names_outside(model, held, AdapterOnly(name))
     by_name = {alias: item for item in held for alias in item.names}
-    faults: list[str] = []
-    missing = [key for key, fqn in places.items() if key not in adapter.tensors and fqn in required]
-    unexpected = [key for key in adapter.tensors if key not in places]
-    taken: dict[str, Expression] = {}
-    for key, expression in adapter.tensors.items():
-        if key not in places:
-            continue
-        item = by_name[places[key]]
-        taken[item.fqn] = expression
-        if tuple(item.tensor.shape) != expression.shape:
-            faults.append(
-                f"mismatched  {key}: stored {expression.shape}, the model wants {tuple(item.tensor.shape)}"
-            )
-    faults = [
-        *_lines("missing", missing),
-        *_lines("unexpected", unexpected),
-        *faults[:_SHOWN],
-        *([f"... and {len(faults) - _SHOWN} more of another shape"] if len(faults) > _SHOWN else []),
+    missing = [
+        f"missing     {key}" for key, fqn in places.items() if key not in adapter.tensors and fqn in required
     ]
-    if faults:
-        config = adapter.config
-        listed = "\n  ".join(faults)
+    unexpected = [f"unexpected  {key}" for key in adapter.tensors if key not in places]
+    found = {key: (by_name[places[key]], item) for key, item in adapter.tensors.items() if key in places}
+    mismatched = [
+        f"mismatched  {key}: stored {item.shape}, the model wants {tuple(mine.tensor.shape)}"
+        for key, (mine, item) in found.items()
+        if item.shape != tuple(mine.tensor.shape)
+    ]
+    if missing or unexpected or mismatched:
+        config, shown = adapter.config, [*missing[:_SHOWN], *unexpected[:_SHOWN], *mismatched[:_SHOWN]]
+        more = len(missing) + len(unexpected) + len(mismatched) - len(shown)
+        listed = "\n  ".join([*shown, *([f"... and {more} more"] if more else [])])
         raise CoverageError(
             f"{adapter.directory}: the adapter does not fit the model\n  {listed}\nIts config says that it belongs "
             f"to {config.base_model_name_or_path or 'a base it does not name'}, with r={config.r} and "
             f"target_modules={_shown(config.target_modules)}; take that base, or the config it was trained with."
         )
-    return taken
-
-
-def _lines(word: str, keys: Sequence[str]) -> list[str]:
-    lines = [f"{word:<11} {key}" for key in keys[:_SHOWN]]
-    return [*lines, *([f"... and {len(keys) - _SHOWN} more {word}"] if len(keys) > _SHOWN else [])]
+    return {mine.fqn: item for mine, item in found.values()}
 
 
 def _shown(targets: object) -> str:
@@ -116,11 +102,9 @@ def with_lora(
     }
     additions = _additions(model, name, config, {id(item.tensor): item for item in held})
     copied = {copy: original for copy, original in originals.items() if original in known_as}
-    notes: tuple[str, ...] = ()
     if adapter is not None:
         taken = match_adapter(model, held, name, adapter, additions.begun.union(copied))
         copied = {copy: original for copy, original in copied.items() if copy not in taken}
-        notes = _about_base(base, adapter)
         additions = additions.begun_elsewhere()
         offers |= {fqn: (expression,) for fqn, expression in taken.items()}
     offers |= {copy: offers[original] for copy, original in _first_offers(copied, offers, held)}
@@ -137,14 +121,13 @@ def with_lora(
             },
         ),
         additions=replace(additions, base=base, known_as=known_as, copies=copied),
-        notes=notes,
     )
 
 
 def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Adapter | None) -> Any:
     """PEFT's model around the base. Raises ConfigError where something that was named is not there."""
-    modules = [module_name for module_name, _ in walk(base)]
-    parameters = [parameter_name for parameter_name, _ in parameters_in(base)]
+    modules = [module_name for module_name, _ in base.named_modules()]
+    parameters = [parameter_name for parameter_name, _ in base.named_parameters()]
     try:
         with shown_as_numbers(base):
             model = peft_compat.inject(base, config, name, starts_anew=adapter is None)
@@ -153,13 +136,11 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
         _require_all_matched(config, everything, modules, parameters)  # where a name is at fault, with the nearest
         raise
     found = peft_compat.targets_of(model, name)
-    faults: list[str] = []
-    if adapter is None:
-        faults = _without_effect(config, (*found.modules, *found.parameters))
-    else:  # of "all-linear" a stored config names every layer, also excluded ones; its tensors are all matched
+    # Of "all-linear" a stored config names every layer, also excluded ones; its tensors are all matched.
+    if adapter is not None:
         found = replace(found, modules=tuple(modules))
-    _require_all_matched(config, found, modules, parameters, faults)
-    if any(are_experts_in_four_bits(module) for _, module in walk(base)):
+    _require_all_matched(config, found, modules, parameters)
+    if any(are_experts_in_four_bits(module) for _, module in base.named_modules()):
         from shardwise.tuning.four_bit_layers import put_on_experts  # PEFT is slow to import
 
         put_on_experts(layer for _, layer in peft_compat.layers(model))
@@ -184,7 +165,9 @@ def _put_around(layer: nn.Module, name: str, inside: nn.Module | None) -> None:
 
 def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
     """Raises ConfigError where a LoRA needs numbers of what is in four bits."""
-    packed = [name for name, module in walk(base) if is_in_four_bits(module) or are_experts_in_four_bits(module)]
+    packed = [
+        name for name, module in base.named_modules() if is_in_four_bits(module) or are_experts_in_four_bits(module)
+    ]
     if packed and config.use_dora:
         raise ConfigError(
             f"use_dora needs norms of rows of numbers, which weights in four bits are not ({packed[0]}); leave out "
@@ -199,20 +182,12 @@ def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
             )
 
 
-def _about_base(base: PreTrainedModel, adapter: Adapter) -> tuple[str, ...]:
-    """That an adapter names another base: of the same shapes, or it would not fit."""
-    named, here = adapter.config.base_model_name_or_path or "", str(base.config.name_or_path)
-    if not named or os.path.basename(os.path.normpath(named)) == os.path.basename(os.path.normpath(here)):
-        return ()
-    return (f"the adapter in {adapter.directory} names {named} as its base, and goes on with {here}",)
-
-
 def _originals(model: Any, adapter: str, names: Mapping[tuple[int, str], str]) -> dict[str, str]:
     """Names of parameters and buffers in copied modules, to those of what they are copies of."""
     found: dict[str, str] = {}
     for original, copy in peft_compat.copies(model, adapter):
-        ours = dict(walk(original, every_name=True))
-        for inner, module in walk(copy, every_name=True):
+        ours = dict(original.named_modules(remove_duplicate=False))
+        for inner, module in copy.named_modules(remove_duplicate=False):
             for local in (
                 *dict(module.named_parameters(recurse=False)),
                 *dict(module.named_buffers(recurse=False)),
@@ -241,18 +216,11 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
         ConfigError: magnitudes of DoRA that are not norms of rows.
     """
     initialised: set[str] = set()
-    drawn_whole: dict[str, DrawnWhole] = {}
     norms: dict[str, RowNorms] = {}
     found = list(peft_compat.layers(model))
     for name, layer in found:
-        drawn = peft_compat.drawn_whole(layer, adapter, config.init_lora_weights)
         for module, local in peft_compat.matrices(layer, adapter):
-            parameter = getattr(module, local)
-            fqn = held[id(parameter)].fqn
-            if draw := drawn.get(parameter):
-                drawn_whole[fqn] = DrawnWhole(name, draw)
-            else:
-                initialised.add(fqn)
+            initialised.add(held[id(getattr(module, local))].fqn)
         magnitude: Any = peft_compat.magnitude(layer, adapter)
         if magnitude is not None:
             if not peft_compat.has_row_norms(layer):
@@ -268,9 +236,7 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
             for _, layer in found:
                 peft_compat.initialise(layer, adapter, config.init_lora_weights)
 
-    return Additions(
-        initialised=frozenset(initialised), initialise=initialise, norms=norms, drawn_whole=drawn_whole
-    )
+    return Additions(initialised=frozenset(initialised), initialise=initialise, norms=norms)
 
 
 def _require_all_matched(
@@ -278,14 +244,13 @@ def _require_all_matched(
     targets: peft_compat.AdaptedNames,
     modules: Sequence[str],
     parameters: Sequence[str],
-    others: Sequence[str] = (),
 ) -> None:
     """Every name in a config has matched something: PEFT is content when one of them has.
 
     Raises:
-        ConfigError: naming all that match nothing, with the nearest names, and ``others``.
+        ConfigError: naming all that match nothing, with the nearest names.
     """
-    faults = list(others)
+    faults: list[str] = []
 
     def check(option: str, wanted: object, found: Sequence[str], known: Sequence[str]) -> None:
         names = sorted(wanted) if isinstance(wanted, (list, tuple, set)) else []
@@ -305,22 +270,6 @@ def _require_all_matched(
         raise ConfigError("the LoRA names what the model does not have:\n  " + "\n  ".join(faults))
 
 
-def _without_effect(config: LoraConfig, adapted: Sequence[str]) -> list[str]:
-    """What a config says of modules or parameters that are not adapted."""
-    faults = [
-        f"{option}: {pattern!r} matches nothing that is adapted; correct it, or leave it out"
-        for option in ("rank_pattern", "alpha_pattern")
-        for pattern in getattr(config, option) or ()
-        if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted)
-    ]
-    layers = config.layers_to_transform
-    return faults + [
-        f"layers_to_transform: nothing is adapted in layer {index}; leave it out"
-        for index in (layers if isinstance(layers, (list, tuple)) else ())
-        if not any(re.search(rf"(^|\.){index}\.", name) for name in adapted)
-    ]
-
-
 def replicated(made: Tuned) -> Tuned:
     """The same, with what was added whole on every rank.
 
@@ -328,5 +277,70 @@ def replicated(made: Tuned) -> Tuned:
         ConfigError: it has magnitudes of DoRA, which need their rows.
     """
     if made.additions.norms:
-        raise ConfigError("use_dora needs its magnitudes where the rows are; pass adapters=InBlocks()")
+        raise ConfigError("use_dora needs its magnitudes where the rows are; pass adapters='sharded'")
     return replace(made, stays_whole=dict.fromkeys(made.additions.begun, "adapters are replicated"))
+
+
+def tune(
+    base: PreTrainedModel,
+    bindings: Bindings,
+    tuning: Tuning,
+    trained: TrainedDtype,
+    *,
+    adapters: Mapping[str, Adapter],
+    casts_to: torch.dtype | None = None,
+) -> Tuned:
+    """Make a model on meta ready to be trained as ``tuning`` says; it is tied already, and not yet sharded.
+
+    Args:
+        base: the model; it is changed.
+        bindings: what the checkpoint offers for it.
+        tuning: what is trained.
+        trained: in which dtype that is kept.
+        adapters: by name, those that the tuning starts from.
+        casts_to: the dtype in which everything computes; None for each parameter's own.
+
+    Raises:
+        ConfigError: something named matches nothing, or cannot be honoured.
+        CoverageError: an existing adapter does not fit the model.
+    """
+    made = tuning.prepare(base, bindings, adapters)
+    _recast(made.model, trained, casts_to)
+    if not made.stays_whole:
+        return made
+    parameters = {
+        name: item.tensor
+        for item in look_inside(made.model)
+        if isinstance(item.tensor, nn.Parameter)
+        for name in item.names
+    }
+    return replace(made, whole={parameters[name]: reason for name, reason in made.stays_whole.items()})
+
+
+def _recast(model: nn.Module, trained: TrainedDtype, casts_to: torch.dtype | None) -> None:
+    """Give what is trained the dtype it is to be kept in, still on meta.
+
+    Raises:
+        ConfigError: a module would compute with parameters of two dtypes.
+    """
+    for item in look_inside(model):
+        tensor = item.tensor
+        if not isinstance(tensor, nn.Parameter):
+            continue
+        dtype = trained_dtype_of(trained, tensor.dtype, tensor.requires_grad)
+        if dtype != tensor.dtype:
+            item.recast(dtype)
+    if casts_to is None:
+        _require_one_dtype(model)
+
+
+def _require_one_dtype(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        own = {local: parameter for local, parameter in parameters_of(module).items() if parameter is not None}
+        kinds = {(parameter.dtype, parameter.requires_grad) for parameter in own.values()}
+        if len({dtype for dtype, _ in kinds}) > 1 and len({is_trained for _, is_trained in kinds}) > 1:
+            words = ", ".join(f"{local} {parameter.dtype}" for local, parameter in own.items())
+            raise ConfigError(
+                f"{name} would compute with parameters of two dtypes ({words}), of which only some are trained; "
+                "pass Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=...)), or trained='unchanged'"
+            )

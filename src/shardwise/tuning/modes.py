@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from shardwise.errors import ConfigError
 
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
     from shardwise.conversion import Bindings
     from shardwise.models.selection import Selection
     from shardwise.tuning.lora import Adapter
-    from shardwise.tuning.ready_model import Tuned
+    from shardwise.tuning.selecting import Tuned
 
 
-@runtime_checkable
-class Tuning(Protocol):
-    """What of a model is trained, and what is put into it for that; carried out on meta, before it is sharded.
+class Tuning:
+    """Base class: what is trained of a model, and what is added for it. By default all that its class trains.
 
-    An object of one's own class that answers this may be passed as ``tuning``. What it imports that is slow, it
-    imports when it is asked.
+    A subclass of one's own may be passed as ``tuning``. It is carried out on meta, before the model is sharded.
     """
 
+    __slots__ = ()
+
     def folders(self) -> Mapping[str, str | os.PathLike[str]]:
-        """Adapters that are read beside the checkpoint: by name in the model, the folder that each is in."""
-        ...
+        """Return the folders of adapters that are read with the checkpoint, by the adapter's name in the model."""
+        return {}
 
     def saves(self) -> Selection:
-        """What is saved of a model that was trained so."""
-        ...
+        """Return the part of a model trained so that is saved."""
+        return None
 
-    def in_words(self, adapters: Mapping[str, Adapter]) -> str:
-        """What ranks must have in common, also what no plan shows, such as the scaling of a LoRA."""
-        ...
+    def in_words(self, _adapters: Mapping[str, Adapter]) -> str:
+        """Return what ranks must have in common, also what no plan shows, such as the scaling of a LoRA."""
+        return repr(self)
 
-    def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:
-        """Put in what is added, and let only that have gradients which is trained.
+    def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
+        """Add modules, and let only that have gradients which is trained.
 
         Args:
             base: on meta, tied, not sharded; it is changed.
@@ -51,38 +51,18 @@ class Tuning(Protocol):
             ConfigError: something named matches nothing, or cannot be honoured.
             CoverageError: an adapter does not fit the model.
         """
-        ...
-
-
-class _OfTheModel:
-    """What a tuning answers that adds nothing."""
-
-    __slots__ = ()
-
-    def folders(self) -> Mapping[str, str | os.PathLike[str]]:
-        return {}
-
-    def saves(self) -> Selection:
-        from shardwise.models.selection import Everything
-
-        return Everything()
-
-    def in_words(self, _adapters: Mapping[str, Adapter]) -> str:
-        return repr(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Full(_OfTheModel):
-    """All that the model's class trains."""
-
-    def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
-        from shardwise.tuning.ready_model import Tuned
+        from shardwise.tuning.selecting import Tuned
 
         return Tuned(base, base, bindings)
 
 
 @dataclass(frozen=True, slots=True)
-class Freeze(_OfTheModel):
+class Full(Tuning):
+    """All that the model's class trains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze(Tuning):
     """Some layers, and modules outside of them; all else is frozen.
 
     Attributes:
@@ -116,31 +96,65 @@ class Freeze(_OfTheModel):
             raise ConfigError("Freeze() trains nothing; pass trainable_layers=n (the last n), or extra_modules")
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
-        from shardwise.tuning.ready_model import Tuned
-        from shardwise.tuning.selecting import freeze
+        from shardwise.tuning.selecting import Tuned, freeze
 
         freeze(base, self)
         return Tuned(base, base, bindings)
 
 
-@dataclass(frozen=True, slots=True)
-class InBlocks:
-    """Adapters are sharded, each in the group of the block it is in, and gathered with it."""
+AdapterPlacement: TypeAlias = Literal["sharded", "replicated"]
+"""Placement of an adapter's matrices.
+
+``"sharded"``: each in the FSDP2 group of its block, gathered with it. ``"replicated"``: whole on every rank, with
+gradients averaged after backward; more memory and less communication, for small adapters and those that change
+hands at run time.
+"""
+
+
+class _LoraTuning(Tuning):
+    """A LoRA of PEFT's under the name ``adapter``, whose matrices are placed as ``adapters`` says."""
+
+    __slots__ = ()
+
+    adapter: str
+    adapters: AdapterPlacement
+
+    def __post_init__(self) -> None:
+        if self.adapters not in ("sharded", "replicated"):
+            raise ConfigError(
+                f"adapters={self.adapters!r} is neither 'sharded' nor 'replicated'; pass one of these"
+            )
+        name: object = self.adapter
+        if not isinstance(name, str) or not name or any(part in name for part in (".", "/", "lora_")):
+            raise ConfigError(
+                f"adapter={name!r} cannot name an adapter: it becomes a part of its tensors' names, so it is not "
+                "empty and has neither a dot, a slash nor lora_ in it"
+            )
+
+    def saves(self) -> Selection:
+        from shardwise.models.selection import AdapterOnly
+
+        return AdapterOnly(self.adapter)
+
+    def in_words(self, adapters: Mapping[str, Adapter]) -> str:
+        from shardwise.tuning import peft_compat
+
+        return repr((peft_compat.in_words(self._config(adapters)), self.adapter, self.adapters))
+
+    def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:
+        from shardwise.tuning import lora, peft_compat
+
+        found, config = adapters.get(self.adapter), self._config(adapters)
+        peft_compat.require_supported(config, starts_anew=found is None)
+        made = lora.with_lora(base, bindings, config, self.adapter, found)
+        return lora.replicated(made) if self.adapters == "replicated" else made
+
+    def _config(self, adapters: Mapping[str, Adapter]) -> LoraConfig:
+        return adapters[self.adapter].config
 
 
 @dataclass(frozen=True, slots=True)
-class Replicated:
-    """Adapters are whole on every rank, in no group; their gradients are averaged over the ranks after backward.
-
-    More memory, and less to gather: for small adapters, and for those that change hands at run time.
-    """
-
-
-AdapterPlacement: TypeAlias = InBlocks | Replicated
-
-
-@dataclass(frozen=True, slots=True)
-class Lora:
+class Lora(_LoraTuning):
     """A new LoRA of PEFT's, and what its config trains beside it (``modules_to_save``, ``bias``).
 
     Attributes:
@@ -151,32 +165,14 @@ class Lora:
 
     config: LoraConfig
     adapter: str = "default"
-    adapters: AdapterPlacement = field(default_factory=InBlocks)
+    adapters: AdapterPlacement = "sharded"
 
-    def __post_init__(self) -> None:
-        _require_placed(self.adapter, self.adapters)
-
-    def folders(self) -> Mapping[str, str | os.PathLike[str]]:
-        return {}
-
-    def saves(self) -> Selection:
-        return _adapter_only(self.adapter)
-
-    def in_words(self, _adapters: Mapping[str, Adapter]) -> str:
-        from shardwise.tuning import peft_compat
-
-        return repr((peft_compat.in_words(self.config), self.adapter, self.adapters))
-
-    def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
-        from shardwise.tuning import lora, peft_compat
-
-        peft_compat.require_supported(self.config, starts_anew=True)
-        made = lora.with_lora(base, bindings, self.config, self.adapter, None)
-        return lora.replicated(made) if isinstance(self.adapters, Replicated) else made
+    def _config(self, _adapters: Mapping[str, Adapter]) -> LoraConfig:
+        return self.config
 
 
 @dataclass(frozen=True, slots=True)
-class ExistingLora:
+class ExistingLora(_LoraTuning):
     """The LoRA in a folder of PEFT's (``adapter_config.json`` and its tensors), to be trained on.
 
     Attributes:
@@ -187,47 +183,7 @@ class ExistingLora:
 
     directory: str | os.PathLike[str]
     adapter: str = "default"
-    adapters: AdapterPlacement = field(default_factory=InBlocks)
-
-    def __post_init__(self) -> None:
-        _require_placed(self.adapter, self.adapters)
+    adapters: AdapterPlacement = "sharded"
 
     def folders(self) -> Mapping[str, str | os.PathLike[str]]:
         return {self.adapter: self.directory}
-
-    def saves(self) -> Selection:
-        return _adapter_only(self.adapter)
-
-    def in_words(self, adapters: Mapping[str, Adapter]) -> str:
-        from shardwise.tuning import peft_compat
-
-        config = adapters[self.adapter].config
-        return repr((peft_compat.in_words(config), self.adapter, self.adapters))
-
-    def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:
-        from shardwise.tuning import lora, peft_compat
-
-        found = adapters[self.adapter]
-        peft_compat.require_supported(found.config, starts_anew=False)
-        made = lora.with_lora(base, bindings, found.config, self.adapter, found)
-        return lora.replicated(made) if isinstance(self.adapters, Replicated) else made
-
-
-AnyTuning: TypeAlias = Full | Freeze | Lora | ExistingLora | Tuning
-"""Those that there are, and any other."""
-
-
-def _adapter_only(adapter: str) -> Selection:
-    from shardwise.models.selection import AdapterOnly
-
-    return AdapterOnly(adapter)
-
-
-def _require_placed(adapter: object, placement: object) -> None:
-    if not isinstance(placement, (InBlocks, Replicated)):
-        raise ConfigError(f"adapters={placement!r} is neither InBlocks() nor Replicated(); pass one of these")
-    if not isinstance(adapter, str) or not adapter or "." in adapter or "/" in adapter or "lora_" in adapter:
-        raise ConfigError(
-            f"adapter={adapter!r} cannot name an adapter: it becomes a part of its tensors' names, so it is not "
-            "empty and has neither a dot, a slash nor lora_ in it"
-        )

@@ -12,10 +12,9 @@ import dataclasses
 import importlib.util
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,33 +24,22 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, KnownNames
 from shardwise.models import pretrained
-from shardwise.models.four_bits.four_bit_linear import is_in_four_bits
-from shardwise.models.torch_words import modules_in, original_class, walk
+from shardwise.models.four_bit_linear import is_in_four_bits
+from shardwise.models.torch_words import original_class
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
-_FREE_FIELDS = frozenset(
-    {
-        # whose it is, and where it came from
-        *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-        # which modules, and how large
-        *("r", "target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern"),
-        *("rank_pattern", "alpha_pattern", "modules_to_save"),
-        # what is computed
-        *("lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora", "use_dora", "lora_bias"),
-        # checked by themselves
-        *("init_lora_weights", "ensure_weight_tying", "inference_mode"),
-        # options of what is refused, or of what is not used
-        *("megatron_core", "qalora_group_size", "runtime_config", "loftq_config", "corda_config", "eva_config"),
-        *("lora_ga_config",),
-    }
-)
+_FREE_FIELDS = """
+    task_type peft_type auto_mapping peft_version base_model_name_or_path revision r target_modules exclude_modules
+    target_parameters layers_to_transform layers_pattern rank_pattern alpha_pattern modules_to_save lora_alpha
+    lora_dropout fan_in_fan_out bias use_rslora use_dora lora_bias init_lora_weights ensure_weight_tying
+    inference_mode megatron_core qalora_group_size runtime_config loftq_config corda_config eva_config
+    lora_ga_config
+"""
 """Fields of ``LoraConfig`` that may have any value. Of the others, and of later versions', only the default."""
 
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
-
-_ORTHOGONAL = "orthogonal"
 
 
 def config_in(directory: str) -> LoraConfig:
@@ -120,15 +108,15 @@ def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         default = field.default if field.default is not dataclasses.MISSING else None
-        if field.name not in _FREE_FIELDS and value != default and value not in (None, False, [], {}, ()):
+        if field.name not in _FREE_FIELDS.split() and value != default and value not in (None, False, [], {}, ()):
             faults.append(f"{field.name}={value!r} is not known here; leave it out")
     init = config.init_lora_weights
     changes_base = str(init).lower().startswith(_CHANGES_THE_BASE)
-    is_known = isinstance(init, bool) or str(init).lower() == "gaussian" or init == _ORTHOGONAL
+    is_known = isinstance(init, bool) or str(init).lower() == "gaussian"
     if changes_base or (starts_anew and not is_known):
         why = "changes the base's weights" if changes_base else "needs whole weights, or data"
-        faults.append(f"init_lora_weights={init!r} {why}; pass True, False, 'gaussian' or '{_ORTHOGONAL}'")
-    if config.use_dora and starts_anew and (init is False or init == _ORTHOGONAL):
+        faults.append(f"init_lora_weights={init!r} {why}; pass True, False or 'gaussian'")
+    if config.use_dora and starts_anew and init is False:
         faults.append(f"use_dora with init_lora_weights={init!r} needs whole products of matrices; pass True")
     if config.ensure_weight_tying:
         faults.append("ensure_weight_tying=True ties adapters by views, which no sharding keeps; leave it out")
@@ -228,17 +216,15 @@ def _require_names() -> None:
         from peft.tuners.lora.layer import ParamWrapper
         from peft.utils.other import ModulesToSaveWrapper
 
-        for owner, name in (
-            (LoraLayer, "get_base_layer"),
-            (LoraLayer, "orthogonal_init"),
-            (LoraLayer, "reset_lora_parameters"),
+        for owner, names in (
+            (LoraLayer, "get_base_layer reset_lora_parameters"),
             (ParamWrapper, "_activate_lora"),
             (ModulesToSaveWrapper, "forward"),
             (tuners_utils, "check_adapters_to_merge"),
-            (tuners_utils.BaseTuner, "merge_adapter"),
-            (tuners_utils.BaseTuner, "_unload_and_optionally_merge"),
+            (tuners_utils.BaseTuner, "merge_adapter _unload_and_optionally_merge"),
         ):
-            getattr(owner, name)
+            for name in names.split():
+                getattr(owner, name)
 
 
 def _called(tuner: Any, *args: Any, **keywords: Any) -> Any:
@@ -258,7 +244,7 @@ class AdaptedNames:
 def targets_of(model: PeftModel, adapter: str) -> AdaptedNames:
     """What the adapter has been put into."""
     tuner: Any = model.base_model
-    copied = tuple(name for name, module in walk(model.get_base_model()) if _has_copy(module, adapter))
+    copied = tuple(name for name, module in model.get_base_model().named_modules() if _has_copy(module, adapter))
     return AdaptedNames(tuple(tuner.targeted_module_names), tuple(tuner.targeted_parameter_names), copied)
 
 
@@ -270,7 +256,7 @@ def _has_copy(module: nn.Module, adapter: str) -> bool:
 
 def copies(model: PeftModel, adapter: str) -> Iterator[tuple[nn.Module, nn.Module]]:
     """(module, its copy that is trained instead) of every module in ``modules_to_save``."""
-    for module in modules_in(model):
+    for module in model.modules():
         if _has_copy(module, adapter):
             yield module.original_module, module.modules_to_save[adapter]  # type: ignore[misc,index]
 
@@ -279,7 +265,7 @@ def layers(model: PeftModel) -> Iterator[tuple[str, Any]]:
     """The layers of LoRA in a model, by name."""
     from peft.tuners.lora import LoraLayer
 
-    for name, module in walk(model):
+    for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
             yield name, module
 
@@ -310,47 +296,16 @@ def has_row_norms(layer: Any) -> bool:
 
 def initialise(layer: Any, adapter: str, init: bool | str) -> None:  # noqa: FBT001 - as PEFT has it
     """Run PEFT's initialiser for an adapter in a layer, on the tensors that are there."""
-    if init is not False and not _is_orthogonal(layer, adapter, init):
+    if init is not False:
         layer.reset_lora_parameters(adapter, init)
         return
-    # PEFT leaves what the constructors of the modules drew; of an orthogonal layer, only of a bias.
+    # PEFT leaves what the constructors of the modules drew.
     for part in ("lora_A", "lora_B"):
         if adapter in getattr(layer, part):
             getattr(layer, part)[adapter].reset_parameters()
     for part in ("lora_embedding_A", "lora_embedding_B"):
         if adapter in getattr(layer, part):
             nn.init.normal_(getattr(layer, part)[adapter])
-
-
-def drawn_whole(
-    layer: Any,
-    adapter: str,
-    init: bool | str,  # noqa: FBT001 - as PEFT has it
-) -> dict[nn.Parameter, Callable[[], torch.Tensor]]:
-    """The matrices of a layer that PEFT draws whole, and how: both from the same random numbers.
-
-    Orthogonal A and B each span one half of the rows of a rotation, so that their product is zero.
-    """
-    if not _is_orthogonal(layer, adapter, init):
-        return {}
-    base_layer = layer.get_base_layer()
-    dtype = base_layer.packing.dtype if is_in_four_bits(base_layer) else base_layer.weight.dtype
-    sizes = {"in_features": layer.in_features, "out_features": layer.out_features, "r": dict(layer.r)}
-    parts = ("lora_A", "lora_B")
-
-    def draw(part: str) -> torch.Tensor:
-        # The initialiser puts new parameters into the layer; it is run on what only looks like one.
-        alike = SimpleNamespace(**sizes, **{name: {adapter: SimpleNamespace()} for name in parts})
-        alike.get_base_layer = lambda: SimpleNamespace(weight=torch.empty(0, dtype=dtype))
-        type(layer).orthogonal_init(alike, adapter)
-        values: torch.Tensor = getattr(alike, part)[adapter].weight.detach()
-        return values
-
-    return {getattr(layer, part)[adapter].weight: partial(draw, part) for part in parts}
-
-
-def _is_orthogonal(layer: Any, adapter: str, init: bool | str) -> bool:  # noqa: FBT001 - as PEFT has it
-    return init == _ORTHOGONAL and adapter in layer.lora_A
 
 
 def row_norms(rows: torch.Tensor) -> torch.Tensor:
@@ -380,7 +335,7 @@ def save_config(model: Any, adapter: str, folder: str) -> None:
 def adapter_doors() -> list[tuple[Any, str]]:
     """The classes, and the names of the functions, by which PEFT moves a new adapter to where its layer is.
 
-    Such a function is given modules, among them the layer with the adapter. None where PEFT is not installed.
+    Such a function is given modules, among them the layer with the adapter. Empty if PEFT is not installed.
     """
     if importlib.util.find_spec("peft") is None:
         return []
@@ -389,12 +344,8 @@ def adapter_doors() -> list[tuple[Any, str]]:
         from peft.tuners.lora.model import LoraModel
         from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
-        doors = [
-            (BaseTunerLayer, "_move_adapter_to_device_of_base_layer"),
-            (ParamWrapper, "_move_adapter_to_device_of_base_layer"),
-            (BaseTuner, "_replace_module"),
-            (LoraModel, "_replace_module"),
-        ]
+        moved, replaced = "_move_adapter_to_device_of_base_layer", "_replace_module"
+        doors = [(BaseTunerLayer, moved), (ParamWrapper, moved), (BaseTuner, replaced), (LoraModel, replaced)]
         for owner, name in doors:
             getattr(owner, name)
     return doors
@@ -419,7 +370,7 @@ def copied_names(model: nn.Module) -> dict[str, str]:
     from peft.utils.other import ModulesToSaveWrapper
 
     found: dict[str, str] = {}
-    for prefix, module in walk(model):
+    for prefix, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             for adapter, copied in module.modules_to_save.items():
                 for name, _ in [*copied.named_parameters(), *copied.named_buffers()]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import nn
+from transformers import PreTrainedModel
 
+from shardwise.conversion import Bindings
 from shardwise.errors import ConfigError
 from shardwise.models import pretrained
-from shardwise.models.wrapping.policies import listed_blocks
+from shardwise.models.build import Additions
+from shardwise.models.policies import listed_blocks
 
 if TYPE_CHECKING:
     from shardwise.tuning.modes import Freeze
@@ -76,41 +80,34 @@ def _layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
 
 
 def _inside(modules: dict[str, nn.Module], blocks: Sequence[str], names: Sequence[str]) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    for wanted in names:
-        matching = [
-            module
-            for name, module in modules.items()
-            for block in blocks
-            if name.startswith(f"{block}.") and matches(name.removeprefix(f"{block}."), wanted)
-        ]
-        if not matching:
-            known = {
-                name.removeprefix(f"{block}.") for block in blocks for name in modules if name.startswith(block)
-            }
-            raise ConfigError(
-                f"trainable_modules: no module of the layers is named {wanted!r}{near(wanted, known)}"
-            )
-        found += matching
-    return found
+    parts = [
+        (name.removeprefix(f"{block}."), module)
+        for name, module in modules.items()
+        for block in blocks
+        if name.startswith(f"{block}.")
+    ]
+    return _named("trainable_modules: no module of the layers", parts, names)
 
 
 def _outside(modules: dict[str, nn.Module], blocks: Sequence[str], names: Sequence[str]) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    outside = {
-        name: module
+    full = [name for name in names if name in modules]  # a full name is never ambiguous
+    parts = [
+        (name, module)
         for name, module in modules.items()
         if name and not any(f"{name}.".startswith(f"{block}.") for block in blocks)
-    }
+    ]
+    others = [name for name in names if name not in modules]
+    return [modules[name] for name in full] + _named(
+        "extra_modules: no module outside of the layers", parts, others
+    )
+
+
+def _named(none: str, parts: Sequence[tuple[str, nn.Module]], names: Sequence[str]) -> list[nn.Module]:
+    """Return the modules with these names. Raises ConfigError for a name that matches nothing."""
     for wanted in names:
-        within = {name: modules[name] for name in modules if name == wanted}  # a full name is never ambiguous
-        matching = within or {name: module for name, module in outside.items() if matches(name, wanted)}
-        if not matching:
-            raise ConfigError(
-                f"extra_modules: no module outside of the layers is named {wanted!r}{near(wanted, outside)}"
-            )
-        found += matching.values()
-    return found
+        if not any(matches(name, wanted) for name, _ in parts):
+            raise ConfigError(f"{none} is named {wanted!r}{near(wanted, [name for name, _ in parts])}")
+    return [module for name, module in parts if any(matches(name, wanted) for wanted in names)]
 
 
 def matches(name: str, wanted: str) -> bool:
@@ -126,3 +123,26 @@ def near(wanted: str, known: Iterable[str]) -> str:
     found = difflib.get_close_matches(wanted, sorted(ends), n=3, cutoff=0.4)
     nearest = f"; the nearest are {', '.join(found)}" if found else ""
     return nearest or f"; there are {', '.join(sorted(ends)[:12])}"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A model on meta that is ready to be sharded, and what is known of how it will be filled.
+
+    Attributes:
+        model: what the user gets; PEFT's model, where there is an adapter.
+        base: the model of transformers, to which ``fully_shard`` is applied.
+        bindings: what the checkpoint offers, under the names that tensors have in ``model``.
+        additions: what was put in.
+        stays_whole: names of parameters that are to stay whole on every rank, with the reason.
+        whole: these parameters themselves, once their dtypes are settled.
+        notes: sentences for the report.
+    """
+
+    model: nn.Module
+    base: PreTrainedModel
+    bindings: Bindings
+    additions: Additions = field(default_factory=Additions)
+    stays_whole: Mapping[str, str] = field(default_factory=dict)
+    whole: Mapping[nn.Parameter, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()

@@ -8,10 +8,10 @@ from typing import Final, TypeVar
 
 from tests.harness.crashes.effects import Called, Effect, Entry, Failed, Killed, Returned
 from tests.harness.crashes.states import CrashState, states_after_crash
+from tests.harness.memory_storage import MemoryReader
 
 from shardwise.storage.contract import WritePolicy
 from shardwise.storage.policies import LOCAL_WRITES
-from shardwise.storage.reading.memory import MemoryReader
 
 Seen = TypeVar("Seen")
 

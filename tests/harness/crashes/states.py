@@ -11,10 +11,10 @@ from typing import Final
 
 from tests.harness.crashes.disk import Disk, DiskFile, Naming, Write, folders_around, grow, put, steps_of
 from tests.harness.crashes.effects import Called, Effect, Entry, Failed, Killed, Partly, Returned
+from tests.harness.memory_storage import MemoryReader
 
 from shardwise.storage.contract import WritePolicy
 from shardwise.storage.policies import LOCAL_WRITES
-from shardwise.storage.reading.memory import MemoryReader
 
 _BLOCK_BYTES: Final = 4096
 """What a disk writes whole or not at all."""

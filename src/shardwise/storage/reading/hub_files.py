@@ -147,4 +147,4 @@ class HubFiles(Objects):
         self._folder_url = f"{api.endpoint}/{kind}{named.repo_id}/resolve/{info.sha}/{quote(named.folder)}"
 
     def _errors_named(self) -> AbstractContextManager[None]:
-        return hub_errors_named(self._named.repo_id, HubOptions(revision=self._named.revision), download=True)
+        return hub_errors_named(self._named.repo_id, HubOptions(revision=self._named.revision))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
-from shardwise.storage.contract import PageCache, ReadPolicy, StorageReader
+from shardwise.storage.contract import ReadPolicy, StorageReader
 
 
-class Beside:
+class Beside(StorageReader):
     """A storage, and a second one whose files have names that begin with ``folder``.
 
     The policy is that of the first: it has nearly all of the bytes.
@@ -33,11 +31,6 @@ class Beside:
         """Files opened of both, as far as they count them."""
         return sum(getattr(reader, "files_opened", 0) for reader in (self._first, self._second))
 
-    @property
-    def reads(self) -> int:
-        """Requests to both, as far as they count them."""
-        return sum(getattr(reader, "reads", 0) for reader in (self._first, self._second))
-
     def list(self) -> list[str]:
         return sorted([*self._first.list(), *(f"{self._prefix}{file}" for file in self._second.list())])
 
@@ -49,22 +42,9 @@ class Beside:
         reader, name = self._of(file)
         return reader.identity(name)
 
-    def read_into(self, file: str, start: int, buffer: memoryview) -> None:
-        reader, name = self._of(file)
-        reader.read_into(name, start, buffer)
-
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         reader, name = self._of(file)
         reader.read_vectored(name, start, buffers)
-
-    def read(self, file: str, start: int, stop: int) -> bytes:
-        reader, name = self._of(file)
-        return reader.read(name, start, stop)
-
-    def cached(self, file: str, start: int, stop: int) -> memoryview | None:
-        """See :class:`~shardwise.storage.contract.PageCache`; None where the storage has no such thing."""
-        reader, name = self._of(file)
-        return reader.cached(name, start, stop) if isinstance(reader, PageCache) else None
 
     def close(self) -> None:
         """Close both."""
@@ -72,14 +52,6 @@ class Beside:
             self._first.close()
         finally:
             self._second.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _of(self, file: str) -> tuple[StorageReader, str]:
         if file.startswith(self._prefix):

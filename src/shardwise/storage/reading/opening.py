@@ -1,26 +1,25 @@
-"""Opens a reader of a checkpoint, from whatever names it: whose code does so is in one table, by scheme."""
+"""Opens a reader of a checkpoint from a path, a URL, or the name of a repository on the Hugging Face hub."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, cast
+from typing import Any
 
-from shardwise._face import found_at
 from shardwise.errors import StorageError
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import (
     HubOptions,
-    Repositories,
     is_url,
     local_place,
+    require_subfolder,
     scheme_of,
     shown,
     split_file,
-    why_unsafe,
     without_secrets,
 )
+from shardwise.storage.reading.local import LocalReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,58 +28,6 @@ class OpenStorage:
 
     reader: StorageReader
     file: str | None
-
-
-Opener: TypeAlias = Callable[[str, Mapping[str, Any]], StorageReader]
-"""Opens a folder by its URL, with ``storage_options``."""
-
-Pinner: TypeAlias = Callable[[str, HubOptions], str]
-"""The URL of the state that a URL, with the options' revision, names now; asks the network."""
-
-
-@dataclass(frozen=True, slots=True)
-class UrlScheme:
-    """Who reads the URLs of one scheme; each is a ``package.module:name`` that is imported when it is asked for.
-
-    Attributes:
-        opener: an :data:`Opener`.
-        told: attributes of :class:`HubOptions` that it takes among the ``storage_options``.
-        pinner: a :data:`Pinner`, of a storage that keeps revisions.
-    """
-
-    opener: str
-    told: tuple[str, ...] = ()
-    pinner: str = ""
-
-
-_REMOTE: Final = "shardwise.storage.reading.remote_reader:open_remote"
-
-SCHEMES: Final[dict[str, UrlScheme]] = {
-    "http": UrlScheme(_REMOTE),
-    "https": UrlScheme(_REMOTE),
-    "hf": UrlScheme(_REMOTE, ("token", "revision"), "shardwise.storage.reading.hub_files:named_commit"),
-}
-"""A storage of one's own is a line here. All other schemes are asked of obstore."""
-
-_OBJECTS: Final = UrlScheme(_REMOTE)
-_FOLDERS: Final = "shardwise.storage.reading.local:LocalReader"
-_REPOSITORIES: Final = "shardwise.storage.hub"
-
-
-def repositories() -> Repositories:
-    """Whoever has the repositories that names without a scheme are of."""
-    return cast(Repositories, found_at(_REPOSITORIES))
-
-
-def pinner_of(url: str) -> Pinner | None:
-    """What pins a URL to the state it names now; None where its storage keeps no revisions."""
-    scheme = SCHEMES.get(scheme_of(url), _OBJECTS)
-    return cast(Pinner, found_at(scheme.pinner)) if scheme.pinner else None
-
-
-def _open_folder(folder: str | os.PathLike[str]) -> StorageReader:
-    opener: Callable[[str | os.PathLike[str]], StorageReader] = found_at(_FOLDERS)
-    return opener(folder)
 
 
 def open_storage(
@@ -102,35 +49,33 @@ def open_storage(
     if is_url(name_or_path):
         return _open_url(os.fspath(name_or_path), hub, storage_options or {})
     if storage_options:
-        raise StorageError(
-            f"{shown(os.fspath(name_or_path))}: storage_options are for URLs, and this is none; leave them out"
-        )
+        raise StorageError(f"{shown(os.fspath(name_or_path))}: storage_options are for URLs. Leave them out")
     place = local_place(name_or_path, hub)
     if place is None:
-        place = repositories().resolve(name_or_path, hub, download=download)
+        from shardwise.storage.hub import resolve
+
+        place = resolve(name_or_path, hub, download=download)
     if place.is_file():
-        return OpenStorage(_open_folder(place.parent), place.name)
-    return OpenStorage(_open_folder(place), None)
+        return OpenStorage(LocalReader(place.parent), place.name)
+    return OpenStorage(LocalReader(place), None)
 
 
 def _open_url(url: str, hub: HubOptions, storage_options: Mapping[str, Any]) -> OpenStorage:
     where = shown(without_secrets(url))
     if scheme_of(url) == "file":
-        raise StorageError(f"{where}: is on this machine; pass the path without file://")
+        raise StorageError(f"{where}: is on this machine. Pass the path without file://")
     if hub.local_files_only:
-        raise StorageError(f"{where}: is read over the network, but local_files_only is set; pass a local folder")
+        raise StorageError(f"{where}: is read over the network, but local_files_only is set. Pass a local folder")
     folder, file = split_file(url)
-    if hub.variant and file is not None:
-        raise StorageError(f"{where}: is a file, so variant={hub.variant!r} has no place; leave it out")
+    if file is not None and (hub.subfolder or hub.variant):
+        raise StorageError(f"{where}: is a file, which has no subfolder and no variant. Leave them out")
+    require_subfolder(where, hub)
     if hub.subfolder:
-        fault = why_unsafe(hub.subfolder)
-        if fault is not None:
-            raise StorageError(f"{where}: subfolder {hub.subfolder!r} is refused, {fault}; name it as in 'a/b'")
-        if file is not None:
-            raise StorageError(f"{where}: is a file, so subfolder={hub.subfolder!r} has no place; leave it out")
         before, mark, query = folder.partition("?")
         folder = f"{before.rstrip('/')}/{hub.subfolder}{mark}{query}"
-    scheme = SCHEMES.get(scheme_of(url), _OBJECTS)
-    told = {name: value for name in scheme.told if (value := getattr(hub, name)) is not None}
-    opener: Opener = found_at(scheme.opener)
-    return OpenStorage(opener(folder, {**told, **storage_options}), file)
+    named = {"token": hub.token, "revision": hub.revision} if scheme_of(url) == "hf" else {}
+    options = {name: value for name, value in named.items() if value is not None}
+    # Imported here: what is local needs no network code.
+    from shardwise.storage.reading.remote_reader import RemoteReader
+
+    return OpenStorage(RemoteReader(folder, storage_options={**options, **storage_options}), file)

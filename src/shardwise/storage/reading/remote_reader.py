@@ -5,18 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from shardwise.errors import StorageError
-from shardwise.storage.contract import ReadPolicy
+from shardwise.storage.contract import ReadPolicy, StorageReader, ends_early
 from shardwise.storage.names import scheme_of, shown, why_unsafe
 from shardwise.storage.objects import FileState, Objects, fill
 from shardwise.storage.policies import OBJECT_STORE
 from shardwise.storage.reading.hub_files import HubFiles
+from shardwise.storage.vectored import as_bytes
 
 
-class RemoteReader:
+class RemoteReader(StorageReader):
     """Reads files below a URL by range; see :class:`~shardwise.storage.contract.StorageReader`.
 
     Nothing is written to disk, and no file is held in memory: each request in flight is held once (16 MiB at
@@ -81,13 +81,11 @@ class RemoteReader:
         """The file's version (ETag or hash, else time of change) and size, asked of the server anew."""
         return self._look_at(file).identity
 
-    def read_into(self, file: str, start: int, buffer: memoryview) -> None:
-        self.read_vectored(file, start, (buffer,))
-
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        flat = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
-        stop = start + sum(buffer.nbytes for buffer in flat)
-        state = self._require_range(file, start, stop)
+        flat, nbytes = as_bytes(buffers)
+        stop, state = start + nbytes, self._state(file)
+        if not 0 <= start <= stop <= state.nbytes:
+            raise ends_early(self.root, file, (start, stop), state.nbytes)
         if start == stop:
             return
         doing = f"reading bytes {start}..{stop}"
@@ -102,26 +100,8 @@ class RemoteReader:
             self.reads += 1
             self.bytes_read += stop - start
 
-    def read(self, file: str, start: int, stop: int) -> bytes:
-        # A range that the file does not have is refused before it is allocated: the numbers may be hostile.
-        self._require_range(file, start, stop)
-        buffer = bytearray(stop - start)
-        self.read_into(file, start, memoryview(buffer))
-        return bytes(buffer)
-
     def close(self) -> None:
         self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _state(self, file: str) -> FileState:
         """The file's state as it was when it was first looked at."""
@@ -143,20 +123,6 @@ class RemoteReader:
             first = self._states.setdefault(file, found)
         return first if is_first else found
 
-    def _require_range(self, file: str, start: int, stop: int) -> FileState:
-        state = self._state(file)
-        if not 0 <= start <= stop <= state.nbytes:
-            raise StorageError(
-                f"{self._files.named(file)}: bytes {start}..{stop} were asked for, but the file ends at byte "
-                f"{state.nbytes}; it is truncated. Upload it again"
-            )
-        return state
-
     def _require_open(self, file: str | None) -> None:
         if self._closed:
             raise StorageError(f"{self._files.named(file)}: the reader is closed. Open another one")
-
-
-def open_remote(url: str, storage_options: Mapping[str, Any]) -> RemoteReader:
-    """A reader of what lies below a URL, as :class:`RemoteReader` is by default."""
-    return RemoteReader(url, storage_options=storage_options)

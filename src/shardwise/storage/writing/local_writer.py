@@ -3,37 +3,69 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 import secrets
 import stat
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Self
 
 from shardwise.errors import StorageError
 from shardwise.report.names import in_bytes
-from shardwise.storage.contract import INCOMPLETE, WritePolicy
-from shardwise.storage.names import shown, why_not_plain
+from shardwise.storage.contract import INCOMPLETE, StorageWriter, WritePolicy
+from shardwise.storage.names import failed, shown, why_not_plain
 from shardwise.storage.policies import DISK_WRITES, LOCAL_WRITES, NETWORK_FILE_SYSTEM_WRITES, is_network, type_at
-from shardwise.storage.vectored import advance, one_call
-from shardwise.storage.writing.around_cache import (
+from shardwise.storage.vectored import advance, as_bytes, one_call
+from shardwise.storage.writing.direct import (
     BLOCK_BYTES,
     FILE_SYSTEMS,
     LEAST_BYTES,
-    Blocks,
-    cut,
-    is_refused,
-    open_around,
+    MOST_KEPT_BYTES,
+    new_block,
+    open_direct,
     put_together,
-    whole_blocks,
 )
-from shardwise.storage.writing.disk import create_file, failed, make_folder, set_aside, sync_folder, write_whole
-from shardwise.storage.writing.open_files import OpenFile, OpenFiles
+
+_MODE = 0o666
+"""Permissions of what is created, less the umask."""
+
+_UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
+"""The answers of file systems that cannot do something, or need not."""
+
+# [Note: A descriptor lives from the first write to the sync]
+#
+# Linux reports a failed write-back once: to the descriptors that were open when it failed, at their next fsync. A
+# descriptor that is closed and opened again in between may never hear of it. After the report the pages count as
+# clean, so that asking again succeeds though the bytes are gone. Hence what has been written to is not closed
+# before it is synced, and a file whose sync failed is given up for good.
 
 
-class LocalWriter:
+class _OpenFile:
+    """A file open for writing. It is closed with the last reference to it.
+
+    ``direct`` is a descriptor that writes around the page cache, from the first write that could use it; ``kept``
+    are places and bytes that wait for the sync. ``users`` are writes going on, ``writes`` those that have begun.
+    All change under the writer's lock.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.descriptor = descriptor
+        self.nbytes = nbytes
+        self.direct: int | None = None
+        self.kept: list[tuple[int, bytes]] = []
+        self.users = 0
+        self.writes = 0
+
+    def __del__(self) -> None:
+        for descriptor in (self.descriptor, self.direct):
+            if descriptor is not None:
+                with contextlib.suppress(OSError):  # it was synced, or its bytes are not wanted
+                    os.close(descriptor)
+
+
+class LocalWriter(StorageWriter):
     """Writes files into ``root`` with ``pwritev``; see :class:`~shardwise.storage.contract.StorageWriter`.
 
     Space is set aside when a file is created (``fallocate``), so that a full disk is an error before anything is
@@ -46,8 +78,6 @@ class LocalWriter:
     (see [Note: Around the page cache]), where that can be done, and small ones may wait for the sync. A file keeps
     its descriptors open until it is synced.
 
-    ``bytes_written`` and ``writes`` (system calls) count what has been done so far.
-
     Raises:
         StorageError: for a root that is there and is no folder.
     """
@@ -55,15 +85,16 @@ class LocalWriter:
     def __init__(self, root: str | os.PathLike[str], *, policy: WritePolicy | None = None) -> None:
         self._root = os.path.abspath(os.fspath(root))
         if os.path.lexists(self._root) and not os.path.isdir(self._root):
-            raise StorageError(f"{shown(self._root)}: is there and is no folder; pass a folder to write to")
+            raise StorageError(f"{shown(self._root)}: is there and is no folder. Pass a folder to write to")
         self._policy = policy or _policy_of(type_at(self._root))
-        self._goes_around = self._policy.is_direct
-        self._blocks = Blocks()
-        self._open_files = OpenFiles(self._root)
-        self._counting = threading.Lock()
-        self._is_made = False
-        self.bytes_written = 0
-        self.writes = 0
+        self._is_direct = self._policy.is_direct
+        self._folders = {""}
+        self._made: set[str] = set()
+        self._blocks = threading.local()
+        self._files: dict[str, _OpenFile] = {}
+        self._given_up: set[str] = set()
+        self._lock = threading.Lock()
+        self._closed = False
 
     @property
     def root(self) -> str:
@@ -73,296 +104,312 @@ class LocalWriter:
     def policy(self) -> WritePolicy:
         return self._policy
 
-    def list(self) -> list[str]:
-        """The names of all files and links in the root, sorted; links to files that are gone, too."""
-        self._open_files.require_open(None)
-        try:
-            with os.scandir(self._root) as entries:
-                return sorted(entry.name for entry in entries if not entry.is_dir())
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise self._failed(None, "listing it", error) from error
-
     def sizes(self) -> dict[str, int]:
+        self._require_open(None)
         found: dict[str, int] = {}
-        for file in self.list():
-            try:
-                found[file] = os.stat(os.path.join(self._root, file)).st_size
-            except FileNotFoundError:
-                if os.path.lexists(os.path.join(self._root, file)):
-                    found[file] = 0  # a link that leads nowhere
-            except OSError as error:
-                raise self._failed(file, "looking at it", error) from error
+        for folder in sorted(self._folders):
+            with self._failures(None, "listing it"), contextlib.suppress(FileNotFoundError):
+                for entry in os.scandir(os.path.join(self._root, folder)):
+                    if not entry.is_dir():
+                        found[os.path.join(folder, entry.name)] = _size_of(entry)
         return found
 
     def read(self, file: str) -> bytes | None:
         path = self._path(file)
-        try:
-            # O_NONBLOCK: opening a pipe must not wait for a writer. Regular files do not know it.
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            return None
-        except (OSError, UnicodeError) as error:
-            raise self._failed(file, "reading it", error) from error
-        with os.fdopen(descriptor, "rb") as opened:
-            self._require_regular(file, descriptor)
+        with self._failures(file, "reading it"):
             try:
+                # O_NONBLOCK: opening a pipe must not wait for a writer. Regular files do not know it.
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            except FileNotFoundError:
+                return None
+            with os.fdopen(descriptor, "rb") as opened:
+                self._require_regular(file, descriptor)
                 return opened.read()
-            except OSError as error:
-                raise self._failed(file, "reading it", error) from error
 
     def create(self, file: str, nbytes: int) -> None:
         path = self._path(file)
         if nbytes < 0:
-            raise StorageError(
-                f"{shown(file)} in {self._root}: cannot be created with {nbytes} bytes; pass 0 or more"
-            )
-        doing = f"creating it with {in_bytes(nbytes)}"
-        try:
-            self._make_root()
-            descriptor = create_file(path)
-        except (OSError, UnicodeError) as error:
-            raise self._failed(file, doing, error) from error
-        try:
-            set_aside(descriptor, nbytes)
-        except OSError as error:
-            failure = self._failed(file, doing, error)
-            os.close(descriptor)
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-            raise failure from error
-        self._open_files.add_created(file, descriptor, nbytes)
+            raise StorageError(f"{shown(file)} in {self._root}: cannot be created with {nbytes} bytes")
+        with self._failures(file, f"creating it with {in_bytes(nbytes)}"):
+            self._make(os.path.dirname(path))
+            opened = _OpenFile(_create(path), nbytes)
+            try:
+                _set_aside(opened.descriptor, nbytes)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                raise
+        with self._lock:
+            self._given_up.discard(file)
+            opened.writes = 1  # the size is something to sync
+            self._files[file] = opened
 
     def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        pending = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
-        stop = start + sum(buffer.nbytes for buffer in pending)
+        pending, nbytes = as_bytes(buffers)
+        stop = start + nbytes
         with self._using(file) as opened:
             if not 0 <= start <= stop <= opened.nbytes:
                 raise StorageError(
                     f"{shown(file)} in {self._root}: bytes {start}..{stop} are to be written, but it was created "
-                    f"with {opened.nbytes} bytes; create it with the size it will have"
+                    f"with {opened.nbytes} bytes. Create it with the size it will have"
                 )
-            first, last = whole_blocks(start, stop)
-            if not self._goes_around:
-                self._write_all(file, opened.descriptor, pending, start)
-            elif last - first < LEAST_BYTES:
-                self._keep(file, opened, [(start, pending)])
-            elif self._has_way_around(file, opened):
-                head, middle, tail = cut(pending, [first - start, last - start])
-                self._write_around(file, opened, middle, first)
-                self._keep(file, opened, [(start, head), (last, tail)])
+            if not self._is_direct:
+                self._write_all(file, opened, pending, start)
+            elif nbytes < LEAST_BYTES:
+                self._keep(file, opened, [(start, b"".join(pending))])
             else:
-                self._write_all(file, opened.descriptor, pending, start)
+                self._write_direct(file, opened, pending, start)
 
     def sync(self, file: str) -> None:
         self._path(file)
-        syncing = self._open_files.begin_sync(file)
-        if syncing is None:
-            return
-        opened = syncing.opened
+        with self._lock:
+            self._require_hope(file)
+            opened = self._files.get(file)
+            if opened is None:
+                return
+            writes, kept, opened.kept = opened.writes, opened.kept, []
         try:
-            self._write_kept(file, opened, syncing.kept)
-            os.fdatasync(opened.descriptor)
+            self._write_kept(file, opened, kept)
+            with self._failures(file, "syncing it"):
+                os.fdatasync(opened.descriptor)
         except StorageError:
-            self._open_files.give_up(file)
+            with self._lock:
+                self._given_up.add(file)
+                self._files.pop(file, None)
             raise
-        except OSError as error:
-            self._open_files.give_up(file)
-            raise self._failed(file, "syncing it", error) from error
-        finally:
-            is_last = self._open_files.leave(file, opened, synced_writes=syncing.writes)
-        if is_last:
-            try:
-                opened.close()
-            except OSError as error:  # a server may refuse what it is sent at last
-                self._open_files.give_up(file)
-                raise self._failed(file, "closing it", error) from error
+        with self._lock:
+            if self._files.get(file) is opened and opened.writes == writes and not opened.users:
+                del self._files[file]
 
     def rename(self, file: str, name: str) -> None:
         source, target = self._path(file), self._path(name)
-        if self._open_files.is_unsynced(file):
-            raise StorageError(
-                f"{shown(file)} in {self._root}: is to become {shown(name)}, but was not synced; sync it first"
-            )
-        doing = f"renaming it to {shown(name)}"
-        try:
+        with self._lock:
+            self._require_hope(file)
+            if file in self._files:
+                raise StorageError(
+                    f"{shown(file)} in {self._root}: is to become {shown(name)}, but was not synced. Sync it first"
+                )
+        with self._failures(file, f"renaming it to {shown(name)}"):
             os.rename(source, target)
-        except (OSError, UnicodeError) as error:
-            raise self._failed(file, doing, error) from error
-        self._sync_names(file, doing)
-
-    def publish(self, file: str, name: str) -> None:
-        self.rename(file, name)
+            for folder in {os.path.dirname(source), os.path.dirname(target)}:
+                _sync_folder(folder)
 
     def replace(self, file: str, content: bytes) -> None:
-        target = self._path(file)
-        fresh = os.path.join(self._root, f".{file}.{secrets.token_hex(4)}{INCOMPLETE}")
-        doing = f"writing it with {in_bytes(len(content))}"
-        try:
-            self._make_root()
-            write_whole(fresh, content)
-            os.rename(fresh, target)
-        except (OSError, UnicodeError) as error:
-            failure = self._failed(file, doing, error)
-            with contextlib.suppress(OSError, UnicodeError):
-                os.unlink(fresh)
-            raise failure from error
-        self._sync_names(file, doing)
+        folder, name = os.path.split(self._path(file))
+        fresh = os.path.join(folder, f".{name}.{secrets.token_hex(4)}{INCOMPLETE}")
+        with self._failures(file, f"writing it with {in_bytes(len(content))}"):
+            self._make(folder)
+            try:
+                with os.fdopen(_create(fresh), "wb") as opened:
+                    opened.write(content)
+                    opened.flush()
+                    os.fsync(opened.fileno())
+                os.rename(fresh, os.path.join(folder, name))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(fresh)
+                raise
+            _sync_folder(folder)
 
     def remove(self, file: str) -> None:
         path = self._path(file)
-        self._open_files.forget(file)
-        try:
+        with self._lock:
+            self._given_up.discard(file)
+            self._files.pop(file, None)
+        with self._failures(file, "removing it"), contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-        except FileNotFoundError:
-            return
-        except (OSError, UnicodeError) as error:
-            raise self._failed(file, "removing it", error) from error
 
     def sync_names(self) -> None:
-        self._open_files.require_open(None)
-        if os.path.isdir(self._root):
-            self._sync_names(None, "syncing its names")
+        self._require_open(None)
+        with self._failures(None, "syncing its names"):
+            for folder in sorted(self._folders):
+                if os.path.isdir(os.path.join(self._root, folder)):
+                    _sync_folder(os.path.join(self._root, folder))
 
     def close(self) -> None:
-        self._open_files.close()
-        self._blocks.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _has_way_around(self, file: str, opened: OpenFile) -> bool:
-        """Whether the file can be written to around the page cache, with a descriptor for it if so."""
-        if opened.around is not None:
-            return True
-        try:
-            around = open_around(self._path(file))
-        except OSError as error:
-            raise self._failed(file, "opening it for writing", error) from error
-        if around is None:
-            self._goes_around = False
-            return False
-        self._open_files.take_way_around(opened, around)
-        return True
-
-    def _write_around(self, file: str, opened: OpenFile, buffers: Sequence[memoryview], position: int) -> None:
-        """Whole blocks, around the page cache as far as the file system takes them so."""
-        assert opened.around is not None
-        with self._blocks.lent() as block:
-            for whole in put_together(buffers, block):
-                done = 0
-                while self._goes_around and done < whole.nbytes and done % BLOCK_BYTES == 0:
-                    try:
-                        done += self._write_some(file, opened.around, [whole[done:]], position + done)
-                    except StorageError as error:
-                        if not is_refused(error.__cause__):
-                            raise
-                        self._goes_around = False
-                self._write_all(file, opened.descriptor, [whole[done:]], position + done)
-                position += whole.nbytes
-
-    def _keep(self, file: str, opened: OpenFile, small: Sequence[tuple[int, Sequence[memoryview]]]) -> None:
-        """Put aside what does not go around the page cache until the sync, unless that is much."""
-        self._write_kept(file, opened, self._open_files.keep(opened, small))
-
-    def _write_kept(self, file: str, opened: OpenFile, kept: Sequence[tuple[int, bytes]]) -> None:
-        for position, content in kept:
-            self._write_all(file, opened.descriptor, [memoryview(content)], position)
-
-    def _write_all(self, file: str, descriptor: int, buffers: Sequence[memoryview], position: int) -> None:
-        pending = [buffer for buffer in buffers if buffer.nbytes]
-        first = 0
-        while first < len(pending):
-            count = self._write_some(file, descriptor, one_call(pending, first), position)
-            position += count
-            first = advance(pending, first, count)
-
-    def _write_some(self, file: str, descriptor: int, buffers: Sequence[memoryview], position: int) -> int:
-        """One system call; the number of bytes it took, at least 1."""
-        while True:
-            try:
-                count = os.pwritev(descriptor, buffers, position)
-            except InterruptedError:
-                continue
-            except OSError as error:
-                raise self._failed(file, f"writing at byte {position}", error) from error
-            if count == 0:
-                raise StorageError(
-                    f"{shown(file)} in {self._root}: writing at byte {position} failed, the file system takes "
-                    "nothing and does not say why; check it and save again"
-                )
-            with self._counting:
-                self.writes += 1
-                self.bytes_written += count
-            return count
+        with self._lock:
+            self._closed = True
+            self._files.clear()
 
     @contextmanager
-    def _using(self, file: str) -> Iterator[OpenFile]:
+    def _using(self, file: str) -> Iterator[_OpenFile]:
         """The file, open for writing, which stays open at least until the block is left."""
         path = self._path(file)
-        opened = self._open_files.use(file) or self._open(file, path)
+        with self._lock:
+            self._require_hope(file)
+            opened = self._files.get(file) or self._open(file, path)
+            self._files[file] = opened
+            opened.users += 1
+            opened.writes += 1
         try:
             yield opened
         finally:
-            if self._open_files.leave(file, opened):
-                with contextlib.suppress(OSError):
-                    opened.close()
+            with self._lock:
+                opened.users -= 1
 
-    def _open(self, file: str, path: str) -> OpenFile:
-        # Not under a lock: opening can take milliseconds on a network file system.
+    def _open(self, file: str, path: str) -> _OpenFile:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        except FileNotFoundError as error:
+            raise StorageError(f"{shown(file)} in {self._root}: no such file; create it first") from error
         except (OSError, UnicodeError) as error:
-            raise self._failed(file, "opening it for writing", error) from error
-        try:
-            nbytes = self._require_regular(file, descriptor).st_size
-        except StorageError:
-            os.close(descriptor)
-            raise
-        return self._open_files.use_opened(file, descriptor, nbytes)
+            raise failed(self._root, file, "opening it for writing", error) from error
+        opened = _OpenFile(descriptor, 0)
+        opened.nbytes = self._require_regular(file, descriptor).st_size
+        return opened
 
-    def _make_root(self) -> None:
-        if not (self._is_made and os.path.isdir(self._root)):
-            make_folder(self._root)
-            self._is_made = True
+    def _write_direct(self, file: str, opened: _OpenFile, buffers: Sequence[memoryview], start: int) -> None:
+        """Whole blocks go around the page cache as far as the file system takes them so; the ends are kept."""
+        with self._lock, self._failures(file, "opening it for writing"):
+            if opened.direct is None:
+                opened.direct = open_direct(self._path(file))
+                self._is_direct = opened.direct is not None
+        if not hasattr(self._blocks, "block"):
+            self._blocks.block = new_block()
+        for position, part in put_together(buffers, start, self._blocks.block):
+            whole = 0 if position % BLOCK_BYTES else part.nbytes // BLOCK_BYTES * BLOCK_BYTES
+            if whole:
+                taken = self._write_blocks(file, opened, part[:whole], position)
+                self._write_all(file, opened, [part[taken:whole]], position + taken)
+            if whole < part.nbytes:
+                self._keep(file, opened, [(position + whole, bytes(part[whole:]))])
 
-    def _sync_names(self, file: str | None, doing: str) -> None:
+    def _write_blocks(self, file: str, opened: _OpenFile, blocks: memoryview, position: int) -> int:
+        """The number of bytes that went around the page cache."""
+        if opened.direct is None or not self._is_direct:
+            return 0
         try:
-            sync_folder(self._root)
+            return os.pwritev(opened.direct, [blocks], position)
         except OSError as error:
-            raise self._failed(file, doing, error) from error
+            if error.errno not in _UNSUPPORTED:
+                raise failed(self._root, file, f"writing at byte {position}", error) from error
+            self._is_direct = False
+            return 0
+
+    def _keep(self, file: str, opened: _OpenFile, small: Sequence[tuple[int, bytes]]) -> None:
+        """Put aside what does not go around the page cache until the sync, unless that is much."""
+        many: list[tuple[int, bytes]] = []
+        with self._lock:
+            opened.kept.extend(small)
+            if sum(len(content) for _, content in opened.kept) > MOST_KEPT_BYTES:
+                many, opened.kept = opened.kept, []
+        self._write_kept(file, opened, many)
+
+    def _write_kept(self, file: str, opened: _OpenFile, kept: Sequence[tuple[int, bytes]]) -> None:
+        for position, content in kept:
+            self._write_all(file, opened, [memoryview(content)], position)
+
+    def _write_all(self, file: str, opened: _OpenFile, buffers: Sequence[memoryview], position: int) -> None:
+        pending = [buffer for buffer in buffers if buffer.nbytes]
+        first = 0
+        while first < len(pending):
+            with self._failures(file, f"writing at byte {position}"):
+                count = os.pwritev(opened.descriptor, one_call(pending, first), position)
+                if count == 0:
+                    raise OSError(errno.EIO, "the file system takes nothing")
+            position += count
+            first = advance(pending, first, count)
+
+    def _make(self, folder: str) -> None:
+        if folder not in self._made or not os.path.isdir(folder):
+            make_folder(folder)
+            self._made.add(folder)
 
     def _path(self, file: str) -> str:
-        self._open_files.require_open(file)
+        self._require_open(file)
         fault = why_not_plain(file)
         if fault is not None:
             raise StorageError(
-                f"{shown(file)}: refused as the name of a file in {self._root}, {fault}; name a file of that folder"
+                f"{shown(file)}: refused as the name of a file in {self._root}, {fault}. Name a file of that folder"
             )
         return os.path.join(self._root, file)
+
+    def _require_open(self, file: str | None) -> None:
+        if self._closed:
+            raise StorageError(f"{shown(file or self._root)} in {self._root}: the writer is closed")
+
+    def _require_hope(self, file: str) -> None:
+        """The file's sync has not failed, and the writer is open. The lock is held."""
+        self._require_open(file)
+        if file in self._given_up:
+            raise StorageError(
+                f"{shown(file)} in {self._root}: could not be synced before, so what it holds is unknown. "
+                "Remove it and save again"
+            )
 
     def _require_regular(self, file: str, descriptor: int) -> os.stat_result:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise StorageError(
-                f"{shown(file)} in {self._root}: not a regular file; remove it or take another folder"
+                f"{shown(file)} in {self._root}: not a regular file. Remove it or take another folder"
             )
         return status
 
-    def _failed(self, file: str | None, doing: str, error: OSError | UnicodeError) -> StorageError:
-        return failed(self._root, file, doing, error)
+    @contextmanager
+    def _failures(self, file: str | None, doing: str) -> Iterator[None]:
+        """Raise errors of the system as StorageErrors."""
+        try:
+            yield
+        except (OSError, UnicodeError) as error:
+            raise failed(self._root, file, doing, error) from error
 
 
 def _policy_of(file_system: str | None) -> WritePolicy:
     if is_network(file_system):
         return NETWORK_FILE_SYSTEM_WRITES
     return DISK_WRITES if file_system in FILE_SYSTEMS else LOCAL_WRITES
+
+
+def _size_of(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat().st_size
+    except FileNotFoundError:
+        return 0  # a link that leads nowhere
+
+
+def _create(path: str) -> int:
+    """A descriptor that writes to a file which was not there before."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+
+
+def _set_aside(descriptor: int, nbytes: int) -> None:
+    """Give an empty file its size, and space on the disk where the file system can."""
+    # Not os.posix_fallocate: where the file system cannot, the C library writes to every block, over a network too.
+    library = ctypes.CDLL(None, use_errno=True)
+    while nbytes and hasattr(library, "fallocate"):
+        if library.fallocate(descriptor, 0, ctypes.c_long(0), ctypes.c_long(nbytes)) == 0:
+            return
+        code = ctypes.get_errno()
+        if code in _UNSUPPORTED:
+            break
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    os.ftruncate(descriptor, nbytes)
+
+
+def make_folder(path: str) -> None:
+    """Make the folder where it is not there, so that it lasts; also where whoever made it died before it did."""
+    parent = os.path.dirname(path)
+    if not os.path.isdir(path):
+        if parent != path:
+            make_folder(parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+        if not os.path.isdir(path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+        _sync_folder(parent)
+        return
+    with contextlib.suppress(OSError):  # not ours to look into, then not made by a save of ours
+        _sync_folder(parent)
+
+
+def _sync_folder(folder: str) -> None:
+    """Make the names in a folder last, where the file system can or has to be asked for it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)

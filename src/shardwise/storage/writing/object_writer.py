@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from shardwise.errors import ConfigError, StorageError
 from shardwise.report.names import in_bytes
-from shardwise.storage.contract import WritePolicy
+from shardwise.storage.contract import StorageWriter, WritePolicy
 from shardwise.storage.names import shown, why_not_plain, without_secrets
 from shardwise.storage.objects import Objects
 from shardwise.storage.policies import OBJECT_STORE_WRITES
+from shardwise.storage.vectored import as_bytes
 
 _MIB = 1 << 20
 
@@ -23,13 +23,11 @@ _MOST_PARTS = 10_000
 _PARTS_AT_ONCE = 4
 
 
-class ObjectWriter:
+class ObjectWriter(StorageWriter):
     """Writes files below a URL, each as one stream; see :class:`~shardwise.storage.contract.StorageWriter`.
 
     A file is seen when it is synced, whole. Until then a large one is a multipart upload, of which nothing is seen
     where it is not completed. What it leaves in the store then is removed by the bucket's lifecycle rules.
-
-    ``bytes_written`` counts what has been written so far.
 
     Memory: about five parts for each file that is being written. A part has 16 MiB, more for files above 156 GiB.
 
@@ -60,7 +58,6 @@ class ObjectWriter:
         self._streams: dict[str, _Stream] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self.bytes_written = 0
 
     @property
     def root(self) -> str:
@@ -69,9 +66,6 @@ class ObjectWriter:
     @property
     def policy(self) -> WritePolicy:
         return self._policy
-
-    def list(self) -> list[str]:
-        return list(self.sizes())
 
     def sizes(self) -> dict[str, int]:
         self._require_open(None)
@@ -113,8 +107,8 @@ class ObjectWriter:
             raise StorageError(
                 f"{self._files.named(file)}: no such file is being written by this writer; create it first"
             )
-        flat = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
-        stop = start + sum(buffer.nbytes for buffer in flat)
+        flat, nbytes = as_bytes(buffers)
+        stop = start + nbytes
         with stream.lock, self._files.failures(file, f"writing at byte {start}"):
             self._require_whole(file, stream)
             if not 0 <= start <= stop <= stream.nbytes:
@@ -131,8 +125,6 @@ class ObjectWriter:
             # Obstore keeps what it is given until the part is sent, and the buffers may change before that.
             stream.upload.write(b"".join(flat))
             stream.position, stream.is_broken = stop, False
-        with self._lock:
-            self.bytes_written += stop - start
 
     def sync(self, file: str) -> None:
         self._path(file)
@@ -185,17 +177,6 @@ class ObjectWriter:
         with self._lock:
             self._closed = True
             self._streams.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _path(self, file: str) -> str:
         self._require_open(file)

@@ -1,0 +1,380 @@
+"""Begins, commits and gives up a save, in one process for all ranks; see [Note: One commit].
+
+[Note: Asked again] Everything that is saved, in whatever format, comes to count in the same way:
+
+1. The folder is marked. What was left on its way to another name is removed, and only then is looked what counts.
+2. Files are written and synced, those too that the last step will rename.
+3. Asked again: is the mark this save's, and are all files there, as large as they were written?
+4. The steps after which it counts. One of them gives a file that is this save's alone its name. Whoever has taken
+   the folder over has removed that file in 1: the step fails then, and what is theirs stays. Whoever takes it over
+   after the step sees this save as what counts.
+5. Asked again: does this save count, and nobody else's in its place?
+6. Only then, and under this save's own mark, the older one is removed.
+
+Where one of these questions has the wrong answer, nothing of the older save has been removed, and what was set
+aside or replaced is put back as far as it is this save's: a StorageError says what was found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from shardwise.errors import FormatError, StorageError
+from shardwise.execution.saving_lock import HeldMark, Whose, take_lock
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG, is_training_file, named_training
+from shardwise.formats.safetensors_header import read_header
+from shardwise.planning import fingerprints
+from shardwise.planning.commit import (
+    OLDER,
+    Commit,
+    CommitStep,
+    FolderState,
+    Publish,
+    Remove,
+    Rename,
+    commit_of,
+    is_on_its_way,
+    look_at_folder,
+    obsolete,
+    on_its_way,
+)
+from shardwise.planning.save_plan import ADAPTER, SavePlan
+from shardwise.storage.contract import StorageWriter
+from shardwise.storage.names import shown
+from shardwise.storage.reading.opening import open_storage
+
+_BLOCK_BYTES = 8 << 20
+
+# Any save
+
+
+def remove_unnamed(writer: StorageWriter, files: Collection[str]) -> None:
+    """Remove those of these files that were on their way to another name: by them nothing can begin to count."""
+    names = [file for file in files if is_on_its_way(file)]
+    for name in names:
+        writer.remove(name)
+    if names:
+        writer.sync_names()
+
+
+def let_count(writer: StorageWriter, held: HeldMark, commit: Commit, beside: Mapping[str, bytes]) -> list[str]:
+    """Let a written and synced save count, and remove the older one; the names of what was removed.
+
+    Args:
+        writer: of the folder in which the files are.
+        held: the mark, of this folder or of one around it.
+        commit: what is asked for, and done.
+        beside: small files that are put in their places just before, and back where the save does not count.
+
+    Raises:
+        StorageError: before this save counted, the mark or the files were not as they had been left; or another one
+            counts in its place. See [Note: Asked again].
+    """
+    for name, content in commit.ready.items():
+        make_file(writer, name, content)
+    held.require()
+    _require_there(writer, {**commit.files, **{name: len(content) for name, content in commit.ready.items()}})
+    with _put_back_if_in_vain(writer, held, commit, beside):
+        for name, content in beside.items():
+            if writer.read(name) != content:
+                writer.replace(name, content)
+        if beside:
+            writer.sync_names()
+            held.require()
+        for step in commit.steps:
+            if isinstance(step, Remove) or step in commit.aside:
+                held.require()  # these concern the files of others, which nothing of this save's fences
+            if isinstance(step, Remove):
+                _require_there(writer, commit.then)
+            _take(writer, step)
+        _require_counting(writer, commit)
+    if held.whose() is not Whose.OURS:
+        return []  # it counts. Whoever has the folder by now takes its place in turn, and removes what is older
+    aside = {step.file: step.name for step in commit.aside}
+    for name in {**dict.fromkeys(commit.obsolete), **aside}:
+        writer.remove(aside.get(name, name))
+    return list(commit.obsolete)
+
+
+def publish(
+    writer: StorageWriter,
+    held: HeldMark,
+    name: str,
+    content: bytes,
+    files: Mapping[str, int],
+    beside: Mapping[str, bytes] = MappingProxyType({}),
+) -> None:
+    """Let files that are written and synced count by one small file, which is put in its place last.
+
+    ``files`` have their names already; ``beside`` are small files that belong to them. Raises as
+    :func:`let_count` does.
+    """
+    ready = on_its_way(name, held.token)
+    commit = Commit(
+        files,
+        steps=(Publish(ready, name),),
+        then=files,
+        ready={ready: content},
+        says={**beside, name: content},
+        without=frozenset({ready}),
+    )
+    let_count(writer, held, commit, beside)
+
+
+def counts(writer: StorageWriter, commit: Commit) -> bool:
+    """Whether it is this save that counts, whole."""
+    sizes = writer.sizes()
+    return (
+        all(sizes.get(name) == nbytes for name, nbytes in commit.then.items())
+        and not commit.without & sizes.keys()
+        and all(
+            writer.read(name) == content
+            for name, content in commit.says.items()
+            if name in sizes or name not in commit.carried_out
+        )
+    )
+
+
+def make_file(writer: StorageWriter, name: str, content: bytes) -> None:
+    """Write and sync a small file that nobody has a use for but this save."""
+    if not writer.policy.has_random_writes:
+        writer.replace(name, content)
+        return
+    writer.create(name, len(content))
+    writer.write(name, 0, [memoryview(content)])
+    writer.sync(name)
+
+
+def _require_there(writer: StorageWriter, files: Mapping[str, int]) -> None:
+    sizes = writer.sizes()
+    for name, nbytes in files.items():
+        if sizes.get(name) != nbytes:
+            found = "is gone" if name not in sizes else f"has {sizes[name]} bytes"
+            raise StorageError(
+                f"{shown(name)} in {writer.root}: was written with {nbytes} bytes, and now it {found}; another "
+                "save has been here, or ranks do not see one folder: save to a directory of its own that all share"
+            )
+
+
+def _require_counting(writer: StorageWriter, commit: Commit) -> None:
+    if not counts(writer, commit):
+        raise StorageError(
+            f"{writer.root}: another save has taken this one's place while it was committed; nothing of the older "
+            "one has been removed. Save to a directory of its own"
+        )
+
+
+def _take(writer: StorageWriter, step: CommitStep) -> None:
+    match step:
+        case Rename(file, name) | Publish(file, name):
+            try:
+                writer.rename(file, name) if isinstance(step, Rename) else writer.publish(file, name)
+            except StorageError as error:
+                if file in writer.list():
+                    raise
+                raise StorageError(
+                    f"{shown(file)} in {writer.root}: another save has taken this folder over, and has removed "
+                    f"what was to be {shown(name)}; what is theirs stays. Save to a directory of its own"
+                ) from error
+        case Remove(file):
+            writer.remove(file)
+            writer.sync_names()
+
+
+@contextmanager
+def _put_back_if_in_vain(
+    writer: StorageWriter, held: HeldMark, commit: Commit, beside: Mapping[str, bytes]
+) -> Iterator[None]:
+    """When the block fails and this save does not count, put back what it set aside and replaced."""
+    before = {name: writer.read(name) for name in {**beside, **commit.says}}
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            if not counts(writer, commit):
+                _put_back(writer, held, commit, beside, before)
+        raise
+
+
+def _put_back(
+    writer: StorageWriter,
+    held: HeldMark,
+    commit: Commit,
+    beside: Mapping[str, bytes],
+    before: Mapping[str, bytes | None],
+) -> None:
+    """Small files are put back under this save's own mark only: else they may be another's by now."""
+    there = writer.list()
+    asides = [step for step in commit.aside if step.name in there]
+    if any(step.file in there for step in asides):
+        return  # somebody else's weights have the name
+    if any(writer.read(name) not in (content, before[name]) for name, content in commit.says.items()):
+        return  # somebody else's index, or config
+    if held.whose() is Whose.OURS:
+        for name, content in {**beside, **commit.says}.items():
+            old = before[name]
+            if old == content or writer.read(name) != content:
+                continue
+            if old is None:
+                writer.remove(name)
+                writer.sync_names()
+            else:
+                writer.replace(name, old)
+    misread = any(writer.read(name) != content for name, content in before.items() if name in commit.says)
+    for step in asides:
+        if not (misread and step.file in commit.then):  # else they would lie beside a config that is not theirs
+            writer.rename(step.name, step.file)
+
+
+# Files of others
+
+
+def write_again(writer: StorageWriter, file: str, token: str) -> None:
+    """Put a synced copy in the place of a file that others wrote into a local folder. Memory: a block.
+
+    Raises:
+        StorageError: it cannot be read or written, or changes meanwhile.
+    """
+    folder, slash, name = file.rpartition("/")
+    fresh = f"{folder}{slash}{on_its_way(name, token)}"
+    copy_in(writer, os.path.join(writer.root, file), fresh)
+    writer.rename(fresh, file)
+
+
+def copy_in(writer: StorageWriter, source: str, file: str) -> int:
+    """Write a file of this machine into a folder under this name, and sync it; its bytes. Memory: a block.
+
+    Raises:
+        StorageError: it cannot be read or written, or changes meanwhile.
+    """
+    try:
+        with open(source, "rb") as opened:
+            nbytes = os.fstat(opened.fileno()).st_size
+            writer.create(file, nbytes)
+            position = 0
+            while block := opened.read(_BLOCK_BYTES):
+                writer.write(file, position, [memoryview(block)])
+                position += len(block)
+    except OSError as error:
+        raise StorageError(f"{shown(source)}: reading it again failed, {error.strerror or error}") from error
+    if position != nbytes:
+        raise StorageError(f"{shown(source)}: was cut short while it was saved; save again")
+    writer.sync(file)
+    return nbytes
+
+
+# Saves in the hub's layout
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A save that has the mark of its folder; what counted there before, and what is recorded of it."""
+
+    held: HeldMark
+    standing: FolderState
+    recorded: Sequence[fingerprints.RecordedSave]
+
+
+def begin_save(writer: StorageWriter, plan: SavePlan) -> Begun:
+    """Mark the folder, look at what is there, and remove what saves left behind that were never committed.
+
+    Raises:
+        StorageError: another save is writing there, or the folder cannot be written to.
+    """
+    held = take_lock(writer, plan.token)
+    try:
+        nothing: frozenset[str] = frozenset()
+        remove_unnamed(writer, obsolete(plan, FolderState(frozenset(writer.list()), nothing)))
+        standing = look_at_folder(writer.list(), writer.read(plan.index_file), plan.single_file)
+        standing = replace(standing, named=standing.named | _trainings_named(writer, plan))
+        recorded = fingerprints.from_bytes(writer.read(fingerprints.file_beside(plan.stem)))
+        left = [name for name in obsolete(plan, FolderState(standing.files, nothing)) if name != plan.index_file]
+        if standing.weights:
+            writer.sync_names()  # what counts must last before weights that were set aside for it go
+        kept = standing.weights | standing.named  # by whoever had the folder before, if it goes on after all
+        for name in left:
+            is_needed = name.endswith(OLDER) and not standing.weights  # the only weights until something counts
+            if name not in kept and not is_needed:
+                writer.remove(name)  # its space may be needed
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            held.release()
+        raise
+    return Begun(held, standing, recorded)
+
+
+def undo_save(writer: StorageWriter, plan: SavePlan, begun: Begun) -> None:
+    """Remove what was made, save for what counts by now; the older save is as it was."""
+    with contextlib.suppress(StorageError):
+        names = {name for name in writer.list() if is_on_its_way(name) and plan.token in name}
+        if plan.index is None or writer.read(plan.index_file) != plan.index:
+            names |= {file.name for file in plan.files} - _trainings_named(writer, plan)
+        for name in names:
+            writer.remove(name)
+    with contextlib.suppress(StorageError):
+        begun.held.release()
+        writer.sync_names()
+
+
+def _trainings_named(writer: StorageWriter, plan: SavePlan) -> frozenset[str]:
+    """Files with the training of an adapter that counts, or is set aside; all that are there if none can tell."""
+    files = writer.list()
+    there = frozenset(name for name in files if is_training_file(name))
+    if plan.stem != ADAPTER or not there:
+        return frozenset()
+    aside = [name for name in files if name.startswith(plan.stem) and name.endswith(OLDER)]
+    try:
+        with open_storage(writer.root).reader as reader:
+            adapters = [plan.single_file] if plan.single_file in files else aside
+            return there & {named_training(read_header(reader, name)) for name in adapters}
+    except (FormatError, StorageError):
+        return there
+
+
+def commit_save(
+    writer: StorageWriter,
+    plan: SavePlan,
+    begun: Begun,
+    small_files: Mapping[str, bytes],
+    sums: Mapping[str, int],
+) -> list[str]:
+    """Make a written and synced save count, in one step, and remove the older one; the names of what was removed.
+
+    Args:
+        writer: of the folder.
+        plan: of the save.
+        begun: the mark, and what was there when it began.
+        small_files: what lies beside the weights, by name.
+        sums: the fingerprint of every tensor, by key.
+
+    Raises:
+        StorageError: as of :func:`let_count`.
+    """
+    sizes = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
+    digests = {name: fingerprints.digest(content) for name, content in small_files.items()}
+    headers = {name: fingerprints.digest(file.header) for name, file in zip(plan.names, plan.files, strict=True)}
+    recorded = fingerprints.RecordedSave(sizes, sums, digests, headers)
+    both = fingerprints.to_bytes([*begun.recorded, recorded])
+    fingerprints_file = fingerprints.file_beside(plan.stem)
+    bound = _bound(writer, plan, small_files)
+    free = {name: content for name, content in small_files.items() if name not in bound}
+    commit = commit_of(plan, begun.standing, can_rename=writer.policy.can_rename, bound=bound)
+    removed = let_count(writer, begun.held, commit, {**free, fingerprints_file: both})
+    if begun.held.whose() is Whose.OURS:
+        writer.replace(fingerprints_file, fingerprints.to_bytes([recorded]))
+    begun.held.release()
+    writer.sync_names()
+    return removed
+
+
+def _bound(writer: StorageWriter, plan: SavePlan, small_files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Small files that would have the older weights read as what they are not: an adapter's config that differs."""
+    content = small_files.get(ADAPTER_CONFIG)
+    if plan.stem != ADAPTER or content is None or writer.read(ADAPTER_CONFIG) == content:
+        return {}
+    return {ADAPTER_CONFIG: content}

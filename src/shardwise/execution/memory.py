@@ -1,0 +1,330 @@
+"""Gives meta tensors memory, at every place where a model registers them."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import ConfigError
+from shardwise.models import torch_words
+from shardwise.models.torch_words import module_of, take_after, to_torch
+from shardwise.models.view import Held, local_tensor, strided_view
+from shardwise.planning.load_memory import Available
+from shardwise.planning.schedule import Segment, staging_within
+from shardwise.storage.machine import GROUPS, OWN_GROUP, ControlGroup, control_groups, text_of
+from shardwise.tensors import Strided
+
+
+def home_of(held: Sequence[Held], default: torch.device | None) -> torch.device:
+    """Where a model computes: the device of the mesh it is sharded on, else ``default``, else the CPU.
+
+    What is not sharded (buffers, whole parameters) belongs there too.
+    """
+    for item in held:
+        if isinstance(item.tensor, DTensor):
+            kind = item.tensor.device_mesh.device_type
+            if kind == "cpu":
+                return torch.device("cpu")
+            return torch.device(kind, torch.get_device_module(kind).current_device())
+    return default or torch.device("cpu")
+
+
+def home_among(held: Sequence[Held], tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Where staging lies: on the mesh's device, else where the tensors are that have values."""
+    live = next((tensor for tensor in tensors if not tensor.is_meta), None)
+    return home_of(held, None if live is None else local_tensor(live).device)
+
+
+Managers: TypeAlias = Mapping[nn.Parameter, Any]
+"""FSDP2's own object for each parameter that it shards."""
+
+
+def managers_of(model: nn.Module) -> Managers:
+    """What FSDP2 manages of a model. It stays true for what is on meta until it is materialised."""
+    return torch_words.fsdp_params(model)
+
+
+def devices_of(held: Sequence[Held], managers: Managers, home: torch.device) -> dict[str, torch.device]:
+    """By FQN, the device that each tensor is on, or will be on once it is materialised."""
+    return {
+        item.fqn: _WantedMemory.of(item, managers, home).device
+        if item.tensor.is_meta
+        else local_tensor(item.tensor).device
+        for item in held
+    }
+
+
+def materialize(held: Sequence[Held], managers: Managers, home: torch.device) -> dict[str, torch.Tensor]:
+    """Give every meta tensor uninitialised memory for this rank's shard; tensors that are real stay.
+
+    ``managers`` are of the model that holds them; a parameter that is not among them is in no group of FSDP2's.
+    Returns this rank's own tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with
+    their ``requires_grad`` and attributes.
+    Memory: this rank's shards.
+    """
+    found = {item.fqn: local_tensor(item.tensor) for item in held if not item.tensor.is_meta}
+    wanted = [_WantedMemory.of(item, managers, home) for item in held if item.tensor.is_meta]
+    return found | {item.item.fqn: item.fulfil() for item in wanted}
+
+
+@dataclass(frozen=True, slots=True)
+class _WantedMemory:
+    """A tensor on meta, and the memory it is to have: ``size`` is padded where FSDP2 wants it so."""
+
+    item: Held
+    manager: Any
+    size: tuple[int, ...]
+    device: torch.device
+    is_pinned: bool
+
+    @classmethod
+    def of(cls, item: Held, managers: Managers, home: torch.device) -> _WantedMemory:
+        tensor = item.tensor
+        manager = managers.get(tensor) if isinstance(tensor, nn.Parameter) else None
+        if manager is None:
+            return cls(item, None, tuple(local_tensor(tensor).shape), home, is_pinned=False)
+        device = torch.device("cpu") if torch_words.is_offloaded(manager) else home
+        pins = torch_words.pins_memory(manager)
+        return cls(item, manager, torch_words.padded_size(manager), device, is_pinned=pins)
+
+    def fulfil(self) -> torch.Tensor:
+        """Install a tensor with memory; this rank's own part of it."""
+        tensor = self.item.tensor
+        if self.manager is not None:
+            fresh = torch.empty(self.size, dtype=tensor.dtype, device=self.device, pin_memory=self.is_pinned)
+        else:
+            fresh = torch.empty_like(local_tensor(tensor), device=self.device)
+        if self.manager is not None:
+            fresh = torch_words.without_padding(self.manager, fresh)
+        made = torch_words.sharded_as(tensor, fresh) if isinstance(tensor, DTensor) else fresh
+        if not isinstance(tensor, nn.Parameter):
+            self.item.install(made)
+            return fresh
+        parameter = (
+            made if isinstance(made, nn.Parameter) else nn.Parameter(made, requires_grad=tensor.requires_grad)
+        )
+        take_after(parameter, tensor)
+        self.item.install(parameter)
+        if self.manager is not None:
+            torch_words.adopt_sharded(self.manager, parameter)
+        return fresh
+
+
+def offloads_shards(managers: Managers) -> bool:
+    """Whether sharded parameters live on the CPU although the mesh is of another device."""
+    return any(torch_words.is_offloaded(manager) for manager in managers.values())
+
+
+class Landing(Protocol):
+    """One worker's staging memory and what it does with the bytes in it."""
+
+    def begin(self) -> memoryview:
+        """The staging memory for the next request; what was staged before may still be on its way."""
+        ...
+
+    def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
+        """Copy a segment, read to byte ``start`` of the staging memory, into its place in the tensor."""
+        ...
+
+    def end(self) -> None:
+        """Everything of this request has been put."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until all that was put is there."""
+        ...
+
+
+class HostLanding:
+    """Staging for tensors in host memory. Memory: ``nbytes``, from the first request on that stages anything."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._staging: torch.Tensor | None = None
+
+    def begin(self) -> memoryview:
+        if self._staging is None:
+            self._staging = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
+        return memory_of(self._staging)
+
+    def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
+        assert self._staging is not None
+        strided_view(tensor, segment.copy.target).copy_(as_stored(self._staging, segment, start))
+
+    def end(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class DeviceLanding:
+    """Staging for tensors on an accelerator: two pinned slabs in turn, and a stream of its own.
+
+    Made by the thread that made the tensors, or last wrote to them: what it has asked of the device comes first.
+
+    While one slab is on its way to the device, the next request is read into the other. What only has to be moved
+    is moved straight into the tensor; what must be cast or is strided goes to a slab on the device first, and is
+    cast there. Memory: two times ``nbytes``, pinned, and as much again on the device for what is cast or strided.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._nbytes = nbytes
+        self._device = device
+        self._module = module_of(device)
+        self._stream = self._module.Stream(device)
+        self._stream.wait_stream(self._module.current_stream(device))
+        self._pinned: list[torch.Tensor] = []
+        self._on_device: list[torch.Tensor] = []
+        self._sent: list[Any] = []
+        self._turn = 0
+
+    def begin(self) -> memoryview:
+        if not self._pinned:
+            with self._module.device(self._device):  # a thread begins at the first one of the machine
+                self._pinned = [
+                    torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
+                ]
+                self._sent = [self._module.Event() for _ in range(2)]
+        self._turn = 1 - self._turn
+        self._sent[self._turn].synchronize()
+        return memory_of(self._pinned[self._turn])
+
+    def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
+        copy = segment.copy
+        with self._module.stream(self._stream):
+            source = as_stored(self._pinned[self._turn], segment, start)
+            target = strided_view(tensor, copy.target)
+            if copy.source.is_contiguous and copy.target.is_contiguous and source.dtype == target.dtype:
+                target.copy_(source, non_blocking=True)
+                return
+            if not self._on_device:
+                with self._module.device(self._device):
+                    self._on_device = [
+                        torch.empty(self._nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)
+                    ]
+            part = slice(start, start + segment.bytes.nbytes)
+            slab = self._on_device[self._turn]
+            slab[part].copy_(self._pinned[self._turn][part], non_blocking=True)
+            target.copy_(as_stored(slab, segment, start))
+
+    def end(self) -> None:
+        self._sent[self._turn].record(self._stream)
+
+    def finish(self) -> None:
+        self._stream.synchronize()
+
+
+def as_stored(staging: torch.Tensor, segment: Segment, start: int) -> torch.Tensor:
+    """The elements of a segment that lies at byte ``start`` of a buffer, in the order of its copy."""
+    source, dtype = segment.copy.source, to_torch(segment.dtype)
+    values = staging[start : start + segment.bytes.nbytes].view(dtype)
+    return strided_view(values, Strided(0, source.sizes, source.strides))
+
+
+def landings(budget_bytes: int, concurrency: int, device: torch.device) -> Sequence[Landing]:
+    """At most ``concurrency`` landings for tensors on a device, that stage together within the budget."""
+    staging = staging_within(budget_bytes, concurrency, on_device=device.type != "cpu")
+    if device.type == "cpu":
+        return [HostLanding(staging.nbytes) for _ in range(staging.workers)]
+    return [DeviceLanding(staging.nbytes, device) for _ in range(staging.workers)]
+
+
+def memory_of(flat: torch.Tensor) -> memoryview:
+    """The bytes of a flat CPU tensor."""
+    array: Any = flat.numpy()
+    return memoryview(array)
+
+
+if TYPE_CHECKING:
+    import torch
+
+
+_MEMINFO = Path("/proc/meminfo")
+_NO_LIMIT = 1 << 60
+"""A limit of this size or more is none (the first version of control groups writes a huge number)."""
+
+
+def available_memory(home: torch.device) -> Available:
+    """Free memory of the host, and of the accelerator, in bytes; None where it cannot be known.
+
+    Of an accelerator: with what torch has taken and not given to a tensor, which it gives to the next.
+    Of the host: what can be had without swapping, and not more than the control groups of this process allow.
+    """
+    device_bytes = None
+    if home.type != "cpu":
+        from shardwise.models.torch_words import free_memory
+
+        device_bytes = free_memory(home)
+    return Available(device_bytes, host_memory())
+
+
+def host_memory(meminfo: Path = _MEMINFO, own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> int | None:
+    """Return free bytes of the machine, or of a control group that limits this process further; None if unknown."""
+    found = [_room(group) for group in control_groups("memory", own_group, groups)]
+    for line in text_of(meminfo).splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            found.append(int(value.split()[0]) * 1024)
+    return min((room for room in found if room is not None), default=None)
+
+
+def _room(group: ControlGroup) -> int | None:
+    limit, usage = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if group.is_of_first_version
+        else ("memory.max", "memory.current")
+    )
+    most, used = group.number(limit), group.number(usage)
+    if most is None or used is None or most >= _NO_LIMIT:
+        return None
+    statistics = dict(line.split() for line in group.text("memory.stat").splitlines())
+    cache = sum(int(statistics.get(name, 0)) for name in ("inactive_file", "active_file"))
+    return max(0, most - used + cache)  # the page cache gives way
+
+
+_PAGE_BYTES: Final = 4096
+
+
+def require_budget(budget_bytes: int) -> None:
+    """Raise for a budget, of any call, that no page goes into.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if not isinstance(budget_bytes, (int, float)):
+        raise ConfigError(f"budget_bytes={budget_bytes!r} is no number of bytes; pass one, as in 1 << 30")
+    if budget_bytes < _PAGE_BYTES:
+        raise ConfigError(f"budget_bytes={budget_bytes} is less than a page ({_PAGE_BYTES})")
+
+
+@contextmanager
+def collected_later() -> Iterator[None]:
+    """For the time of the block, no search for unreachable cycles begins by itself.
+
+    The objects of a plan set searches off by their number, and each of these walks over all that torch and
+    transformers have made: a quarter of a second, to find nothing. Nothing that waits or reads belongs in here.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def trim_heap() -> None:
+    """Return freed host memory to the system, which glibc keeps if a block that lasts lies behind it."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)

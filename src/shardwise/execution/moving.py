@@ -1,0 +1,496 @@
+"""Moves tensors between ranks: gathers, scatters, reshards, and puts together what a checkpoint has.
+
+[Note: Rounds] All ranks go through the same rounds (:mod:`shardwise.planning.moves`). A rank packs what it gives,
+all ranks meet (see [Note: Nobody waits in a collective] in :mod:`shardwise.execution.meetings`), and one
+all-to-all moves the bytes. What can fail on one rank alone, packing and unpacking, lies before a meeting, so
+nothing can keep a rank away from a collective that others have entered. A round is on its way while the caller has
+the one before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from shardwise.conversion import Stored
+from shardwise.errors import DisagreementError, PlacementError
+from shardwise.execution.memory import trim_heap
+from shardwise.execution.world import World
+from shardwise.layout import LocalBox, place_of
+from shardwise.models.view import local_boxes, local_tensor, strided_view
+from shardwise.planning.matching import StateForm, receivers
+from shardwise.planning.moves import Block, Boxes, Move, Piece, Round, covers, plan_rounds, shares_by_rank, whole_on
+from shardwise.report.names import few_names
+from shardwise.tensors import Box, DType, Strided
+
+Share = Callable[[str, int], torch.Tensor]
+"""A share of a tensor that this rank gives, by name and number, as a row-major tensor."""
+
+Room = Callable[[str, Box], torch.Tensor]
+"""Flat memory for the elements of a tensor's box, in the dtype in which they are wanted."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that this rank has sent, received, and kept for itself."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    kept_bytes: int = 0
+    staging_bytes: int = 0
+
+    def add(self, other: Traffic) -> None:
+        self.sent_bytes += other.sent_bytes
+        self.received_bytes += other.received_bytes
+        self.kept_bytes += other.kept_bytes
+        self.staging_bytes = max(self.staging_bytes, other.staging_bytes)
+
+
+@dataclass
+class _RankPart:
+    """One rank's part of a round: pieces that it keeps, sends and receives, and the bytes by rank.
+
+    What is sent has the byte at which it begins in what goes to each target, what is received that in what comes
+    from its source.
+    """
+
+    sent: list[int]
+    received: list[int]
+    keeps: list[tuple[Block, tuple[Piece, ...]]] = field(default_factory=list)
+    sends: list[tuple[Block, tuple[Piece, ...], dict[int, int]]] = field(default_factory=list)
+    receives: list[tuple[Block, tuple[Piece, ...], int, int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, blocks: Round, rank: int, size: int) -> _RankPart:
+        part = cls([0] * size, [0] * size)
+        for block in blocks:
+            for source, given in block.given:
+                nbytes = block.staged_bytes(given)
+                if source == rank:
+                    if rank in block.targets:
+                        part.keeps.append((block, given))
+                    others = [target for target in block.targets if target != rank]
+                    part.sends.append((block, given, {target: part.sent[target] for target in others}))
+                    for target in others:
+                        part.sent[target] += nbytes
+                elif rank in block.targets:
+                    part.receives.append((block, given, source, part.received[source]))
+                    part.received[source] += nbytes
+        return part
+
+
+class Exchange:
+    """One rank's side of moving tensors, round by round.
+
+    Args:
+        world: the ranks.
+        rounds: the same on every rank.
+        share: this rank's shares.
+        room: memory for each block that this rank gets, asked for before the block's round is yielded.
+        dtype_of: by key, the dtype in which a tensor travels and arrives; what is given is cast.
+        device: where staging memory lies: of the kind that the process group's backend moves.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        rounds: Sequence[Round],
+        share: Share,
+        room: Room,
+        dtype_of: Mapping[str, torch.dtype],
+        device: torch.device,
+    ) -> None:
+        self.traffic = Traffic()
+        self._world = world
+        self._rounds = rounds
+        self._share = share
+        self._room = room
+        self._dtype_of = dtype_of
+        self._device = device
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._work: dist.Work | None = None
+        self._failure: Exception | None = None
+
+    def run(self) -> Generator[Round]:
+        """Yield each round when all of it has arrived. See [Note: Rounds].
+
+        A generator that all ranks go through alike. Closing it on all ranks after the same round is no fault.
+
+        Collective: yes.
+        Memory: the bucket of the plan.
+
+        Raises:
+            CheckpointError: (or a subclass) the same on every rank, when anything raised on any.
+            RankLostError: a rank has been lost, or has left.
+        """
+        parts = [_RankPart.of(blocks, self._world.rank, self._world.size) for blocks in self._rounds]
+        self.traffic.staging_bytes = max((sum(part.sent) + sum(part.received) for part in parts), default=0)
+        arriving: _RankPart | None = None
+        try:
+            for number, leaving in enumerate([*parts, None]):
+                self._world.together(partial(self._step, arriving, leaving))
+                if leaving is not None:
+                    self._send(leaving, any(_moves(block) for block in self._rounds[number]))
+                if arriving is not None:
+                    yield self._rounds[number - 1]
+                arriving = leaving
+        finally:
+            # Nobody is kept waiting for what is under way, and its memory is in use. A rank that is lost is told of
+            # at the next meeting, if there is one.
+            with contextlib.suppress(Exception):
+                self._wait()
+
+    @torch.no_grad()
+    def _step(self, arriving: _RankPart | None, leaving: _RankPart | None) -> None:
+        """Unpack the round that has come, and pack the next; nobody is kept waiting meanwhile."""
+        if arriving is not None:
+            for block, given in arriving.keeps:
+                self._put(block, given, self._given(block, given))
+                self.traffic.kept_bytes += _nbytes(block, given)
+            self._wait()
+            for block, given, source, start in arriving.receives:
+                place = sum(arriving.sent) + sum(arriving.received[:source]) + start
+                self._put(block, given, self._pieces(block, given, place))
+                self.traffic.received_bytes += _nbytes(block, given)
+        if leaving is not None:
+            if self._staging.numel() < self.traffic.staging_bytes:
+                self._staging = torch.empty(self.traffic.staging_bytes, dtype=torch.uint8, device=self._device)
+            for block, given, starts in leaving.sends:
+                places = [sum(leaving.sent[:target]) + start for target, start in starts.items()]
+                for values, *copies in zip(
+                    self._given(block, given), *(self._pieces(block, given, place) for place in places), strict=True
+                ):
+                    for copy in copies:
+                        copy.copy_(values)
+                self.traffic.sent_bytes += _nbytes(block, given) * len(places)
+
+    def _given(self, block: Block, given: Sequence[Piece]) -> Iterator[torch.Tensor]:
+        for piece in given:
+            self._world.check()
+            yield strided_view(self._share(block.leaves[piece.leaf], piece.share), piece.source)
+
+    def _put(self, block: Block, given: Sequence[Piece], values: Iterator[torch.Tensor]) -> None:
+        memory = self._room(block.key, block.box)
+        for piece, value in zip(given, values, strict=True):
+            self._world.check()
+            strided_view(memory, piece.target).copy_(value)
+
+    def _pieces(self, block: Block, given: Sequence[Piece], start: int) -> Iterator[torch.Tensor]:
+        """The pieces in staging memory, from a byte of it on."""
+        flat = self._staging[start : start + _nbytes(block, given)].view(self._dtype_of[block.key])
+        for piece in given:
+            yield flat[: piece.target.numel].view(piece.target.sizes)
+            flat = flat[piece.target.numel :]
+
+    def _send(self, part: _RankPart, moves: bool) -> None:  # noqa: FBT001
+        """Begin to move a round that all ranks have packed; what fails is raised by :meth:`_wait`."""
+        if not moves:  # on any rank
+            return
+        sent = sum(part.sent)
+        try:
+            self._work = dist.all_to_all_single(
+                self._staging[sent : sent + sum(part.received)],
+                self._staging[:sent],
+                output_split_sizes=part.received,
+                input_split_sizes=part.sent,
+                group=self._world.group,
+                async_op=True,
+            )
+        except Exception as error:  # told to all by the next meeting: between meetings nobody would know
+            self._failure = error
+
+    def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        work, self._work = self._work, None  # what has failed is not waited for again: it may never end
+        if work is not None:
+            self._world.wait_for(work)
+
+
+def _moves(block: Block) -> bool:
+    return any(set(block.targets) - {source} for source, _ in block.given)
+
+
+def _nbytes(block: Block, given: Sequence[Piece]) -> int:
+    return sum(piece.target.numel for piece in given) * block.itemsize
+
+
+def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The elements of a box in its tensor, which is contiguous, where they follow each other."""
+    start = sum(at * stride for at, stride in zip(box.offsets, tensor.stride(), strict=True))
+    return tensor.view(-1)[start : start + box.numel]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """Where a tensor lies on this rank: local memory, and the boxes that are in it."""
+
+    local: torch.Tensor
+    boxes: tuple[LocalBox, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, name: str) -> LocalTensor:
+        return cls(local_tensor(tensor), local_boxes(tensor, name))
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor, box: Box | None = None) -> LocalTensor:
+        """Memory that is all of a tensor, or a box of one."""
+        place = Strided(0, tuple(tensor.shape), tuple(tensor.stride()))
+        return cls(tensor, (LocalBox(box or Box.whole(tuple(tensor.shape)), place),))
+
+    def view(self, box: Box) -> torch.Tensor:
+        """The elements of a box, which lies in one of this rank's."""
+        return strided_view(self.local, place_of(box, self.boxes))
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """A tensor under way. All but ``mine`` and ``into`` is the same on every rank.
+
+    Attributes:
+        name: that of no other.
+        shape: of all of it.
+        dtype: in which it travels and arrives.
+        held: the boxes that each rank has, by rank; equal, or without overlap.
+        wanted: those that each rank is to have; a rank that has one itself takes its own values.
+        mine: where it lies on this rank; None where nothing is.
+        into: where it is to lie on this rank; None where nothing is.
+    """
+
+    name: str
+    shape: Sequence[int]
+    dtype: torch.dtype
+    held: tuple[Boxes, ...]
+    wanted: tuple[Boxes, ...]
+    mine: LocalTensor | None
+    into: LocalTensor | None
+
+    def move(self) -> Move:
+        """What has to come from other ranks. Its elements are only counted, whatever their dtype."""
+        lacking = tuple(
+            tuple(box for box in wanted if not _is_held(box, held))
+            for wanted, held in zip(self.wanted, self.held, strict=True)
+        )
+        return Move(self.name, Stored(self.name, tuple(self.shape), DType.U8), self.dtype.itemsize, lacking)
+
+    def take_own(self, rank: int) -> int:
+        """Copy what this rank has itself; its bytes."""
+        own = [box for box in self.wanted[rank] if box.numel and _is_held(box, self.held[rank])]
+        for box in own:
+            _there(self.into).view(box).copy_(_there(self.mine).view(box))
+        return sum(box.numel for box in own) * self.dtype.itemsize
+
+
+def _is_held(box: Box, held: Boxes) -> bool:
+    return any(part.intersect(box) == box for part in held)
+
+
+def _there(place: LocalTensor | None) -> LocalTensor:
+    assert place is not None, "the plan has this rank give or take what it has no part in"
+    return place
+
+
+@torch.no_grad()
+def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, device: torch.device) -> Traffic:
+    """Bring all tensors from where they are to where they are to be. ``device`` is where staging lies.
+
+    Collective: yes.
+    Memory: ``budget_bytes``; beside it, a share that does not lie in one run.
+
+    Raises:
+        CheckpointError: (or a subclass) the same on every rank, when anything raised on any.
+    """
+    by_name = {item.name: item for item in items}
+    shares = {
+        item.name: shares_by_rank(item.held, number % world.size, item.dtype.itemsize)
+        for number, item in enumerate(items)
+    }
+    last: dict[tuple[str, int], torch.Tensor] = {}
+    arrived: dict[tuple[str, Box], torch.Tensor] = {}
+
+    def share(name: str, number: int) -> torch.Tensor:
+        if (name, number) not in last:
+            last.clear()
+            last[name, number] = _there(by_name[name].mine).view(shares[name][world.rank][number]).contiguous()
+        return last[name, number]
+
+    def room(name: str, box: Box) -> torch.Tensor:
+        if (name, box) not in arrived:
+            place = _there(by_name[name].into).local
+            arrived[name, box] = torch.empty(box.numel, dtype=by_name[name].dtype, device=place.device)
+        return arrived[name, box]
+
+    rounds = world.together(lambda: plan_rounds([[item.move() for item in items]], shares, budget_bytes))
+    exchange = Exchange(world, rounds, share, room, {item.name: item.dtype for item in items}, device)
+    for _ in exchange.run():
+        for (name, box), values in arrived.items():
+            _there(by_name[name].into).view(box).copy_(values.view(box.sizes))
+        arrived.clear()
+    exchange.traffic.kept_bytes += sum(world.together(lambda: [item.take_own(world.rank) for item in items]))
+    return exchange.traffic
+
+
+@dataclass(slots=True)
+class Shipment:
+    """A tensor that some ranks have whole, under way to all.
+
+    Attributes:
+        name, shape: the same on every rank.
+        dtype: in which it travels and arrives.
+        boxes: what each rank is to have, by rank.
+        source_of: the rank whose values each rank gets; a source gets its own.
+        live: on the sources, the whole tensor. Let go of once it has been given.
+    """
+
+    name: str
+    shape: Sequence[int]
+    dtype: torch.dtype
+    boxes: tuple[Boxes, ...]
+    source_of: tuple[int, ...]
+    live: torch.Tensor | None
+
+    def handover(self, rank: int, into: LocalTensor) -> Handover:
+        whole = Box.whole(self.shape)
+        held = tuple((whole,) if source == number else () for number, source in enumerate(self.source_of))
+        mine = None if self.live is None or self.source_of[rank] != rank else LocalTensor.whole(self.live)
+        return Handover(self.name, self.shape, self.dtype, held, self.boxes, mine, into)
+
+
+Prepare = Callable[[Sequence[str]], Mapping[str, LocalTensor]]
+"""Makes memory for tensors, just before they arrive."""
+
+
+def distribute(
+    world: World, shipments: Sequence[Shipment], prepare: Prepare, *, budget_bytes: int, device: torch.device
+) -> Traffic:
+    """Bring every shipment to all ranks, as many at once as are of ``budget_bytes``, or one that is larger.
+
+    Collective: yes.
+    Memory: ``budget_bytes``, beside what ``prepare`` makes. A source lets go of a whole tensor that has been given.
+    """
+    traffic = Traffic()
+    for batch in _batches(shipments, budget_bytes):
+        into = world.together(partial(prepare, [item.name for item in batch]))
+        items = [item.handover(world.rank, into[item.name]) for item in batch]
+        for item in batch:
+            item.live = None
+        traffic.add(hand_over(world, items, budget_bytes=budget_bytes, device=device))
+        trim_heap()
+    return traffic
+
+
+def _batches(shipments: Sequence[Shipment], budget_bytes: int) -> Iterator[list[Shipment]]:
+    batch: list[Shipment] = []
+    used = 0
+    for item in shipments:
+        nbytes = Box.whole(item.shape).numel * item.dtype.itemsize
+        if batch and used + nbytes > budget_bytes:
+            yield batch
+            batch, used = [], 0
+        batch.append(item)
+        used += nbytes
+    if batch:
+        yield batch
+
+
+def gather(
+    world: World,
+    tensors: Mapping[str, torch.Tensor],
+    form: StateForm,
+    *,
+    budget_bytes: int,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """Whole tensors on the CPU, on the ranks that are to have them; on the others none.
+
+    ``tensors`` are of the same names on every rank, shards or whole, and not on meta. What several ranks hold has
+    the same values on them.
+
+    Collective: yes.
+    Memory: ``budget_bytes``; and the whole tensors, on the ranks that get them.
+
+    Raises:
+        DisagreementError: ranks have different tensors.
+        PlacementError: ranks do not have, together, all of a tensor.
+    """
+    told = world.each(lambda: {name: facts_of(tensor, name) for name, tensor in tensors.items()})
+    held = world.together(lambda: held_by_rank(tensors, told))
+    targets = receivers(form, world.size)
+    made: dict[str, torch.Tensor] = {}
+
+    def begin() -> list[Handover]:
+        items: list[Handover] = []
+        for name, tensor in tensors.items():
+            into = None
+            if world.rank in targets:
+                made[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                into = LocalTensor.whole(made[name])
+            wanted = whole_on(targets, tuple(tensor.shape), world.size)
+            mine = LocalTensor.of(tensor, name)
+            items.append(Handover(name, tensor.shape, tensor.dtype, held[name], wanted, mine, into))
+        return items
+
+    hand_over(world, world.together(begin), budget_bytes=budget_bytes, device=device)
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """A tensor as one rank has it: all but the boxes is the same on every rank."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: Boxes
+
+
+def facts_of(tensor: torch.Tensor, name: str) -> TensorFacts:
+    """A tensor as this rank has it."""
+    return TensorFacts(tuple(tensor.shape), str(tensor.dtype), boxes_of(tensor, name))
+
+
+def boxes_of(tensor: torch.Tensor, name: str) -> Boxes:
+    """The boxes of a tensor that this rank has."""
+    return tuple(item.box for item in local_boxes(tensor, name))
+
+
+def require_same_tensors(told: Sequence[Mapping[str, TensorFacts]]) -> None:
+    """Raise when the facts of ranks are not of the same tensors.
+
+    Raises:
+        DisagreementError: naming tensors.
+    """
+    first = {name: (item.shape, item.dtype) for name, item in told[0].items()}
+    for rank, found in enumerate(told):
+        mine = {name: (item.shape, item.dtype) for name, item in found.items()}
+        if list(mine.items()) == list(first.items()):
+            continue
+        names = [name for name in dict.fromkeys([*first, *mine]) if mine.get(name) != first.get(name)]
+        raise DisagreementError(
+            f"rank {rank} has other tensors than rank 0 (absent, or of another shape, dtype or order): "
+            f"{few_names(names or list(mine))}; build the model and its optimizers alike on every rank"
+        )
+
+
+def held_by_rank(
+    tensors: Mapping[str, torch.Tensor], told: Sequence[Mapping[str, TensorFacts]]
+) -> dict[str, tuple[Boxes, ...]]:
+    """The boxes of every tensor by rank, when all ranks have the same tensors and all elements of each.
+
+    Raises:
+        DisagreementError: ranks have different tensors.
+        PlacementError: ranks do not have, together, all of a tensor.
+    """
+    require_same_tensors(told)
+    held = {name: tuple(found[name].boxes for found in told) for name in tensors}
+    lacking = [name for name, tensor in tensors.items() if not covers(tuple(tensor.shape), held[name])]
+    if lacking:
+        raise PlacementError(
+            f"the ranks do not hold, together, each element of {few_names(lacking)}; pass a process_group that has "
+            "all ranks of the tensors' meshes"
+        )
+    return held

@@ -1,1 +1,0 @@
-"""Tensors between ranks: parcels packed, sent and unpacked, round by round."""

@@ -1,0 +1,29 @@
+"""Time limits of ranks that wait for each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long ranks wait for each other, in seconds.
+
+    Attributes:
+        beat_s: between two signs of life.
+        silence_s: without a sign of life, after which a rank counts as lost, in a call or since its last one.
+        join_s: for a rank to come to the call at all; until then it may be busy with something else.
+    """
+
+    beat_s: float = 1.0
+    silence_s: float = 18.0
+    join_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beat_s < self.silence_s <= self.join_s or not math.isfinite(self.silence_s):
+            raise ConfigError(
+                f"{self}: a beat is shorter than the silence, and that not longer than the wait to join"
+            )

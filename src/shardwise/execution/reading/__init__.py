@@ -1,1 +1,0 @@
-"""From a storage into the memory of tensors: copies carried out, shared, computed, compared, audited."""

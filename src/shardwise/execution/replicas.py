@@ -1,0 +1,314 @@
+"""Compares the values of replicas before anything is taken out of a model.
+
+[Note: Patchworks] Of what several ranks hold each gives a part (:mod:`shardwise.planning.moves`).
+Where their values differ, what is put together is on no rank. Parameters, and what optimizers hold of them, are
+equal where gradients are averaged; if they are not, something is wrong, and the ranks say so. Buffers may differ
+for good reasons, as the running statistics of BatchNorm do: those of the first rank that holds them count, all of
+them, so that they belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import torch
+
+from shardwise.errors import ConfigError, DisagreementError
+from shardwise.execution.memory import memory_of
+from shardwise.execution.moving import Handover, LocalTensor, facts_of, hand_over
+from shardwise.execution.world import World, digest_of
+from shardwise.layout import place_of
+from shardwise.models.view import local_boxes, local_tensor, raw_bytes, strided_view
+from shardwise.planning.load_plan import OnDiffering
+from shardwise.planning.moves import Common, in_common, shares_of_first
+from shardwise.report.names import few_names, shown_ranks
+from shardwise.tensors import row_blocks
+from shardwise.tensors.fingerprint import LANES, MODULUS, block_weight, fingerprint, lane_weights
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class CircleName:
+    """Ranks that hold the same elements (number, and digest of their ranks), of buffers or of other tensors."""
+
+    size: int
+    has_buffers: bool
+    holders: bytes
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What this rank holds together with others, by name: the elements, on their device."""
+
+    circles: Mapping[CircleName, Mapping[str, Sequence[torch.Tensor]]]
+
+    @classmethod
+    def among(
+        cls, tensors: Mapping[str, torch.Tensor], common: Mapping[str, Common], buffers: Collection[str]
+    ) -> Replicas:
+        """Those among these tensors, in one order on all ranks. ``common`` is what this rank has with others."""
+        found: dict[CircleName, dict[str, list[torch.Tensor]]] = {}
+        for name, boxes in common.items():
+            local, places = local_tensor(tensors[name]), local_boxes(tensors[name], name)
+            for box, holders in boxes:
+                circle = CircleName(len(holders), name in buffers, digest_of(holders))
+                part = strided_view(local, place_of(box, places))
+                found.setdefault(circle, {}).setdefault(name, []).append(part)
+        return cls(found)
+
+    def digests(self) -> dict[CircleName, bytes]:
+        """Return a digest for each circle, equal on its ranks if the values are."""
+        return {
+            circle: digest_of(checksums([part for parts in of.values() for part in parts]))
+            for circle, of in self.circles.items()
+        }
+
+    def details(self, circles: Collection[CircleName]) -> dict[CircleName, dict[str, list[int]]]:
+        """Return numbers for each tensor of these circles."""
+        return {
+            circle: {name: checksums(parts) for name, parts in of.items()}
+            for circle, of in self.circles.items()
+            if circle in circles
+        }
+
+
+DigestWords: TypeAlias = tuple[str, dict[CircleName, bytes]]
+"""What a rank is asked for, and its digests."""
+
+OddCircles: TypeAlias = frozenset[CircleName]
+"""The ranks that hold the same, and have different values."""
+
+
+def settle_replicas(world: World, replicas: Replicas, on_differing_buffers: OnDiffering) -> tuple[str, ...]:
+    """Compare what several ranks hold; the names of the buffers that differ, of which the first rank's count.
+
+    Collective: yes. Two meetings at most; the second only where something differs.
+    Memory: that of :func:`~shardwise.execution.replicas.checksums`.
+
+    Raises:
+        ConfigError: ``on_differing_buffers`` is no such mode.
+        DisagreementError: naming parameters, or state of optimizers, that differ; buffers that may not.
+    """
+    odd = world.all_reduce(lambda: tell(replicas, on_differing_buffers), odd_circles)
+    return settle_odd(world, replicas, odd, on_differing_buffers)
+
+
+def odd_circles(asked: Sequence[DigestWords]) -> OddCircles:
+    """The circles whose values differ, where all ranks have had this to :func:`tell`.
+
+    Raises:
+        DisagreementError: ``on_differing_buffers`` is not the same on all ranks.
+    """
+    if len({mode for mode, _ in asked}) > 1:
+        raise DisagreementError("on_differing_buffers is not the same on all ranks; pass one value on every rank")
+    return frozenset(
+        circle
+        for circle, found in _by_circle([digests for _, digests in asked]).items()
+        if len(found) != circle.size or any(digests != found[min(found)] for digests in found.values())
+    )
+
+
+def _by_circle(told: Sequence[Mapping[CircleName, T]]) -> dict[CircleName, dict[int, T]]:
+    """What each rank of a circle has told of it, by rank."""
+    circles: dict[CircleName, dict[int, T]] = {}
+    for rank, found in enumerate(told):
+        for circle, value in found.items():
+            circles.setdefault(circle, {})[rank] = value
+    return circles
+
+
+def settle_odd(
+    world: World, replicas: Replicas, odd: OddCircles, on_differing_buffers: OnDiffering
+) -> tuple[str, ...]:
+    """The same as :func:`settle_replicas`, where the ranks know the circles whose values differ.
+
+    Collective: yes, where there are such.
+    """
+    if not odd:
+        return ()
+    return world.all_reduce(lambda: replicas.details(odd), lambda told: _settled(told, on_differing_buffers))
+
+
+def _settled(
+    details: Sequence[Mapping[CircleName, Mapping[str, list[int]]]], on_differing_buffers: OnDiffering
+) -> tuple[str, ...]:
+    faults: dict[str, set[int]] = {}
+    buffers: dict[str, set[int]] = {}
+    for circle, found in sorted(_by_circle(details).items(), key=lambda item: sorted(item[1])):
+        first, *others = sorted(found)
+        for name in dict.fromkeys(name for numbers in found.values() for name in numbers):
+            if differing := {rank for rank in others if found[rank].get(name) != found[first].get(name)}:
+                (buffers if circle.has_buffers else faults).setdefault(name, set()).update(differing)
+    if faults:
+        raise DisagreementError(
+            f"{_told(faults)}, and all that is taken out of the model would be a patchwork of them. Parameters "
+            "stay equal where every rank begins with the same values and gradients are averaged. An adapter or a "
+            "module that was added after sharding is not averaged: add it before (tuning=..., or before "
+            "fully_shard), or give all ranks one rank's values (torch.distributed.broadcast) and average its "
+            "gradients. Replicas that have drifted apart go on from the last checkpoint"
+        )
+    if buffers and on_differing_buffers == "error":
+        raise DisagreementError(
+            f"{_told(buffers)}. These are buffers, such as running statistics: average them over the ranks, "
+            "or pass on_differing_buffers='first_rank' for those of the first rank"
+        )
+    return tuple(buffers)
+
+
+def require_mode(on_differing_buffers: object) -> None:
+    """Raises ConfigError for what is no such mode."""
+    if on_differing_buffers not in ("first_rank", "error"):
+        raise ConfigError(f"on_differing_buffers={on_differing_buffers!r}: pass 'first_rank' or 'error'")
+
+
+def tell(replicas: Replicas, on_differing_buffers: OnDiffering) -> DigestWords:
+    """What this rank tells of its replicas.
+
+    Raises:
+        ConfigError: ``on_differing_buffers`` is no such mode.
+    """
+    require_mode(on_differing_buffers)
+    return repr(on_differing_buffers), replicas.digests()
+
+
+def _told(differing: Mapping[str, set[int]]) -> str:
+    names, who = few_names(differing), shown_ranks(sorted(set().union(*differing.values())))
+    count = f"{len(differing)} tensors have" if len(differing) > 1 else "one tensor has"
+    return f"{count} other values on rank {who} than on the first rank that holds the same: {names}"
+
+
+def equal_on_all(
+    world: World,
+    tensors: Mapping[str, torch.Tensor],
+    buffers: Collection[str],
+    on_differing_buffers: OnDiffering,
+    *,
+    budget_bytes: int,
+    device: torch.device,
+) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+    """The tensors, those buffers that differ as copies of the first rank's; and their names.
+
+    Collective: yes.
+    Memory: the copies, and ``budget_bytes`` for staging, on ``device``.
+
+    Raises:
+        DisagreementError: as of :func:`settle_replicas`; ranks have different tensors.
+    """
+    told = world.each(lambda: {name: facts_of(tensor, name).boxes for name, tensor in tensors.items()})
+    held = {name: tuple(found.get(name, ()) for found in told) for name in tensors}
+    replicas = world.together(lambda: Replicas.among(tensors, in_common(held, world.rank), buffers))
+    differing = settle_replicas(world, replicas, on_differing_buffers)
+    copies = {name: torch.empty_like(tensors[name]) for name in differing}
+
+    def begin() -> list[Handover]:
+        return [
+            Handover(
+                name,
+                tensors[name].shape,
+                tensors[name].dtype,
+                shares_of_first(held[name]),
+                held[name],
+                LocalTensor.of(tensors[name], name),
+                LocalTensor.of(copy, name),
+            )
+            for name, copy in copies.items()
+        ]
+
+    if differing:
+        hand_over(world, world.together(begin), budget_bytes=budget_bytes, device=device)
+    return {**tensors, **copies}, differing
+
+
+def as_bytes(value: object) -> torch.Tensor:
+    """A number, or text, as a tensor that is compared like any other."""
+    return torch.from_numpy(np.frombuffer(repr(value).encode(), dtype=np.uint8).copy())
+
+
+_WORD_BYTES = 8
+_BLOCK_BYTES = 64 << 20
+"""Of what is copied, or taken at once on an accelerator. A multiple of what a block of a fingerprint has."""
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """64 bits of a tensor's elements, in their order: see :func:`checksums`."""
+    return checksums([tensor])[0]
+
+
+def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The fingerprint of each tensor's elements, in their order: the same on every device ([Note: Fingerprints]).
+
+    Memory: on the host nothing, or 64 MiB for tensors that are not contiguous; on an accelerator twice that much.
+    """
+    found = [_on_host(tensor) if tensor.device.type == "cpu" else _on_device(tensor) for tensor in tensors]
+    moved = [value for value in found if isinstance(value, torch.Tensor)]
+    numbers = iter(torch.stack([value.to(moved[0].device) for value in moved]).tolist() if moved else ())
+    return [(next(numbers) if isinstance(value, torch.Tensor) else value) % MODULUS for value in found]
+
+
+def _on_host(tensor: torch.Tensor) -> int:
+    total, start = 0, 0
+    for run in _runs(tensor, tensor.nbytes if tensor.is_contiguous() else _BLOCK_BYTES):
+        total += fingerprint(memory_of(run), start)
+        start += run.numel()
+    return total
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """One number, on the tensor's device. Integers wrap around there as they do modulo 2**64."""
+    lanes = _lanes(tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    start = 0
+    for run in _runs(tensor, _BLOCK_BYTES):
+        words = _words(run, start % _WORD_BYTES)
+        place = start // _WORD_BYTES
+        head = min(-place % LANES, words.numel())
+        whole = head + (words.numel() - head) // LANES * LANES
+        for part in (words[:head], words[head:whole].view(-1, LANES), words[whole:]):
+            if part.numel():
+                total += _weighed(part, place, lanes)
+                place += part.numel()
+        start += run.numel()
+    return total
+
+
+@cache
+def _lanes(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(lane_weights().view("<i8")).to(device)
+
+
+def _weighed(words: torch.Tensor, place: int, lanes: torch.Tensor) -> torch.Tensor:
+    """Whole blocks as rows, or words of one block, of which the first is word ``place`` of the tensor."""
+    block, first = divmod(place, LANES)
+    if words.ndim == 1:
+        return (words * lanes[first : first + words.numel()]).sum() * _signed(block_weight(block))
+    weights = [_signed(block_weight(block + number)) for number in range(len(words))]
+    return ((words * lanes).sum(1) * torch.tensor(weights, device=words.device)).sum()
+
+
+def _words(run: torch.Tensor, head: int) -> torch.Tensor:
+    """Bytes as words, with zeros for the ``head`` bytes before and for those that lack at the end."""
+    tail = -(head + run.numel()) % _WORD_BYTES
+    if head or tail or run.storage_offset() % _WORD_BYTES:
+        run = torch.nn.functional.pad(run, (head, tail)) if head or tail else run.clone()
+    return run.view(torch.int64)
+
+
+def _signed(weight: int) -> int:
+    return weight - MODULUS if weight >= MODULUS // 2 else weight
+
+
+def _runs(tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
+    """The elements in order, as flat bytes, so many at a time."""
+    if not tensor.numel():
+        return
+    if tensor.is_contiguous() and tensor.nbytes <= nbytes:
+        yield raw_bytes(tensor)
+        return
+    for box in row_blocks(tensor.shape, max(1, nbytes // tensor.element_size())):
+        part = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
+        yield raw_bytes(tensor[part])

@@ -1,0 +1,356 @@
+"""Marks a folder, so that at most one save at a time writes into it.
+
+[Note: The mark of a save] A save marks its folder with a file. The mark says who made it, so that one left by a
+process that is gone can be told and taken over.
+
+On a file system it is a file of one name, which only one process can create. It is filled just after: one that
+cannot be read yet is looked at again for a moment, then it was left by whoever died in between. Taking over is a
+rename, of which only one of several succeeds. An object store may have no file that only one can create (it
+depends on the store, its age, and the client), and removes whatever has a name. There every save has a mark of a
+name of its own: it makes it, and then lists the folder. Of two that begin at once the later one, at least, sees
+the other and gives up; and a mark that is taken over is removed by its own name, so nobody's by mistake. A store
+must list what was written, as S3, Google's, Azure's, HDFS and SFTP do; where one does not, the mark is advice.
+
+Whether the process lives can be told of those whose numbers mean the same here: of one kernel and one namespace
+(containers may share a name, and even a folder, and do not). Of others nobody can tell. So a mark is renewed
+while its save goes on, and says how often: on a file system its time of modification changes, on a store that of
+a small file beside it. Where that does not change for as long as a patient watcher looks, the mark was left.
+Clocks are not compared.
+
+A process knows which of its own saves are going on. A mark of its own whose save is not was left, as when a disk
+that failed did not let it be removed; any later save of this process takes it over.
+
+A mark is no fence by itself: it may be removed by hand, too early, or its process may have been stopped for long.
+So whoever made it looks again before the commit, and after it; and the file that is given its name by the last step
+is removed by the next save before that looks what counts, so that the step fails ([Note: Asked again] in
+``execution/committing.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from shardwise.errors import StorageError
+from shardwise.storage.contract import INCOMPLETE, StorageWriter
+from shardwise.storage.machine import born, process_space
+
+LOCK_FILE = "shardwise.saving"
+
+_OWN = re.compile(rf"{re.escape(LOCK_FILE)}\.([0-9a-f]{{8}})")
+"""Marks on an object store."""
+
+_BEAT = ".beat"
+"""Ends the name of the file that is written again and again beside such a mark."""
+
+_FILLED_S = 2.0
+"""After so long a mark that is not filled is that of a process that died."""
+
+_LOOK_S = 0.1
+
+RENEWED_S = 5.0
+"""Between two renewals of a mark."""
+
+_MISSED = 6
+"""After so many renewals that did not come a mark counts as left."""
+
+
+_GOING_ON: set[str] = set()
+"""The tokens of the saves of this process that hold a mark, or are about to."""
+
+
+class Whose(Enum):
+    """Whose mark there is."""
+
+    OURS = "this save's"
+    NOBODYS = "nobody's"
+    ANOTHERS = "another save's"
+
+
+def new_token() -> str:
+    """What sets a save, its mark and its files apart from any other."""
+    return secrets.token_hex(4)
+
+
+class HeldMark:
+    """The mark of this save, which is renewed until it is released."""
+
+    def __init__(self, writer: StorageWriter, token: str) -> None:
+        self._writer = writer
+        self.token = token
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="shardwise-mark", daemon=True)
+        self._thread.start()
+
+    def whose(self) -> Whose:
+        """Whose mark there is by now."""
+        return whose_mark(self._writer, self.token)
+
+    def require(self) -> None:
+        """Raises StorageError when the mark is not this save's any more."""
+        require_lock(self._writer, self.token)
+
+    def release(self) -> None:
+        """Take the mark away, if it is there; not durable before the names are synced. May be called again.
+
+        Raises:
+            StorageError: the mark cannot be removed. The save is over all the same, and the mark counts as left.
+        """
+        self._ended.set()
+        self._thread.join()
+        try:
+            release_lock(self._writer, self.token)
+        finally:
+            _GOING_ON.discard(self.token)
+
+    def _renew(self) -> None:
+        count = 0
+        while not self._ended.wait(RENEWED_S):
+            with contextlib.suppress(OSError, StorageError):  # whoever commits finds out
+                if whose_mark(self._writer, self.token) is not Whose.OURS:
+                    continue  # it was taken over
+                count += 1
+                if _has_one_name(self._writer):
+                    os.utime(os.path.join(self._writer.root, LOCK_FILE))
+                else:
+                    self._writer.replace(_name(self._writer, self.token) + _BEAT, str(count).encode())
+
+
+def take_lock(writer: StorageWriter, token: str) -> HeldMark:
+    """Mark the folder as being saved to by this process, for the save that ``token`` (8 hex digits) names.
+
+    A mark left by a process of this machine that is gone is taken over, or by a save of this process that is over,
+    and one of another machine or container that is not renewed as it says (which takes half a minute to find out).
+
+    Raises:
+        StorageError: another save is going on, or its process died on another machine that does not renew.
+    """
+    _GOING_ON.add(token)
+    try:
+        if _has_one_name(writer):
+            _create(writer, token)
+        else:
+            _list_own(writer, token)
+        require_lock(writer, token)
+        return HeldMark(writer, token)
+    except BaseException:
+        _GOING_ON.discard(token)
+        raise
+
+
+def whose_mark(writer: StorageWriter, token: str) -> Whose:
+    """Whose mark there is, by what this writer sees. On an object store others may be trying beside this one's."""
+    found = writer.read(_name(writer, token))
+    if found is None:
+        if _has_one_name(writer) or not _marks(writer.list()):
+            return Whose.NOBODYS
+        return Whose.ANOTHERS
+    mark = _SaverMark.of(found)
+    return Whose.OURS if mark is not None and mark.token == token else Whose.ANOTHERS
+
+
+def require_lock(writer: StorageWriter, token: str) -> None:
+    """Every rank can look whether it sees the mark of this save.
+
+    Raises:
+        StorageError: it is another one's, or not there.
+    """
+    file = _name(writer, token)
+    found = writer.read(file)
+    if found is None:
+        raise StorageError(
+            f"{writer.root}: {file}, which the first rank made there, is not to be seen; save to a directory "
+            "that all ranks share, and leave that file alone meanwhile"
+        )
+    mark = _SaverMark.of(found)
+    if mark is None or mark.token != token:
+        raise _refusal(writer, file, mark)
+
+
+def release_lock(writer: StorageWriter, token: str) -> None:
+    """Take the mark of this save away, if it is there."""
+    file = _name(writer, token)
+    mark = _SaverMark.of(writer.read(file) or b"")
+    if mark is not None and mark.token == token:
+        writer.remove(file)
+    if not _has_one_name(writer):
+        writer.remove(file + _BEAT)
+
+
+def _has_one_name(writer: StorageWriter) -> bool:
+    """Only one of several processes can create a file, and renaming it is one step."""
+    return writer.policy.has_random_writes
+
+
+def _name(writer: StorageWriter, token: str) -> str:
+    return LOCK_FILE if _has_one_name(writer) else f"{LOCK_FILE}.{token}"
+
+
+def _marks(files: Collection[str]) -> set[str]:
+    return {file for file in files if _OWN.fullmatch(file)}
+
+
+@dataclass(frozen=True, slots=True)
+class _SaverMark:
+    """Who saves: a process, when it was born, on a host; and which of its saves.
+
+    ``space`` tells whose processes it is one of, "" for a mark of an older version. ``renewed_s`` is 0 for never.
+    """
+
+    host: str
+    process: int
+    born: str
+    token: str
+    renewed_s: float
+    space: str = ""
+
+    @classmethod
+    def of(cls, content: bytes) -> _SaverMark | None:
+        """What a mark says; None when it says nothing."""
+        try:
+            found = json.loads(content)
+            who = str(found["host"]), int(found["process"]), str(found["born"]), str(found["token"])
+            renewed_s = min(float(found.get("renewed_s", 0.0)), RENEWED_S)
+            return cls(*who, renewed_s, str(found.get("space", "")))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return None
+
+    @classmethod
+    def own(cls, token: str) -> _SaverMark:
+        process = os.getpid()
+        return cls(socket.gethostname(), process, born(process), token, RENEWED_S, process_space())
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self) | {"since": time.time()}).encode()
+
+    @property
+    def is_from_here(self) -> bool:
+        """Whether the number of its process means here what it means there."""
+        return self.space == process_space() if self.space else self.host == socket.gethostname()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the process is known to be gone, or to have ended this save."""
+        if not self.is_from_here or self.process <= 0:
+            return False
+        is_over = self.process == os.getpid() and self.token not in _GOING_ON
+        return is_over or born(self.process) != self.born
+
+
+def _create(writer: StorageWriter, token: str) -> None:
+    """The mark of one name, once a left one is gone."""
+    _take_over(writer)
+    content = _SaverMark.own(token).to_bytes()
+    try:
+        writer.create(LOCK_FILE, len(content))
+    except StorageError as error:
+        found = writer.read(LOCK_FILE)
+        if found is not None:
+            raise _refusal(writer, LOCK_FILE, _SaverMark.of(found)) from error
+        raise
+    try:
+        writer.write(LOCK_FILE, 0, [memoryview(content)])
+        writer.sync(LOCK_FILE)
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            writer.remove(LOCK_FILE)
+        raise
+
+
+def _take_over(writer: StorageWriter) -> None:
+    """Remove a mark that was left.
+
+    Raises:
+        StorageError: there is one that was not.
+    """
+    deadline = time.monotonic() + _FILLED_S
+    content = writer.read(LOCK_FILE)
+    while content is not None and _SaverMark.of(content) is None and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+        content = writer.read(LOCK_FILE)
+    if content is None:
+        return
+    mark = _SaverMark.of(content)
+    if mark is not None and not mark.is_left and not _is_silent(writer, LOCK_FILE, mark):
+        raise _refusal(writer, LOCK_FILE, mark)
+    aside = f".{LOCK_FILE}.{secrets.token_hex(4)}{INCOMPLETE}"
+    try:
+        writer.rename(LOCK_FILE, aside)
+    except StorageError as error:
+        if writer.read(LOCK_FILE) is not None:
+            raise
+        raise _refusal(writer, LOCK_FILE, mark) from error  # somebody else was faster
+    if writer.read(aside) != content:
+        writer.rename(aside, LOCK_FILE)
+        raise _refusal(writer, LOCK_FILE, None)
+    writer.remove(aside)
+
+
+def _list_own(writer: StorageWriter, token: str) -> None:
+    """A mark of its own name, once all others there are known to be left, and no further one has come."""
+    left = _marks(writer.list())
+    for file in sorted(left):
+        _require_left(writer, file)
+    own = _name(writer, token)
+    try:
+        writer.replace(own, _SaverMark.own(token).to_bytes())
+        for file in sorted(_marks(writer.list()) - left - {own}):
+            _require_left(writer, file, is_patient=False)
+            left.add(file)
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            writer.remove(own)
+        raise
+    for file in sorted(left):
+        writer.remove(file)
+        writer.remove(file + _BEAT)
+
+
+def _require_left(writer: StorageWriter, file: str, *, is_patient: bool = True) -> None:
+    """``is_patient`` waits for a renewal, which nobody may do who has a mark that is not renewed yet."""
+    content = writer.read(file)
+    if content is None:
+        return
+    mark = _SaverMark.of(content)
+    if mark is None or not (mark.is_left or (is_patient and _is_silent(writer, file, mark))):
+        raise _refusal(writer, file, mark)
+
+
+def _is_silent(writer: StorageWriter, file: str, mark: _SaverMark) -> bool:
+    """Whether a mark of another machine that is to be renewed has not been for a while. Waits for that while."""
+    if mark.renewed_s <= 0 or mark.is_from_here:
+        return False
+    first, deadline = _changed_at(writer, file), time.monotonic() + _MISSED * mark.renewed_s
+    while first is not None and time.monotonic() < deadline:
+        time.sleep(_LOOK_S if _has_one_name(writer) else max(_LOOK_S, mark.renewed_s / 4))
+        if _changed_at(writer, file) != first:
+            return False
+    return first is not None
+
+
+def _changed_at(writer: StorageWriter, file: str) -> object:
+    """What changes with every renewal of a mark; None where there is none."""
+    if not _has_one_name(writer):
+        return None if writer.read(file) is None else (writer.read(file + _BEAT) or b"")
+    try:
+        with open(os.path.join(writer.root, file), "rb") as opened:  # which asks a network file system anew
+            return os.fstat(opened.fileno()).st_mtime_ns
+    except OSError:
+        return None
+
+
+def _refusal(writer: StorageWriter, file: str, mark: _SaverMark | None) -> StorageError:
+    who = "it has not said who it is" if mark is None else f"process {mark.process} on {mark.host}"
+    return StorageError(
+        f"{writer.root}: another save is writing here ({who}); wait for it, or save to another directory. If that "
+        f"process is gone, remove {file} from the directory"
+    )

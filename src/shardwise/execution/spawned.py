@@ -1,0 +1,236 @@
+"""Starts ranks as processes of this machine, which meet through a file. Imports no torch: the ranks do, once."""
+
+from __future__ import annotations
+
+import gc
+import math
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shardwise.errors import PlacementError, RankLostError, ShardwiseError
+
+_GRACE_S = 10.0
+"""Seconds for which the other ranks may go on after one has failed, to fail by themselves."""
+
+_ORPHANED_S = 600.0
+"""Seconds that a rank may take to end in order after the process that started it is gone."""
+
+
+class RankError(ShardwiseError):
+    """A rank raised an error that is not shardwise's own; the text has its traceback."""
+
+
+class RankEndedError(RankError):
+    """A rank's process ended in the middle of a call."""
+
+
+class RanksLateError(RankError):
+    """Ranks did not come to their end in time, and none had failed."""
+
+
+def run_spawned(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    asks_first: bool = False,
+    preloaded: Sequence[str] = ("torch",),
+    timeout_s: float = math.inf,
+) -> list[Any]:
+    """Call the function, of an importable module, on ``size`` new processes; its values (picklable) by rank.
+
+    Each has an accelerator of its own where there are enough, else all compute on the CPU. When this process is
+    interrupted or terminated, the ranks are ended; with ``asks_first`` they are sent SIGTERM, and have all the time
+    they want until a second signal. They are forked from one process that has imported ``preloaded``.
+
+    Raises:
+        ShardwiseError: as raised by the function, on the lowest rank where it was.
+        RanksLateError: after ``timeout_s`` seconds, imports included, ranks had not come to their end.
+        RankError: a rank failed otherwise, or ended.
+    """
+    context = start_server(preloaded)
+    with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as name:
+        folder = Path(name)
+        ranks = [context.Process(target=_live, args=(rank, size, name, function, args)) for rank in range(size)]
+        with _signals(ranks, asks_first=asks_first):
+            try:
+                for process in ranks:
+                    process.start()
+                late = _await_end(ranks, timeout_s)
+            except EOFError as error:
+                cause = f"as it imported {', '.join(preloaded)}"
+                raise RankError(f"the process that ranks are forked from ended {cause}") from error
+            finally:
+                for process in ranks:
+                    if process.pid is not None:
+                        process.kill()
+                        process.join()
+        values = [
+            _outcome(folder / str(rank), rank, process.exitcode)
+            for rank, process in enumerate(ranks)
+            if rank not in late
+        ]
+    if failures := [value.error for value in values if isinstance(value, _Failed)]:
+        raise min(failures, key=_priority)
+    if late:
+        raise RanksLateError(f"rank {', '.join(map(str, late))} did not finish in {timeout_s:g} s; it was ended")
+    return values
+
+
+def start_server(preloaded: Sequence[str]) -> multiprocessing.context.ForkServerContext:
+    """Start the process that ranks are forked from, unless there is one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["shardwise.execution.importing", *preloaded])
+    multiprocessing.forkserver.ensure_running()
+    return context
+
+
+class _Failed:
+    """The error of a rank, as its outcome."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def _priority(error: BaseException) -> int:
+    """The lowest for what a rank raised on purpose, rather than errors of ranks that then missed it."""
+    later = (RankEndedError, RankLostError, RankError)
+    return 3 - next((place for place, kind in enumerate(later) if isinstance(error, kind)), 3)
+
+
+def _await_end(ranks: Sequence[BaseProcess], timeout_s: float) -> list[int]:
+    """Wait for all ranks, but only some seconds more once one has failed; those that still run."""
+    end, has_failed = time.monotonic() + timeout_s, False
+    while running := [rank for rank, process in enumerate(ranks) if process.is_alive()]:
+        left_s = None if end == math.inf else max(0.0, end - time.monotonic())
+        if not wait([ranks[rank].sentinel for rank in running], timeout=left_s):
+            return running
+        if not has_failed and any(process.exitcode for process in ranks):
+            end, has_failed = min(end, time.monotonic() + _GRACE_S), True
+    return []
+
+
+def _outcome(file: Path, rank: int, exit_code: int | None) -> Any:
+    if file.exists():
+        return pickle.loads(file.read_bytes())
+    return _Failed(RankEndedError(f"rank {rank}: its process ended with exit code {exit_code}"))
+
+
+@contextmanager
+def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None]:
+    """With ``asks_first`` the first signal is passed on to the ranks as SIGTERM; the next one, or any, raises."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    has_asked = not asks_first
+
+    def hear(number: int, _frame: FrameType | None) -> None:
+        nonlocal has_asked
+        if not has_asked:
+            has_asked = True
+            for process in ranks:
+                if process.is_alive():
+                    process.terminate()
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            sys.exit(128 + number)
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# On the ranks
+
+
+def _live(rank: int, size: int, folder: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    live_as_rank()
+    outcome: Any
+    try:
+        _join(rank, size, folder)
+        outcome = function(*args)
+    except ShardwiseError as error:
+        outcome = _Failed(error)
+    except BaseException:
+        text = "".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines())
+        outcome = _Failed(RankError(text.strip()))
+    try:
+        message = pickle.dumps(outcome)
+        pickle.loads(message)
+    except Exception:  # an error with arguments of its own
+        outcome = _Failed(RankError(f"[rank {rank}] {getattr(outcome, 'error', outcome)!r}"))
+        message = pickle.dumps(outcome)
+    Path(folder, f"{rank}.new").write_bytes(message)
+    os.replace(Path(folder, f"{rank}.new"), Path(folder, str(rank)))
+    sys.exit(isinstance(outcome, _Failed))
+
+
+def live_as_rank() -> None:
+    """Prepare a forked process: it hears SIGTERM but not Ctrl-C, and ends with the process that started it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends it to all; the process that started this one hears
+    threading.Thread(target=_end_with_the_parent, name="shardwise-orphaned", daemon=True).start()
+    gc.freeze()  # what was there before the fork stays shared: collections would write to all of it
+    gc.enable()
+
+
+def _end_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "ranks are started"
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_ORPHANED_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _join(rank: int, size: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.storage import machine
+
+    torch.set_num_threads(max(1, machine.processor_count() // size))
+    store = dist.FileStore(str(Path(folder, "store")), size)  # type: ignore[attr-defined]
+    dist.init_process_group(at_own_gpu(rank, size), store=store, rank=rank, world_size=size)
+
+
+def at_own_gpu(rank: int, size: int) -> str:
+    """Take this rank's accelerator, if there is one for each; the backends of its process group.
+
+    Raises:
+        PlacementError: a module that was imported before the ranks were forked has begun to use GPUs.
+    """
+    import torch
+
+    from shardwise.models.torch_words import accelerator, both_backends, is_forked_from_cuda, module_of
+
+    kind = accelerator()
+    if kind is None or torch.accelerator.device_count() < size:
+        return "gloo"
+    if is_forked_from_cuda():
+        raise PlacementError(
+            "a library that was imported before the ranks were started uses CUDA already, and ranks cannot share "
+            f"that; start them by torchrun --nproc-per-node {size} instead"
+        )
+    module_of(kind).set_device(rank)
+    return both_backends(kind)

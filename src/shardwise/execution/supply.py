@@ -1,0 +1,327 @@
+"""Settles from which rank each tensor of a model, and of its optimizers, gets its values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import DisagreementError
+from shardwise.execution.memory import home_of, managers_of, materialize
+from shardwise.execution.moving import LocalTensor, Shipment
+from shardwise.execution.replicas import checksum
+from shardwise.execution.world import World
+from shardwise.layout import TensorKind
+from shardwise.models import wrap
+from shardwise.models.gradients import average_replicated_gradients
+from shardwise.models.rebind import Bound, Key, Scalar, state_like
+from shardwise.models.torch_words import TrainedDtype, sets_grad_dtype, take_after, trained_dtype_of
+from shardwise.models.view import Held, boxes_of_ranks, look_inside
+from shardwise.models.wrap import Sharding
+from shardwise.planning.sources import (
+    NOBODY,
+    Item,
+    ValuesFrom,
+    choose_sources,
+    digest,
+    leading,
+    require_alike,
+    settle_differences,
+    settle_dtypes,
+)
+from shardwise.storage.machine import boot
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the ranks have of every tensor, and from whom each could take it.
+
+    ``names`` are the model's tensors, and after them the optimizers' (``keys``). ``live`` has this rank's values;
+    what is handed over is taken out of it.
+    """
+
+    names: list[str]
+    keys: dict[str, Key]
+    source_of: list[tuple[int, ...]]
+    stored: list[list[str]]
+    """The dtype of every tensor, by rank."""
+    dtypes: list[str]
+    """Those on which the ranks have settled."""
+    most: list[int]
+    """How many tensors each rank has values of."""
+    live: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Supply:
+    """Whose values every tensor gets, and in which dtype, by name.
+
+    ``cast`` has ("dtype before", "dtype then") where they differ, ``differed`` the rank whose values are taken
+    although others have different ones.
+    """
+
+    survey: Survey
+    source_of: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    cast: dict[str, tuple[str, str]]
+    differed: dict[str, int]
+    scalars: dict[Key, Scalar]
+
+
+def require_alike_models(world: World, held: Sequence[Held], bounds: Sequence[Bound]) -> None:
+    """Models and optimizers are the same on all ranks, but for their values. Collective: yes.
+
+    Raises:
+        DisagreementError: naming tensors that differ.
+    """
+    items = [_item(item) for item in held]
+    if len(set(world.gather(digest(items)))) > 1:
+        gathered = world.gather(items)
+        world.together(lambda: require_alike(gathered))
+    setup = [bound.description() for bound in bounds]
+    world.require_equal(setup, "the setup of the optimizers (their classes, groups and settings)")
+
+
+def _item(item: Held) -> Item:
+    tensor = item.tensor
+    grad_dtype = ""
+    if isinstance(tensor, nn.Parameter) and sets_grad_dtype(tensor):
+        grad_dtype = str(tensor.grad_dtype or "any dtype")
+    return Item(item.names, item.kind.value, tuple(tensor.shape), tensor.requires_grad, grad_dtype)
+
+
+def survey(
+    world: World,
+    held: Sequence[Held],
+    bounds: Sequence[Bound],
+    values_from: ValuesFrom,
+    nodes: Sequence[str] | None,
+) -> Survey:
+    """Who has values of what. ``nodes`` are the machines by rank; None asks each for its own.
+
+    Collective: yes.
+
+    Raises:
+        DisagreementError: when ranks that ``values_from`` relies on have none, or dtypes cannot be settled.
+    """
+    keys = _state_keys(world, bounds)
+    tensors = {item.fqn: item.tensor for item in held} | {
+        str(key): tensor for bound in bounds for key, tensor in bound.tensors.items()
+    }
+    live = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
+    names = [*(item.fqn for item in held), *keys]
+    has = [list(map(bool, told)) for told in world.gather(bytes(name in live for name in names))]
+    places = nodes or world.gather(boot())
+    source_of = world.together(lambda: choose_sources(names, has, values_from, places))
+    own = [_name_of(tensors[name].dtype) if name in tensors else "" for name in names]
+    stored = _filled(world.gather(own), source_of)
+    dtypes = world.together(lambda: settle_dtypes(names, source_of, stored))
+    return Survey(names, keys, source_of, stored, dtypes, list(map(sum, has)), live)
+
+
+def compare(
+    world: World,
+    found: Survey,
+    held: Sequence[Held],
+    bounds: Sequence[Bound],
+    values_from: ValuesFrom,
+    trained_dtype: TrainedDtype,
+) -> Supply:
+    """Compare values that several ranks have, and decide. Collective: yes.
+
+    Raises:
+        DisagreementError: when values differ that ``values_from`` takes to be equal.
+    """
+    several = [
+        name
+        for name, source_of in zip(found.names, found.source_of, strict=True)
+        if len(set(source_of)) > 1 and source_of[world.rank] == world.rank
+    ]
+    sums = world.gather(world.together(lambda: {name: checksum(found.live[name]) for name in several}))
+    settled, differed = world.together(
+        lambda: settle_differences(found.names, found.source_of, sums, found.most, values_from)
+    )
+    scalars = _scalars(world, bounds, found.most, values_from, differed)
+    source_of = dict(zip(found.names, settled, strict=True))
+    before = {
+        name: [found.stored[rank][index] for rank in (*source_of[name], *range(world.size))]
+        for index, name in enumerate(found.names)
+    }
+    dtypes = {name: getattr(torch, dtype) for name, dtype in zip(found.names, found.dtypes, strict=True)}
+    for item in held:
+        if item.kind is TensorKind.PARAMETER:
+            dtypes[item.fqn] = trained_dtype_of(trained_dtype, dtypes[item.fqn], item.tensor.requires_grad)
+    for name, key in found.keys.items():  # state in the parameter's dtype goes along, as when torch loads it
+        if before[name][0] == before[key.parameter][0]:
+            dtypes[name] = dtypes[key.parameter]
+    cast = {
+        name: (other[0], _name_of(dtypes[name]))
+        for name in found.names
+        if (other := [dtype for dtype in before[name] if dtype != _name_of(dtypes[name])])
+    }
+    return Supply(found, source_of, dtypes, cast, differed, scalars)
+
+
+def _scalars(
+    world: World, bounds: Sequence[Bound], most: Sequence[int], values_from: ValuesFrom, differed: dict[str, int]
+) -> dict[Key, Scalar]:
+    """Counts of steps and the like: those of the rank whose values count. Collective: yes."""
+    mine: dict[Key, Scalar] = {}
+    for bound in bounds:
+        for key, value in bound.scalars.items():
+            mine[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    if len(set(world.gather(digest(list(mine.items()))))) == 1:
+        return mine
+    told = world.gather(mine)
+    chosen: dict[Key, Scalar] = {}
+    for key in dict.fromkeys(key for values in told for key in values):
+        having = [rank for rank, values in enumerate(told) if key in values]
+        rank = 0 if values_from == "first_rank" else leading(having, most)
+        if rank not in having:
+            raise DisagreementError(f"{values_from} relies on values that rank 0 does not have: {key}")
+        chosen[key] = told[rank][key]
+        if values_from == "first_rank" or len({repr(told[other][key]) for other in having}) == 1:
+            continue
+        differed[str(key)] = rank
+        if values_from != "any":
+            raise DisagreementError(
+                f"{key} is {told[rank][key]} on rank {rank}, and not so on others; pass values_from='first_rank' "
+                "for those of rank 0"
+            )
+    return chosen
+
+
+def _state_keys(world: World, bounds: Sequence[Bound]) -> dict[str, Key]:
+    """The optimizers' tensors on any rank, in the same order everywhere. Collective: yes."""
+    mine = [key for bound in bounds for key, tensor in bound.tensors.items() if not tensor.is_meta]
+    single = [key for bound in bounds for key in bound.scalars]
+    told = world.gather((mine, single))
+    keys = {str(key): key for tensors, _ in told for key in tensors}
+    confused = [str(key) for _, scalars in told for key in scalars if str(key) in keys]
+    if confused:
+        raise DisagreementError(f"{confused[0]} has the parameter's shape on some ranks, and another on others")
+    return keys
+
+
+def _filled(dtypes_by_rank: Sequence[Sequence[str]], chosen: Sequence[tuple[int, ...]]) -> list[list[str]]:
+    """Ranks that know nothing of an optimizer's state have no dtype for it: the source's is as good as any."""
+    return [
+        [
+            dtype or (dtypes_by_rank[source_of[rank]][index] if source_of else "")
+            for index, (dtype, source_of) in enumerate(zip(dtypes, chosen, strict=True))
+        ]
+        for rank, dtypes in enumerate(dtypes_by_rank)
+    ]
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def wrap_without_values(
+    model: nn.Module, held: Sequence[Held], bounds: Sequence[Bound], sharding: Sharding, supply: Supply
+) -> tuple[str, ...]:
+    """Put parameters without values in place of all, and shard these: the same steps for every state of a model."""
+    attributes: dict[str, dict[str, object]] = {}
+    for bound in bounds:
+        bound.unbind()
+    for item in held:
+        if isinstance(item.tensor, nn.Parameter):
+            attributes[item.fqn] = dict(vars(item.tensor))
+            empty = torch.empty(item.tensor.shape, dtype=supply.dtypes[item.fqn], device="meta")
+            parameter = nn.Parameter(empty, requires_grad=item.tensor.requires_grad)
+            take_after(parameter, item.tensor)
+            item.install(parameter)
+    wrap.prepare_blocks(model, sharding)
+    groups = wrap.wrap(model, sharding) if sharding.mesh is not None else ()
+    for item in look_inside(model):
+        vars(item.tensor).update(attributes.get(item.fqn, {}))
+    return groups
+
+
+class Arrivals:
+    """Where values arrive on this rank: the wrapped model's tensors, and the state of its optimizers."""
+
+    def __init__(self, model: nn.Module, supply: Supply) -> None:
+        self.model = model
+        self.supply = supply
+        self.managers = managers_of(model)
+        self.held = {item.fqn: item for item in look_inside(model)}
+        live = next(iter(supply.survey.live.values()), None)
+        self.home = home_of(list(self.held.values()), None if live is None else live.device)
+        self.state: dict[Key, torch.Tensor] = {}
+
+    def shipments(self, world: World) -> list[Shipment]:
+        """What has to be handed over: all values, but those of buffers that every rank has already."""
+        survey = self.supply.survey
+        ranks = list(range(1)) if world.size == 1 else dist.get_process_group_ranks(world.group)
+        shipments: list[Shipment] = []
+        for name in survey.names:
+            source_of = self.supply.source_of[name]
+            live = survey.live.pop(name, None)
+            is_buffer = name in self.held and self.held[name].kind is not TensorKind.PARAMETER
+            if source_of != NOBODY and not (is_buffer and source_of == tuple(range(world.size))):
+                key = survey.keys.get(name)
+                tensor = self.held[key.parameter if key is not None else name].tensor
+                boxes = boxes_of_ranks(tensor, name, ranks)
+                shipments.append(Shipment(name, tensor.shape, self.supply.dtypes[name], boxes, source_of, live))
+        return shipments
+
+    def prepare(self, names: Sequence[str]) -> dict[str, LocalTensor]:
+        """Memory for tensors that are about to arrive."""
+        keys = self.supply.survey.keys
+        parameters = [self.held[keys[name].parameter if name in keys else name] for name in names]
+        wanted = [item for item in parameters if item.kind is TensorKind.PARAMETER]
+        materialize(wanted, self.managers, self.home)
+        landings: dict[str, LocalTensor] = {}
+        for name in names:
+            if name in keys:
+                target = self._new_state(keys[name])
+            else:
+                item = self.held[name]
+                if item.kind is not TensorKind.PARAMETER:
+                    shape, dtype = item.tensor.shape, self.supply.dtypes[name]
+                    item.install(torch.empty(shape, dtype=dtype, device=self.home))
+                target = item.tensor
+            landings[name] = LocalTensor.of(target, name)
+        return landings
+
+    def _new_state(self, key: Key) -> torch.Tensor:
+        self.state[key] = state_like(self.held[key.parameter].tensor, self.supply.dtypes[str(key)])
+        return self.state[key]
+
+    def finish(self, bounds: Sequence[Bound], sharding: Sharding) -> list[str]:
+        """Bind the optimizers, and what else needs parameters that stay; names of those without values yet."""
+        bound_names = {name for bound in bounds for names in bound.groups for name in names}
+        awaiting = [
+            item
+            for item in self.held.values()
+            if item.kind is TensorKind.PARAMETER
+            and item.tensor.is_meta
+            and (item.fqn in bound_names or _is_averaged(item.tensor, sharding))
+        ]
+        materialize(awaiting, self.managers, self.home)
+        for item in awaiting:
+            if item.tensor.dtype.is_floating_point and item.tensor.dtype.itemsize > 1:
+                item.local.fill_(float("nan"))
+        for item in self.held.values():
+            if (
+                item.kind is not TensorKind.PARAMETER
+                and not item.tensor.is_meta
+                and item.tensor.device != self.home
+            ):
+                item.install(item.tensor.to(self.home))
+        parameters = {item.fqn: item.tensor for item in self.held.values() if isinstance(item.tensor, nn.Parameter)}
+        for bound in bounds:
+            bound.rebind(parameters, self.state, self.supply.scalars)
+        if sharding.mesh is not None:
+            average_replicated_gradients(self.model, sharding.mesh)
+        return [item.fqn for item in awaiting]
+
+
+def _is_averaged(tensor: torch.Tensor, sharding: Sharding) -> bool:
+    return sharding.mesh is not None and tensor.requires_grad and not isinstance(tensor, DTensor)

@@ -1,0 +1,374 @@
+"""Writes and reads files of ``torch.save``: a whole state in one, a file for each rank, and their trees."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeAlias, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import FormatError, PlacementError, StorageError
+from shardwise.execution.agreed import StoredValues
+from shardwise.execution.marked_folder import Saving
+from shardwise.execution.moving import gather
+from shardwise.execution.world import World
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.distributed import DistributedMetadata, read_metadata
+from shardwise.formats.torch_file import refuse_others
+from shardwise.formats.torch_files import open_state
+from shardwise.models.torch_words import to_torch
+from shardwise.models.view import local_boxes, local_tensor
+from shardwise.planning.commit import WrittenFiles, fresh
+from shardwise.planning.load_memory import stored_tensors
+from shardwise.storage.contract import StorageReader, StorageWriter
+from shardwise.storage.names import shown
+from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.writing.opening import open_writer
+
+Levels: TypeAlias = tuple[str | int, ...]
+"""The keys that lead to a value, through dicts and (by numbers) lists."""
+
+Nest: TypeAlias = Mapping[Levels, object]
+"""Values of nested dicts and lists, by the way to each."""
+
+_SMALL_BYTES = 1 << 20
+"""Smaller parts of a file are collected before they are written."""
+
+_MAX_DEPTH = 16
+
+
+def write_whole_file(
+    world: World,
+    saving: Saving,
+    name: str,
+    tensors: Mapping[Levels, torch.Tensor],
+    objects: Nest,
+    *,
+    budget_bytes: int,
+    device: torch.device,
+) -> tuple[int, WrittenFiles]:
+    """Gather tensors on the first rank, which writes them and other values into one file with ``torch.save``.
+
+    ``tensors`` are the same on every rank; a tensor with several names is written once. ``objects`` are the
+    first rank's. ``device`` holds staging memory. Return the bytes of the tensors, and the file.
+
+    Collective: yes.
+    Memory: on the first rank all tensors, on others ``budget_bytes``.
+
+    Raises:
+        DisagreementError: ranks have different tensors.
+        PlacementError: ranks do not have, together, all of a tensor, or two tensors have one name.
+        StorageError: the file could not be written.
+    """
+    keys: dict[int, str] = {}
+    key_of = {at: keys.setdefault(id(tensor), ".".join(map(str, at))) for at, tensor in tensors.items()}
+    world.together(lambda: _require_apart(key_of, tensors))
+    once = {key_of[at]: tensors[at] for at in sorted(tensors, key=lambda at: key_of[at])}
+    whole = gather(world, once, "full", budget_bytes=budget_bytes, device=device)
+
+    def write() -> WrittenFiles:
+        state = nested({**{at: whole[key] for at, key in key_of.items()}, **objects})
+        return WrittenFiles({name: write_torch_file(saving, name, state)})
+
+    written = world.from_first(write)
+    return sum(tensor.nbytes for tensor in once.values()), written if world.rank == 0 else WrittenFiles()
+
+
+def _require_apart(key_of: Mapping[Levels, str], tensors: Mapping[Levels, torch.Tensor]) -> None:
+    of: dict[str, int] = {}
+    for at, key in key_of.items():
+        if of.setdefault(key, id(tensors[at])) != id(tensors[at]):
+            raise PlacementError(f"{key}: two tensors have this name, with dots in other places; rename one")
+
+
+def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: Any) -> tuple[int, WrittenFiles]:
+    """Write this rank's state into the file of its rank. Return the bytes of the file, and all files.
+
+    Collective: yes.
+    Memory: none, but for shards that are on an accelerator, which torch copies one by one.
+
+    Raises:
+        StorageError: a file could not be written, or somebody else writes there, or has since.
+    """
+    sizes = world.each(lambda: write_torch_file(saving, names[world.rank], state))
+    return sizes[world.rank], WrittenFiles(dict(zip(names, sizes, strict=True)) if world.rank == 0 else {})
+
+
+def write_torch_file(saving: Saving, name: str, state: Any) -> int:
+    """Write and sync a file under its fresh name, with ``torch.save``; return its bytes. Collective: no.
+
+    Raises:
+        StorageError: it could not be written, or the folder is marked by another save.
+    """
+    saving.require()
+    with open_writer(saving.folder) as writer:
+        file = fresh(name, saving.token)
+        try:
+            nbytes = _size_of(state)
+            writer.create(file, nbytes)
+            stream = _FileStream(writer, file)
+            with io.BufferedWriter(stream, _SMALL_BYTES) as buffered:
+                torch.save(state, cast(IO[bytes], buffered))
+        except (OSError, RuntimeError) as error:
+            raise StorageError(f"{saving.folder}/{name}: writing it failed, {error}") from error
+        if stream.position != nbytes:
+            raise StorageError(
+                f"{saving.folder}/{name}: torch.save wrote {stream.position} bytes, and {nbytes} when it was "
+                "asked before; the state must not change while it is saved"
+            )
+        writer.sync(file)
+        writer.sync_names()
+        return nbytes
+
+
+def _size_of(state: Any) -> int:
+    """The bytes of the file that ``torch.save`` makes. Memory: none; it writes a file of holes."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        place = Path(folder, "archive")  # the name that torch gives to archives without one
+        with torch.serialization.skip_data():
+            torch.save(state, place)
+        return place.stat().st_size
+
+
+class _FileStream(io.RawIOBase):
+    """A file of a storage writer, written from its beginning on."""
+
+    def __init__(self, writer: StorageWriter, file: str) -> None:
+        super().__init__()
+        self.position = 0
+        self._writer = writer
+        self._file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
+        self._writer.write(self._file, self.position, [view])
+        self.position += view.nbytes
+        return view.nbytes
+
+
+def nested(values: Nest) -> object:
+    """Return values in dicts and lists. A number leads into a list if all numbers from 0 on are there."""
+    if () in values:
+        return values[()]
+    inner: dict[str | int, dict[Levels, object]] = {}
+    for (first, *rest), value in ((list(path), value) for path, value in values.items()):
+        inner.setdefault(first, {})[tuple(rest)] = value
+    if all(isinstance(key, int) for key in inner) and sorted(inner) == list(range(len(inner))):
+        return [nested(inner[number]) for number in range(len(inner))]
+    return {key: nested(found) for key, found in inner.items()}
+
+
+def flattened(value: Any, way: Levels = (), *, as_text: bool = False) -> Iterator[tuple[Levels, Any]]:
+    """The values in nested dicts and lists, by the way to each; the inverse of :func:`nested`.
+
+    Empty dicts, and lists without tensors or dicts, are values. ``as_text`` makes texts of the keys of dicts.
+    """
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from flattened(item, (*way, str(key) if as_text else key), as_text=as_text)
+    elif isinstance(value, list) and _is_nest(value):
+        for number, item in enumerate(value):
+            yield from flattened(item, (*way, number), as_text=as_text)
+    else:
+        yield way, value
+
+
+def _is_nest(value: object) -> bool:
+    if isinstance(value, list):
+        return any(isinstance(item, torch.Tensor) or _is_nest(item) for item in value)
+    return isinstance(value, Mapping)
+
+
+def loaded(content: bytes, what: str) -> Any:
+    """Load a value that ``torch.save`` wrote.
+
+    Raises:
+        FormatError: it holds more than data.
+    """
+    try:
+        return torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:  # torch raises errors of many kinds for a damaged or malign file
+        raise FormatError(f"{what}: cannot be read as plain data: {str(error).splitlines()[0]}") from error
+
+
+def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
+    """What this rank wrote: plain data, tensors and DTensors; tensors lie in the file until they are used.
+
+    Collective: yes.
+
+    Raises:
+        PlacementError: there are not as many files as ranks; tensors contradict their placement.
+        FormatError: a file holds more than data, or comes from FSDP1.
+        StorageError: a file could not be read.
+    """
+
+    def read() -> Any:
+        if len(names) != world.size:
+            raise PlacementError(
+                f"{folder}: {len(names)} ranks saved what they held, each into a file of its own, and nothing says "
+                f"how to deal it to {world.size}; load it on {len(names)} ranks (load_accelerate_model does) and "
+                "save it in another form, or save with use_dcp=True"
+            )
+        file = folder / names[world.rank]
+        found = load_plain(file)
+        tensors = [(way, value) for way, value in flattened(found) if isinstance(value, torch.Tensor)]
+        for name, tensor in ((".".join(map(str, way)), value) for way, value in tensors):
+            if "flat_param" in name.rpartition(".")[2] or "._flat_param" in name:
+                raise FormatError(
+                    f"{file}: has {name}, a flattened run of several parameters without a word of which (FSDP1's "
+                    "LOCAL_STATE_DICT); load it with FSDP1 and save it with FULL_STATE_DICT or SHARDED_STATE_DICT"
+                )
+            _require_sound(tensor, f"{name} in {file}")
+        return found
+
+    return world.together(read)
+
+
+_OF_ANOTHER = (
+    "another version of torch wrote it, which pickles DTensors in its own way: load it with that one, and save it "
+    "as 'sharded' or 'full'"
+)
+
+
+def load_plain(file: Path, also: Sequence[Any] = ()) -> Any:
+    """The object in a file of ``torch.save``; tensors in host memory, read from the file as they are used.
+
+    ``also`` are functions and classes that it may name beside torch's own.
+
+    Raises:
+        FormatError: it is no such file, is damaged, or holds more than data.
+        StorageError: it could not be read.
+    """
+    with LocalReader(file.parent) as reader:
+        refuse_others(reader, file.name)
+    try:
+        with torch.serialization.safe_globals(list(also)):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise StorageError(f"{file}: reading it failed, {error.strerror}") from error
+    except Exception as error:  # what torch raises for a damaged or malign file is of many kinds
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "ShardedTensor" in str(error):
+            raise FormatError(
+                f"{file}: holds tensors of FSDP1's own kind (ShardedTensor), which are read only where FSDP1 saved "
+                "them; save it with FULL_STATE_DICT, or with SHARDED_STATE_DICT into a folder"
+            ) from error
+        if "torch.distributed." in str(error):  # a part of a DTensor that this torch does not know, or not any more
+            raise FormatError(
+                f"{file}: torch {torch.__version__} cannot read its DTensors; {_OF_ANOTHER}"
+            ) from error
+        raise FormatError(f"{file}: cannot be read as plain data: {cause}") from error
+
+
+def _require_sound(tensor: torch.Tensor, what: str) -> None:
+    """A DTensor has the local tensor that its placement says."""
+    if not isinstance(tensor, DTensor):
+        return
+    try:
+        boxes = local_boxes(tensor, what)
+        local = local_tensor(tensor)
+        is_sound = (
+            type(local) is torch.Tensor
+            and local.dtype == tensor.dtype
+            and sum(part.box.numel for part in boxes) == local.numel()
+            and (len(boxes) != 1 or tuple(local.shape) == boxes[0].box.sizes)
+        )
+    except PlacementError:
+        raise
+    except Exception as error:  # of whatever a stranger wrote in place of a mesh
+        raise FormatError(
+            f"{what}: is no sound DTensor ({type(error).__name__}: {error}): it is damaged, or {_OF_ANOTHER}"
+        ) from error
+    if not is_sound:
+        raise FormatError(f"{what}: its local tensor is not what its placement says; the file is damaged")
+
+
+_MAX_OBJECT_BYTES = 100_000_000
+"""The longest value that is read and is no tensor."""
+
+
+@dataclass(frozen=True)
+class SavedTree:
+    """Dicts and lists, as they were saved.
+
+    Tensors of more than one element are on meta. ``keys`` are those that tensors have in ``index``, by the way to
+    them through ``tree``.
+    """
+
+    index: CheckpointIndex
+    tree: Any
+    keys: Mapping[Levels, str]
+
+    def inside(self, wrapper: str) -> SavedTree:
+        """What is in a dict around all, as accelerate has one; itself where there is none."""
+        if not isinstance(self.tree, Mapping) or list(self.tree) != [wrapper]:
+            return self
+        return SavedTree(self.index, self.tree[wrapper], {way[1:]: key for way, key in self.keys.items()})
+
+
+def read_distributed_tree(reader: StorageReader, budget_bytes: int) -> SavedTree:
+    """Of a folder of ``torch.distributed.checkpoint``.
+
+    Raises:
+        FormatError, StorageError: as of :func:`~shardwise.formats.open_state`.
+    """
+    index, metadata = open_state(reader), read_metadata(reader)
+    keys = {metadata.levels[path]: ".".join(path) for path in metadata.tensors}
+    stored = {item.key: item for item in index.tensors()}
+    values: dict[Levels, Any] = {
+        way: torch.empty(stored[key].shape, dtype=to_torch(stored[key].dtype), device="meta")
+        for way, key in keys.items()
+    }
+    numbers = {way: key for way, key in keys.items() if stored[key].numel == 1}
+    files = StoredValues(reader, index, stored_tensors(index), budget_bytes)
+    values |= zip(numbers, files.whole(list(numbers.values())), strict=True)
+    values |= read_objects(reader, metadata)
+    return SavedTree(index, nested(values), keys)
+
+
+def read_objects(reader: StorageReader, metadata: DistributedMetadata) -> dict[Levels, Any]:
+    """What such a folder has beside tensors, by the way there.
+
+    Raises:
+        FormatError, StorageError: a value is too long, holds more than data, or cannot be read.
+    """
+    found: dict[Levels, Any] = {}
+    for path, place in metadata.objects.items():
+        what = f"{shown('.'.join(path))} in {shown(place.file)} in {reader.root}"
+        if place.bytes.nbytes > _MAX_OBJECT_BYTES:
+            raise FormatError(f"{what}: has {place.bytes.nbytes} bytes, more than any setting of an optimizer")
+        found[metadata.levels[path]] = loaded(reader.read(place.file, place.bytes.start, place.bytes.stop), what)
+    return found
+
+
+def read_file_tree(reader: StorageReader, file: str) -> SavedTree:
+    """Of a file of ``torch.save``.
+
+    Raises:
+        FormatError, StorageError: as of :func:`~shardwise.formats.open_state`; the file holds more than data.
+    """
+    index = open_state(reader, file)
+    keys: dict[Levels, str] = {}
+
+    def without_tensors(value: Any, way: Levels) -> Any:
+        if len(way) > _MAX_DEPTH:
+            raise FormatError(f"{shown(file)} in {reader.root}: its dicts are nested too deeply for an optimizer's")
+        if isinstance(value, torch.Tensor):
+            keys[way] = ".".join(map(str, way))
+            return value.clone() if value.numel() == 1 else torch.empty_like(value, device="meta")
+        if isinstance(value, Mapping):
+            return {key: without_tensors(inner, (*way, key)) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(without_tensors(inner, (*way, number)) for number, inner in enumerate(value))
+        return value
+
+    tree = without_tensors(load_plain(Path(reader.root, file)), ())
+    return SavedTree(index, tree, keys)

@@ -1,0 +1,412 @@
+"""Lets the ranks of a call act together, and fail together when one of them fails.
+
+[Note: Together or not at all] A phase runs on every rank without communication; each rank catches what it raises.
+At the end of the phase all ranks exchange their outcomes, and if any of them failed, all raise the same error. So
+no rank is left waiting for another that is gone, and what a user reads does not depend on the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+import numpy as np
+import torch.distributed as dist
+
+from shardwise import errors
+from shardwise.errors import CheckpointError, ConfigError, DisagreementError
+from shardwise.execution.patience import Patience
+from shardwise.models import torch_words
+from shardwise.observing import phases
+from shardwise.report.names import shown_ranks
+
+if TYPE_CHECKING:
+    from shardwise.execution.meetings import Meetings
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+ANY_CALL = "another call"
+"""The name of calls that have none."""
+
+
+class World:
+    """The ranks of a process group, or one process alone (``group`` None and ``size`` 1).
+
+    A context manager: at the end of the block this rank has left the call.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        group: dist.ProcessGroup | None = None,
+        patience: Patience | None = None,
+        around: World | None = None,
+        purpose: str = "",
+        call: str = ANY_CALL,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.group = group
+        self.patience = patience or Patience()
+        self.meetings: Meetings | None = None
+        self._around = around
+        self._settled: BaseException | None = None
+        """The error of the last meeting, on every rank."""
+        self._call = call
+        self._mark: contextlib.AbstractContextManager[None] | None = None
+        """The phase of this block, for whoever observes this process."""
+        if size > 1:
+            name = f"shardwise/{group.group_name if group is not None else 'all'}{purpose}"
+            if around is not None and around.meetings is not None:
+                name += f"/in {around.meetings.name}/{around.meetings.join()}"
+            from shardwise.execution.meetings import Meetings
+
+            numbers = dist.get_process_group_ranks(group)
+            self.meetings = Meetings(torch_words.default_store(), name, rank, numbers, self.patience, call)
+            self.while_waiting = None if around is None else around.check
+            weakref.finalize(self, self.meetings.close)
+
+    @classmethod
+    def current(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        patience: Patience | None = None,
+        around: World | None = None,
+        purpose: str = "",
+        call: str = ANY_CALL,
+    ) -> World:
+        """The given group, else the default group, else this process alone. Collective: no.
+
+        Args:
+            group: a process group; None for the default one.
+            patience: how long ranks wait for each other.
+            around: a larger world, in a phase of which the ranks of the group act: they leave their work when that
+                one does.
+            purpose: tells meetings apart that the same ranks have in two threads at once.
+            call: what users call it. Ranks that meet in different calls all raise one DisagreementError.
+        """
+        if not dist.is_initialized():
+            return cls(0, 1, call=call)
+        if dist.get_rank(group) < 0:
+            raise ConfigError("this rank is not in the process group it was given")
+        return cls(dist.get_rank(group), dist.get_world_size(group), group, patience, around, purpose, call)
+
+    @property
+    def place(self) -> float:
+        """The rank as a fraction of the size, from 0 to below 1."""
+        return self.rank / self.size
+
+    def __enter__(self) -> Self:
+        if self.meetings is not None:
+            self.meetings.join()
+        self._mark = contextlib.nullcontext() if self._call == ANY_CALL else phases.phase(self._call)
+        self._mark.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
+        if self.meetings is None:
+            return
+        is_known = isinstance(error, (errors.ShardwiseError, Stopped)) or error is self._settled
+        if error is not None and not is_known:
+            # Not raised by a meeting (Ctrl-C, say, or a mistake between two of them): nobody else knows of it.
+            self.meetings.leave(f"{type(error).__name__}: {error}")
+        elif self._around is None and not isinstance(error, errors.RankLostError):
+            self.meetings.part()
+        self.meetings.close()
+
+    def together(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on every rank; returns its value if it succeeded everywhere.
+
+        Collective: yes.
+
+        Raises:
+            CheckpointError: (or a subclass) the same on every rank, when it raised on any.
+            RankLostError: a rank has been lost.
+            DisagreementError: ranks are in different calls.
+        """
+        values: list[T] = []
+        self._meet(lambda: values.append(function()), lambda _: None)
+        return values[0]
+
+    def all_reduce(self, tell: Callable[[], T], conclude: Callable[[list[T]], R]) -> R:
+        """Run ``tell`` on every rank, and ``conclude`` on the first with what all told; its value, on every rank.
+
+        Values are picklable; those told that are equal may be one object. An error that ``conclude`` raises is
+        everybody's. The store carries each value once, and the conclusion for each rank.
+
+        Collective: yes.
+
+        Raises:
+            CheckpointError: (or a subclass) as of :meth:`together`.
+        """
+        return self._meet(tell, conclude)
+
+    def each(self, function: Callable[[], T]) -> list[T]:
+        """Run ``function`` on every rank; every rank's value (picklable), by rank, if it succeeded everywhere.
+
+        Collective: yes.
+
+        Raises:
+            CheckpointError: (or a subclass) as of :meth:`together`.
+        """
+        first, *others = self._meet(function, _without_repeats)
+        return [first, *(others * (self.size - 1) if len(others) == 1 else others)]
+
+    def from_first(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on the first rank and hand its value (picklable) to all. Collective: yes."""
+        return self._meet(lambda: function() if self.rank == 0 else None, lambda told: cast(T, told[0]), asked=1)
+
+    def to_first(self, function: Callable[[], T]) -> list[T]:
+        """Run ``function`` on every rank; on the first rank every rank's value (picklable), by rank; else nothing.
+
+        Collective: yes.
+        """
+        found: list[T] = []
+        self._meet(function, found.extend)
+        return found
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value (picklable), by rank. Collective: yes."""
+        return self.each(lambda: value)
+
+    def require_equal(self, value: object, what: str) -> None:
+        """Raise on every rank when a value (picklable) differs between ranks. Collective: yes.
+
+        Raises:
+            DisagreementError: naming what differs and the ranks that do not have the first rank's value.
+        """
+        if odd := self.all_reduce(lambda: value, OddRanks.among):
+            raise DisagreementError(f"{what} on rank {odd.shown} is not that of rank 0")
+
+    def sum_words(self, values: Sequence[int]) -> list[int]:
+        """Sum over all ranks, place by place, modulo 2**64. Collective: yes."""
+        words = np.array([value % (1 << 64) for value in values], dtype=np.uint64)
+        total = self.all_reduce(lambda: words, lambda told: np.stack(told).sum(axis=0, dtype=np.uint64))
+        return [int(word) for word in total.tolist()]
+
+    def is_first_of(self, place: str) -> bool:
+        """Return True on the lowest rank that is at this place. Collective: yes."""
+
+        def firsts(places: list[str]) -> set[int]:
+            return set({place: rank for rank, place in reversed(list(enumerate(places)))}.values())
+
+        return self.rank in self.all_reduce(lambda: place, firsts)
+
+    # While working
+
+    def check(self) -> None:
+        """Leave a long phase when another rank has failed; to be called now and then.
+
+        Raises:
+            Stopped: another rank has failed.
+        """
+        if self.meetings is not None and self.meetings.is_cut:
+            raise Stopped("left its work: another rank has failed, or the store did not answer")
+        if self._around is not None:
+            self._around.check()
+
+    def cut(self) -> None:
+        """Let the other ranks know that this one has failed, before it says how at the next meeting."""
+        if self.meetings is not None:
+            self.meetings.cut()
+
+    def wait_for(self, work: dist.Work) -> None:
+        """Wait for a collective that was begun with ``async_op=True``, but not longer than all ranks live."""
+        pause = 0.0001
+        try:
+            while not work.is_completed():
+                self.check()
+                time.sleep(pause)
+                pause = min(2 * pause, 0.01)
+        except Stopped:
+            torch_words.keep_forever(self.group)
+            raise
+        work.wait()
+
+    @property
+    def while_waiting(self) -> Callable[[], None] | None:
+        """Called now and then while this rank waits for the others."""
+        return None if self.meetings is None else self.meetings.while_waiting
+
+    @while_waiting.setter
+    def while_waiting(self, function: Callable[[], None] | None) -> None:
+        if self.meetings is not None:
+            self.meetings.while_waiting = function
+
+    def tell_progress(self, total: int) -> None:
+        """Let the first rank know how much this one has done so far."""
+        if self.meetings is not None:
+            self.meetings.tell_progress(total)
+
+    def heard_progress(self, own: int) -> int:
+        """The sum of what all ranks have done, as far as the first rank has heard; on the others, their own."""
+        return own if self.meetings is None or self.rank else own + self.meetings.others_progress
+
+    def _meet(self, tell: Callable[[], T], conclude: Callable[[list[T]], R], asked: int | None = None) -> R:
+        """The first rank's conclusion from what all tell; ``asked`` ranks (default: all) could have failed.
+
+        Raises:
+            CheckpointError: (or a subclass) the same on every rank, when ``tell`` failed on any, or ``conclude``.
+        """
+        meetings = self.meetings
+        if meetings is None:
+            return _alone(lambda: conclude([tell()]))
+        failure: Exception | None = None
+        own: T | Failure
+        message = SILENT
+        try:
+            own = tell()
+            message = encode(own) if self.rank else SILENT
+        except Exception as error:
+            if not isinstance(error, Stopped):
+                meetings.cut()
+            failure, own = error, Failure.of(error)
+            message = encode(own)
+
+        def answer_to(said: dict[int, bytes]) -> bytes:
+            nonlocal failure
+            values = {one: decode(one) for one in {*said.values(), SILENT}}
+            told = [own, *(values[said.get(rank, SILENT)] for rank in range(1, self.size))]
+            found = Failure.among(told, asked or self.size, meetings.numbers)
+            if found is not None:
+                return encode(found)
+            try:
+                return encode(conclude(cast(list[T], told)))
+            except Exception as error:
+                failure = error
+                return encode(Failure.of(error))
+
+        try:
+            answer = decode(meetings.meet(message, answer_to))
+        except errors.RankLostError:
+            if not meetings.has_lost_store or failure is None or isinstance(failure, Stopped):
+                raise
+            # The first rank has ended, maybe of this very failure, which this rank knows better than any other.
+            raise Failure.of(failure).at_rank(meetings.numbers[self.rank]).to_error() from failure
+        if not isinstance(answer, Failure):
+            return cast(R, answer)
+        # Ranks that stopped because of another's failure have nothing to tell. Where that is all there is, the
+        # failure is that of a rank of the world around this one.
+        if answer.is_stop and self._around is not None:
+            raise Stopped
+        self._settled = answer.to_error()
+        if self._mark is None:  # in no block, at whose end the first rank waits for the others to have read this
+            meetings.part()
+        raise self._settled from failure
+
+
+def _without_repeats(told: list[T]) -> list[T]:
+    """Return the first rank's value and those of the others: one value if all of these are the same object."""
+    return told[:2] if all(value is told[1] for value in told[2:]) else told
+
+
+def _alone(function: Callable[[], T]) -> T:
+    try:
+        return function()
+    except errors.ShardwiseError:
+        raise
+    except Exception as error:
+        raise Failure.of(error).to_error() from error
+
+
+SILENT = b""
+"""The message of a rank that has nothing to tell: None."""
+
+_COMPRESSED_BYTES = 1 << 14
+_PLAIN, _COMPRESSED = b"p", b"z"
+
+
+class Stopped(Exception):
+    """This rank left its work because another one has failed."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error as it travels between ranks."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        if isinstance(error, (errors.ShardwiseError, Stopped)):
+            return cls(type(error).__name__, str(error))
+        return cls(CheckpointError.__name__, f"{type(error).__name__}: {error}")
+
+    @classmethod
+    def among(cls, told: Sequence[object], asked: int, numbers: Sequence[int]) -> Failure | None:
+        """The first failure among what ranks told, with its rank unless all that were ``asked`` failed alike.
+
+        ``numbers`` are the ranks in the default group. A rank that only stopped because of another is passed over.
+        """
+        failures = {rank: item for rank, item in enumerate(told) if isinstance(item, Failure)}
+        own = {rank: item for rank, item in failures.items() if not item.is_stop} or failures
+        for rank, first in own.items():
+            is_common = len(own) == asked and set(own.values()) == {first}
+            return first if is_common else first.at_rank(numbers[rank])
+        return None
+
+    @property
+    def is_stop(self) -> bool:
+        return self.kind == Stopped.__name__
+
+    def at_rank(self, rank: int) -> Failure:
+        return self if self.message.startswith("rank ") else replace(self, message=f"rank {rank}: {self.message}")
+
+    def to_error(self) -> Exception:
+        kind: type[errors.ShardwiseError] = getattr(errors, self.kind, CheckpointError)
+        return kind(self.message)
+
+
+def encode(value: Any) -> bytes:
+    """Pickle a value as a message. An object that is in it several times is in the message once."""
+    if value is None:
+        return SILENT
+    plain = pickle.dumps(value)
+    return _COMPRESSED + zlib.compress(plain, 1) if len(plain) > _COMPRESSED_BYTES else _PLAIN + plain
+
+
+def decode(message: bytes) -> Any:
+    """The value of a message."""
+    if not message:
+        return None
+    return pickle.loads(zlib.decompress(message[1:]) if message[:1] == _COMPRESSED else message[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class OddRanks:
+    """Ranks that do not have the first rank's value.
+
+    Attributes:
+        first: the lowest of them.
+        shown: all of them, in a few words.
+    """
+
+    first: int
+    shown: str
+
+    @classmethod
+    def among(cls, values: Sequence[object]) -> OddRanks | None:
+        """Those among the values of all ranks; None where all are equal."""
+        odd = [rank for rank, value in enumerate(values) if value != values[0]]
+        return cls(odd[0], shown_ranks(odd)) if odd else None
+
+
+def digest_of(value: object) -> bytes:
+    """SHA-256 of what a value is printed as, for ranks to compare in its place."""
+    return hashlib.sha256(repr(value).encode(errors="surrogatepass")).digest()

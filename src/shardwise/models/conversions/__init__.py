@@ -1,1 +1,0 @@
-"""From checkpoint keys to expressions and back: transformers' conversions on recorded tensors."""

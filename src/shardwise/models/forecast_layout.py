@@ -1,0 +1,297 @@
+"""What ``wrap`` would make of a model on any mesh, without a mesh: groups, and the layout of every rank.
+
+Which parameters are grouped, which stay whole and which dimension is split is asked of
+:mod:`shardwise.models.policies`, which indices a rank then holds of torch's own placements. So nothing here
+knows how a tensor is sharded, and a forecast is as true as what is carried out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from shardwise.errors import PlacementError
+from shardwise.layout import (
+    Activations,
+    GroupLayout,
+    LocalBox,
+    MeshShape,
+    ModelLayout,
+    Origin,
+    Spread,
+    TensorKind,
+    TensorLayout,
+    WorldLayout,
+)
+from shardwise.models.policies import Group, WrapPolicy, group_parameters, shard_dim
+from shardwise.models.torch_words import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    storage_key,
+    tree_leaves,
+)
+from shardwise.models.view import (
+    Held,
+    boxes_at,
+    local_boxes,
+    look_inside,
+    placement_in_words,
+    tensor_layout,
+)
+from shardwise.tensors import contiguous_strides
+
+
+def foresee(
+    model: nn.Module,
+    policy: WrapPolicy,
+    mesh: MeshShape,
+    origin_of: Callable[[Held], Origin],
+    *,
+    root: nn.Module | None = None,
+    kept_whole: Mapping[nn.Parameter, str] = MappingProxyType({}),
+) -> WorldLayout:
+    """A model as :func:`~shardwise.models.wrap.wrap` would leave it on a mesh; it is not sharded yet.
+
+    ``root`` is what is wrapped of it, by default all; the names of groups are those in it.
+
+    Pure: needs no process group, and leaves the model as it is.
+
+    Raises:
+        PlacementError: when the policy matches nothing, or the model holds what ``fully_shard`` refuses.
+    """
+    held = look_inside(model)
+    grouping = group_parameters(root or model, policy, kept_whole)
+    fqns = {item.tensor: item.fqn for item in held}
+
+    def layout_of_group(group: Group) -> GroupLayout:
+        return GroupLayout(group.modules, tuple(fqns[parameter] for parameter in group.parameters))
+
+    spreader = _Spreader(mesh, set(grouping.whole))
+    spreads: dict[str, Spread] = {}
+    tensors: list[TensorLayout] = []
+    for item in held:
+        spread, placement = spreader.spread(item)
+        spreads[item.fqn] = spread
+        tensors.append(tensor_layout(item, origin_of(item), spread.boxes[0], placement))
+    return WorldLayout(
+        mesh=mesh,
+        first=ModelLayout(tuple(tensors)),
+        spreads=spreads,
+        groups=(*map(layout_of_group, grouping.blocks), layout_of_group(grouping.root)),
+        whole={fqns[parameter]: reason for parameter, reason in grouping.whole.items()},
+    )
+
+
+class _Spreader:
+    """Spreads of tensors over a mesh, one object for all of the same shape, memory and placement."""
+
+    def __init__(self, mesh: MeshShape, whole: set[nn.Parameter]) -> None:
+        self.mesh = mesh
+        self.whole = whole
+        self.made: dict[object, Spread] = {}
+
+    def spread(self, item: Held) -> tuple[Spread, str]:
+        """Where a tensor lies, and the same in words."""
+        tensor = item.tensor
+        if item.kind is not TensorKind.PARAMETER or tensor in self.whole:
+            whole_key = (tuple(tensor.shape), tuple(tensor.stride()))
+            if whole_key not in self.made:
+                boxes = local_boxes(tensor, item.fqn)
+                self.made[whole_key] = Spread((boxes,) * self.mesh.shard_size, tensor.numel())
+            return self.made[whole_key], "whole"
+        if not tensor.is_contiguous():
+            raise PlacementError(
+                f"{item.fqn} has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}: fully_shard "
+                "takes contiguous parameters only; have the model's class make it contiguous"
+            )
+        dim = shard_dim(tensor.shape, self.mesh.shard_size)
+        placements = (*[Replicate()] * (len(self.mesh.sizes) - 1), Shard(dim))
+        sharded_key = (tuple(tensor.shape), dim)
+        if sharded_key not in self.made:
+            self.made[sharded_key] = self.sharded(tuple(tensor.shape), placements, item.fqn)
+        return self.made[sharded_key], placement_in_words(placements, self.mesh.names, self.mesh.sizes)
+
+    def sharded(self, shape: tuple[int, ...], placements: Sequence[Placement], fqn: str) -> Spread:
+        """The boxes at every position of the shard axis."""
+
+        def boxes(position: int, strides: tuple[int, ...]) -> tuple[LocalBox, ...]:
+            coordinate = (*[0] * (len(self.mesh.sizes) - 1), position)
+            return boxes_at(shape, placements, self.mesh.sizes, coordinate, strides, fqn)
+
+        # A shard is the first part of contiguous memory that is padded to the size of the first position's.
+        (first,) = boxes(0, contiguous_strides(shape))
+        strides = contiguous_strides(first.box.sizes)
+        positions = range(self.mesh.shard_size)
+        return Spread(tuple(boxes(position, strides) for position in positions), first.box.numel)
+
+
+aten = torch.ops.aten
+
+
+def trace_activations(
+    model: nn.Module,
+    base: nn.Module,
+    blocks: Sequence[str],
+    size: tuple[int, int],
+    *,
+    param_dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+    in_root: Iterable[str] = (),
+) -> Activations:
+    """Run a model on fake tensors and measure its activations. The model, on meta, is changed for good.
+
+    Logits are computed for one token of each row if the model can do so.
+
+    Args:
+        model: what is trained; PEFT's model if there is an adapter.
+        base: the model of transformers in it.
+        blocks: names of the repeated blocks in ``base``.
+        size: rows and tokens of a row.
+        param_dtype: dtype that parameters are gathered in; None for their own.
+        autocast: dtype of autocast, if it is used.
+        in_root: names of parameters whose gradients are kept until the end of the backward pass.
+
+    Raises:
+        Exception: whatever the model raises if it cannot run without data.
+    """
+    roots = set(in_root)
+    mode = FakeTensorMode()
+    with mode:
+        _make_fake(model, param_dtype)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in roots:
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    model.train()
+    watch = _LiveBytes((*model.parameters(), *model.buffers()))
+    passes = _Passes(watch, [base.get_submodule(name) for name in blocks])
+    with mode, watch, torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        ids = torch.zeros(size, dtype=torch.int64, device="cpu")
+        keywords: dict[str, Any] = {"use_cache": False} if _takes(base, "use_cache") else {}
+        if _takes(base, "logits_to_keep"):
+            keywords["logits_to_keep"] = 1
+        output = next(leaf for leaf in tree_leaves(model(input_ids=ids, **keywords)) if _needs_gradient(leaf))
+        output.float().sum().backward()
+    return passes.found()
+
+
+def _takes(model: nn.Module, keyword: str) -> bool:
+    return keyword in inspect.signature(model.forward).parameters
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _needs_gradient(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _make_fake(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Replace tensors on meta by fake ones on the CPU; tied ones stay tied."""
+    for item in look_inside(model):
+        tensor = item.tensor
+        is_parameter = item.kind is TensorKind.PARAMETER
+        is_cast = dtype is not None and is_parameter and tensor.is_floating_point()
+        fake = torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device="cpu")
+        item.replace(nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake)
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Count bytes of storages that operations create, while they are alive. Numbers read from tensors are 1."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._known: dict[int, Any] = {}
+        for tensor in known:
+            self._count(tensor, 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = self._run(func, args, kwargs or {})
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor, tensor.untyped_storage().nbytes())
+        # Two gradients of one tensor are summed in place, but not while a mode is active: the first is gone next.
+        if func is not aten.add.Tensor or torch.is_grad_enabled():
+            self.peak = max(self.peak, self.live)
+        return result
+
+    def take_peak(self) -> int:
+        """The peak since the last call."""
+        found, self.peak = max(self.peak, self.live), self.live
+        return found
+
+    @staticmethod
+    def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is aten.nonzero.default:  # the number of elements depends on data: all
+            return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
+        if func is aten._local_scalar_dense.default:
+            return 1
+        if func is aten._grouped_mm.default:  # torch's own is for bfloat16 alone
+            left, right = args[:2]
+            count = left.shape[0] if left.ndim == 3 else len(args[2]) if left.ndim == right.ndim else None
+            shape = (left.shape[-2], right.shape[-1])
+            return left.new_empty(shape if count is None else (count, *shape))
+        return func(*args, **kwargs)
+
+    def _count(self, tensor: torch.Tensor, nbytes: int) -> None:
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        if key in self._known:
+            return
+
+        def forget(_: object) -> None:
+            self._known.pop(key, None)
+            self.live -= nbytes
+
+        self._known[key] = weakref.ref(storage, forget)
+        self.live += nbytes
+
+
+class _Passes:
+    """Measures the passes by hooks on the first and the last block."""
+
+    def __init__(self, watch: _LiveBytes, blocks: Sequence[nn.Module]) -> None:
+        self.watch = watch
+        self.kept = self.loss = self.backward = 0
+        self.is_back = False
+        if blocks:
+            blocks[0].register_forward_pre_hook(self._enter, with_kwargs=True)
+            blocks[-1].register_forward_hook(self._leave)
+
+    def _enter(self, _: nn.Module, args: Any, keywords: Any) -> None:
+        for leaf in filter(_needs_gradient, () if self.is_back else tree_leaves((args, keywords))):
+            leaf.register_hook(self._end_blocks)
+
+    def _leave(self, _: nn.Module, _args: Any, output: Any) -> None:
+        if self.is_back:  # computed again
+            return
+        self.kept = self.watch.live
+        self.watch.take_peak()
+        if (leaf := next(filter(_needs_gradient, tree_leaves(output)), None)) is not None:
+            leaf.register_hook(self._end_loss)
+
+    def _end_loss(self, _: torch.Tensor) -> None:
+        if not self.is_back:
+            self.is_back = True
+            self.loss = self.watch.take_peak() - self.kept
+
+    def _end_blocks(self, _: torch.Tensor) -> None:
+        self.backward = max(self.watch.take_peak() - self.kept, 0)
+
+    def found(self) -> Activations:
+        rest = self.watch.take_peak()
+        if not self.is_back:  # nothing before the head is trained
+            self.loss = rest - self.kept
+        elif not self.backward:  # blocks are the first that is trained
+            self.backward = max(rest - self.kept, 0)
+        return Activations(self.kept, self.loss, self.backward, rest if self.backward else 0)

@@ -1,0 +1,216 @@
+"""Layers in four bits as files of bitsandbytes have them: which tensors, under which keys, of which shapes.
+
+Beside ``weight``, packed bytes (n, 1), there are ``weight.absmax``, a float32 for each block; ``weight.quant_map``,
+what the sixteen codes stand for; and ``weight.quant_state.bitsandbytes__nf4``, JSON with the shape, the dtype and
+the size of a block. Nested scales are bytes, with ``weight.nested_absmax`` and ``weight.nested_quant_map``, and
+their offset in the JSON. (``QuantState.as_dict`` of bitsandbytes.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.conversion import Stored, reshape
+from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers
+from shardwise.errors import ConfigError
+from shardwise.layout import ModelLayout, TensorKind, TensorLayout
+from shardwise.models.four_bit_experts import are_experts_in_four_bits, scales_of
+from shardwise.models.four_bit_linear import NESTED, OFFSET, SCALES, WEIGHT, Packing, is_in_four_bits
+from shardwise.models.revert import Output
+from shardwise.models.torch_words import from_torch
+from shardwise.models.view import Held, Slot
+from shardwise.tensors import Code, numel
+
+ABSMAX = "absmax"
+QUANT_MAP = "quant_map"
+NESTED_ABSMAX = "nested_absmax"
+NESTED_MAP = "nested_quant_map"
+QUANT_STATE = "quant_state.bitsandbytes__"
+BLOCKS = "_blocks"
+
+
+def has_four_bits(model: nn.Module) -> bool:
+    """Whether any layer of a model is in four bits, or any of its experts."""
+    return any(is_in_four_bits(module) or are_experts_in_four_bits(module) for module in model.modules())
+
+
+def held_in_files(held: Sequence[Held]) -> list[Held]:
+    """What a model holds, as files have it: scales as numbers, and beside them what tells of the packing.
+
+    Raises:
+        ConfigError: experts are in four bits.
+    """
+    refuse_experts(
+        [item for item in held if not _is_mxfp4(item.slots[0].module, item.slots[0].name)],
+        "files of bitsandbytes have no form for them; pass names='internal', which quantization=Nf4() reads",
+    )
+    found: list[Held] = []
+    for item in held_as_stored(held):
+        slot = item.slots[0]
+        if not is_in_four_bits(slot.module) or slot.name not in (WEIGHT, SCALES, NESTED, OFFSET):
+            found.append(item)
+        elif slot.name == WEIGHT:
+            found.append(item)
+            found += _constants(slot.module, item)
+        elif slot.name == SCALES:
+            scales = item.tensor if slot.module.is_nested else _as_floats(item.tensor)
+            found.append(_renamed(item, scales, item.kind, SCALES, f"{WEIGHT}.{ABSMAX}"))
+        elif slot.name == NESTED:
+            found.append(_renamed(item, item.tensor, item.kind, NESTED, f"{WEIGHT}.{NESTED_ABSMAX}"))
+    return found
+
+
+def held_as_stored(held: Sequence[Held]) -> list[Held]:
+    """The same, with packed bytes of MXFP4 under the names by which a checkpoint's are known: ``.._blocks``."""
+    return [
+        _renamed(item, item.tensor, item.kind, item.slots[0].name, f"{item.slots[0].name}{BLOCKS}")
+        if _is_mxfp4(item.slots[0].module, item.slots[0].name)
+        else item
+        for item in held
+    ]
+
+
+def _is_mxfp4(module: nn.Module, stack: str) -> bool:
+    return (
+        are_experts_in_four_bits(module)
+        and stack in module.packings
+        and isinstance(module.packings[stack].form, Code)
+    )
+
+
+def refuse_without_scales(held: Sequence[Held]) -> None:
+    """Raises ConfigError for packed bytes of bitsandbytes' own layers, whose scales no tensor of the model has."""
+    for item in held:
+        kind = type(item.tensor)
+        if kind.__module__.partition(".")[0] == "bitsandbytes":
+            raise ConfigError(
+                f"{item.fqn} is a {kind.__name__} of bitsandbytes, whose scales are no tensors of the model; "
+                "save it with its own save_pretrained, or bring it up with quantization=Nf4()"
+            )
+
+
+def refuse_experts(held: Sequence[Held], why: str) -> None:
+    """Raises ConfigError where experts are in four bits, with the reason why they may not be."""
+    for slot in (item.slots[0] for item in held):
+        if are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
+            raise ConfigError(
+                f"{slot.fqn}: its experts are in four bits, and {why}; or leave "
+                'experts as numbers: quantization=Nf4(stay=("experts",)), or "dequantize"'
+            )
+
+
+def _constants(layer: Any, weight: Held) -> Iterator[Held]:
+    """Small tensors that are equal on all ranks."""
+    shape = (layer.out_features, layer.in_features)
+    offset = layer.weight_nested_offset.item() if layer.is_nested else None
+    constants = constants_of(layer.packing, shape, offset)
+    for name, tensor in constants.items():
+        yield _renamed(weight, tensor, TensorKind.PERSISTENT_BUFFER, WEIGHT, f"{WEIGHT}.{name}")
+
+
+def constants_of(packing: Packing, shape: Sequence[int], offset: float | None) -> dict[str, torch.Tensor]:
+    """What lies beside a packed weight and is not of its size, by what follows ``weight.`` in its keys.
+
+    ``shape`` is that of the numbers; ``offset`` that of nested scales, None for plain ones.
+    """
+    form = packing.form
+    told: dict[str, Any] = {
+        "quant_type": form.value,
+        "blocksize": packing.block_size,
+        "dtype": str(packing.dtype).removeprefix("torch."),
+        "shape": list(shape),
+    }
+    constants = {QUANT_MAP: torch.tensor(form.numbers, dtype=torch.float32)}
+    if offset is not None:
+        told |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
+        constants[NESTED_MAP] = torch.tensor(dynamic_numbers(), dtype=torch.float32)
+    text = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+    return constants | {f"{QUANT_STATE}{form.value}": text}
+
+
+def _renamed(item: Held, tensor: torch.Tensor, kind: TensorKind, old: str, new: str) -> Held:
+    slots = [Slot(slot.module, new, f"{slot.fqn.removesuffix(old)}{new}") for slot in item.slots]
+    return Held(tensor, kind, slots)
+
+
+def _as_floats(raw: torch.Tensor) -> torch.Tensor:
+    """The float32 that bytes (rows, 4 n) are, in the same memory; placed alike."""
+    if not isinstance(raw, DTensor):
+        return raw.detach().view(torch.float32)
+    rows, columns = raw.shape[0], raw.shape[1] // 4
+    with torch.no_grad():
+        local = raw.to_local().view(torch.float32)
+    return DTensor.from_local(
+        local,
+        raw.device_mesh,
+        raw.placements,
+        run_check=False,
+        shape=torch.Size((rows, columns)),
+        stride=(columns, 1),
+    )
+
+
+def layout_in_numbers(layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
+    """What is held, with the numbers that weights in four bits stand for, and without what lies beside them.
+
+    Boxes are of rows.
+    """
+    slots = {item.fqn: item.slots[0] for item in held}
+    tensors: list[TensorLayout] = []
+    for tensor in layout.tensors:
+        module, name = slots[tensor.fqn].module, slots[tensor.fqn].name
+        packing = None
+        if is_in_four_bits(module):
+            if name in (SCALES, NESTED, OFFSET):
+                continue
+            packing = module.packing if name == WEIGHT else None
+        elif are_experts_in_four_bits(module):
+            if name in map(scales_of, module.packings):
+                continue
+            packing = module.packings.get(name)
+        if packing is not None:
+            *outer, half = tensor.shape
+            shape = (*outer, 2 * half)
+            if packing.is_transposed:
+                shape = (*shape[:-2], shape[-1], shape[-2])
+            tensor = replace(tensor, shape=shape, dtype=from_torch(packing.dtype, tensor.fqn), boxes=())
+        tensors.append(tensor)
+    return ModelLayout(tuple(tensors))
+
+
+def in_shapes_of_files(held: Sequence[Held], outputs: Mapping[str, Output]) -> dict[str, Output]:
+    """Outputs with weights (n, 1), and scales (n,), where ``held`` is what files have; others as they are.
+
+    Packed bytes of MXFP4 (experts, out, in / 32, 16).
+    """
+    blocks = {
+        item.fqn
+        for item in held
+        if item.slots[0].name.endswith(BLOCKS)
+        and _is_mxfp4(item.slots[0].module, item.slots[0].name.removesuffix(BLOCKS))
+    }
+    layers = {item.slots[0].module for item in held if item.slots[0].name == f"{WEIGHT}.{ABSMAX}"}
+    four_bit = {
+        item.fqn: item.slots[0].name
+        for item in held
+        if item.slots[0].module in layers and item.slots[0].name in (WEIGHT, f"{WEIGHT}.{ABSMAX}")
+    }
+    found: dict[str, Output] = {}
+    for key, output in outputs.items():
+        made = output.expression
+        name = four_bit.get(made.key) if isinstance(made, Stored) else None
+        if name == WEIGHT:
+            output = replace(output, expression=reshape(made, (numel(made.shape), 1)))
+        elif name is not None:
+            output = replace(output, expression=reshape(made, (numel(made.shape),)))
+        elif isinstance(made, Stored) and made.key in blocks:
+            output = replace(output, expression=reshape(made, (*made.shape[:-1], made.shape[-1] // 16, 16)))
+        found[key] = output
+    return found

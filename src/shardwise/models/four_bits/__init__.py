@@ -1,1 +1,0 @@
-"""Bases in four bits: which layers, their modules, their product, their files."""

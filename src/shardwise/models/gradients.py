@@ -1,0 +1,150 @@
+"""Gradient clipping by the norm over all ranks, for parameters of any placement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.errors import ConfigError
+from shardwise.models import torch_words
+from shardwise.models.view import canonical, few, local_tensor
+
+
+def clip_gradients(
+    parameters: Sequence[nn.Parameter], max_norm: float, *, group: dist.ProcessGroup | None = None
+) -> float:
+    """Scale gradients down to a global 2-norm of at most ``max_norm``; return the norm before.
+
+    Parameters may be whole, sharded, or on several meshes: each rank adds its share of the squares, and one sum
+    over all ranks counts every element once, so the norm is equal on all ranks. Gradients whose norm is not finite
+    are left as they are.
+
+    Collective: yes, over ``group`` (default: all ranks), once.
+    """
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    found = [(parameter, _own_gradient(parameter)) for parameter in parameters if parameter.grad is not None]
+    total = torch.zeros((), dtype=torch.float64, device=found[0][1].device if found else None)
+    for parameter, gradient in found:
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        total += (norm.double().square() / _copies(parameter, ranks)).to(total.device)
+    if ranks > 1:
+        total = total.to(torch_words.object_device(group))
+        dist.all_reduce(total, group=group)
+    norm = math.sqrt(square) if math.isfinite(square := total.item()) else square
+    if math.isfinite(norm) and norm + _TINY > max_norm:
+        torch_words.multiply([gradient for _, gradient in found], max_norm / (norm + _TINY))
+    return norm
+
+
+_TINY = 1e-6
+"""What torch adds to a norm before it divides by it."""
+
+
+def _copies(parameter: nn.Parameter, ranks: int) -> float:
+    """Number of ranks that hold each element of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return ranks
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return ranks / math.prod(size for size, place in sizes if torch_words.splitting_dim(place) is not None)
+
+
+def _own_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's gradient, placed as its parameter: tensor parallelism leaves some partial, to be summed later."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements):
+        assert isinstance(parameter, DTensor)
+        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+    assert gradient is not None
+    return local_tensor(gradient)
+
+
+def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give whole parameters of a sharded model the mean gradient of all ranks, as sharded ones have it.
+
+    To be called once the parameters are materialised (the hooks belong to the parameter objects); again does no
+    harm. Afterwards every backward pass is a collective for each of them that is trained, except where FSDP2 has
+    been told not to exchange gradients (``set_requires_gradient_sync(False)``): they add up on each rank then,
+    until it does.
+    """
+    average = Averaging(mesh, torch_words.exchanges_gradients(model))
+    for parameter in model.parameters():
+        is_alone = parameter.requires_grad and parameter.numel() and not isinstance(parameter, DTensor)
+        if is_alone and not is_averaged(parameter):
+            parameter.register_post_accumulate_grad_hook(average)
+
+
+class Averaging:
+    """A hook that averages a gradient over all ranks of a mesh.
+
+    What an earlier pass has averaged is the same on every rank, and so is its mean: a gradient that is added to it
+    may be averaged together with it.
+    """
+
+    def __init__(self, mesh: DeviceMesh, exchanges: Callable[[], bool]) -> None:
+        self.mesh = mesh
+        self.exchanges = exchanges
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and self.exchanges():
+            for group in self.mesh.get_all_groups():
+                dist.all_reduce(parameter.grad, group=group)
+            parameter.grad.div_(self.mesh.size())
+
+
+def is_averaged(parameter: nn.Parameter) -> bool:
+    """Whether :func:`average_replicated_gradients` takes care of a parameter's gradient."""
+    return any(isinstance(hook, Averaging) for hook in torch_words.gradient_hooks(parameter))
+
+
+def require_synchronised(model: nn.Module, ranks: int) -> None:
+    """Refuse trained parameters whose gradients the ranks would keep to themselves.
+
+    Accepted are those that ``fully_shard`` (or another user of DTensors) has spread over all ranks, whole ones that
+    :func:`average_replicated_gradients` looks after, and those in torch's
+    DistributedDataParallel.
+
+    Collective: no; the same on every rank where models are.
+
+    Args:
+        model: sharded or in DistributedDataParallel.
+        ranks: that train together.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    if ranks == 1:
+        return
+    cared_for = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, DistributedDataParallel)
+        for parameter in module.parameters()
+    }
+    alone: list[str] = []
+    elsewhere: list[str] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or not parameter.numel() or parameter in cared_for:
+            continue
+        if isinstance(parameter, DTensor):
+            if parameter.device_mesh.size() < ranks:
+                elsewhere.append(canonical(name))
+        elif not is_averaged(parameter):
+            alone.append(canonical(name))
+    if alone:
+        raise ConfigError(
+            f"{few(alone)}: trained, but neither sharded nor averaged over the {ranks} ranks, so that each rank "
+            "would train its own. Add them before the model is sharded, call shardwise.models.gradients."
+            "average_replicated_gradients(model, mesh) after adding them, or freeze them."
+        )
+    if elsewhere:
+        raise ConfigError(
+            f"{few(elsewhere)}: trained on a mesh that has not all of the {ranks} ranks. Shard the model on a "
+            "mesh of all ranks, with an axis for replicas."
+        )

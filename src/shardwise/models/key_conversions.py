@@ -1,0 +1,471 @@
+"""From checkpoint keys to expressions: transformers' renames and conversions, run on recorded tensors.
+
+The order of steps is that of transformers' own loader (``convert_and_load_state_dict_in_model``): keys in natural
+order, all renames, at most one converter, the retry for keys that already are the model's, the base-model prefix.
+What differs: nothing is decided silently. Two keys for one tensor, gaps in a list of experts, and conversions that
+fail are reported.
+
+[Note: Memo] A model has a few kinds of layers, repeated many times. A converter is traced once for each
+combination of converter, name with the numbers masked, and source shapes; equal layers get the same expression
+with their own keys in it. The shapes of the outcome are compared with the model's, and a layer that does not fit
+is traced by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.conversion import (
+    Bindings,
+    Computed,
+    Expression,
+    Stored,
+    WholeOperation,
+    computes,
+    concat,
+    key_of,
+    permute,
+    reshape,
+    slice_dim,
+    stack,
+    substitute,
+)
+from shardwise.layout import ModelLayout
+from shardwise.models import pretrained
+from shardwise.models.pretrained import base_model_prefix
+from shardwise.models.torch_words import from_torch, to_torch, without_data
+from shardwise.tensors import numel
+
+_NUMBER = re.compile(r"(\d+)")
+
+_COMPUTING_FACTOR = 2
+"""Memory of a conversion that computes, over the bytes of its inputs: these, and what it makes of them."""
+
+
+@dataclass
+class Conversion:
+    """A converter, the first tensor it makes, and the keys it makes it of, by source pattern."""
+
+    target: str
+    converter: Any
+    sources: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> list[str]:
+        return [key for keys in self.sources.values() for key in keys]
+
+    @property
+    def label(self) -> str:
+        """The operations, for messages."""
+        return " → ".join(type(operation).__name__ for operation in self.converter.operations)
+
+    @property
+    def targets(self) -> list[str]:
+        """The names it would make, as far as they follow from the first."""
+        first, *_ = patterns = self.converter.target_patterns
+        return [self.target.replace(first, pattern) for pattern in patterns]
+
+
+@dataclass
+class Assignment:
+    """Where each key goes: ``plain`` maps model names to keys, ``conversions`` first targets to conversions."""
+
+    plain: dict[str, list[str]] = field(default_factory=dict)
+    conversions: dict[str, Conversion] = field(default_factory=dict)
+    unmatched: dict[str, str] = field(default_factory=dict)
+
+
+def assign_keys(
+    model: nn.Module, keys: Sequence[str], names: Mapping[str, object], transforms: Sequence[Any]
+) -> Assignment:
+    """Apply the renames to every key; ``names`` are the tensors the model saves."""
+    prefix = base_model_prefix(model)
+    renamings, converters = pretrained.split_transforms(transforms)
+    by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
+    result = Assignment()
+    for key in sorted(keys, key=pretrained.dot_natural_key):
+        name, pattern = pretrained.rename_source_key(key, renamings, converters, prefix, names)
+        if name not in names and key in names:
+            name, pattern = pretrained.rename_source_key(key, [], [], prefix, names)
+        if name not in names:
+            result.unmatched[key] = name
+        elif pattern is None:
+            result.plain.setdefault(name, []).append(key)
+        else:
+            conversion = result.conversions.setdefault(name, Conversion(name, by_pattern[pattern]))
+            conversion.sources.setdefault(pattern, []).append(key)
+    return result
+
+
+def bind(
+    model: nn.Module,
+    stored: Mapping[str, Expression],
+    layout: ModelLayout,
+    transforms: Sequence[Any],
+    dtype_of: Callable[[str], torch.dtype] | None = None,
+    spare: Mapping[str, Expression] = MappingProxyType({}),
+) -> Bindings:
+    """Every expression the checkpoint offers for the model's tensors, under ``transforms``.
+
+    ``stored`` are the checkpoint's tensors by key: leaves, or what is composed of leaves; ``spare`` are further
+    ones, which are taken where they lead to a tensor of the model, and passed over where not.
+    ``dtype_of`` tells the dtype in which a conversion that computes is to run, by the first tensor it makes; the
+    default is that tensor's dtype in ``layout``.
+    """
+    names = {name: tensor for tensor in layout.saved() for name in tensor.names}
+    # Conversions are traced on tensors as they are known by key, and what these are composed of is put in
+    # afterwards.
+    leaves = {key: _known_by(key, item) for key, item in stored.items()}
+    composed = {key for key, item in stored.items() if key_of(item) is None}
+    assignment = assign_keys(model, list(stored), names, transforms)
+    ends = {name.rpartition(".")[2] for name in names}
+    if wanted := [key for key in spare if key.rpartition(".")[2] in ends]:
+        stored = {**stored, **spare}
+        for name, keys in assign_keys(model, wanted, names, transforms).plain.items():
+            assignment.plain.setdefault(name, []).extend(keys)
+    offers = {name: [stored[key] for key in keys] for name, keys in assignment.plain.items()}
+    leaders = {name: name for name in assignment.plain}
+    unmatched = dict(assignment.unmatched)
+    faults: dict[str, list[str]] = {}
+    tracer = _Tracer(model, layout, leaves, dtype_of or (lambda name: to_torch(layout.by_name[name].dtype)))
+    for conversion in assignment.conversions.values():
+        try:
+            made = _made(tracer, conversion)
+        except _ConversionFault as fault:
+            faults[str(fault)] = conversion.targets
+            continue
+        for name, expression in made.items():
+            if name in names:
+                is_composed = not composed.isdisjoint(conversion.keys)
+                offers.setdefault(name, []).append(substitute(expression, stored) if is_composed else expression)
+                leaders[name] = conversion.target
+            else:
+                unmatched.update(dict.fromkeys(conversion.keys, name))
+    return Bindings(
+        offers={name: tuple(found) for name, found in offers.items()},
+        leaders=leaders,
+        unmatched=unmatched,
+        faults=faults,
+        strays={name: stored[key] for key, name in assignment.unmatched.items()},
+    )
+
+
+class _ConversionFault(Exception):
+    """Why a conversion cannot be made of this checkpoint, in a sentence."""
+
+
+def _made(tracer: _Tracer, conversion: Conversion) -> dict[str, Expression]:
+    """What a conversion makes, by name.
+
+    Raises:
+        _ConversionFault: keys are absent, or the converter raised whatever it did: told with all other faults.
+    """
+    if gap := _index_gap(conversion):
+        raise _ConversionFault(gap)
+    try:
+        return tracer.trace(conversion)
+    except Exception as error:
+        keys = conversion.keys
+        several = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        what = f"{conversion.target} from {keys[0]}{several} by {conversion.label}"
+        raise _ConversionFault(f"{what}: {error}") from error
+
+
+def _known_by(key: str, item: Expression) -> Stored:
+    return Stored(key, item.shape, item.dtype)
+
+
+def _index_gap(conversion: Conversion) -> str | None:
+    """A sentence when the keys of a list (experts, say) are not numbered 0, 1, 2, ... without gaps."""
+    for keys in conversion.sources.values():
+        if len(keys) < 2:
+            continue
+        columns = list(zip(*(_NUMBER.split(key) for key in keys), strict=False))
+        varying = [column for column in columns if len(set(column)) > 1]
+        if len(varying) != 1 or not all(token.isdigit() for token in varying[0]):
+            continue
+        found = sorted(int(token) for token in varying[0])
+        wanted = range(len(found))
+        if found != list(wanted):
+            absent = sorted(set(range(found[-1] + 1)) - set(found))
+            return f"{conversion.target}: its sources, such as {keys[0]}, are numbered with gaps: {absent} absent"
+    return None
+
+
+class _Tracer:
+    """Runs converters on recorded tensors, once for equal layers (see [Note: Memo])."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        stored: Mapping[str, Stored],
+        dtype_of: Callable[[str], torch.dtype],
+    ) -> None:
+        self.facade = ModelFacade(model, layout)
+        self.layout = layout
+        self.dtype_of = dtype_of
+        self.stored = stored
+        self.memo: dict[object, tuple[dict[str, Expression], Conversion]] = {}
+
+    def trace(self, conversion: Conversion) -> dict[str, Expression]:
+        shapes = tuple(
+            (pattern, tuple((self.stored[key].shape, self.stored[key].dtype) for key in keys))
+            for pattern, keys in conversion.sources.items()
+        )
+        mask = (id(conversion.converter), _NUMBER.sub("#", conversion.target), shapes)
+        if mask in self.memo:
+            made = self.reuse(*self.memo[mask], conversion)
+            if made is not None and all(self.fits(name, item) for name, item in made.items()):
+                return made
+        made = self.trace_afresh(conversion)
+        if not any(map(computes, made.values())):
+            self.memo[mask] = (made, conversion)
+        return made
+
+    def fits(self, name: str, expression: Expression) -> bool:
+        tensor = self.layout.by_name.get(name)
+        return tensor is not None and tensor.shape == expression.shape
+
+    def reuse(
+        self, made: dict[str, Expression], first: Conversion, conversion: Conversion
+    ) -> dict[str, Expression] | None:
+        leaves = {old: self.stored[new] for old, new in zip(first.keys, conversion.keys, strict=True)}
+        here = conversion.target.split(".")
+        renamed: dict[str, Expression] = {}
+        for name, expression in made.items():
+            parts, origin = name.split("."), first.target.split(".")
+            common = next((i for i, (a, b) in enumerate(zip(parts, origin, strict=False)) if a != b), len(parts))
+            renamed[".".join(here[:common] + parts[common:])] = substitute(expression, leaves)
+        return renamed if len(renamed) == len(made) else None
+
+    def trace_afresh(self, conversion: Conversion) -> dict[str, Expression]:
+
+        dtype = self.dtype_of(conversion.target)
+        try:
+            made = self.run(conversion, lambda key: Recorded(self.stored[key], dtype))
+            computed = next((name for name, item in made.items() if not isinstance(item, Recorded)), None)
+            if computed is not None:
+                raise NotStructural(f"{computed} is computed")
+            return {name: item.expression for name, item in made.items()}
+        except NotStructural:
+            return self.computed(conversion, dtype)
+
+    def run(self, conversion: Conversion, tensor_of: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+        sources = {pattern: [tensor_of(key) for key in keys] for pattern, keys in conversion.sources.items()}
+        return pretrained.convert(conversion.converter, conversion.target, sources, self.facade)
+
+    def computed(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, Expression]:
+        """The converter as one node that computes: shapes from a run on meta tensors, values when executed."""
+        keys = conversion.keys
+        shapes = self.run(conversion, lambda key: torch.empty(self.stored[key].shape, dtype=dtype, device="meta"))
+
+        def function(inputs: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            values = dict(zip(keys, inputs, strict=True))
+            return self.run(conversion, lambda key: values[key].to(dtype))
+
+        inputs = tuple(self.stored[key] for key in keys)
+        outputs = {name: tuple(tensor.shape) for name, tensor in shapes.items()}
+        nbytes = sum(numel(item.shape) * item.dtype.itemsize for item in inputs)
+        operation = WholeOperation(
+            conversion.label, tuple(item.shape for item in inputs), outputs, function, _COMPUTING_FACTOR * nbytes
+        )
+        made = from_torch(dtype, conversion.target)
+        return {name: Computed(operation, name, shape, made, inputs) for name, shape in outputs.items()}
+
+
+class ModelFacade:
+    """What converters may ask of a model: shapes by canonical name, whatever wraps or shards the model."""
+
+    def __init__(self, model: nn.Module, layout: ModelLayout) -> None:
+        self._model = model
+        self._layout = layout
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        tensor = self._layout.by_name.get(name)
+        if tensor is None:
+            raise AttributeError(f"the model has no parameter {name}")
+        return torch.empty(tensor.shape, dtype=to_torch(tensor.dtype), device="meta")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+aten = torch.ops.aten
+
+
+class NotStructural(Exception):
+    """An operation computes values, or reads them, instead of moving elements."""
+
+
+class Recorded(torch.Tensor):
+    """A tensor without data that stands for an expression over stored tensors."""
+
+    expression: Expression
+
+    @staticmethod
+    def __new__(cls, expression: Expression, dtype: torch.dtype) -> Recorded:
+        made: Recorded = without_data(cls, expression.shape, dtype)
+        made.expression = expression
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Recorded({self.expression})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise NotStructural(f"{func}")
+        return handler(*args, **(kwargs or {}))
+
+
+def _same(tensor: Recorded, expression: Expression) -> Recorded:
+    return Recorded(expression, tensor.dtype)
+
+
+def _keep(tensor: Recorded, **_: Any) -> Recorded:
+    return _same(tensor, tensor.expression)
+
+
+def _to_copy(tensor: Recorded, *, dtype: torch.dtype | None = None, **_: Any) -> Recorded:
+    if dtype is not None and dtype != tensor.dtype:
+        raise NotStructural(f"a cast from {tensor.dtype} to {dtype}")
+    return _keep(tensor)
+
+
+def _view(tensor: Recorded, size: Sequence[int], **_: Any) -> Recorded:
+    sizes = list(size)
+    if -1 in sizes:
+        known = -numel(sizes)
+        if known == 0:
+            raise NotStructural("a reshape of an empty tensor with an unknown size")
+        sizes[sizes.index(-1)] = tensor.numel() // known
+    return _same(tensor, reshape(tensor.expression, sizes))
+
+
+def _unsqueeze(tensor: Recorded, dim: int) -> Recorded:
+    shape = list(tensor.shape)
+    shape.insert(dim + tensor.ndim + 1 if dim < 0 else dim, 1)
+    return _same(tensor, reshape(tensor.expression, shape))
+
+
+def _squeeze(tensor: Recorded, dims: int | Sequence[int] | None = None) -> Recorded:
+    chosen = range(tensor.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
+    gone = {_dim(tensor, dim) for dim in chosen if tensor.shape[dim] == 1}
+    return _same(tensor, reshape(tensor.expression, [size for d, size in enumerate(tensor.shape) if d not in gone]))
+
+
+def _permute(tensor: Recorded, dims: Sequence[int]) -> Recorded:
+    return _same(tensor, permute(tensor.expression, [_dim(tensor, dim) for dim in dims]))
+
+
+def _transpose(tensor: Recorded, dim0: int, dim1: int) -> Recorded:
+    dims = list(range(tensor.ndim))
+    first, second = _dim(tensor, dim0), _dim(tensor, dim1)
+    dims[first], dims[second] = second, first
+    return _permute(tensor, dims)
+
+
+def _t(tensor: Recorded) -> Recorded:
+    return _keep(tensor) if tensor.ndim < 2 else _transpose(tensor, 0, 1)
+
+
+def _slice(
+    tensor: Recorded, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Recorded:
+    dim = _dim(tensor, dim)
+    first, last, _ = slice(start, end).indices(tensor.shape[dim])
+    size = max(0, -(-(last - first) // step))
+    return _same(tensor, slice_dim(tensor.expression, dim, first if size else 0, size, step))
+
+
+def _select(tensor: Recorded, dim: int, index: int) -> Recorded:
+    dim = _dim(tensor, dim)
+    index = index + tensor.shape[dim] if index < 0 else index
+    return _squeeze(_same(tensor, slice_dim(tensor.expression, dim, index, 1)), dim)
+
+
+def _unbind(tensor: Recorded, dim: int = 0) -> list[Recorded]:
+    return [_select(tensor, dim, index) for index in range(tensor.shape[dim])]
+
+
+def _split_with_sizes(tensor: Recorded, sizes: Sequence[int], dim: int = 0) -> list[Recorded]:
+    dim = _dim(tensor, dim)
+    parts: list[Recorded] = []
+    start = 0
+    for size in sizes:
+        parts.append(_same(tensor, slice_dim(tensor.expression, dim, start, size)))
+        start += size
+    return parts
+
+
+def _split(tensor: Recorded, size: int, dim: int = 0) -> list[Recorded]:
+    total = tensor.shape[dim]
+    sizes = [min(size, total - start) for start in range(0, total, size)] or [0]
+    return _split_with_sizes(tensor, sizes, dim)
+
+
+def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Recorded:
+    recorded = _all_recorded(tensors)
+    return _same(recorded[0], concat([item.expression for item in recorded], _dim(recorded[0], dim)))
+
+
+def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Recorded:
+    recorded = _all_recorded(tensors)
+    dim = dim + recorded[0].ndim + 1 if dim < 0 else dim
+    return _same(recorded[0], stack([item.expression for item in recorded], dim))
+
+
+def _all_recorded(tensors: Sequence[torch.Tensor]) -> list[Recorded]:
+    recorded = [item for item in tensors if isinstance(item, Recorded)]
+    if len(recorded) != len(tensors):
+        raise NotStructural("stored elements joined with computed ones")
+    if len({item.dtype for item in recorded}) > 1:
+        raise NotStructural("tensors of different dtypes joined")
+    return recorded
+
+
+def _dim(tensor: torch.Tensor, dim: int) -> int:
+    return dim + tensor.ndim if dim < 0 else dim
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.alias.default: _keep,
+    aten.clone.default: _keep,
+    aten.detach.default: _keep,
+    aten.contiguous.default: _keep,
+    aten.lift_fresh.default: _keep,
+    aten._to_copy.default: _to_copy,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.reshape.default: _view,
+    aten._reshape_alias.default: lambda tensor, size, stride: _view(tensor, size),
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten.permute.default: _permute,
+    aten.transpose.int: _transpose,
+    aten.t.default: _t,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.unbind.int: _unbind,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+}

@@ -1,0 +1,213 @@
+"""The state of optimizers by the names of parameters: what they hold written out, and what is given read.
+
+The layout is that of ``torch.distributed.checkpoint.state_dict``: ``{"state": {fqn: {entry: value}},
+"param_groups": [{"params": [fqn, ...], "lr": ...}, ...]}``, the groups of several optimizers one after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import ConfigError, CoverageError
+from shardwise.models.rebind import Bound, Key, Scalar, label
+from shardwise.models.view import canonical
+
+
+def labelled(bounds: Sequence[Bound]) -> dict[str, Key]:
+    """All that optimizers hold of parameters: tensors of their shape, and the rest."""
+    return {key.label: key for bound in bounds for key in [*bound.scalars, *bound.tensors]}
+
+
+def written_out(bounds: Sequence[Bound], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of optimizers as a dict, with these values by label. Settings of groups are copies."""
+    state: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    for bound in bounds:
+        for key in [*bound.scalars, *bound.tensors]:
+            state.setdefault(key.parameter, {})[key.entry] = values[key.label]
+        state |= {name: {} for name in bound.unused}
+        for names, group in zip(bound.groups, bound.optimizer.param_groups, strict=True):
+            settings = {name: copied(value) for name, value in group.items() if name != "params"}
+            if "param_names" in settings:
+                settings["param_names"] = [canonical(name) for name in settings["param_names"]]
+            groups.append({"params": list(names), **settings})
+    return {"state": state, "param_groups": groups}
+
+
+def copied(value: Any) -> Any:
+    """A value of its own, on the CPU where it is a tensor."""
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+@dataclass(slots=True)
+class Given:
+    """A state as one rank gives it, by the first names of the parameters.
+
+    Attributes:
+        groups: parameters, by group.
+        settings: of each group.
+        tensors: state that is brought to where it belongs, by label.
+        scalars: the rest of the state, by label.
+        keys: (parameter, entry), by label.
+    """
+
+    groups: list[list[str]] = field(default_factory=list)
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, Scalar] = field(default_factory=dict)
+    keys: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.groups or self.keys)
+
+
+def read(
+    state: Mapping[str, Any] | None, first_names: Mapping[str, str], shapes: Mapping[str, torch.Size]
+) -> Given:
+    """Take a state apart. ``first_names`` has those of all names of a parameter, ``shapes`` is by first name.
+
+    Raises:
+        ConfigError: it has another layout, or holds what cannot be set.
+    """
+    given = Given()
+    whole: object = state or {}
+    if not isinstance(whole, Mapping) or (whole and not _is_laid_out(whole)):
+        raise ConfigError(
+            "the state of optimizers is {'state': {name: {...}}, 'param_groups': [{'params': [name, ...], ...}]}, "
+            "as optimizer_state() and torch.distributed.checkpoint.state_dict make it, or None on a rank without"
+        )
+    for group in whole.get("param_groups", ()):
+        names = group["params"]
+        if not all(isinstance(name, str) for name in names):
+            raise ConfigError(
+                "the state of optimizers has numbers in place of parameters' names, as optimizer.state_dict() "
+                "makes it; take optimizer_state(model, optimizer)"
+            )
+        given.groups.append([first_names.get(canonical(name), canonical(name)) for name in names])
+        given.settings.append({key: copied(value) for key, value in group.items() if key not in _NAMES})
+    for name, entries in whole.get("state", {}).items():
+        plain = first_names.get(canonical(name), canonical(name))
+        for entry, value in entries.items():
+            _sort_in(given, plain, str(entry), value, shapes.get(plain))
+    return given
+
+
+ParameterOrder: TypeAlias = Literal["name", "position"]
+"""Key of a parameter in an optimizer's state: its name, or its number in ``optimizer.state_dict()``.
+
+By position, groups must be as large as those now, and values have the shapes of their parameters. That parameters
+of one shape have not changed places is for the caller to know.
+"""
+
+
+def with_names(
+    state: Mapping[str, Any],
+    groups: Sequence[Sequence[str]],
+    shapes: Mapping[str, torch.Size],
+    order: ParameterOrder,
+) -> dict[str | int, str]:
+    """The parameters of a state by the numbers that it has for them; nothing where it has names.
+
+    ``groups`` are the present parameters, ``shapes`` theirs.
+
+    Raises:
+        ConfigError: numbers have no names, and it is not known which they are.
+        CoverageError: groups or shapes are not those of the present parameters.
+    """
+    given = [group for group in state.get("param_groups", ()) if isinstance(group, Mapping)]
+    numbers = [list(group.get("params", ())) for group in given]
+    if not any(isinstance(number, int) for members in numbers for number in members):
+        return {}
+    names = _names_in_order(given, numbers, groups, order)
+    found = {
+        number: name
+        for members, own in zip(numbers, names, strict=True)
+        for number, name in zip(members, own, strict=True)
+    }
+    _require_shapes(state, found, shapes)
+    return found
+
+
+def _names_in_order(
+    given: Sequence[Mapping[str, Any]],
+    numbers: Sequence[Sequence[str | int]],
+    groups: Sequence[Sequence[str]],
+    order: ParameterOrder,
+) -> list[list[str]]:
+    """The names of the parameters of each given group, which has these numbers for them."""
+    named = [group.get("param_names") for group in given]
+    if all(isinstance(names, list) and len(names) == len(own) for names, own in zip(named, numbers, strict=True)):
+        return [[canonical(str(name)) for name in group or ()] for group in named]
+    if order != "position":
+        raise ConfigError(
+            "the state has numbers in place of parameters' names, as optimizer.state_dict() makes it, and does not "
+            "say which parameters they are; if the optimizer was made just as this one, pass order='position'; "
+            "optimizers made of model.named_parameters() keep the names"
+        )
+    sizes, wanted = [len(members) for members in numbers], [len(members) for members in groups]
+    if sizes != wanted:
+        raise CoverageError(
+            f"the state has groups of {sizes} parameters, by number, and the optimizer of {wanted}; make the "
+            "optimizer as it was made when the state was saved"
+        )
+    return [list(members) for members in groups]
+
+
+def _require_shapes(
+    state: Mapping[str, Any], names: Mapping[str | int, str], shapes: Mapping[str, torch.Size]
+) -> None:
+    """Values have the shapes of the parameters that they would belong to, by these names of numbers."""
+    for number, entries in state.get("state", {}).items():
+        name = names.get(int(number) if str(number).isdigit() else number, "")
+        for entry, value in entries.items():
+            is_tensor = isinstance(value, torch.Tensor) and value.numel() != 1
+            if is_tensor and name in shapes and value.shape != shapes[name]:
+                raise CoverageError(
+                    f"{entry} of parameter {number} has shape {tuple(value.shape)} in the state, and {name}, which "
+                    f"is in its place, {tuple(shapes[name])}; make the optimizer as it was made when the state was "
+                    "saved"
+                )
+
+
+def _is_laid_out(whole: Mapping[str, Any]) -> bool:
+    values, groups = whole.get("state"), whole.get("param_groups")
+    return (
+        isinstance(values, Mapping)
+        and all(isinstance(entries, Mapping) for entries in values.values())
+        and isinstance(groups, (list, tuple))
+        and all(isinstance(group, Mapping) and "params" in group for group in groups)
+    )
+
+
+_NAMES = ("params", "param_names")
+
+
+def _sort_in(given: Given, parameter: str, entry: str, value: Any, shape: torch.Size | None) -> None:
+    name = label(parameter, entry)
+    given.keys[name] = parameter, entry
+    is_tensor = isinstance(value, torch.Tensor)
+    # One number may be a tensor of its parameter's shape.
+    if is_tensor and (isinstance(value, DTensor) or value.numel() != 1 or (value.ndim and value.shape == shape)):
+        given.tensors[name] = value
+    elif is_tensor:
+        given.scalars[name] = copied(value)
+    elif value is None or isinstance(value, (int, float, str)):
+        given.scalars[name] = value
+    else:
+        raise ConfigError(f"{name} in the state is a {type(value).__name__}; only tensors and numbers can be set")
+
+
+def set_group(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Give a parameter group its settings. A tensor among them, which kernels may know, stays the same one."""
+    for name, value in settings.items():
+        present = group.get(name)
+        if isinstance(present, torch.Tensor):
+            present.copy_(torch.as_tensor(value))
+        else:
+            group[name] = copied(value)

@@ -1,1 +1,0 @@
-"""What optimizers keep, as data, and bound to other parameters."""

@@ -1,0 +1,362 @@
+"""Optimizers of a model whose parameters are replaced: what they hold, as data, and binding them again.
+
+Everything goes by the identity of parameters. (Addresses of memory, by which others do it, are all 0 on meta.)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.errors import ConfigError, CoverageError, PlacementError
+from shardwise.models.torch_words import splitting_dim
+from shardwise.models.view import Held, local_tensor
+
+Scalar: TypeAlias = torch.Tensor | int | float | bool | str | None
+"""What an optimizer keeps of a parameter beside tensors of its shape: counts of steps, mostly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One value of an optimizer's state."""
+
+    optimizer: int
+    """Position among the optimizers given."""
+    parameter: str
+    entry: str
+
+    @property
+    def label(self) -> str:
+        """Told from all others, as long as a parameter is in one optimizer only."""
+        return label(self.parameter, self.entry)
+
+    def __str__(self) -> str:
+        return f"{self.label} of optimizer {self.optimizer}"
+
+
+def label(parameter: str, entry: str) -> str:
+    """What a value of state is called."""
+    return f"{parameter}: {entry}"
+
+
+@dataclass(slots=True)
+class Bound:
+    """An optimizer and what it holds, by the names of the parameters.
+
+    Attributes:
+        groups: FQNs, by parameter group.
+        tensors: state of a parameter's shape, and DTensors of any.
+        reduced: state that belongs to this rank (see :mod:`~shardwise.models.rebind`).
+        scalars: the rest of the state.
+        unused: parameters whose state is an empty dict.
+    """
+
+    optimizer: Optimizer
+    index: int
+    groups: list[list[str]]
+    tensors: dict[Key, torch.Tensor]
+    scalars: dict[Key, Scalar]
+    unused: list[str]
+    reduced: dict[Key, torch.Tensor] = field(default_factory=dict)
+
+    def description(self) -> list[str]:
+        """What must be the same on every rank: the class, and each group's parameters and settings."""
+        lines = [type(self.optimizer).__name__]
+        for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            settings = {key: _plain(value) for key, value in sorted(group.items()) if key != "params"}
+            lines += [f"{settings}", *names]
+        return lines
+
+    def unbind(self) -> None:
+        """Let go of the parameters and of the state, so that their memory can be freed."""
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        self.optimizer.state.clear()
+        self.tensors = {}
+        self.reduced = {}
+
+    def rebind(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        tensors: Mapping[Key, torch.Tensor],
+        scalars: Mapping[Key, Scalar],
+    ) -> None:
+        """Take the parameters of these names, with this state. Groups keep their settings and their order."""
+        on_device = {
+            name
+            for names, group in zip(self.groups, self.optimizer.param_groups, strict=True)
+            for name in names
+            if group.get("capturable") or group.get("fused")
+        }
+        for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            group["params"] = [parameters[name] for name in names]
+        for name in self.unused:
+            self.optimizer.state[parameters[name]] = {}
+        for key, value in [*tensors.items(), *scalars.items()]:
+            if key.optimizer == self.index:
+                parameter = parameters[key.parameter]
+                state = self.optimizer.state.setdefault(parameter, {})
+                if isinstance(value, torch.Tensor) and key in scalars:
+                    value = _settled(value, key, parameter, is_read_by_kernels=key.parameter in on_device)
+                state[key.entry] = value
+
+    def count(self) -> tuple[int, int]:
+        """How many parameters it holds, and values of state."""
+        return sum(map(len, self.groups)), sum(map(len, self.optimizer.state.values()))
+
+
+def state_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for state of a parameter's shape, sharded as the parameter is."""
+    return torch.empty_like(parameter.detach(), dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def look_at(
+    optimizers: Sequence[Optimizer],
+    held: Sequence[Held],
+    way_out: str = "make the optimizer after sharding, or before its first step",
+    *,
+    by_rank: bool = False,
+) -> list[Bound]:
+    """What optimizers hold of a model.
+
+    Args:
+        optimizers: of the model.
+        held: what the model holds.
+        way_out: what to do about state that has no shards that follow the parameter's.
+        by_rank: whether reduced state is looked at, too: as that of this rank.
+
+    Raises:
+        ConfigError: for what is no optimizer.
+        PlacementError: for parameters that are not the model's or are in two groups, for optimizers that do not
+            step shards, and for state that cannot be sharded; all of it by name.
+    """
+    given: object = optimizers
+    if not isinstance(given, Sequence) or not all(isinstance(item, Optimizer) for item in optimizers):
+        raise ConfigError("optimizers is a sequence of torch optimizers: optimizers=(optimizer,)")
+    names = {item.tensor: item.fqn for item in held if isinstance(item.tensor, nn.Parameter)}
+    faults: list[str] = []
+    seen: dict[str, str] = {}
+    strange: list[str] = []
+    bounds = [
+        _look_at(optimizer, index, names, seen, faults, strange, by_rank=by_rank)
+        for index, optimizer in enumerate(optimizers)
+    ]
+    faults += [f"{sentence}; {way_out}" for sentence in strange]
+    if faults:
+        raise PlacementError("the optimizers cannot be bound to the model:\n  " + "\n  ".join(faults[:20]))
+    return bounds
+
+
+def _look_at(
+    optimizer: Optimizer,
+    index: int,
+    names: Mapping[nn.Parameter, str],
+    seen: dict[str, str],
+    faults: list[str],
+    strange: list[str],
+    *,
+    by_rank: bool,
+) -> Bound:
+    bound = Bound(optimizer, index, [], {}, {}, [])
+    why = why_whole(type(optimizer))
+    if why and any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
+        faults.append(why)
+    for number, group in enumerate(optimizer.param_groups):
+        members: list[str] = []
+        for position, parameter in enumerate(group["params"]):
+            place = f"group {number} of optimizer {index} ({type(optimizer).__name__})"
+            name = names.get(parameter)
+            if name is None:
+                called = group["param_names"][position] if "param_names" in group else f"number {position}"
+                faults.append(
+                    f"parameter {called}, {tuple(parameter.shape)}, in {place} is not the model's; make the "
+                    "optimizer of model.parameters(), and have nothing replace them"
+                )
+            elif name in seen:
+                faults.append(f"{name} is in {place} and in {seen[name]}; leave it in one of them")
+            else:
+                seen[name] = place
+                members.append(name)
+        bound.groups.append(members)
+    is_reduced = keeps_reduced(optimizer)
+    for parameter, state in optimizer.state.items():
+        name = names.get(parameter) if isinstance(parameter, nn.Parameter) else None
+        if name is None:
+            if state:
+                faults.append(f"optimizer {index} has state of what is no parameter of the model: {sorted(state)}")
+            continue
+        if not state:
+            bound.unused.append(name)
+        for entry, value in state.items():
+            key = Key(index, name, str(entry))
+            if not is_reduced or not isinstance(value, torch.Tensor) or not value.ndim:
+                _sort_in(bound, key, value, parameter, strange)
+            elif by_rank:
+                bound.reduced[key] = value
+            else:
+                strange.append(f"{key} is reduced (8-bit, 4-bit or factored), and is its rank's alone")
+    return bound
+
+
+def _sort_in(bound: Bound, key: Key, value: Any, parameter: torch.Tensor, strange: list[str]) -> None:
+    if isinstance(value, torch.Tensor):
+        if (value.shape == parameter.shape and value.ndim) or isinstance(value, DTensor):
+            bound.tensors[key] = value
+        elif value.numel() == 1:
+            bound.scalars[key] = value
+        else:
+            shapes = f"{key} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
+            strange.append(f"{shapes}: it has no shards that follow the parameter's")
+    elif value is None or isinstance(value, (int, float, str)):
+        bound.scalars[key] = value
+    else:
+        strange.append(f"{key} is a {type(value).__name__}, and nobody knows how that is sharded")
+
+
+def _settled(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_by_kernels: bool) -> torch.Tensor:
+    """A single number, where torch has it: steps on the host unless a kernel reads them, state by its parameter."""
+    if key.entry == "step":
+        return value.to(parameter.device) if is_read_by_kernels else value
+    if parameter.ndim == 0 and value.is_floating_point():
+        return value.to(parameter.device, parameter.dtype)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """A setting as something that compares between processes."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if not value.is_meta else "meta"
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (int, float, str)) else type(value).__name__
+
+
+_log = logging.getLogger(__name__)
+
+
+def _library(kind: type[Optimizer]) -> str:
+    """The library that a class, or one that it extends, comes from; "" where its state is not reduced."""
+    for each in kind.__mro__:
+        home = each.__module__.partition(".")[0]
+        if home in ("bitsandbytes", "torchao") or (
+            home in ("torch", "transformers") and each.__name__ == "Adafactor"
+        ):
+            return home
+    return ""
+
+
+def keeps_reduced(optimizer: Optimizer) -> bool:
+    """Return whether the moments of an optimizer belong to a rank, and not to a place in the parameter."""
+    return bool(_library(type(optimizer)))
+
+
+def why_whole(kind: type[Optimizer]) -> str | None:
+    """Return why a class cannot step sharded parameters, as an error says it; None for any that may."""
+    library = _library(kind)
+    if library in ("", "torchao"):
+        return None
+    whose = library + ("'" if library.endswith("s") else "'s")
+    return f"{whose} {kind.__name__}: steps whole tensors, not shards. Use torchao's AdamW8bit."
+
+
+def require_steps_shards(optimizers: Iterable[Optimizer]) -> None:
+    """Raise :class:`PlacementError` for optimizers whose parameters are not to be sharded."""
+    for optimizer in optimizers:
+        if why := why_whole(type(optimizer)):
+            raise PlacementError(why)
+
+
+def require_made_for_shards(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Check an optimizer that has been made of these parameters; warn of those that torchao keeps in 32 bits.
+
+    Collective: no; the same on every rank.
+
+    Raises:
+        PlacementError: it does not step shards, or (torchao's) not shards of several sizes.
+    """
+    sharded = {name: each for name, each in parameters.items() if isinstance(each, DTensor) and each.requires_grad}
+    if sharded:
+        require_steps_shards([optimizer])
+    if _library(type(optimizer)) != "torchao":
+        return
+    block: int = vars(optimizer)["block_size"]
+    whose = f"torchao's {type(optimizer).__name__}"
+    left = []
+    for name, each in sharded.items():
+        splits = [
+            (each.shape[dim], int(size))
+            for size, place in zip(each.device_mesh.shape, each.placements, strict=True)
+            if (dim := splitting_dim(place)) is not None
+        ]
+        numel = each.numel() // math.prod(count for _, count in splits)
+        if numel >= _LEAST and any(length % count for length, count in splits):
+            raise PlacementError(
+                f"{whose}: {name}, of shape {tuple(each.shape)}, is cut into shards of several sizes, and a "
+                "compiled step takes those of one size. Train on a number of ranks that divides it, or use AdamW."
+            )
+        if numel < _LEAST or numel % block:
+            left.append(name)
+    if left:
+        _log.warning(
+            "%s: keeps 32 bits of %d of %d parameters, such as %s, whose shards have fewer than %d elements or no "
+            "multiple of %d",
+            *(whose, len(left), len(sharded), left[0], _LEAST, block),
+        )
+
+
+_LEAST = 4096
+"""Elements of the smallest shard that torchao keeps in blocks."""
+
+
+def inner_tensors(value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the plain tensors that this rank's part of a value of state is made of, by name."""
+    local: Any = local_tensor(value)
+    if not hasattr(local, "__tensor_flatten__"):
+        return {"": local}
+    names, _ = local.__tensor_flatten__()
+    return {name: getattr(local, name) for name in names}
+
+
+def layout_of(parameters: Iterable[torch.Tensor]) -> list[str]:
+    """Return how parameters are sharded, in words that are equal on all ranks."""
+    return [
+        f"{each.device_mesh.mesh.tolist()} {each.placements}" if isinstance(each, DTensor) else "whole"
+        for each in parameters
+    ]
+
+
+def made_again(
+    optimizer: Any, parameter: torch.Tensor, entry: str, values: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return a value of state made from its inner tensors, in memory of the kind that the optimizer would have.
+
+    Raises:
+        CoverageError: the optimizer keeps other blocks.
+    """
+    plain = values.get("")
+    if _library(type(optimizer)) == "torchao":
+        made: torch.Tensor = optimizer._new_buffer(parameter.detach(), entry == "exp_avg")
+    elif plain is None:
+        raise CoverageError(f"{entry} was saved in another form than {type(optimizer).__name__} has. {_ANEW}")
+    elif getattr(optimizer, "is_paged", False) and plain.shape == parameter.shape:
+        made = optimizer.get_state_buffer(parameter, dtype=plain.dtype)
+    else:
+        made = torch.empty_like(plain, device=parameter.device)
+    for name, here in inner_tensors(made).items():
+        given = values.get(name)
+        is_alike = given is not None and (given.shape, given.dtype) == (here.shape, here.dtype)
+        if given is None or not is_alike or (name == "qmap" and not torch.equal(given, here.cpu())):
+            raise CoverageError(f"{entry} was saved in other blocks than {type(optimizer).__name__} keeps. {_ANEW}")
+        here.copy_(given)
+    return made
+
+
+_ANEW = "Make the optimizer as it was made when it was saved, or start it anew."

@@ -1,1 +1,0 @@
-"""Which modules become FSDP2 groups: policies, groups, wrapping, what accelerate's words mean."""

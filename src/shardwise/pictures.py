@@ -1,0 +1,367 @@
+"""Pictures of runs by matplotlib, and a page that has them, with tables of memory and seconds by rank and phase.
+
+The page needs nothing but a browser: pictures are in it, it has no script, and all text of a run is escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import importlib.util
+import io
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardwise.errors import ConfigError, StorageError
+from shardwise.observing.observer import Floats, PhaseSpan, RankRecord, RunRecord, read_run
+from shardwise.report.names import in_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INK = "#7d8590"
+"""Color of letters and lines: readable on white and on black, for backgrounds are transparent."""
+
+_STYLE: Any = {
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    "grid.color": INK,
+    "axes.grid": True,
+    "grid.alpha": 0.35,
+    "font.size": 9,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "figure.constrained_layout.use": True,
+    "figure.dpi": 110,
+    "savefig.transparent": True,
+    "text.parse_math": False,
+    "lines.linewidth": 1.2,
+    "axes.axisbelow": True,
+}
+_BANDS = ("#f59e0b", "#10b981", "#a855f7", "#72b7b2", "#e45756", "#9d755d")
+_AREAS = ("#3b82f6", "#60a5fa")
+_GIB = 2.0**20
+"""In KiB."""
+
+_MAX_LINES = 16
+_MAX_SPANS = 60
+_MAX_RANKS = 8
+_MAX_PHASES = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under a title."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class PageSection:
+    """A part of a page: pictures, as PNG by the names of their files, tables, and notes."""
+
+    title: str
+    pictures: Mapping[str, bytes]
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Values of ranks over time, in GiB, stacked, with spans of phases by name; for :func:`draw_panels`."""
+
+    title: str
+    seconds: Floats
+    layers: Sequence[Floats]
+    spans: Mapping[str, tuple[float, float]]
+
+
+def require_matplotlib() -> None:
+    """Raise ConfigError if matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("matplotlib, which draws, is not installed; pip install 'shardwise[report]'")
+
+
+def draw_report(runs: Sequence[Path], folder: Path, first: Sequence[PageSection] = ()) -> list[str]:
+    """Write ``report.html`` and PNGs of runs, after these sections; returns notes on what is missing.
+
+    Raises:
+        ShardwiseError: a folder is not of a run, matplotlib is not installed, or a file cannot be written.
+    """
+    require_matplotlib()
+    found = [read_run(run) for run in runs]
+    names = [_plain(run.path.resolve().name) for run in found]
+    labels = [name if names.count(name) == 1 else _plain(run.path) for name, run in zip(names, found, strict=True)]
+    labelled = dict(zip(labels, found, strict=True))
+    sections = [*first, *_compared(labelled)]
+    sections += [_of_run(label, run, number) for number, (label, run) in enumerate(labelled.items(), 1)]
+    _write(folder, ", ".join(labels), sections)
+    return [f"{section.title}: {note}" for section in sections for note in section.notes]
+
+
+def _write(folder: Path, title: str, sections: Sequence[PageSection]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for section in sections:
+            for name, data in section.pictures.items():
+                (folder / name).write_bytes(data)
+        (folder / "report.html").write_text(page_of(title, sections), "utf-8")
+    except OSError as error:
+        raise StorageError(f"{folder}: it cannot be written ({error.strerror or error}); make room") from error
+
+
+# Runs
+
+
+def _compared(runs: Mapping[str, RunRecord]) -> list[PageSection]:
+    """Return a section with the curves of trainings, and memory where several runs were observed."""
+    trainings = {
+        " ".join(filter(None, (label if len(runs) > 1 else "", name))) or "training": curves
+        for label, run in runs.items()
+        for name, curves in run.curves.items()
+    }
+    pictures = {}
+    for key, title in (("loss", "Loss"), ("learning_rate", "Learning rate"), ("grad_norm", "Gradient norm")):
+        lines = {name: curves[key] for name, curves in trainings.items() if key in curves}
+        if key == "loss":
+            lines |= {
+                f"{name}, evaluation": curves["eval_loss"]
+                for name, curves in trainings.items()
+                if "eval_loss" in curves
+            }
+        if lines:
+            pictures[f"{key}.png"] = _draw_lines(title, "step", "", lines)
+    observed = {label: _fullest(run.ranks)[0] for label, run in runs.items() if run.ranks}
+    if len(observed) > 1:
+        lines = {label: (rank.samples["t"], rank.host_kib / _GIB) for label, rank in observed.items()}
+        pictures["memory.png"] = _draw_lines("Host memory of the fullest rank", "seconds", "GiB", lines)
+    return [PageSection("Runs compared" if len(runs) > 1 else "Training", pictures)] if pictures else []
+
+
+def _of_run(label: str, run: RunRecord, number: int) -> PageSection:
+    """Return memory over time, and tables, of the ranks of a run."""
+    if not run.ranks:
+        return PageSection(label, {}, (), ["no rank was observed (shardwise.observe records memory and phases)"])
+    notes = [*run.notes]
+    ranks = _fullest(run.ranks)[:_MAX_LINES]
+    if len(ranks) < len(run.ranks):
+        notes.append(f"{len(ranks)} of {len(run.ranks)} ranks are drawn, those with most memory")
+    ranks.sort(key=lambda rank: rank.rank)
+    spans = [span for span in run.ranks[0].phases if len(span.path) == 1 and span.thread == 0]
+    longest = sorted(spans, key=lambda span: span.start - span.stop)[:_MAX_SPANS]
+    host = {f"rank {rank.rank}": (rank.samples["t"], rank.host_kib / _GIB) for rank in ranks}
+    pictures = {f"memory-{number}.png": _draw_lines("Host memory, own and shared", "seconds", "GiB", host, longest)}
+    if any(rank.peak_kib("used") for rank in ranks):
+        device = {f"rank {rank.rank}": (rank.samples["t"], rank.samples["allocated"] / _GIB) for rank in ranks}
+        pictures[f"accelerator-{number}.png"] = _draw_lines(
+            "Accelerator memory, in tensors", "seconds", "GiB", device, longest
+        )
+    return PageSection(label, pictures, [_ranks_table(run.ranks), _phases_table(run.ranks)], notes)
+
+
+def _fullest(ranks: Sequence[RankRecord]) -> list[RankRecord]:
+    """Return the ranks, those with most memory first."""
+    return sorted(ranks, key=lambda rank: -max(rank.peak_kib(), rank.peak_kib("allocated")))
+
+
+def _ranks_table(ranks: Sequence[RankRecord]) -> Table:
+    head = (
+        "rank",
+        "host",
+        "seconds",
+        "own and shared",
+        "peak",
+        "accelerator, in tensors",
+        "reserved",
+        "read",
+        "written",
+    )
+    names = ("", "peak", "allocated", "reserved", "read", "written")
+    rows = [
+        (str(rank.rank), rank.host, f"{rank.last_s:.1f}", *(_size(rank.peak_kib(name)) for name in names))
+        for rank in ranks
+    ]
+    return Table("Most by rank", head, rows)
+
+
+def _phases_table(ranks: Sequence[RankRecord]) -> Table:
+    """Return seconds and the most memory of each phase, of the ranks with most memory."""
+    shown = sorted(_fullest(ranks)[:_MAX_RANKS], key=lambda rank: rank.rank)
+    by_path: defaultdict[tuple[str, ...], dict[int, list[PhaseSpan]]] = defaultdict(dict)
+    for rank in shown:
+        for span in rank.phases:
+            by_path[span.path].setdefault(rank.rank, []).append(span)
+    rows = []
+    for path, by_rank in sorted(
+        by_path.items(), key=lambda item: min(spans[0].start for spans in item[1].values())
+    )[:_MAX_PHASES]:
+        times = max(len(spans) for spans in by_rank.values())
+        seconds = max(sum(span.stop - span.start for span in spans) for spans in by_rank.values())
+        cells = [_most_within(rank, by_rank.get(rank.rank, [])) for rank in shown]
+        rows.append((": ".join(path), str(times), f"{seconds:.2f}", *cells))
+    head = ("phase", "times", "seconds", *(f"rank {rank.rank}" for rank in shown))
+    return Table("Most memory by phase and rank, and seconds of the slowest rank", head, rows)
+
+
+def _most_within(rank: RankRecord, spans: Sequence[PhaseSpan]) -> str:
+    """Return the most memory that was sampled within spans, in words."""
+    t = rank.samples["t"]
+    edges = np.zeros(len(t) + 1)
+    np.add.at(edges, np.searchsorted(t, [span.start for span in spans]), 1)
+    np.add.at(edges, np.searchsorted(t, [span.stop for span in spans], side="right"), -1)
+    is_inside = np.cumsum(edges[:-1]) > 0
+    if not is_inside.any():
+        return ""
+    host, device = rank.host_kib[is_inside].max(), rank.samples["allocated"][is_inside].max()
+    return _size(host) + (f", accelerator {_size(device)}" if device else "")
+
+
+def _size(kib: float) -> str:
+    return in_bytes(int(kib) << 10)
+
+
+# Drawing
+
+
+@contextmanager
+def _figure(width: float, height: float) -> Iterator[tuple[Figure, io.BytesIO]]:
+    """Yield a figure, which is drawn into the buffer at the end of the block."""
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)  # drawn as a box
+        figure = Figure(figsize=(width, height))
+        yield figure, buffer
+        figure.savefig(buffer, format="png")
+
+
+def _draw_lines(
+    title: str,
+    x_title: str,
+    y_title: str,
+    lines: Mapping[str, tuple[Floats, Floats]],
+    spans: Sequence[PhaseSpan] = (),
+) -> bytes:
+    """Return a PNG with lines by name, and outer phases shaded."""
+    with _figure(9, 4.2) as (figure, buffer):
+        axes = figure.subplots()
+        axes.set(title=title, xlabel=x_title, ylabel=y_title)
+        colors = {
+            name: _BANDS[number % len(_BANDS)] for number, name in enumerate({span.path[0]: 0 for span in spans})
+        }
+        for name, color in colors.items():
+            mine = [(span.start, span.stop - span.start) for span in spans if span.path[0] == name]
+            axes.broken_barh(
+                mine,
+                (0, 1),
+                transform=axes.get_xaxis_transform(),
+                color=color,
+                alpha=0.2,
+                lw=0,
+                label=f" {_plain(name)}",
+            )
+        for name, (x, y) in lines.items():
+            axes.plot(x, y, label=f" {name}", marker="." if len(x) == 1 else "")
+        if y_title == "GiB":
+            axes.set_ylim(bottom=0)
+        if 1 < len(lines) + len(colors) <= 3 * _MAX_LINES:
+            figure.legend(loc="outside lower left", ncols=4)
+    return buffer.getvalue()
+
+
+def draw_panels(panels: Sequence[Panel], x_title: str = "seconds") -> bytes:
+    """Return a PNG with panels on one scale."""
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
+    with _figure(3.2 * across + 0.4, 2.5 * down + 0.5) as (figure, buffer):
+        every = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flatten()
+        names = [*dict.fromkeys(name for panel in panels for name in panel.spans)]
+        for number, (axes, panel) in enumerate(zip(every, panels, strict=False)):
+            shades = [_AREAS[place % 2] for place in range(len(panel.layers))]
+            axes.stackplot(panel.seconds, panel.layers, colors=shades, lw=0, zorder=2)
+            for name, (start, stop) in panel.spans.items():
+                label = name if number == 0 else None
+                axes.axvspan(start, stop, color=_BANDS[names.index(name)], alpha=0.2, lw=0, label=label)
+            axes.set_title(panel.title, fontsize=9)
+            axes.set(xlim=(0, None), ylim=(0, None))
+            axes.label_outer()
+        figure.supxlabel(x_title, fontsize=8)
+        figure.supylabel("GiB", fontsize=8)
+        for axes in every[len(panels) :]:
+            axes.set_visible(False)
+        figure.legend(loc="outside lower left", ncols=6)
+    return buffer.getvalue()
+
+
+# The page
+
+
+def _plain(text: object) -> str:
+    """Return text that can be encoded, on one line."""
+    return " ".join(str(text).encode("utf-8", "replace").decode().split())
+
+
+def page_of(title: str, sections: Sequence[PageSection]) -> str:
+    """Return a page of HTML that asks nobody for anything."""
+    parts = [f"<h1>{_escaped(title)}</h1>"]
+    for section in sections:
+        parts.append(f"<h2>{_escaped(section.title)}</h2>")
+        parts += [f"<p>{_escaped(note)}</p>" for note in section.notes]
+        for name, data in section.pictures.items():
+            encoded = base64.b64encode(data).decode()
+            parts.append(f'<img alt="{_escaped(name)}" src="data:image/png;base64,{encoded}">')
+        parts += [_table(table) for table in section.tables]
+    return _PAGE.format(title=_escaped(title), body="\n".join(parts))
+
+
+def _table(table: Table) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{_escaped(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    lines = [row(table.head, "th"), *(row(cells, "td") for cells in table.rows)]
+    return f'<h3>{_escaped(table.title)}</h3><div class="table"><table>{"".join(lines)}</table></div>'
+
+
+def _escaped(text: str) -> str:
+    return html.escape(_plain(text))
+
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 1100px; padding: 12px; }}
+h1, h2, p {{ overflow-wrap: anywhere; }}
+h1 {{ font-size: 1.4em; }}
+h2 {{ font-size: 1.15em; margin-top: 1.6em; }}
+h3 {{ font-size: 1em; }}
+p {{ color: #7d8590; }}
+img {{ display: block; max-width: 100%; height: auto; margin: 10px 0; }}
+.table {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-size: 0.9em; }}
+td, th {{ padding: 3px 10px 3px 0; text-align: left; border-bottom: 1px solid #7d859066; white-space: nowrap; }}
+</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""

@@ -1,1 +1,0 @@
-"""Pictures of runs: what is drawn is decided here, as values; Plotly and matplotlib draw it."""

@@ -1,0 +1,296 @@
+"""Forecast of memory and bytes read, from shapes and the mesh alone.
+
+Parameters, gradients and optimizer states are exact. The peak of a step is the largest of a few moments in FSDP2's
+order: the root is gathered and stays; a block is gathered while the buffer of its neighbor is still there;
+whole gradients of a group live until its reduce-scatter; activations are greatest when the loss is computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from shardwise.conversion import (
+    Expression,
+    stored_leaves,
+)
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.layout import Activations, Spread, TensorKind, TensorLayout, WorldLayout
+from shardwise.planning.load_memory import Homes, LoadSizes, bytes_per_element, is_sharded, local_numel
+from shardwise.planning.load_plan import LoadPlan
+from shardwise.report.forecast import GroupForecast, PhaseMemory, TrainingForecast
+from shardwise.report.reports import RankForecast
+from shardwise.tensors import DType, numel
+
+
+def forecast_ranks(plan: LoadPlan, world: WorldLayout, homes: Homes) -> tuple[RankForecast, ...]:
+    """Forecast of the load of ``plan`` on every rank of the mesh, each rank reading its own bytes."""
+    sizes = LoadSizes(plan, world.first.tensors, world.spreads)
+    at = [sizes.at(position, position, homes) for position in range(world.mesh.shard_size)]
+    found = ((rank, at[world.mesh.position(rank)]) for rank in range(world.mesh.ranks))
+    return tuple(
+        RankForecast(rank, s.shard_bytes, s.padded_bytes, s.device_bytes, s.host_bytes, s.read_bytes)
+        for rank, s in found
+    )
+
+
+def file_bytes(plan: LoadPlan, world: WorldLayout, index: CheckpointIndex) -> dict[str, int]:
+    """Bytes that all ranks together read of each file."""
+    found: dict[str, float] = dict.fromkeys(index.files, 0.0)
+    per_element = bytes_per_element(plan)
+    for name, read in plan.reads().items():
+        tensor = plan.layout.by_name[name]
+        copies = world.mesh.ranks // (world.mesh.shard_size if is_sharded(tensor) else 1)
+        files = Counter(_files_of(read.expression, index))
+        for file, count in files.items():
+            found[file] += per_element[name] * tensor.numel * copies * count / files.total()
+    return {file: round(nbytes) for file, nbytes in found.items() if nbytes}
+
+
+def _files_of(expression: Expression, index: CheckpointIndex) -> Iterable[str]:
+    """The file of each stored tensor; of one that is composed of entries, the first one's."""
+    for leaf in stored_leaves(expression):
+        entry = index.entries.get(leaf.key)
+        if entry is not None:
+            yield entry.file
+
+
+# Training
+
+
+def is_trained(tensor: TensorLayout) -> bool:
+    return tensor.kind is TensorKind.PARAMETER and tensor.requires_grad
+
+
+def forecast_groups(
+    world: WorldLayout, gathered_as: DType | None, summed_in: DType | None = None
+) -> tuple[GroupForecast, ...]:
+    """Groups that hold something, the root's last.
+
+    Args:
+        world: layout of all ranks.
+        gathered_as: ``param_dtype`` of the mixed precision policy; None for each parameter's own.
+        summed_in: ``reduce_dtype``; None for the dtype that gradients are computed in.
+    """
+    found: list[GroupForecast] = []
+    for group in world.groups:
+        tensors = [world.first.by_name[name] for name in group.parameters]
+        gathered = gradients = reduced = 0
+        for tensor in tensors:
+            size = world.spreads[tensor.fqn].padded_numel * world.mesh.shard_size
+            computed = gathered_as if gathered_as is not None and tensor.dtype.kind == "float" else tensor.dtype
+            gathered += size * computed.bits // 8
+            if tensor.requires_grad:
+                gradients += size * computed.bits // 8
+                reduced += size * (summed_in or computed).bits // 8
+        if tensors:
+            dtypes = "+".join(dict.fromkeys(tensor.dtype.label for tensor in tensors))
+            count = sum(tensor.numel for tensor in tensors)
+            found.append(GroupForecast(group.modules, dtypes, count, gathered, gradients, reduced))
+    return tuple(found)
+
+
+_STATES: Final[Mapping[str, tuple[float, float]]] = {
+    "sgd": (0, 0),
+    "rmsprop": (1, 0),
+    "adagrad": (1, 0),
+    "schedule_free_sgd": (1, 0),
+    "lion_32bit": (1, 0),
+    "adamw_torch_8bit": (0, 2 + 8 / 256),
+    "adamw_torch_4bit": (0, 1 + 8 / 128),
+}
+"""Optimizer states by ``optim``: tensors in the dtype of the parameter, and further bytes for each element.
+
+Any other optimizer is counted as AdamW, with two moments. Eight and four bits have a scale for each block.
+"""
+
+
+def optimizer_bytes(world: WorldLayout, optim: str, position: int) -> int:
+    """Bytes of optimizer states at a position of the mesh; shards are not padded in them."""
+    moments, more = _STATES.get(optim, (2, 0))
+    if optim.endswith("_8bit") and optim not in _STATES:
+        moments, more = (0, 1 + 4 / 256) if optim.startswith(("lion", "paged_lion")) else (0, 2 + 8 / 256)
+    rates: dict[Spread, float] = {}
+    for tensor in filter(is_trained, world.first.tensors):
+        spread = world.spreads[tensor.fqn]
+        if optim == "adafactor":  # a row and a column of second moments
+            size = 4 * sum(tensor.shape[-2:]) / max(numel(tensor.shape[-2:]), 1)
+        else:
+            size = moments * tensor.dtype.bits / 8 + more
+        rates[spread] = rates.get(spread, 0.0) + size
+    return round(sum(local_numel(spread, position) * rate for spread, rate in rates.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of training.
+
+    Attributes:
+        optim: as ``TrainingArguments.optim``.
+        batch_size: rows of a forward pass.
+        max_length: tokens of a row.
+        accumulates: whether it has several micro-batches. Sharded gradients stay between them.
+        logits_bytes: memory of the loss and its logits.
+        activations: as traced.
+    """
+
+    optim: str
+    batch_size: int = 0
+    max_length: int = 0
+    accumulates: bool = False
+    logits_bytes: int = 0
+    activations: Activations = field(default_factory=Activations)
+
+
+_ON_HOST: Final = ("weights", "optimizer", "gradients", "optimizer step")
+"""Terms that CPU offload moves to the host."""
+
+
+def forecast_training(
+    world: WorldLayout, groups: Sequence[GroupForecast], step: Step, homes: Homes, *, param_dtype: bool
+) -> TrainingForecast:
+    """Memory of a training step on rank 0, which has the largest shards.
+
+    Args:
+        world: layout of all ranks.
+        groups: as of :func:`forecast_groups`.
+        step: what is trained with.
+        homes: where tensors are.
+        param_dtype: whether shards are cast before they are gathered.
+    """
+    padded = {t.fqn: world.spreads[t.fqn].padded_numel * t.dtype.bits // 8 for t in world.first.tensors}
+    weights = sum(padded.values())
+    trained = [tensor for tensor in world.first.tensors if is_trained(tensor)]
+    gradients = sum(padded[tensor.fqn] for tensor in trained)
+    states = [optimizer_bytes(world, step.optim, position) for position in range(world.mesh.shard_size)]
+    root_names = set(world.groups[-1].parameters) | set(world.whole)
+    in_blocks = sum(padded[tensor.fqn] for tensor in trained if tensor.fqn not in root_names)
+    base = {"weights": weights, "optimizer": states[0]}
+    local = [padded[tensor.fqn] for tensor in trained]
+    sizes = _GroupSizes.of(world, groups, homes)
+    cast = sizes.root // world.mesh.shard_size if param_dtype or homes.offloads_shards else 0
+    moments = _moments(sizes, step, gradients, in_blocks, cast)
+    moments.append(
+        ("optimizer step", {"gradients": gradients, "optimizer step": _step_bytes(step.optim, local, homes)})
+    )
+    ranks = range(world.mesh.ranks)
+    return TrainingForecast(
+        step.optim,
+        step.batch_size,
+        step.max_length,
+        weights,
+        gradients,
+        tuple(states[world.mesh.position(rank)] for rank in ranks),
+        tuple(_placed(phase, {**base, **terms}, homes) for phase, terms in moments),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupSizes:
+    """Bytes of the root group and of the largest block; all zero on one rank.
+
+    Attributes:
+        root, block: gathered parameters.
+        whole: whole gradients of a block.
+        summed: input of a block's reduce-scatter.
+        root_sum: whole gradients of the root and the input of its reduce-scatter.
+    """
+
+    root: int
+    block: int
+    whole: int
+    summed: int
+    root_sum: int
+
+    @classmethod
+    def of(cls, world: WorldLayout, groups: Sequence[GroupForecast], homes: Homes) -> _GroupSizes:
+        copies = 2 if homes.device == "cpu" else 1  # gloo copies what it sums
+        if world.mesh.ranks == 1:
+            return cls(0, 0, 0, 0, 0)
+        roots = [group for group in groups if "" in group.modules]
+        blocks = [group for group in groups if "" not in group.modules]
+        return cls(
+            max((group.gathered_bytes for group in roots), default=0),
+            max((group.gathered_bytes for group in blocks), default=0),
+            max((group.gradient_bytes for group in blocks), default=0),
+            max((group.reduced_bytes for group in blocks), default=0) * copies,
+            max((group.gradient_bytes + group.reduced_bytes * copies for group in roots), default=0),
+        )
+
+
+def _moments(
+    sizes: _GroupSizes, step: Step, gradients: int, in_blocks: int, cast: int
+) -> list[tuple[str, dict[str, int]]]:
+    """Candidates for the peak of a step, by phase and term."""
+    found, earlier = step.activations, gradients if step.accumulates else 0
+    gathered, ended = sizes.root + sizes.block, max(in_blocks, earlier)
+    loss = {"activations": found.kept + found.loss, "logits": step.logits_bytes, "gradients": earlier}
+    backward = {"activations": found.kept + found.backward, "gradients": earlier}
+    return [
+        (
+            "forward",
+            {"gathered groups": sizes.root + max(sizes.root, cast, 2 * sizes.block), "gradients": earlier},
+        ),
+        ("loss", {"gathered groups": gathered, **loss}),
+        (
+            "backward",
+            {"gathered groups": gathered + sizes.block, **backward, "whole gradients": sizes.whole + sizes.summed},
+        ),
+        (
+            "end of backward",
+            {
+                "gathered groups": gathered,
+                "activations": found.last,
+                "gradients": ended,
+                "whole gradients": sizes.summed,
+            },
+        ),
+        ("reduction of the root", {"gradients": ended, "whole gradients": sizes.root_sum}),
+    ]
+
+
+def _step_bytes(optim: str, local: Sequence[int], homes: Homes) -> int:
+    """Temporary tensors of an optimizer step: of all parameters at once (foreach), or of one after the other."""
+    if not local or optim.endswith("_fused") or optim == "sgd":
+        return 0
+    if homes.device == "cpu" or homes.offloads_shards or optim.endswith(("_8bit", "_4bit")):
+        return 2 * max(local)
+    return sum(local)
+
+
+def _placed(phase: str, terms: Mapping[str, int], homes: Homes) -> PhaseMemory:
+    if homes.device == "cpu":
+        return PhaseMemory(phase, {}, terms)
+    host = {term: size for term, size in terms.items() if homes.offloads_shards and term in _ON_HOST}
+    return PhaseMemory(phase, {term: size for term, size in terms.items() if term not in host}, host)
+
+
+_TOKEN_CHUNK, _VOCAB_CHUNK = 4096, 32768
+"""Of TRL's fused language model head (``trl.kernels.chunked_logprob``)."""
+
+
+def trl_logits_bytes(tokens: int, words: int, hidden: int, itemsize: int, *, on_cpu: bool, trained: bool) -> int:
+    """Memory of TRL's loss, which computes logits in tiles.
+
+    Args:
+        tokens: of a micro-batch.
+        words: size of the vocabulary.
+        hidden: size of the hidden states.
+        itemsize: of the dtype that is computed in.
+        on_cpu: whether tiles are folded by torch, with copies in float32, instead of a Triton kernel.
+        trained: whether the head has a gradient, which is summed in float32.
+    """
+    tile = min(tokens, _TOKEN_CHUNK) * min(words, _VOCAB_CHUNK)
+    head = words * hidden * 4 if trained and itemsize < 4 else 0
+    return tile * (itemsize + (5 * 4 if on_cpu else 0)) + tokens * hidden * 4 + head
+
+
+# Banks of adapters
+
+_STATE_BYTES: Final = 16
+"""Of each trained element: itself, its gradient, and AdamW's two moments, in float32."""
+
+_LOGITS_COPIES: Final = 3
+"""Float32 copies of the logits of a pass: log-probabilities and two gradients."""

@@ -1,1 +1,0 @@
-"""What a load will take on every rank, before anything is read."""

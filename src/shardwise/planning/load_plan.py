@@ -1,0 +1,393 @@
+"""The plan of a load: one fill for every tensor of the model, by consent, or one error with all faults."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from types import MappingProxyType
+from typing import Literal, TypeAlias
+
+from shardwise.conversion import Bindings, Expression, computes, key_of, leaves_of, stored_leaves
+from shardwise.errors import ConfigError, CoverageError
+from shardwise.formats.checkpoint_index import CheckpointIndex, entries_of
+from shardwise.formats.contract import belongs_to_codes, packed_names, scale_names
+from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
+from shardwise.report.names import few
+from shardwise.tensors import DType
+from shardwise.tensors.dtypes import casts_safely
+
+_CODES = (DType.F8_E4M3, DType.F8_E5M2, DType.I8, DType.U8)
+
+
+class FaultKind(enum.Enum):
+    """Kinds of faults: the word shown, and what to do about it."""
+
+    MISMATCHED = ("mismatched", "on_mismatched=Initialize(only=...) for tensors that may start afresh")
+    MISSING = ("missing", "on_missing=Initialize(only=...) for the missing ones")
+    UNEXPECTED = ("unexpected", "on_unexpected=Ignore(only=...) for keys that may be left unread")
+    AMBIGUOUS = ("ambiguous", "a checkpoint that stores each tensor once")
+    QUANTISED = (
+        "quantised",
+        "a checkpoint whose config.json has the quantization_config that says what these codes stand for",
+    )
+    CONVERSION = ("conversion", "a checkpoint in the layout this version of transformers knows")
+    UNINITIALISED = ("uninitialised", "a checkpoint that holds them; no reset_parameters does either")
+    UNCOMPUTABLE = ("uncomputable", "buffers=... with a callable that computes them")
+
+
+class Faults:
+    """Faults by kind, in the order found. True when there is one."""
+
+    def __init__(self) -> None:
+        self.sentences: dict[FaultKind, list[str]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.sentences)
+
+    def add(self, kind: FaultKind, sentence: str) -> None:
+        self.sentences.setdefault(kind, []).append(sentence)
+
+    def message(self, root: str) -> str:
+        """The error's text: every kind with its count, its first dozen of names (collapsed), and the way out."""
+        lines = [f"the checkpoint {root} does not fit the model"]
+        for kind in FaultKind:
+            sentences = self.sentences.get(kind, [])
+            for position, line in enumerate(few(sentences)):
+                head = f"{kind.value[0]} {len(sentences)}" if position == 0 else ""
+                lines.append(f"  {head:<17}{line}")
+        remedies = [kind.value[1] for kind in FaultKind if kind in self.sentences]
+        lines.append("Pass " + "; ".join(remedies) + ".")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Globs:
+    only: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        only: object = self.only
+        if isinstance(only, str):  # its letters would be globs, and a "*" among them consent to everything
+            raise ConfigError(f"only={only!r} must be a tuple of globs: only=({only!r},)")
+
+    def covers(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.only)
+
+
+@dataclass(frozen=True, slots=True)
+class Initialize(_Globs):
+    """Initialise as the model would, the tensors whose names match one of the globs ``only``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ignore(_Globs):
+    """Leave what matches one of the globs ``only`` (default: all): keys unread, tensors with their values."""
+
+    only: tuple[str, ...] = ("*",)
+
+
+OnMissing: TypeAlias = Literal["error"] | Initialize
+OnUnexpected: TypeAlias = Literal["error"] | Ignore
+OnDiffering: TypeAlias = Literal["first_rank", "error"]
+"""Choice for buffers whose values differ between ranks: those of the first rank, or an error that names them."""
+
+
+def allows(consent: OnMissing | OnUnexpected, name: str) -> bool:
+    """Return whether a tensor of this name may be missing, mismatched or unexpected."""
+    return consent != "error" and consent.covers(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Consent:
+    """All consents of one load; by default everything is refused.
+
+    ``missing`` is for tensors of the model that the checkpoint lacks, ``mismatched`` for those it holds in another
+    shape, ``unexpected`` for keys that lead to nothing in the model.
+    """
+
+    missing: OnMissing = "error"
+    mismatched: OnMissing = "error"
+    unexpected: OnUnexpected = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Elements of the checkpoint, cast to the tensor's dtype."""
+
+    expression: Expression
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """The very same storage as another name, which has a fill of its own."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """Initialised from (seed, FQN), by its ``origin``."""
+
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """A buffer that is in no checkpoint, computed again by its ``origin``."""
+
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A buffer that is in no checkpoint and already has its value."""
+
+
+Fill: TypeAlias = Read | Tie | Init | Recompute | Keep
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRules:
+    """What a model class says of checkpoints: regexes searched in names, and in keys as renamed."""
+
+    ignore_missing: tuple[str, ...] = ()
+    ignore_unexpected: tuple[str, ...] = ()
+
+    def allows_missing(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self.ignore_missing)
+
+    def allows_unexpected(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self.ignore_unexpected)
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Every name of the model with its fill. Equal on all ranks but for the boxes inside ``layout``."""
+
+    layout: ModelLayout
+    fills: Mapping[str, Fill]
+    ignored_keys: tuple[str, ...] = ()
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
+    mismatched_keys: tuple[str, ...] = ()
+    twins: Mapping[str, tuple[Expression, ...]] = field(default_factory=dict)
+    """Further expressions for a tensor that several names share: stored twice, and so required to be equal."""
+
+    def reads(self) -> dict[str, Read]:
+        return {name: fill for name, fill in self.fills.items() if isinstance(fill, Read)}
+
+    def names(self, kind: type[Fill]) -> tuple[str, ...]:
+        """The names with this kind of fill, in the order of the modules."""
+        return tuple(name for name, fill in self.fills.items() if isinstance(fill, kind))
+
+    def not_loaded(self, index: CheckpointIndex) -> tuple[str, ...]:
+        """What the checkpoint holds besides tensors, less what the model has turned out to have."""
+        taken = {key_of(read.expression) for read in self.reads().values()} & index.spare
+        return tuple(name for name in index.ignored if name not in taken)
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """For each name a digest of what all ranks must have in common: the tensor and its fill, not the boxes."""
+        return {name: self._fingerprint(name, fill) for name, fill in self.fills.items()}
+
+    @cached_property
+    def digest(self) -> str:
+        """One digest of all fingerprints, by name: modules may register tensors in the order of a set."""
+        facts = (sorted(self.fingerprints.items()), sorted(self.twins))
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def _fingerprint(self, name: str, fill: Fill) -> str:
+        tensor = self.layout.by_name[name]
+        facts = (tensor.names, tensor.shape, tensor.dtype.label, tensor.kind.value, tensor.placement, repr(fill))
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def plan_load(
+    index: CheckpointIndex,
+    layout: ModelLayout,
+    bindings: Bindings,
+    rules: ModelRules,
+    consent: Consent,
+    known_as: Mapping[str, str] = MappingProxyType({}),
+) -> LoadPlan:
+    """Decide the fill of every tensor.
+
+    ``known_as`` has the names to which ``rules`` and ``consent`` apply, where these are not the tensors' own.
+
+    Raises:
+        CoverageError: with every missing, unexpected, mismatched, ambiguous or uncomputable tensor at once.
+    """
+    return _LoadPlanner(index, layout, bindings, rules, consent, known_as).plan()
+
+
+class _LoadPlanner:
+    """The state of one :func:`plan_load`: fills found so far, and faults found so far."""
+
+    def __init__(
+        self,
+        index: CheckpointIndex,
+        layout: ModelLayout,
+        bindings: Bindings,
+        rules: ModelRules,
+        consent: Consent,
+        known_as: Mapping[str, str],
+    ) -> None:
+        self.known_as = known_as
+        self.index = index
+        self.layout = layout
+        self.bindings = bindings
+        self.rules = rules
+        self.consent = consent
+        self.fills: dict[str, Fill] = {}
+        self.twins: dict[str, tuple[Expression, ...]] = {}
+        self.missing: list[str] = []
+        self.mismatched: list[str] = []
+        self.unexpected: list[str] = []
+        self.ignored: list[str] = []
+        self.faults = Faults()
+        self.names_unmatched = set(bindings.unmatched.values())
+        self.decoded = {
+            part for key, item in index.composed.items() if index.is_scaled(key) for part in entries_of(item.part)
+        }
+        self.spoiled = {name for names in bindings.faults.values() for name in names}
+
+    def plan(self) -> LoadPlan:
+        for sentence in self.bindings.faults:
+            self.faults.add(FaultKind.CONVERSION, sentence)
+        for tensor in self.layout.tensors:
+            if tensor.kind is TensorKind.BUFFER:
+                self.fills[tensor.fqn] = self.recompute(tensor)
+            else:
+                self.fills[tensor.fqn] = self.fill(tensor)
+            for alias in tensor.names[1:]:
+                self.fills[alias] = Tie(tensor.fqn)
+        self.check_unexpected()
+        if self.faults:
+            raise CoverageError(self.faults.message(self.index.root))
+        return LoadPlan(
+            layout=self.layout,
+            fills=self.fills,
+            ignored_keys=tuple(self.ignored),
+            missing_keys=tuple(self.missing),
+            unexpected_keys=tuple(self.unexpected),
+            mismatched_keys=tuple(self.mismatched),
+            twins=self.twins,
+        )
+
+    def fill(self, tensor: TensorLayout) -> Fill:
+        offers: list[Expression] = []
+        for name in tensor.names:
+            claims = self.bindings.offers.get(name, ())
+            if len(claims) > 1:
+                keys = ", ".join(_keys(claim) for claim in claims)
+                self.faults.add(FaultKind.AMBIGUOUS, f"{name}: stored more than once, as {keys}")
+            offers += claims[:1]
+        if not offers:
+            return self.fill_missing(tensor)
+        for offer in offers:
+            kind, reason = FaultKind.QUANTISED, self.undecoded(tensor, offer)
+            if reason is None:
+                kind, reason = FaultKind.MISMATCHED, self.misfit(tensor, offer)
+            if reason is not None:
+                if allows(self.consent.mismatched, self.known(tensor.fqn)):
+                    self.mismatched.append(tensor.fqn)
+                    return self.init(tensor)
+                self.faults.add(kind, f"{tensor.fqn}: {reason}")
+                return Read(offer)
+        if len(offers) > 1:
+            self.twins[tensor.fqn] = tuple(offers[1:])
+        return Read(offers[0])
+
+    def known(self, name: str) -> str:
+        """The name by which users and the model's class know a tensor."""
+        return self.known_as.get(name, name)
+
+    def fill_missing(self, tensor: TensorLayout) -> Fill:
+        if tensor.origin is Origin.TUNING:
+            return Init(tensor.origin)
+        for name in map(self.known, tensor.names):
+            if self.rules.allows_missing(name):
+                return self.init(tensor)
+            if allows(self.consent.missing, name):
+                self.missing.append(tensor.fqn)
+                return self.init(tensor)
+        if not self.spoiled.intersection(tensor.names):  # else a fault of the conversion, already told
+            codes = [key for name in tensor.names for key in packed_names(name) if key in self.names_unmatched]
+            if codes:
+                self.faults.add(FaultKind.QUANTISED, f"{tensor.fqn}: stored as codes, in {codes[0]}")
+            else:
+                self.faults.add(FaultKind.MISSING, tensor.fqn)
+        return Init(tensor.origin)
+
+    def init(self, tensor: TensorLayout) -> Fill:
+        if tensor.origin in (Origin.NOWHERE, Origin.AS_IT_IS):
+            self.faults.add(FaultKind.UNINITIALISED, f"{tensor.fqn}: nothing initialises it")
+        return Init(tensor.origin)
+
+    def recompute(self, tensor: TensorLayout) -> Fill:
+        if tensor.origin is Origin.AS_IT_IS:
+            return Keep()
+        if tensor.origin is Origin.NOWHERE:
+            self.faults.add(
+                FaultKind.UNCOMPUTABLE,
+                f"{tensor.fqn}: a non-persistent buffer on meta that nothing computes",
+            )
+        return Recompute(tensor.origin)
+
+    def undecoded(self, tensor: TensorLayout, offer: Expression) -> str | None:
+        """Why elements are codes, which mean nothing without their scales; None where they are numbers.
+
+        Narrow numbers that were stored as they are have no scales beside them, and no config that says that the
+        checkpoint is quantised.
+        """
+        if tensor.dtype.kind != "float" and not computes(offer):
+            return None
+        for leaf in stored_leaves(offer):
+            if leaf.dtype in _CODES and leaf.key not in self.decoded:
+                scale = next((key for key in scale_names(leaf.key) if key in self.bindings.unmatched), None)
+                told = f"stored in {leaf.dtype.label}" + (f" as {leaf.key}" if leaf.key not in tensor.names else "")
+                if scale is not None:
+                    return f"{told}, and its scales, {scale}, would not be read"
+                if self.index.quantised and leaf.dtype is not tensor.dtype:
+                    return f"{told} without scales, and the checkpoint is quantised ({self.index.quantised})"
+        return None
+
+    def misfit(self, tensor: TensorLayout, offer: Expression) -> str | None:
+        """Why an expression cannot be the values of a tensor; None when it can."""
+        if offer.shape != tensor.shape:
+            return f"stored {self.describe(offer)}, model wants {tensor.shape}"
+        for leaf in stored_leaves(offer):
+            if leaf.dtype.bits % 8:
+                return f"stored as {leaf.dtype.label}, which cannot be loaded without its quantiser"
+        if any(not casts_safely(leaf.dtype, tensor.dtype) for leaf in leaves_of(offer)):
+            return f"stored {self.describe(offer)}, model wants {tensor.dtype.label}"
+        return None
+
+    def describe(self, offer: Expression) -> str:
+        key = key_of(offer)
+        if key is None:
+            return f"{offer.shape} as {offer}"
+        file = self.index.entries[key].file
+        return f"{offer.shape} {offer.dtype.label} in {file}" + (f" as {key}" if key else "")
+
+    def check_unexpected(self) -> None:
+        for key, name in self.bindings.unmatched.items():
+            if self.rules.allows_unexpected(name) or self.rules.allows_unexpected(key):
+                self.ignored.append(key)
+            elif allows(self.consent.unexpected, key):
+                self.unexpected.append(key)
+                self.ignored.append(key)
+            elif FaultKind.QUANTISED not in self.faults.sentences or not belongs_to_codes(name):
+                renamed = f" (renamed to {name})" if name != key else ""
+                if name.endswith("_extra_state"):
+                    renamed += " (extra state of a module, which cannot be loaded yet)"
+                self.faults.add(FaultKind.UNEXPECTED, f"{key}{renamed}")
+
+
+def _keys(expression: Expression) -> str:
+    keys = list(dict.fromkeys(leaf.key for leaf in stored_leaves(expression)))
+    return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"

@@ -1,1 +1,0 @@
-"""The plan of a load: a fill for every tensor, and the requests that read them."""

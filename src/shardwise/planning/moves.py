@@ -1,0 +1,254 @@
+"""Plans which rank sends which elements of tensors to which, in rounds of bounded staging memory. Pure.
+
+What is moved is an expression of tensors that ranks hold: one tensor as it is, or several put together as a
+checkpoint has them. A rank gives its shares, each element of a tensor once over all ranks. What a rank gets of a
+box follows from the shares of all, so the plan is the same on every rank, and only values travel.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TypeAlias
+
+from shardwise.conversion import Expression, pieces, skeleton
+from shardwise.tensors import Box, Strided, numel, row_blocks
+
+SMALL_BYTES = 1 << 16
+"""A box up to this size is given whole by one of its holders."""
+
+ALIGNMENT_BYTES = 16
+"""Parts of blocks begin at multiples of this in staging memory, so that each can be viewed as its own dtype."""
+
+Boxes: TypeAlias = tuple[Box, ...]
+"""Boxes of one tensor, without overlap."""
+
+Common: TypeAlias = tuple[tuple[Box, tuple[int, ...]], ...]
+"""Boxes that a rank holds together with others, each with all ranks that hold it, in order."""
+
+
+def even_parts(box: Box, parts: int) -> Iterator[Box]:
+    """A box as about ``parts`` boxes of nearly the same number of elements, in row-major order."""
+    rows = box.sizes[0] if box.sizes else 1
+    if rows >= parts:
+        for index in range(parts):
+            start, stop = index * rows // parts, (index + 1) * rows // parts
+            yield Box((box.offsets[0] + start, *box.offsets[1:]), (stop - start, *box.sizes[1:]))
+    elif len(box.sizes) < 2:
+        yield from cut(box, 1)
+    else:
+        for row in range(rows):
+            for below in even_parts(Box(box.offsets[1:], box.sizes[1:]), -(-parts // rows)):
+                yield Box((box.offsets[0] + row, *below.offsets), (1, *below.sizes))
+
+
+def cut(box: Box, most: int) -> Iterator[Box]:
+    """A box as runs of its row-major elements that are boxes, in order, each of at most ``most`` elements."""
+    for part in row_blocks(box.sizes, most):
+        yield Box(tuple(map(int.__add__, box.offsets, part.offsets)), part.sizes)
+
+
+def own_share(box: Box, replica: int, replicas: int, turn: int, itemsize: int) -> Boxes:
+    """The part of a box that one of its holders gives: an even part of the rows, or all or nothing of a small box.
+
+    Args:
+        box: what all of them hold.
+        replica: which of the holders this is: 0 and up, below ``replicas``.
+        replicas: how many hold the box.
+        turn: decides who gives a small box; successive numbers let the holders take turns.
+        itemsize: bytes of an element.
+    """
+    if not box.numel:
+        return ()
+    if replicas == 1:
+        return (box,)
+    if box.numel * itemsize <= SMALL_BYTES:
+        return (box,) if turn % replicas == replica else ()
+    parts = list(even_parts(box, replicas))
+    return tuple(part for index, part in enumerate(parts) if index * replicas // len(parts) == replica)
+
+
+def holders_of(boxes: Sequence[Boxes]) -> dict[Box, list[int]]:
+    """The ranks of every box that has elements. ``boxes`` are by rank."""
+    found: dict[Box, list[int]] = {}
+    for rank, items in enumerate(boxes):
+        for box in items:
+            if box.numel:
+                found.setdefault(box, []).append(rank)
+    return found
+
+
+def covers(shape: Sequence[int], held: Sequence[Boxes]) -> bool:
+    """Whether boxes by rank, equal or with nothing in common, are all of a tensor of this shape."""
+    return sum(box.numel for box in holders_of(held)) == numel(shape)
+
+
+def shares_by_rank(held: Sequence[Boxes], turn: int, itemsize: int) -> tuple[Boxes, ...]:
+    """The share of each rank of a tensor, from what each holds of it.
+
+    Ranks hold the same box or boxes that do not overlap, as the ranks of a mesh do.
+    """
+    given: list[list[Box]] = [[] for _ in held]
+    for box, ranks in holders_of(held).items():
+        for replica, rank in enumerate(ranks):
+            given[rank] += own_share(box, replica, len(ranks), turn, itemsize)
+    return tuple(map(tuple, given))
+
+
+def shares_of_first(held: Sequence[Boxes]) -> tuple[Boxes, ...]:
+    """The share of each rank where all of a box is to come from the first rank that holds it."""
+    seen: set[Box] = set()
+    given: list[Boxes] = []
+    for boxes in held:
+        given.append(tuple(box for box in boxes if box not in seen))
+        seen.update(boxes)
+    return tuple(given)
+
+
+def in_common(held: Mapping[str, Sequence[Boxes]], rank: int) -> dict[str, Common]:
+    """The boxes that a rank holds together with others, of tensors by name. ``held`` has the boxes of each rank."""
+    known: dict[int, Common] = {}
+    for boxes_by_rank in held.values():  # one value for all that lie alike
+        if id(boxes_by_rank) not in known:
+            holders = holders_of(boxes_by_rank)
+            mine = (box for box in boxes_by_rank[rank] if len(holders.get(box, ())) > 1)
+            known[id(boxes_by_rank)] = tuple((box, tuple(holders[box])) for box in mine)
+    return {name: found for name, boxes_by_rank in held.items() if (found := known[id(boxes_by_rank)])}
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A tensor that ranks are to have.
+
+    Attributes:
+        key: its name.
+        expression: over tensors that ranks hold.
+        itemsize: bytes of an element, as it travels and arrives.
+        wanted: the boxes that each rank is to have, by rank.
+    """
+
+    key: str
+    expression: Expression
+    itemsize: int
+    wanted: Sequence[Boxes]
+
+
+def whole_on(ranks: Sequence[int], shape: Sequence[int], size: int) -> tuple[Boxes, ...]:
+    """All of a tensor on these ranks, and nothing on the others of ``size``."""
+    return tuple((Box.whole(shape),) if rank in ranks else () for rank in range(size))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements that go from a share of a rank to a box. Both ends count elements of row-major tensors.
+
+    ``leaf`` and ``share`` are numbers: of the tensor among the leaves of the block, and of the share in it.
+    """
+
+    leaf: int
+    share: int
+    source: Strided
+    target: Strided
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A box of a tensor, the ranks that are to have it, and the pieces that ranks give of it, by rank."""
+
+    key: str
+    box: Box
+    targets: tuple[int, ...]
+    itemsize: int
+    leaves: tuple[str, ...]
+    given: tuple[tuple[int, tuple[Piece, ...]], ...]
+
+    def staged_bytes(self, given: Sequence[Piece]) -> int:
+        """Bytes that one copy of a rank's pieces takes in staging memory."""
+        nbytes = sum(piece.target.numel for piece in given) * self.itemsize
+        return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    def costs(self) -> Counter[int]:
+        """Bytes of staging memory by rank, of what it sends and receives."""
+        costs: Counter[int] = Counter()
+        for source, given in self.given:
+            nbytes = self.staged_bytes(given)
+            for target in self.targets:
+                if target != source:
+                    costs[source] += nbytes
+                    costs[target] += nbytes
+        return costs
+
+
+Round: TypeAlias = tuple[Block, ...]
+"""Blocks that are handed over at once."""
+
+
+def plan_rounds(
+    streams: Sequence[Sequence[Move]], shares: Mapping[str, Sequence[Boxes]], bucket_bytes: int
+) -> list[Round]:
+    """The rounds in which all streams' tensors are moved, each stream's in order, one block of each in turn.
+
+    Args:
+        streams: the tensors; of those without elements nothing is planned.
+        shares: by name of the tensors that ranks hold, the share of each rank.
+        bucket_bytes: the staging memory that a round takes on a rank; more for a single element, and for alignment.
+    """
+    cutter = _Cutter(shares)
+    rounds: list[list[Block]] = [[]]
+    used: Counter[int] = Counter()
+    for blocks in zip_longest(*(cutter.blocks(stream, bucket_bytes) for stream in streams)):
+        for block in blocks:
+            if block is None:
+                continue
+            costs = block.costs()
+            if rounds[-1] and any(used[rank] + nbytes > bucket_bytes for rank, nbytes in costs.items()):
+                rounds.append([])
+                used.clear()
+            rounds[-1].append(block)
+            used.update(costs)
+    return [tuple(blocks) for blocks in rounds if blocks]
+
+
+class _Cutter:
+    """Finds the pieces that ranks give of boxes; once for equal layers."""
+
+    def __init__(self, shares: Mapping[str, Sequence[Boxes]]) -> None:
+        self._shares = shares
+        self._made: dict[Hashable, tuple[tuple[int, tuple[Piece, ...]], ...]] = {}
+
+    def blocks(self, stream: Sequence[Move], bucket_bytes: int) -> Iterator[Block]:
+        for move in stream:
+            bare, leaves = skeleton(move.expression)
+            form = bare, tuple(id(self._shares[leaf]) for leaf in leaves)
+            for whole, ranks in holders_of(move.wanted).items():
+                most = bucket_bytes // (move.itemsize * max(2, len(ranks)))
+                for box in cut(whole, max(1, most)):
+                    if (form, box) not in self._made:
+                        self._made[form, box] = self._given(move.expression, leaves, box)
+                    yield Block(move.key, box, tuple(ranks), move.itemsize, leaves, self._made[form, box])
+
+    def _given(
+        self, expression: Expression, leaves: Sequence[str], box: Box
+    ) -> tuple[tuple[int, tuple[Piece, ...]], ...]:
+        """The pieces of all ranks at once: their shares lie one behind the other in one memory, leaf by leaf."""
+        held: dict[str, list[tuple[Box, Strided]]] = {leaf: [] for leaf in leaves}
+        homes: list[tuple[int, int, int]] = []
+        starts: list[int] = []
+        used = 0
+        for number, leaf in enumerate(leaves):
+            for rank, boxes in enumerate(self._shares[leaf]):
+                for share, part in enumerate(boxes):
+                    held[leaf].append((part, Strided.contiguous(part.sizes, used)))
+                    homes.append((rank, number, share))
+                    starts.append(used)
+                    used += part.numel
+        given: dict[int, list[Piece]] = {}
+        for copy in pieces(expression, held, box):
+            home = bisect_right(starts, copy.source.offset) - 1
+            rank, number, share = homes[home]
+            source = Strided(copy.source.offset - starts[home], copy.source.sizes, copy.source.strides)
+            given.setdefault(rank, []).append(Piece(number, share, source, copy.target))
+        return tuple((rank, tuple(found)) for rank, found in sorted(given.items()))

@@ -1,0 +1,224 @@
+"""The plan of a save: which tensor goes to which file at which bytes, and who writes it. The same on every rank.
+
+[Note: One commit] A reader of the hub's layout looks for ``model.safetensors`` first, and for
+``model.safetensors.index.json`` next. A save to several files gives them names that no other save has, so that an
+older save in the same folder stays whole until the index is replaced (or, where the older one is a single file,
+until that file is set aside). A save to one file is written under another name and renamed. So at every moment
+there is one step after which the new save counts, and before which the old one does. An adapter of PEFT's is saved
+in the same way under a stem of its own, ``adapter_model``, and always to one file; where its config changes with
+it, the older one is set aside first, since a config of another scaling would make other values of it. The state of
+its training may lie in a file beside it, which counts when the adapter does: see [Note: Named by the adapter].
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.conversion import Copy, Expression, Stored, pieces
+from shardwise.formats.checkpoint_index import TensorEntry
+from shardwise.formats.peft_adapter import TRAINING_KEY, training_file
+from shardwise.formats.safetensors_header import NewFile, lay_out
+from shardwise.planning.moves import Move, whole_on
+from shardwise.planning.schedule import ReadRequest, Segment, schedule, segments_of
+from shardwise.storage.contract import ReadPolicy, WritePolicy
+from shardwise.tensors import Box, DType, Strided, numel
+
+MODEL = "model"
+ADAPTER = "adapter_model"
+"""Stems: what the names of a save's files begin with."""
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+Saved = tuple[str, DType, tuple[int, ...]]
+"""Key, dtype and shape of a tensor that is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTraining:
+    """The state of an adapter's training: its tensors, and a text of JSON with all that is no tensor."""
+
+    tensors: Sequence[Saved]
+    text: str
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Files to be written and the name each is to have in the end; the index, where there is one.
+
+    ``token`` sets this save apart from any other.
+    """
+
+    token: str
+    files: tuple[NewFile, ...]
+    names: tuple[str, ...]
+    index: bytes | None
+    stem: str = MODEL
+
+    @property
+    def single_file(self) -> str:
+        """The name of the file of weights, where there is one only."""
+        return f"{self.stem}.safetensors"
+
+    @property
+    def index_file(self) -> str:
+        """The name of the index of several files."""
+        return f"{self.single_file}.index.json"
+
+    @property
+    def entries(self) -> dict[str, TensorEntry]:
+        """Where each tensor is written, by key."""
+        return {entry.key: entry for file in self.files for entry in file.entries}
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors; headers are not counted."""
+        return sum(entry.nbytes for file in self.files for entry in file.entries)
+
+
+def plan_save(
+    tensors: Sequence[Saved],
+    *,
+    max_shard_bytes: int,
+    parameters: int,
+    token: str,
+    can_rename: bool = True,
+    stem: str = MODEL,
+    training: SavedTraining | None = None,
+) -> SavePlan:
+    """Assign tensors to files as the hub's library does, in their order, and lay the files out.
+
+    Args:
+        tensors: in the order in which transformers saves them.
+        max_shard_bytes: of one file's tensors; a larger tensor has a file of its own.
+        parameters: of the model, for the index.
+        token: what sets the names of this save's files apart from those of any other.
+        can_rename: a file can take another's place in one step; otherwise one file has an index too.
+        stem: what the names of the files begin with.
+        training: of an adapter, what lies in a file beside the one that it is saved to; None for nothing.
+
+    Raises:
+        FormatError: something that no safetensors file can hold.
+    """
+    groups = _grouped(tensors, max_shard_bytes)
+    metadata = {"format": "pt"}
+    if len(groups) == 1 and can_rename:
+        files: tuple[NewFile, ...] = ()
+        if training is not None:
+            files = (lay_out(training_file(token), training.tensors, {**metadata, TRAINING_KEY: training.text}),)
+            metadata[TRAINING_KEY] = files[0].name
+        files = (lay_out(f"{stem}.{token}.incomplete", groups[0], metadata), *files)
+        return SavePlan(token, files, (f"{stem}.safetensors", *(file.name for file in files[1:])), None, stem)
+    count = len(groups)
+    names = [f"{stem}-{token}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    files = tuple(lay_out(name, group, metadata) for name, group in zip(names, groups, strict=True))
+    total = sum(_nbytes(item) for item in tensors)
+    weight_map = {entry.key: file.name for file in files for entry in file.entries}
+    content = {"metadata": {"total_parameters": parameters, "total_size": total}, "weight_map": weight_map}
+    index = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
+    return SavePlan(token, files, tuple(names), index, stem)
+
+
+def _grouped(tensors: Sequence[Saved], max_shard_bytes: int) -> list[list[Saved]]:
+    """``split_state_dict_into_shards_factory`` of huggingface_hub, for tensors that share nothing."""
+    groups: list[list[Saved]] = []
+    current: list[Saved] = []
+    used = 0
+    for item in tensors:
+        nbytes = _nbytes(item)
+        if nbytes > max_shard_bytes:
+            groups.append([item])
+            continue
+        if used + nbytes > max_shard_bytes:
+            groups.append(current)
+            current, used = [], 0
+        current.append(item)
+        used += nbytes
+    if current or not groups:
+        groups.append(current)
+    return groups
+
+
+def _nbytes(item: Saved) -> int:
+    return numel(item[2]) * item[1].itemsize
+
+
+Held = Mapping[str, Sequence[tuple[Box, Strided]]]
+"""By name of a tensor of the model: boxes of it that this rank writes, and where they lie in its memory."""
+
+
+def arrange_writes(
+    saved: Iterable[tuple[TensorEntry, Expression]],
+    held: Held,
+    numbers: Mapping[str, int],
+    staged: Collection[str],
+    policy: WritePolicy,
+    staging_bytes: int,
+) -> list[ReadRequest]:
+    """What this rank writes where: requests of runs that touch, in the order of the files and of the bytes in them.
+
+    In a segment, ``copy.source`` is the place in the saved tensor, and ``copy.target`` that in the rank's memory.
+
+    Args:
+        saved: where each tensor is written, and what it is made of.
+        held: what this rank writes.
+        numbers: of the tensors whose memory is read, by name.
+        staged: names of tensors that cannot be written as they lie in memory: cast, or on an accelerator.
+        policy: of the storage.
+        staging_bytes: of one worker.
+    """
+    like_reads = ReadPolicy(
+        max_gap_bytes=0,
+        request_bytes=policy.request_bytes,
+        concurrency=policy.concurrency,
+        is_remote=False,
+        bytes_per_s=1.0,
+    )
+    segments: list[tuple[str, Segment]] = []
+    for entry, expression in saved:
+        leaf = Stored(entry.key, entry.shape, entry.dtype)
+        for piece in pieces(expression, held):
+            name = piece.leaf.key
+            back = Copy(leaf, piece.target, piece.source)
+            found = segments_of(
+                back,
+                numbers[name],
+                entry,
+                needs_staging=name in staged,
+                policy=like_reads,
+                block_bytes=staging_bytes,
+            )
+            segments += ((entry.file, segment) for segment in found)
+    return schedule(segments, like_reads, staging_bytes=staging_bytes)
+
+
+def choose_owners(files: Sequence[NewFile], size: int) -> tuple[int, ...]:
+    """By file, the rank that writes it: the largest first, each to the rank that has the fewest bytes by then.
+
+    Where there are fewer files than ranks, the owners are spread over all of these, and so over machines.
+    """
+    count = min(len(files), size)
+    load = {number * size // count: 0 for number in range(count)}
+    owners = [0] * len(files)
+    for number in sorted(range(len(files)), key=lambda item: -files[item].nbytes):
+        owner = min(load, key=lambda rank: (load[rank], rank))
+        owners[number] = owner
+        load[owner] += files[number].nbytes
+    return tuple(owners)
+
+
+def wanted_by_owners(
+    files: Sequence[NewFile], owners: Sequence[int], expressions: Mapping[str, Expression], size: int
+) -> list[list[Move]]:
+    """For every rank, the tensors of its files, in the order in which they lie in these."""
+    return [
+        [
+            Move(entry.key, expressions[entry.key], entry.dtype.itemsize, whole_on((rank,), entry.shape, size))
+            for file, owner in zip(files, owners, strict=True)
+            if owner == rank
+            for entry in file.entries
+        ]
+        for rank in range(size)
+    ]

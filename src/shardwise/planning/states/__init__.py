@@ -1,1 +1,0 @@
-"""Which tensor of a state goes where, and whose values it has."""

@@ -1,0 +1,356 @@
+"""Runs the arms one after another, on fresh processes, and compares what they took. Needs no torch.
+
+[Note: Growth] The level of a rank is its first sample, after everything was imported. Its growth is memory of its
+own or shared (RssAnon, RssShmem) over that level; the growth of the machine is the largest sum over its ranks at
+one moment. Pages of mapped files belong to the kernel, which takes them back; they are reported apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import ConfigError, FormatError, ShardwiseError, StorageError
+from shardwise.execution.memory import host_memory
+from shardwise.execution.spawned import RanksLateError
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.opening import open_checkpoint
+from shardwise.observing.observer import Floats, PhaseSpan, RankRecord, RunRecord, read_run
+from shardwise.pictures import PageSection, Panel, Table, draw_panels, draw_report
+from shardwise.report.names import in_bytes
+from shardwise.storage.hub import resolve
+
+OURS = "shardwise"
+PHASES = LOAD, WRAP, OPTIMIZER = "load", "wrap", "optimizer"
+
+SLACK_BYTES = 32 << 20
+"""Growth that our arm may have on each rank, over its shards and its budget."""
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ArmKind:
+    """One way: a phrase, the ranks that hold the whole model at some moment, and whether it needs accelerate."""
+
+    does: str
+    holders: str = ""
+    needs_accelerate: bool = False
+
+    def peak_bytes(self, model_bytes: int, ranks: int) -> int:
+        """Estimate memory of all ranks at once: whole models, shards, and tensors that are sent whole."""
+        return {"": 1, "rank 0": 3, "every rank": ranks + 1}[self.holders] * model_bytes
+
+    def missing(self) -> str:
+        """Return why it cannot run here; "" if it can."""
+        if self.needs_accelerate and importlib.util.find_spec("accelerate") is None:
+            return "accelerate is not installed; pip install 'shardwise[accelerate]'"
+        return ""
+
+
+KINDS: Mapping[str, ArmKind] = {
+    OURS: ArmKind("each rank reads its own bytes"),
+    "native": ArmKind("every rank loads all, then fully_shard", "every rank"),
+    "native-efficient": ArmKind("rank 0 loads, set_model_state_dict broadcasts", "rank 0"),
+    "accelerate": ArmKind("every rank loads all, then FSDP2 by accelerate", "every rank", needs_accelerate=True),
+    "accelerate-efficient": ArmKind(
+        "rank 0 loads, accelerate broadcasts (cpu_ram_efficient_loading)", "rank 0", needs_accelerate=True
+    ),
+    "transformers": ArmKind("from_pretrained(distributed_config=...)"),
+}
+
+
+@dataclass(frozen=True)
+class ArmOnRank:
+    """What a rank has in the end, the budget that a load of ours has, and fingerprints of whole tensors."""
+
+    host_bytes: int
+    device_bytes: int
+    budget_bytes: int
+    values: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class StartupOptions:
+    """The model (a folder, or a repository of the hub), the ranks, and the arms ("" for all, else with commas).
+
+    ``out`` is a new or empty folder. ``limit`` are seconds that an arm may take, with the start of its ranks.
+    """
+
+    model: str
+    ranks: int
+    out: Path
+    arms: str = ""
+    dtype: str = "float32"
+    limit: float = 1800.0
+
+
+@dataclass(frozen=True)
+class ArmRun:
+    """The run of an arm.
+
+    Attributes:
+        folder: of the run.
+        seconds: from the first rank's beginning of loading to the last one's end of wrapping.
+        phases: seconds of each phase, on the rank where it took longest.
+        growth_bytes: of all ranks of the machine together, at the worst moment.
+        fullest_bytes: of the rank that grew most.
+        mapped_bytes: growth of mapped files, all ranks together, at the worst moment.
+        device_bytes: the most in tensors of one accelerator.
+        limit_bytes: growth that our arm may have: shards, and for each rank the budget and some slack.
+        values: fingerprints by name.
+    """
+
+    arm: str
+    folder: str
+    seconds: float
+    phases: Mapping[str, float]
+    growth_bytes: int
+    fullest_bytes: int
+    mapped_bytes: int
+    device_bytes: int
+    limit_bytes: int = 0
+    values: Mapping[str, str] = field(default_factory=dict, repr=False)
+    panel: Panel | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class StartupResult:
+    """The runs by arm, the reasons of arms that did not run, and the files of the report."""
+
+    model: str
+    ranks: int
+    dtype: str
+    runs: Mapping[str, ArmRun]
+    not_run: Mapping[str, str]
+    files: Sequence[str] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether our arm has kept its limit."""
+        ours = self.runs.get(OURS)
+        return ours is None or ours.growth_bytes <= ours.limit_bytes
+
+    def verdict(self, arm: str) -> str:
+        """Return "same" if an arm has made the model that ours, or the first arm, has made."""
+        first, own = next(iter(self.runs.values())).values, self.runs[arm].values
+        names = [*{**first, **own}]
+        different = [name for name in names if own.get(name) != first.get(name) or not own[name]]
+        return f"{len(different)} of {len(names)} differ, as {different[0]}" if different else "same"
+
+    def table(self) -> Table:
+        """Return the arms in rows: seconds and memory."""
+        names = ["growth_bytes", "fullest_bytes", "mapped_bytes"]
+        head = ["arm", "seconds", "growth", "fullest rank", "mapped files"]
+        if any(run.device_bytes for run in self.runs.values()):
+            names, head = [*names, "device_bytes"], [*head, "device"]
+        rows = [
+            (arm, f"{run.seconds:.2f}", *(in_bytes(getattr(run, name)) for name in names), self.verdict(arm))
+            for arm, run in self.runs.items()
+        ]
+        return Table("Ways to bring up a model", (*head, "values"), rows)
+
+    def notes(self) -> list[str]:
+        """Return what the table does not have: arms that did not run, and the limit."""
+        found = [f"{arm} did not run: {reason}" for arm, reason in self.not_run.items()]
+        if (ours := self.runs.get(OURS)) is not None:
+            growth, limit = in_bytes(ours.growth_bytes), in_bytes(ours.limit_bytes)
+            verdict = "holds" if self.holds else "DOES NOT HOLD"
+            found.append(f"limit of {OURS}: {growth} of {limit} (shards, a budget and 32 MiB a rank), {verdict}")
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, without fingerprints."""
+        arms = {
+            arm: {**asdict(replace(run, values={}, panel=None)), "values": self.verdict(arm)}
+            for arm, run in self.runs.items()
+        }
+        place = {"model": self.model, "ranks": self.ranks, "dtype": self.dtype}
+        return {**place, "arms": arms, "not_run": dict(self.not_run), "holds": self.holds, "files": [*self.files]}
+
+
+def compare_startup(
+    options: StartupOptions, start: Callable[..., list[ArmOnRank]], tell: Callable[[str], None]
+) -> StartupResult:
+    """Run the arms, and write runs, figures, and the report into the folder.
+
+    ``start(size, arm, model, dtype, folder, timeout_s=...)`` brings up a model by an arm on fresh ranks and returns
+    what they have; ``tell`` gets lines for the console.
+
+    Raises:
+        ShardwiseError: there is no such model or arm, the folder is in use, or our arm, or all, have failed.
+    """
+    names = _arms_named(options.arms)
+    place = resolve(options.model)
+    index = open_checkpoint(place)
+    _create_empty(options.out)
+    _read_once(place)
+    reasons = {name: KINDS[name].missing() or _lack_of_room(name, index, options) for name in names}
+    not_run = {name: reason for name, reason in reasons.items() if reason}
+    runs: dict[str, ArmRun] = {}
+    for name in [name for name in names if name not in not_run]:
+        tell(f"{name}: {KINDS[name].does}")
+        try:
+            runs[name] = _run_arm(name, place, options, start)
+        except ShardwiseError as error:
+            if name == OURS:
+                raise
+            not_run[name] = str(error).strip().rpartition("\n")[2]
+            tell(f"{name}: {not_run[name]}")
+    if not runs:
+        raise ConfigError(f"no arm could run ({'; '.join(f'{name}: {why}' for name, why in not_run.items())})")
+    result = StartupResult(options.model, options.ranks, options.dtype, runs, not_run)
+    try:
+        (options.out / "startup.json").write_text(json.dumps(result.to_dict(), indent=1) + "\n")
+    except OSError as error:
+        raise StorageError(f"{options.out}: it cannot be written ({error.strerror or error}); make room") from error
+    return replace(result, files=_draw(options.out, result, tell))
+
+
+def _arms_named(text: str) -> list[str]:
+    """Return the arms of a list with commas, in their usual order.
+
+    Raises:
+        ConfigError: one does not exist, or lacks a package.
+    """
+    names = [name.strip() for name in text.split(",")] if text else list(KINDS)
+    if unknown := [name for name in names if name not in KINDS]:
+        raise ConfigError(f"--arms={text!r}: there is no {unknown[0]!r}, but {', '.join(KINDS)}")
+    for name in names:
+        if text and (reason := KINDS[name].missing()):
+            raise ConfigError(f"--arms={text!r}: {name} cannot run here: {reason}")
+    return [name for name in KINDS if name in names]
+
+
+def _lack_of_room(arm: str, index: CheckpointIndex, options: StartupOptions) -> str:
+    """Return why an arm does not fit on this machine; "" if it does.
+
+    Values that are wanted as they are stored stay in mapped files, which take no memory from anybody.
+    """
+    tensors = index.tensors()
+    numbers = sum(tensor.nbytes // max(tensor.dtype.itemsize, 1) for tensor in tensors)
+    wanted_bytes = numbers * _ITEM_BYTES.get(options.dtype, 0)
+    if wanted_bytes in (0, sum(tensor.nbytes for tensor in tensors)):
+        return ""
+    needed = KINDS[arm].peak_bytes(wanted_bytes, options.ranks)
+    free = host_memory()
+    if free is None or needed <= free:
+        return ""
+    return f"{KINDS[arm].holders} holds the whole model: {in_bytes(needed)} in all, and {in_bytes(free)} are free"
+
+
+def _create_empty(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        used = next(out.iterdir(), None)
+    except OSError as error:
+        raise StorageError(f"--out={out}: it cannot be created ({error.strerror or error})") from error
+    if used is not None:
+        raise StorageError(f"--out={out}: it has {used.name} in it. Name a new or an empty folder.")
+
+
+def _read_once(place: Path) -> None:
+    """Read the files, so that the first arm finds them in the page cache as the others do."""
+    for path in [place] if place.is_file() else sorted(place.iterdir()):
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                with path.open("rb", buffering=0) as file:
+                    while file.read(_BLOCK_BYTES):
+                        pass
+
+
+def _run_arm(name: str, place: Path, options: StartupOptions, start: Callable[..., list[ArmOnRank]]) -> ArmRun:
+    """Run an arm on fresh ranks.
+
+    Raises:
+        ShardwiseError: a rank failed, or they took too long.
+    """
+    folder = options.out / name
+    try:
+        ranks = start(options.ranks, name, str(place), options.dtype, str(folder), timeout_s=options.limit)
+    except RanksLateError as error:
+        raise ConfigError(f"{name} was ended: {error}; --limit gives more") from error
+    limit_bytes = sum(rank.host_bytes + rank.budget_bytes + SLACK_BYTES for rank in ranks)
+    return replace(arm_run(name, read_run(folder)), limit_bytes=limit_bytes, values=_agreed_values(ranks))
+
+
+def _agreed_values(ranks: Sequence[ArmOnRank]) -> dict[str, str]:
+    """Return fingerprints by name; "" for a tensor of which ranks have different values."""
+    found: dict[str, str] = {}
+    for rank in ranks:
+        for name, value in rank.values.items():
+            found[name] = value if found.get(name, value) == value else ""
+    return found
+
+
+def _draw(out: Path, result: StartupResult, tell: Callable[[str], None]) -> list[str]:
+    """Draw all arms, and the report; returns the files.
+
+    Nothing is lost where matplotlib is not installed, or there is no room: the figures are written by now.
+    """
+    table, runs = result.table(), result.runs.values()
+    try:
+        picture = draw_panels([run.panel for run in runs if run.panel is not None])
+        section = PageSection(table.title, {"startup.png": picture}, [table], result.notes())
+        draw_report([Path(run.folder) for run in runs], out / "report", [section])
+        (out / "startup.png").write_bytes(picture)
+    except (ShardwiseError, OSError) as error:
+        tell(f"there is no picture, and no report: {error}")
+        return []
+    return [str(out / "startup.png"), str(out / "report" / "report.html")]
+
+
+# Figures
+
+
+def arm_run(arm: str, record: RunRecord) -> ArmRun:
+    """Return what a run took, by the records of its ranks.
+
+    Raises:
+        FormatError: a rank has left no samples, or not all phases.
+    """
+    spans = [_outer_phases(record, rank) for rank in record.ranks]
+    begin, end = min(each[LOAD].start for each in spans), max(each[WRAP].stop for each in spans)
+    time = np.unique(np.concatenate([rank.samples["t"] for rank in record.ranks]))
+    own = [_growth(rank, time, rank.host_kib) for rank in record.ranks]
+    mapped = [_growth(rank, time, rank.samples["file"]) for rank in record.ranks]
+    growth_bytes, seconds = _most_bytes(sum(own)), end - begin
+    stops = [max(each[name].stop for each in spans) - begin for name in PHASES]
+    title = f"{arm}\n{seconds:.1f} s, at most {growth_bytes / 2**30:.2f} GiB"
+    shown = {name: (start, stop) for name, start, stop in zip(PHASES, [0.0, *stops], stops, strict=False)}
+    return ArmRun(
+        arm,
+        str(record.path),
+        seconds,
+        {name: max(each[name].stop - each[name].start for each in spans) for name in PHASES},
+        growth_bytes,
+        max(map(_most_bytes, own)),
+        _most_bytes(sum(mapped)),
+        int(max(rank.peak_kib("allocated") for rank in record.ranks)) << 10,
+        panel=Panel(title, time - begin, [np.maximum(kib, 0) / 2**20 for kib in own], shown),
+    )
+
+
+def _outer_phases(record: RunRecord, rank: RankRecord) -> dict[str, PhaseSpan]:
+    found = {span.path[0]: span for span in rank.phases if len(span.path) == 1 and span.thread == 0}
+    if not found.keys() >= set(PHASES) or not rank.is_closed:
+        raise FormatError(f"{record.path}: rank {rank.rank} was not observed to its end")
+    return found
+
+
+def _growth(rank: RankRecord, time: Floats, kib: Floats) -> Floats:
+    """Return KiB over the first sample at these moments; before and after its own samples the nearest counts."""
+    grown: Floats = np.interp(time, rank.samples["t"], kib - kib[0])
+    return grown
+
+
+def _most_bytes(kib: Any) -> int:
+    return int(kib.max(initial=0.0)) << 10

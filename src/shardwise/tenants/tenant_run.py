@@ -1,0 +1,432 @@
+"""One training of many LoRAs on one base: tenants in turns, those of one length in one pass."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tqdm.auto import tqdm
+from transformers import Trainer, TrainerState, get_scheduler
+from trl.trainer.utils import get_peft_config
+
+from shardwise.bank.adapter_bank import AdapterBank, TenantKeywords
+from shardwise.bank.rows import RowTensors
+from shardwise.bank.tenant import TenantLoss
+from shardwise.engines.save_plan import SaveOptions
+from shardwise.errors import ConfigError, FormatError, TrainingError
+from shardwise.execution.collectives import naming_the_lost
+from shardwise.execution.world import World
+from shardwise.storage.writing.opening import open_writer
+from shardwise.tenants.tenant_configs import read_tenants
+from shardwise.tenants.tenant_rows import MicroBatch, StepOrder, TokenBudget, TokenizedRows, tokenized
+from shardwise.training import setup as trl_setup
+from shardwise.training.run import TrlOutcome, held, peak_bytes, stopping_on_signals
+from shardwise.training.run_config import RunConfig
+from shardwise.training.setup import TrlArguments
+
+_PAD_TO: Final = 64
+
+_IDENTITY: Final = ("model_name_or_path", "model_revision", "load_in_4bit", "bnb_4bit_quant_type")
+
+_WEIGHTS: Final = ("*/*.safetensors", "*/checkpoint-*/*.safetensors")
+
+
+def train_tenants_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
+    """Train many LoRAs as a configuration says. Collective: yes, over the default process group.
+
+    Returns:
+        The outcome; its ``metrics`` are those of each tenant, by name, ranked by evaluation loss.
+
+    Raises:
+        ShardwiseError: the same on every rank, if the configuration, the data or the base cannot be used.
+    """
+    begun = time.monotonic()
+    with World.current(call="train") as world:
+        parsed = world.together(lambda: {name: trl_setup.parse(own) for name, own in read_tenants(config).items()})
+        first = next(iter(parsed.values()))
+        processor = world.together(lambda: trl_setup.processing_class(first, "sft"))
+    if first.training.eos_token:
+        getattr(processor, "tokenizer", processor).eos_token = first.training.eos_token
+    output = Path(config.values.get("output_dir", "trainer_output"))
+    identity = {"method": "tenants", **{key: config.values.get(key) for key in _IDENTITY}}
+    with stopping_on_signals() as request, held(output, identity, _WEIGHTS):
+        tenants = _joined(parsed, processor, config.own["tokens_per_pass"], local_rank)
+        has_stopped, failures = train_in_turns(tenants, config.own["tokens_per_pass"], request)
+    metrics = {
+        one.name: {"steps": one.state.global_step, "max_steps": one.state.max_steps, **one.last_logged()}
+        | ({"failure": failures[one.name]} if one.name in failures else {})
+        for one in tenants
+    }
+    ranked = dict(sorted(metrics.items(), key=lambda item: _place(item[1])))
+    history = tuple({"tenant": one.name, **entry} for one in tenants for entry in one.state.log_history)
+    steps = sum(one.state.global_step for one in tenants)
+    return TrlOutcome(str(output), steps, has_stopped, ranked, history, tuple(_summary(ranked, begun)))
+
+
+def _joined(
+    parsed: Mapping[str, trl_setup.TrlArguments], processor: Any, tokens_per_pass: int, local_rank: int
+) -> list[TenantTraining]:
+    """Read the rows of all tenants, load the base, and make them tenants of a bank. Collective: yes.
+
+    Raises:
+        ConfigError: naming the tenant.
+    """
+    rows = {}
+    for name, own in parsed.items():
+        with _named(name):
+            rows[name] = tokenized(own, processor, local_rank)
+    first = next(iter(parsed.values()))
+    model = trl_setup.bring_up_base(first)
+    if first.training.gradient_checkpointing:
+        keywords = {**(first.training.gradient_checkpointing_kwargs or {}), "use_reentrant": False}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
+        model.train()
+    bank = AdapterBank(model, pad_to=_PAD_TO)
+    budget = TokenBudget(tokens_per_pass, _PAD_TO, bank.longest)
+    shared = BankOfTenants(World.current(call="train"), bank, budget, processor)
+    tenants = []
+    for name, own in parsed.items():
+        with _named(name):
+            tenants.append(TenantTraining(name, own, *rows[name], shared))
+            tenants[-1].join()
+    return tenants
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Name the tenant in errors of the block."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"tenants.{name}: {error}") from error
+
+
+def train_in_turns(tenants: Sequence[TenantTraining], budget: int, request: Any) -> tuple[bool, dict[str, str]]:
+    """Train tenants to their ends, or until a signal comes. Collective: yes.
+
+    The first of the queue and those behind it that fit into its pass share it, and go to the end of the queue. A
+    tenant whose loss or gradient is not finite ends alone.
+
+    Args:
+        tenants: in the order of their first turns.
+        budget: tokens of a pass on one rank.
+        request: of a signal.
+
+    Returns:
+        Whether a signal ended it, and the failures by name.
+
+    Raises:
+        ShardwiseError: a pass failed, or a rank is lost; the newest checkpoints are complete.
+    """
+    queue, failures, has_stopped = list(tenants), dict[str, str](), False
+    world = World.current(call="the tenants' passes")
+    total = sum(one.state.max_steps - one.state.global_step for one in tenants)
+    is_silent = world.rank != 0 or tenants[0].args.disable_tqdm
+    with tqdm(total=total, disable=is_silent) as bar, naming_the_lost(world, lambda: "in a pass of tenants"):
+        taken = [one for one in queue if one.is_done]
+        while True:
+            for one in taken:
+                try:
+                    one.proceed()
+                except TrainingError as error:
+                    one.bank.remove(one.name)
+                    failures[one.name] = str(error)
+            queue = [one for one in queue if not one.is_done and one.name not in failures]
+            has_stopped = world.all_reduce(lambda: request.is_made, any)
+            waiting = [one for one in queue if one.is_in_step or not has_stopped]
+            if not waiting:
+                break
+            taken = next_pass(waiting, budget)
+            queue = [one for one in queue if one not in taken] + taken
+            losses = taken[0].bank.forward_backward([(one.name, one.next_tensors()) for one in taken])
+            for one in taken:
+                one.note_pass(losses.tenants[one.name])
+                bar.update(not one.is_in_step)
+        for one in queue:
+            one.save_checkpoint()
+    return has_stopped and bool(queue), failures
+
+
+def next_pass(waiting: Sequence[TenantTraining], budget: int) -> list[TenantTraining]:
+    """Choose the first tenant and those behind it whose rows have its length and fit into a pass."""
+    batches = {one.name: one.next_micro_batch() for one in waiting}
+    leader = next((one for one in waiting if batches[one.name].cost), waiting[0])
+    taken, left = [], budget
+    for one in waiting:
+        batch = batches[one.name]
+        is_alike = batch.tokens == batches[leader.name].tokens and batch.cost <= left
+        if one is leader or not batch.cost or is_alike:
+            taken.append(one)
+            left -= batch.cost
+    return taken
+
+
+def _place(numbers: Mapping[str, Any]) -> tuple[bool, bool, float]:
+    """Order tenants: by evaluation loss first, then those without by loss, then failures."""
+    eval_loss: float | None = numbers.get("eval_loss")
+    return "failure" in numbers, eval_loss is None, numbers.get("loss", 0.0) if eval_loss is None else eval_loss
+
+
+def _summary(ranked: Mapping[str, Mapping[str, Any]], begun: float) -> list[str]:
+    """Format the closing table."""
+    rows: list[tuple[str, ...]] = [("", "tenant", "steps", "loss", "evaluation loss")]
+    for place, (name, one) in enumerate(ranked.items(), 1):
+        losses = (f"{one[key]:.4f}" if key in one else "-" for key in ("loss", "eval_loss"))
+        rows.append((str(place), name, f"{one['steps']}/{one['max_steps']}", *losses))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"{name}: failed in {one['failure']}" for name, one in ranked.items() if "failure" in one]
+    seconds, peak = time.monotonic() - begun, peak_bytes() / 2**30
+    return [*lines, f"{len(ranked)} tenants in {seconds:.1f} s, peak memory of a rank: {peak:.2f} GiB"]
+
+
+STATE_FILE: Final = "trainer_state.json"
+"""The Trainer's state. It is written last: a checkpoint without it does not count."""
+
+_POSITION: Final = "StepOrder"
+
+
+@dataclass(frozen=True, slots=True)
+class BankOfTenants:
+    """What all tenants share."""
+
+    world: World
+    bank: AdapterBank
+    budget: TokenBudget
+    processor: Any
+
+
+class TenantTraining:
+    """A tenant of a bank that is trained as its configuration says. Its methods raise the same on every rank.
+
+    Args:
+        name: of the tenant.
+        arguments: its configuration.
+        rows: to train on.
+        held_out: rows to evaluate on.
+        shared: the bank.
+
+    Raises:
+        ConfigError: its rows do not fit into a pass.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: TrlArguments,
+        rows: TokenizedRows,
+        held_out: TokenizedRows | None,
+        shared: BankOfTenants,
+    ) -> None:
+        self.name, self.bank = name, shared.bank
+        self.args: Any = arguments.training
+        self.state = TrainerState()
+        self._folder = Path(self.args.output_dir)
+        self._lora: Any = get_peft_config(arguments.model)
+        self._rows, self._held_out, self._shared = rows, held_out, shared
+        per_rank = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        self._at_once = min(self.args.per_device_train_batch_size, shared.budget.rows_at_once(rows))
+        self._micro_batches = math.ceil(per_rank / self._at_once)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self._order = StepOrder(len(rows), per_rank * shared.world.size, seed)
+        self._position = (0, 0)
+        self._saved_step = 0
+        self._left: deque[MicroBatch] = deque()
+        self._window: list[TenantLoss] = []
+        self._losses: list[float] = []
+
+    def join(self) -> None:
+        """Become a tenant of the bank, from the newest checkpoint if there is one. Collective: yes.
+
+        Raises:
+            ShardwiseError: it cannot be as configured, or the checkpoint is one of another training.
+        """
+        steps, state = self._shared.world.from_first(lambda: _newest(self._folder))
+        if state is not None:
+            self._restore(state)
+        epochs, max_steps = self.args.num_train_epochs, self.args.max_steps
+        self.state.max_steps = (
+            max_steps if max_steps > 0 else self.state.global_step + self._order.steps_left(epochs)
+        )
+        self.state.compute_steps(self.args, self.state.max_steps)
+        place = self._folder / f"checkpoint-{steps}"
+        if state is None:
+            self.bank.create(self.name, self._lora, **self._keywords())
+        elif not (begun := self.bank.load(self.name, place, **self._keywords())).is_resumed:
+            raise FormatError(f"{place}: has no state of a training, {begun.reason}. Remove the folder.")
+
+    def _restore(self, state: TrainerState) -> None:
+        kept: Any = state.stateful_callbacks
+        position = kept.get(_POSITION, {})
+        if position.get("count") != self._order.count:
+            raise ConfigError(
+                f"{self._folder}: has a training on {position.get('count')} rows, not {self._order.count}. Use the "
+                "same data sets, or another output_dir."
+            )
+        self._position = self._order.epoch, self._order.offset = position["epoch"], position["offset"]
+        self.state, self._saved_step = state, state.global_step
+
+    def _keywords(self) -> TenantKeywords:
+        args, total = self.args, self.state.max_steps
+
+        def optimizer(parameters: list[Any]) -> Any:
+            kind, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
+            return kind(parameters, weight_decay=args.weight_decay, **keywords)
+
+        def schedule(optimizer: Any) -> Any:
+            warmup = args.get_warmup_steps(total)
+            return get_scheduler(args.lr_scheduler_type, optimizer, warmup, total, args.lr_scheduler_kwargs)
+
+        return {
+            "optimizer": optimizer,
+            "schedule": schedule,
+            "max_grad_norm": args.max_grad_norm or math.inf,
+            "accumulation": self._micro_batches,
+            "seed": args.seed,
+        }
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are taken."""
+        return bool(self.state.global_step >= self.state.max_steps)
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a part of a step's rows has passed."""
+        return bool(0 < len(self._window) < self._micro_batches)
+
+    def next_micro_batch(self) -> MicroBatch:
+        """Return the rows of its next pass, the same on every rank."""
+        if not self._left:
+            ranks, at_once = self._shared.world.size, self._at_once
+            self._left.extend(
+                self._shared.budget.micro_batches(self._rows, self._order.take_step(), at_once, ranks)
+            )
+            empty = MicroBatch(((),) * ranks, 0)
+            self._left.extend([empty] * (self._micro_batches - len(self._left)))
+        return self._left[0]
+
+    def next_tensors(self) -> RowTensors:
+        """Return the rows of its next pass on this rank."""
+        return self._rows.tensors(self.next_micro_batch().rows[self._shared.world.rank])
+
+    def note_pass(self, loss: TenantLoss) -> None:
+        """Record that its micro-batch has passed."""
+        self._left.popleft()
+        self._window.append(loss)
+
+    def proceed(self) -> None:
+        """Take a step if all of its rows have passed; then log, evaluate and save if it is time. Collective: yes.
+
+        Raises:
+            TrainingError: the loss or the gradient is not finite.
+        """
+        if self._window and not self.is_in_step:
+            self._take_step()
+        elif not self.is_done:
+            return
+        if self._held_out is not None and (self.is_done or self._is_time("eval")):
+            self._evaluate(self._held_out)
+        if self.is_done or self._is_time("save"):
+            self.save_checkpoint()
+        if self.is_done:
+            self._finish()
+
+    def _is_time(self, kind: str) -> bool:
+        strategy = getattr(self.args, f"{kind}_strategy")
+        if strategy == "epoch":
+            return self._order.offset == 0
+        return strategy == "steps" and not self.state.global_step % getattr(self.state, f"{kind}_steps")
+
+    def _take_step(self) -> None:
+        learned = sum(one.learned_tokens for one in self._window)
+        loss = sum(one.loss * one.learned_tokens for one in self._window) / max(learned, 1)
+        self._window = []
+        step = self.bank.optim_step(self.name)
+        if not step.is_taken or not math.isfinite(loss):
+            raise TrainingError(
+                f"step {self.state.global_step + 1}: the loss is {loss:.4g} and the norm of the gradient "
+                f"{step.grad_norm:.4g}. Lower learning_rate, or check the rows."
+            )
+        self.state.global_step += 1
+        self._position = self._order.epoch, self._order.offset
+        self.state.epoch = self._order.epochs
+        self._losses.append(loss)
+        if self.is_done or self.state.global_step % self.state.logging_steps == 0:
+            average = math.fsum(self._losses) / len(self._losses)
+            self._losses = []
+            self._log(loss=average, grad_norm=step.grad_norm, learning_rate=step.learning_rate)
+
+    def _log(self, **numbers: float) -> None:
+        self.state.log_history.append({**numbers, "epoch": self.state.epoch, "step": self.state.global_step})
+
+    def last_logged(self) -> dict[str, float]:
+        """Return the last loss and evaluation loss that were logged."""
+        merged = {key: value for entry in self.state.log_history for key, value in entry.items()}
+        return {key: merged[key] for key in ("loss", "eval_loss") if key in merged}
+
+    def _evaluate(self, rows: TokenizedRows) -> None:
+        world, budget = self._shared.world, self._shared.budget
+        at_once = min(self.args.per_device_eval_batch_size, budget.rows_at_once(rows))
+        own = 0.0
+        for batch in budget.micro_batches(rows, range(len(rows)), at_once, world.size):
+            [logprobs] = self.bank.forward([(self.name, rows.tensors(batch.rows[world.rank]))])
+            own -= sum(float(values.double().sum()) for values in logprobs)
+        self._log(eval_loss=world.all_reduce(lambda: own, math.fsum) / rows.learned_tokens)
+
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint between two steps, unless there is one of this step. Collective: yes."""
+        step = self.state.global_step
+        if step <= self._saved_step:
+            return
+        place = self._folder / f"checkpoint-{step}"
+        self.bank.save(self.name, place, options=SaveOptions(progress=False))
+        self._shared.world.from_first(lambda: self._commit(place))
+        self._saved_step = step
+
+    def _commit(self, place: Path) -> None:
+        """Write the state of the Trainer, by which a checkpoint counts, and remove the oldest checkpoints."""
+        epoch, offset = self._position
+        position = {_POSITION: {"count": self._order.count, "epoch": epoch, "offset": offset}}
+        content = json.dumps({**asdict(self.state), "stateful_callbacks": position}, indent=2, sort_keys=True)
+        with open_writer(place) as writer:
+            writer.replace(STATE_FILE, content.encode())
+        for step in _complete_steps(self._folder)[: -(self.args.save_total_limit or 1 << 30)]:
+            old = self._folder / f"checkpoint-{step}"
+            (old / STATE_FILE).unlink()
+            shutil.rmtree(old)
+
+    def _finish(self) -> None:
+        """Save the adapter, and leave the bank."""
+        tokenizer, options = self._shared.processor, SaveOptions(progress=False)
+        self.bank.save(self.name, self._folder, training_state=False, tokenizer=tokenizer, options=options)
+        self.bank.remove(self.name)
+
+
+def _complete_steps(folder: Path) -> list[int]:
+    names = (file.parent.name.removeprefix("checkpoint-") for file in folder.glob(f"checkpoint-*/{STATE_FILE}"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _newest(folder: Path) -> tuple[int, TrainerState | None]:
+    """Find the newest complete checkpoint: its step and its state; None if there is none.
+
+    Raises:
+        FormatError: its state is damaged.
+    """
+    steps = _complete_steps(folder)
+    if not steps:
+        return 0, None
+    file = folder / f"checkpoint-{steps[-1]}" / STATE_FILE
+    try:
+        return steps[-1], TrainerState.load_from_json(str(file))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise FormatError(f"{file}: cannot be read, {error}. Remove {file.parent}.") from error

@@ -1,1 +1,0 @@
-"""``shardwise train``'s configuration: keys, their types, and what they mean."""

@@ -1,1 +1,0 @@
-"""Data sets: where rows come from, their tokens kept, mixed, packed and dealt to ranks."""

@@ -1,1 +1,0 @@
-"""Optimizers by name: made and tried; scaling and clipping of gradients."""

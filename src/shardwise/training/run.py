@@ -1,0 +1,343 @@
+"""One training of ``shardwise train`` on every rank: a model of ours in one of TRL's trainers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from shardwise.errors import ConfigError
+from shardwise.execution.marked_folder import Marked, marked_by_first
+from shardwise.execution.world import World
+from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
+from shardwise.storage.names import without_secrets
+from shardwise.training import setup as trl_setup
+from shardwise.training.run_config import RunConfig
+
+RUN_FOLDER: Final = ".shardwise-run"
+"""A folder in ``output_dir`` that is locked while a training runs, and says which one."""
+
+_RUN_FILE: Final = "run.json"
+
+_IDENTITY: Final = (
+    *("model_name_or_path", "model_revision", "dataset_name", "dataset_config", "datasets"),
+    *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit", "bnb_4bit_quant_type"),
+)
+"""Keys that may not change when a training is resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrlOutcome:
+    """The end of a training, on one rank.
+
+    Attributes:
+        output_dir: the folder that has the model, or the checkpoints of a training that was stopped.
+        steps: optimizer steps done.
+        has_stopped: whether a signal ended it before its last step.
+        metrics: what TRL's ``train`` returned.
+        history: entries that the trainer logged.
+        summary: lines to print.
+    """
+
+    output_dir: str
+    steps: int
+    has_stopped: bool
+    metrics: Mapping[str, Any]
+    history: tuple[Mapping[str, Any], ...]
+    summary: tuple[str, ...]
+
+
+def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
+    """Train as a configuration says. Collective: yes, over the default process group.
+
+    Raises:
+        ShardwiseError: the same on every rank, if the configuration, the data or the model cannot be used.
+    """
+    with World.current(call="train") as world:
+        arguments = world.together(lambda: trl_setup.parse(config))
+    output = Path(arguments.training.output_dir)
+    with stopping_on_signals() as request, held(output, _identity(config)):
+        with World.current(call="train") as world:
+            processor = world.together(lambda: trl_setup.processing_class(arguments, config.method))
+        data = trl_setup.load_data(arguments, config.method, processor, local_rank)
+        model = trl_setup.bring_up(arguments, config.method)
+        trl_setup.require_pad_token(model, processor)
+        reference = trl_setup.bring_up_reference(arguments, config.method)
+        trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data)
+        guard_trackers(trainer)
+        stop = StopOnSignal(request)
+        trainer.is_asked_to_stop = request.has_come
+        trainer.add_callback(stop)
+        done = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))
+        if not stop.has_stopped:
+            trainer.save_model(str(output))
+            if arguments.training.push_to_hub:
+                trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
+        state = trainer.state
+        summary = summary_lines(state, done.metrics["train_runtime"])
+        if hasattr(trainer, "end"):  # since transformers 5.18
+            trainer.end()
+    return TrlOutcome(
+        str(output),
+        int(state.global_step),
+        stop.has_stopped,
+        dict(done.metrics),
+        tuple(state.log_history),
+        tuple(summary),
+    )
+
+
+def _identity(config: RunConfig) -> dict[str, Any]:
+    return {"method": config.method, **{key: _masked(config.values.get(key)) for key in _IDENTITY}}
+
+
+def _masked(value: Any) -> Any:
+    """A value of a configuration without credentials in URLs."""
+    if isinstance(value, str):
+        return without_secrets(value) if "://" in value else value
+    if isinstance(value, dict):
+        return {key: _masked(one) for key, one in value.items()}
+    return [_masked(one) for one in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*.safetensors",)) -> Iterator[None]:
+    """Hold an output folder for the time of a training. Collective: yes.
+
+    Args:
+        output: the folder.
+        identity: keys that may not differ from those of a training whose weights are there.
+        weights: patterns of files in the folder that are weights of a training.
+
+    Raises:
+        StorageError: another training runs there.
+        ConfigError: the folder has another training, naming the key that differs.
+    """
+    folder = output / RUN_FOLDER
+
+    def check(_marked: Marked) -> None:
+        file = folder / _RUN_FILE
+        has_weights = bool(checkpoints_in(output)) or any(any(output.glob(one)) for one in weights)
+        if has_weights and not file.is_file():
+            raise ConfigError(
+                f"output_dir: {output} has a model that this training would overwrite. Set another output_dir."
+            )
+        found = _recorded(file) if has_weights else identity
+        differing = [key for key in identity if found.get(key) != identity[key]]
+        if differing:
+            key = differing[0]
+            raise ConfigError(
+                f"output_dir: {output} has a training with {key}={found.get(key)!r}, not {identity[key]!r}. "
+                "Set another output_dir, or remove that one."
+            )
+        written = file.with_suffix(".new")
+        written.write_text(json.dumps(dict(identity), indent=2), "utf-8")
+        written.replace(file)  # a kill leaves the older record or this one
+
+    with World.current(call="train") as world:
+        world.from_first(lambda: folder.mkdir(parents=True, exist_ok=True))
+        with marked_by_first(world, folder, check, lambda _marked: None) as held:
+            try:
+                yield
+            finally:
+                if world.rank == 0:
+                    held.marked.release()
+
+
+def _recorded(file: Path) -> Mapping[str, Any]:
+    """Read the keys of the training that a folder has.
+
+    Raises:
+        ConfigError: the record is damaged.
+    """
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: is damaged, {error}. Set another output_dir.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: is not a record of a training. Set another output_dir.")
+    return found
+
+
+def _resume_from(training: Any, output: Path) -> Any:
+    """The checkpoint to resume from: the one asked for, else the newest in the output folder, if there is one."""
+    if training.resume_from_checkpoint is not None:
+        return training.resume_from_checkpoint
+    with World.current(call="train") as world:
+        kinds = world.from_first(lambda: list(checkpoints_in(output).values()))
+    return True if FolderKind.COMPLETE in kinds else None
+
+
+def peak_bytes() -> int:
+    """The peak memory of this rank: of its accelerator, or else of the process."""
+    if torch.accelerator.is_available():
+        return int(torch.accelerator.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+_log = logging.getLogger(__name__)
+
+
+class StopOnSignal(TrainerCallback):
+    """Saves a checkpoint and ends the training after the step in which a signal came.
+
+    The trainer makes the ranks agree on ``control`` after each step, so a signal to one rank stops all.
+    """
+
+    def __init__(self, request: StopRequest) -> None:
+        self._request = request
+        self.has_stopped = False
+        """Whether the training ended before its last step."""
+
+    def on_step_end(self, *positional: Any, **_: Any) -> TrainerControl:
+        """Ask for a checkpoint and the end."""
+        control: TrainerControl = positional[2]
+        if self._request.is_made:
+            control.should_save = True
+            control.should_training_stop = True
+        return control
+
+    def on_train_end(self, *positional: Any, **_: Any) -> None:
+        """Note whether steps are left."""
+        state: TrainerState = positional[1]
+        self.has_stopped = state.global_step < state.max_steps
+
+
+class TolerantTracker(TrainerCallback):
+    """Wraps a tracker's callback, so that an experiment tracker that fails ends nothing.
+
+    Args:
+        tracker: the callback of a tracker (``WandbCallback``, ``TensorBoardCallback``, ...).
+    """
+
+    def __init__(self, tracker: TrainerCallback) -> None:
+        self._tracker = tracker
+        self._has_failed = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+        call: Callable[..., Any] = getattr(self._tracker, name)
+
+        def guarded(*positional: Any, **keywords: Any) -> Any:
+            if self._has_failed:
+                return None
+            try:
+                return call(*positional, **keywords)
+            except Exception as error:
+                self._has_failed = True
+                _log.warning(
+                    "%s: failed, %s. The training continues without it.", type(self._tracker).__name__, error
+                )
+                return None
+
+        return guarded
+
+
+def guard_trackers(trainer: Any) -> None:
+    """Wrap the callbacks of experiment trackers that a trainer has."""
+    handler = trainer.callback_handler
+    module = "transformers.integrations"
+    handler.callbacks = [
+        TolerantTracker(one) if type(one).__module__.startswith(module) else one for one in handler.callbacks
+    ]
+
+
+def summary_lines(state: TrainerState, seconds: float) -> Sequence[str]:
+    """Format the closing summary of a training."""
+    losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
+    evaluated = [float(entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
+    lines = [f"trained {state.global_step} steps in {seconds:.1f} s"]
+    if losses:
+        lines.append(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
+    if evaluated:
+        lines.append(f"best evaluation loss: {min(evaluated):.4f}")
+    if tokens := int(state.num_input_tokens_seen):
+        lines.append(f"{tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
+    return [*lines, f"peak memory of a rank: {peak_bytes() / 2**30:.2f} GiB"]
+
+
+ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Signals that ask to stop."""
+
+
+class StopRequest:
+    """Whether somebody has asked this rank to stop. The ranks agree on it in each step."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """The signal that asked."""
+        self._woken: int | None = None
+        self._has_come = False
+
+    @property
+    def is_made(self) -> bool:
+        return self.number is not None
+
+    def has_come(self) -> bool:
+        """Whether a signal has come, heard or not: the main thread hears none while it waits in a collective."""
+        if self._woken is not None:
+            with suppress(OSError):  # there is nothing to read
+                self._has_come |= not set(ASKING).isdisjoint(os.read(self._woken, 1 << 10))
+        return self._has_come or self.is_made
+
+    @contextmanager
+    def noting_arrivals(self) -> Iterator[None]:
+        """In this block the system's own handler writes down each signal that comes. Of the main thread."""
+        self._woken, written = os.pipe()
+        for end in (self._woken, written):
+            os.set_blocking(end, False)
+        before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            woken, self._woken = self._woken, None
+            os.close(woken)
+            os.close(written)
+
+
+@contextmanager
+def stopping_on_signals() -> Iterator[StopRequest]:
+    """SIGTERM, SIGUSR1 and SIGINT ask to stop; a second one ends this process, as it would have without this.
+
+    SIGUSR1 is what Slurm is asked to send some time before the end (``--signal=USR1@120``).
+
+    Signals are the main thread's affair: in any other one nothing is asked.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        if not request.is_made:
+            request.number = number
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            sys.exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in ASKING}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # who started this process keeps Ctrl-C from it, and passes it on
+            signal.signal(number, ask)
+    try:
+        with request.noting_arrivals():
+            yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

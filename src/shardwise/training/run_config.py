@@ -1,0 +1,282 @@
+"""Configuration of ``shardwise train``: TRL's keys and a few of our own, checked before torch is imported.
+
+A configuration is a YAML file as ``trl sft --config`` takes it, with overrides ``--key value``. Its keys are the
+fields of TRL's dataclasses (``SFTConfig``, ``ModelConfig``, ``ScriptArguments``, ``DatasetMixtureConfig``). Their
+import takes seconds, so names, types and choices are checked against the table ``keys.json``, which a test compares
+with the dataclasses.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+import yaml
+
+from shardwise.errors import ConfigError
+
+TrainMethod: TypeAlias = Literal["sft", "dpo", "kto", "grpo", "reward"]
+METHODS: Final[tuple[TrainMethod, ...]] = get_args(TrainMethod)
+
+_NO_METHODS: Final = ("orpo", "cpo", "bco", "xpo", "ppo", "rloo", "prm", "gkd", "online_dpo", "nash_md")
+"""Methods of TRL that are not supported."""
+
+Spec: TypeAlias = Mapping[str, Any]
+"""Types, choices and the default of a key."""
+
+OWN_KEYS: Final[Mapping[str, Spec]] = {
+    "method": {"types": ["str"], "choices": list(METHODS), "default": "sft"},
+    "num_processes": {"types": ["int", "null"]},
+    "accelerate_config": {"types": ["null", "str"]},
+    "transformer_layer_cls_to_wrap": {"types": ["list", "null"]},
+    "min_num_params": {"types": ["int", "null"]},
+    "dp_replicate_size": {"types": ["int"], "default": 1},
+    "cpu_offload": {"types": ["bool"], "default": False},
+    "shard_adapters": {"types": ["bool"], "default": True},
+    "trainable_layers": {"types": ["int"], "default": 0},
+    "trainable_modules": {"types": ["list", "null"]},
+    "extra_modules": {"types": ["list", "null"]},
+    "interleave": {"types": ["list", "null"]},
+    "tenants": {"types": ["dict", "null"]},
+    "sweep": {"types": ["dict", "null"]},
+    "tokens_per_pass": {"types": ["int"], "default": 4096},
+    "tokenizer_name_or_path": {"types": ["null", "str"]},
+    "early_stopping_patience": {"types": ["int", "null"]},
+    "env": {"types": ["dict", "null"]},
+}
+"""Keys that TRL does not have."""
+
+_SHARDED_HERE = (
+    "the model is sharded by shardwise. Remove it, or use accelerate_config, transformer_layer_cls_to_wrap, "
+    "dp_replicate_size or cpu_offload."
+)
+_REJECTED: Final[Mapping[str, str]] = {
+    "fsdp": _SHARDED_HERE,
+    "fsdp_config": _SHARDED_HERE,
+    "deepspeed": _SHARDED_HERE,
+    "parallelism_config": _SHARDED_HERE,
+    "load_in_8bit": "8-bit bases are not supported. Use load_in_4bit.",
+    "use_liger_kernel": "Liger kernels replace modules of a model that is sharded already. Remove it.",
+    "torch_compile": "the whole model would be compiled after it is sharded. Remove it.",
+    "auto_find_batch_size": "a rank that runs out of memory would retry alone. Set per_device_train_batch_size.",
+    "use_vllm": "TRL would gather the whole model for vLLM. Remove it.",
+}
+"""Keys that cannot be honored if they are set, with the reason and the remedy."""
+
+OPTIMIZERS: Final = frozenset(
+    {
+        *("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit"),
+        *("sgd", "adagrad", "rmsprop", "schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"),
+    }
+)
+"""Values of ``optim`` whose optimizers step DTensors."""
+
+_JSON_TYPES: Final[Mapping[type, str]] = {
+    bool: "bool",
+    int: "int",
+    float: "float",
+    str: "str",
+    list: "list",
+    dict: "dict",
+    type(None): "null",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """A configuration whose names, types and choices are valid.
+
+    Attributes:
+        source: the file it was read from, for messages.
+        method: the TRL trainer that is used.
+        values: TRL's keys that were set.
+        own: all keys of ``OWN_KEYS``.
+    """
+
+    source: str
+    method: TrainMethod
+    values: Mapping[str, Any]
+    own: Mapping[str, Any]
+
+
+def read_run_config(arguments: Sequence[str]) -> RunConfig:
+    """Read ``[METHOD] [CONFIG.yaml] [--key value ...]``.
+
+    Raises:
+        ConfigError: the file cannot be read, or naming every key that is unknown or has an invalid value.
+    """
+    words = list(arguments)
+    method = words.pop(0) if words and words[0] in METHODS else None
+    if words and words[0] in _NO_METHODS:
+        raise ConfigError(f"{words[0]}: is not supported. Use one of {', '.join(METHODS)}.")
+    file = words.pop(0) if words and not words[0].startswith("--") else None
+    values = {} if file is None else _read_yaml(Path(file))
+    values |= dict(_overrides(words))
+    if method is not None:
+        values["method"] = method
+    source = file or "the command line"
+    faults = [fault for key, value in values.items() for fault in faults_of(key, value, _method_in(values))]
+    if faults:
+        raise ConfigError("\n  ".join([f"{source}: has {len(faults)} invalid keys.", *faults]))
+    own = {key: values.get(key, spec.get("default")) for key, spec in OWN_KEYS.items()}
+    return RunConfig(source, _method_in(values), {k: v for k, v in values.items() if k not in OWN_KEYS}, own)
+
+
+def _method_in(values: Mapping[str, Any]) -> TrainMethod:
+    found: Any = values.get("method", "sft")
+    return found if found in METHODS else "sft"
+
+
+@cache
+def _shipped(name: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = json.loads(resources.files("shardwise.training").joinpath(name).read_text("utf-8"))
+    return found
+
+
+def _table() -> Mapping[str, Mapping[str, Spec]]:
+    return _shipped("keys.json")
+
+
+def renamed_keys() -> Mapping[str, str | None]:
+    """Keys of earlier versions, as SECTION or SECTION.KEY, and what replaces them; None if nothing does."""
+    return _shipped("renamed_keys.json")
+
+
+def keys_of(method: TrainMethod) -> Mapping[str, Spec]:
+    """All keys of a method: TRL's and our own."""
+    return {**_table()["all"], **_table()[method], **OWN_KEYS}
+
+
+def faults_of(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
+    """Describe what is wrong with a key, if anything is."""
+    if key in renamed_keys() and key not in keys_of(method):
+        yield from _renamed_faults(key, value)
+        return
+    specs = keys_of(method)
+    if key not in specs:
+        others = [name for name in METHODS if key in keys_of(name)]
+        near = difflib.get_close_matches(key, specs, n=1)
+        if others:
+            yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method."
+        else:
+            yield f"{key}: is not a key of {method}." + (f" Did you mean {near[0]}?" if near else "")
+        return
+    if (fault := _type_fault(value, specs[key])) is not None:
+        yield f"{key}: {fault}"
+    elif key in _REJECTED and value:
+        yield f"{key}: {_REJECTED[key]}"
+    elif key == "optim" and value not in OPTIMIZERS:
+        yield f"optim: {value} is not known to step sharded parameters. Use one of {', '.join(sorted(OPTIMIZERS))}."
+    elif key == "datasets":
+        for number, entry in enumerate(value or ()):
+            yield from (f"datasets[{number}]: {fault}" for fault in _entry_faults(entry))
+
+
+def _renamed_faults(section: str, value: Any) -> Iterator[str]:
+    """Name what replaces each key of a section of earlier versions."""
+    known = renamed_keys()
+    inner = [name for one in value if (name := f"{section}.{one}") in known] if isinstance(value, dict) else []
+    for name in inner or [section]:
+        new = known[name]
+        yield f"{name}: was removed. See docs/train.md." if new is None else f"{name}: was renamed. Use {new}."
+
+
+def _entry_faults(entry: Any) -> Iterator[str]:
+    """Describe what is wrong with an entry of ``datasets``."""
+    specs = _table()["datasets"]
+    if not isinstance(entry, dict) or "path" not in entry:
+        yield f"{_shown(entry)} has no path. Write - path: NAME."
+        return
+    for key, value in entry.items():
+        if key not in specs:
+            near = difflib.get_close_matches(str(key), specs, n=1)
+            yield f"{key} is not a key." + (f" Did you mean {near[0]}?" if near else "")
+        elif (fault := _type_fault(value, specs[key])) is not None:
+            yield f"{key}: {fault}"
+
+
+def _type_fault(value: Any, spec: Spec) -> str | None:
+    """Describe a value that does not have one of the types, or is not one of the choices, of its key."""
+    types: Sequence[str] = spec["types"]
+    kind = _JSON_TYPES.get(type(value), "any")
+    fits = (
+        "any" in types
+        or kind in types
+        or (kind == "int" and "float" in types)
+        or (kind == "str" and "list" in types)
+        or (kind == "str" and _is_number(value, types))  # YAML reads 1e-4 as a string
+    )
+    if not fits:
+        expected = " or ".join(name for name in types if name != "null") + (" or null" if "null" in types else "")
+        return f"{_shown(value)} is a {kind}. Expected {expected}."
+    choices = spec.get("choices")
+    if choices and kind == "str" and value not in choices:
+        near = difflib.get_close_matches(value, choices, n=1)
+        shown = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(choices)}."
+        return f"{_shown(value)} is not a choice. {shown}"
+    return None
+
+
+def _is_number(text: str, types: Sequence[str]) -> bool:
+    for name, convert in (("int", int), ("float", float)):
+        if name in types:
+            try:
+                convert(text)
+                return True
+            except ValueError:
+                pass
+    return False
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(file.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(file)}: cannot be read, {error.strerror}. Check the path.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{os.fspath(file)}: is not valid YAML. {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ConfigError(f"{os.fspath(file)}: is not a mapping of keys to values. Write lines KEY: VALUE.")
+    return found
+
+
+def _value_of(key: str, text: str) -> Any:
+    """Read a value of the command line. YAML reads ``no`` as False, which is a string for ``save_strategy``."""
+    value = yaml.safe_load(text)
+    types = next((specs[key]["types"] for specs in (OWN_KEYS, *_table().values()) if key in specs), ())
+    return text if isinstance(value, bool) and types and "bool" not in types else value
+
+
+def _overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Read ``--key value``, ``--key=value``, ``--key v1 v2`` and ``--flag``, as TRL's parser takes them."""
+    groups: list[list[str]] = []
+    for word in words:
+        if word.startswith("--"):
+            groups.append(word.removeprefix("--").split("=", 1))
+        elif not groups:
+            raise ConfigError(f"{word}: is not a key. Write --key value after the configuration file.")
+        else:
+            groups[-1].append(word)
+    for key, *texts in groups:
+        name = key.replace("-", "_")
+        if not texts:
+            is_negated = name.startswith("no_")
+            yield name.removeprefix("no_"), not is_negated
+            continue
+        try:
+            parsed = [_value_of(name, text) for text in texts]
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--{key}: is not a valid value. {error}") from error
+        yield name, parsed[0] if len(parsed) == 1 else parsed

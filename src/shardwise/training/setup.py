@@ -1,0 +1,417 @@
+"""TRL's dataclasses, trainers and data sets for a configuration of ``shardwise train``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import transformers
+import trl as _trl
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.trainer.utils import get_peft_config
+
+from shardwise.engines.bringing_up import from_pretrained
+from shardwise.engines.forecasting import PlanOptions, plan
+from shardwise.engines.load_plan import LoadOptions
+from shardwise.engines.outline import PretrainedOptions
+from shardwise.errors import ConfigError
+from shardwise.integrations import ShardwiseTrainer, for_trainer
+from shardwise.models.four_bit_linear import Fp4, Nf4
+from shardwise.models.policies import Classes, MinSize, WrapPolicy
+from shardwise.models.torch_words import accelerator
+from shardwise.models.wrap import Sharding, replicated_mesh
+from shardwise.report.forecast import Forecast
+from shardwise.storage.names import HubOptions, redacted, without_secrets
+from shardwise.training import dataset_loading
+from shardwise.training import setup as trl_setup
+from shardwise.training.dataset_loading import AnyDataset
+from shardwise.training.run_config import RunConfig, TrainMethod
+from shardwise.tuning.modes import Freeze, Full, Lora, Tuning
+
+trl: Any = _trl
+"""TRL's names are loaded lazily, which a type checker does not see."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrlArguments:
+    """A configuration as TRL's scripts have it.
+
+    Attributes:
+        script: ``ScriptArguments``, or those of GRPO.
+        training: ``SFTConfig`` or that of another trainer.
+        model: ``ModelConfig``.
+        mixture: ``DatasetMixtureConfig``.
+        own: our own keys.
+    """
+
+    script: Any
+    training: Any
+    model: Any
+    mixture: Any
+    own: Mapping[str, Any]
+
+
+_NAMES: Final[Mapping[TrainMethod, tuple[str, str]]] = {
+    "sft": ("SFTConfig", "SFTTrainer"),
+    "dpo": ("DPOConfig", "DPOTrainer"),
+    "kto": ("KTOConfig", "KTOTrainer"),
+    "grpo": ("GRPOConfig", "GRPOTrainer"),
+    "reward": ("RewardConfig", "RewardTrainer"),
+}
+"""The config and the trainer of a method."""
+
+
+def parse(config: RunConfig) -> TrlArguments:
+    """Parse a configuration by TRL's own parser.
+
+    Raises:
+        ConfigError: TRL or transformers rejects a value.
+    """
+    script = importlib.import_module("trl.scripts.grpo").GRPOScriptArguments if config.method == "grpo" else None
+    kinds = (script or trl.ScriptArguments, getattr(trl, _NAMES[config.method][0]), trl.ModelConfig)
+    parser = trl.TrlParser((*kinds, trl.DatasetMixtureConfig))
+    values = dict(config.values)
+    if accelerator() is None:
+        values["use_cpu"] = True
+    parser.set_defaults_with_config(**values)
+    try:
+        found = parser.parse_args_into_dataclasses(args=[])
+    except (ValueError, TypeError, ImportError, SystemExit) as error:
+        raise ConfigError(f"{config.source}: is rejected by TRL. {error}") from error
+    arguments = TrlArguments(found[0], found[1], found[2], found[3], config.own)
+    if not arguments.model.model_name_or_path:
+        raise ConfigError("model_name_or_path: is missing. Set it to a folder, a name on the hub or a URL.")
+    _require_consistent(arguments, config.method)
+    return arguments
+
+
+def _require_consistent(arguments: TrlArguments, method: TrainMethod) -> None:
+    """Reject keys that contradict each other, before anything is loaded.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    model, training = arguments.model, arguments.training
+    if method == "grpo" and training.beta and not model.use_peft:
+        raise ConfigError(
+            f"beta: {training.beta} compares with a reference, which TRL would load whole on every rank. Set beta "
+            "to 0.0, or use_peft to true."
+        )
+    if model.load_in_4bit and not model.use_peft:
+        raise ConfigError("load_in_4bit: needs use_peft, as packed weights are not trained. Set use_peft.")
+    if arguments.own["early_stopping_patience"] and not training.load_best_model_at_end:
+        raise ConfigError("early_stopping_patience: needs load_best_model_at_end and eval_strategy. Set them.")
+    if training.model_init_kwargs:
+        raise ConfigError(
+            f"model_init_kwargs: {', '.join(training.model_init_kwargs)} cannot be passed on. Use dtype, "
+            "attn_implementation and model_revision."
+        )
+
+
+# The model
+
+
+def bring_up(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
+    """Load the model, sharded over all ranks, with what is trained of it. Collective: yes.
+
+    Raises:
+        ConfigError: keys contradict each other.
+        ShardwiseError: as of :func:`~shardwise.engines.bringing_up.from_pretrained`.
+    """
+    keywords = model_options(arguments, method)
+    keywords["tuning"] = tuning = tuning_of(arguments)
+    if isinstance(tuning, Full):
+        keywords["trained"] = "unchanged"  # TRL trains a model in the dtype that it is loaded in
+    return for_trainer(_without_secrets(from_pretrained(arguments.model.model_name_or_path, **keywords)))
+
+
+def _without_secrets(model: PreTrainedModel) -> PreTrainedModel:
+    """Mask credentials in the name that a model, and an adapter, are saved and logged with."""
+    name = without_secrets(str(model.name_or_path))
+    if name != model.name_or_path:
+        model.name_or_path = name
+        model.config._name_or_path = name
+        for adapter in (getattr(model, "peft_config", None) or {}).values():
+            adapter.base_model_name_or_path = name
+    return model
+
+
+def bring_up_reference(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel | None:
+    """Load the reference model of a preference training, sharded; None if TRL needs none. Collective: yes.
+
+    TRL would load it whole on each rank. The reference of a LoRA is the model without it.
+    """
+    if arguments.model.use_peft or method not in ("dpo", "kto"):
+        return None
+    return for_trainer(from_pretrained(arguments.model.model_name_or_path, **model_options(arguments, method)))
+
+
+def bring_up_base(arguments: TrlArguments) -> PreTrainedModel:
+    """Load the base of many LoRAs, sharded and frozen; in bfloat16 if ``bf16`` is set. Collective: yes."""
+    options = model_options(arguments, "sft")
+    if arguments.training.bf16 and not arguments.model.dtype:
+        options["dtype"] = "bfloat16"
+    return from_pretrained(arguments.model.model_name_or_path, **options)
+
+
+def model_options(arguments: TrlArguments, method: TrainMethod) -> PretrainedOptions:
+    model, training = arguments.model, arguments.training
+    options: PretrainedOptions = {
+        "sharding": _sharding(arguments.own),
+        "dtype": model.dtype or "auto",
+        "revision": model.model_revision,
+        "trust_remote_code": bool(getattr(training, "trust_remote_code", False)),
+        "options": LoadOptions(seed=training.seed),
+    }
+    if model.attn_implementation:
+        options["attn_implementation"] = model.attn_implementation
+    if method == "reward":
+        options |= {
+            "model_class": transformers.AutoModelForSequenceClassification,
+            "config_overrides": {"num_labels": 1},
+        }
+    if model.load_in_4bit:
+        scales = bool(model.use_bnb_nested_quant)
+        is_nf4 = model.bnb_4bit_quant_type == "nf4"
+        options["quantization"] = Nf4(double_quant=scales) if is_nf4 else Fp4(double_quant=scales)
+    return options
+
+
+def _sharding(own: Mapping[str, Any]) -> Sharding:
+    """Combine our keys, or the file that ``accelerate_config`` names. Collective: yes, with replicas."""
+    keys = ("transformer_layer_cls_to_wrap", "min_num_params", "cpu_offload")
+    if own["accelerate_config"]:
+        if given := [key for key in keys if own[key]]:
+            raise ConfigError(f"{given[0]}: contradicts accelerate_config, which says it. Remove one of them.")
+        return Sharding.from_accelerate(_accelerate_file(own["accelerate_config"]))
+    classes, size = own["transformer_layer_cls_to_wrap"], own["min_num_params"]
+    wrap: WrapPolicy = Classes(tuple(classes)) if classes else MinSize(size) if size else "auto"
+    offload = CPUOffloadPolicy() if own["cpu_offload"] else OffloadPolicy()
+    return Sharding(mesh=replicated_mesh(own["dp_replicate_size"]), wrap=wrap, offload_policy=offload)
+
+
+def _accelerate_file(name: str) -> str:
+    """A path, or the file of one of TRL's own configurations."""
+    shipped = Path(trl.__path__[0], "accelerate_configs", f"{name}.yaml")
+    return str(shipped) if not Path(name).is_file() and shipped.is_file() else name
+
+
+def tuning_of(arguments: TrlArguments) -> Tuning:
+    own = arguments.own
+    config: Any = get_peft_config(arguments.model)
+    frozen: dict[str, Any] = {
+        key: own[key] for key in ("trainable_layers", "trainable_modules", "extra_modules") if own[key]
+    }
+    if config is not None:
+        if frozen:
+            raise ConfigError(f"{next(iter(frozen))}: contradicts use_peft. Remove one of them.")
+        return Lora(config, adapters="sharded" if own["shard_adapters"] else "replicated")
+    if not frozen:
+        return Full()
+    options: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in frozen.items()}
+    return Freeze(**options)
+
+
+# Tokenizer and data
+
+
+def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
+    """Load the processor of a vision-language model, or the tokenizer, as TRL does.
+
+    Raises:
+        ConfigError: it cannot be loaded; ``chat_template_path`` would change a model that is sharded already.
+    """
+    own = arguments.own["tokenizer_name_or_path"]
+    name, revision = own or arguments.model.model_name_or_path, None if own else arguments.model.model_revision
+    kind = transformers.AutoTokenizer if method == "reward" else transformers.AutoProcessor
+    try:
+        found: Any = kind.from_pretrained(name, revision=revision)
+    except (OSError, ValueError, KeyError) as error:
+        told = redacted(f"{name}: its tokenizer cannot be loaded, {error}", name, {})
+        raise ConfigError(f"{told}. Check the folder, or set tokenizer_name_or_path.") from error
+    template = getattr(arguments.training, "chat_template_path", None)
+    if template and not (Path(template).is_file() and template.endswith((".jinja", ".j2"))):
+        raise ConfigError(
+            f"chat_template_path: {template} is not a .jinja file. The template of another model may add tokens to "
+            "this one, which is sharded by then. Save it as a file."
+        )
+    if template:
+        found.chat_template = Path(template).read_text("utf-8")
+    return found
+
+
+def load_data(
+    arguments: TrlArguments, method: TrainMethod, processor: Any, local_rank: int
+) -> tuple[AnyDataset, AnyDataset | None]:
+    """Load rows to train on and to evaluate on; tokenized if TRL has no masks for the chat template.
+
+    Collective: yes.
+
+    Raises:
+        ConfigError: a data set or a row cannot be used.
+    """
+    script, training = arguments.script, arguments.training
+    num_proc = getattr(training, "dataset_num_proc", None)
+    is_masked = method == "sft" and training.assistant_only_loss and _lacks_masks(processor)
+
+    def prepare() -> tuple[AnyDataset, AnyDataset | None]:
+        found = dataset_loading.load(script, arguments.mixture, arguments.own["interleave"], training.seed)
+        names = [
+            script.dataset_train_split,
+            *([script.dataset_test_split] if training.eval_strategy != "no" else []),
+        ]
+        for name in names:
+            if name not in found:
+                raise ConfigError(
+                    f"{name}: is no split of the data set, which has {', '.join(found)}. Set "
+                    "dataset_train_split, dataset_test_split or test_split_size."
+                )
+        parts = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]
+        if images := {"image", "images"} & set(dataset_loading.columns_of(parts[0])):
+            raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column.")
+        if is_masked and dataset_loading.is_conversational(parts[0]):
+            parts = [dataset_loading.with_masks(part, processor, num_proc=num_proc) for part in parts]
+        return parts[0], parts[1] if len(parts) > 1 else None
+
+    train, test = dataset_loading.on_first_of_each_node(prepare, local_rank)
+    if is_masked and "input_ids" in (train.column_names or ()):
+        training.assistant_only_loss = False  # TRL would look for the masks in the chat template
+    return train, test
+
+
+def _lacks_masks(processor: Any) -> bool:
+    """Whether TRL has no generation marks for a chat template, its own or one of TRL's training templates."""
+    if not isinstance(processor, PreTrainedTokenizerBase) or not processor.chat_template:
+        return False
+    if has_generation_markers(processor.chat_template):
+        return False
+    try:
+        get_training_chat_template(processor)
+    except ValueError:
+        return True
+    return False
+
+
+# The trainer
+
+
+def make_trainer(
+    arguments: TrlArguments,
+    method: TrainMethod,
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    processor: Any,
+    data: tuple[AnyDataset, AnyDataset | None],
+) -> Any:
+    """Make the TRL trainer of a method, with our checkpoints. Collective: yes."""
+    base = getattr(trl, _NAMES[method][1])
+    kind = type(f"Shardwise{base.__name__}", (ShardwiseTrainer, base), {})
+    further: dict[str, Any] = {}
+    if reference is not None:
+        further["ref_model"] = reference
+    if method == "grpo":
+        further["reward_funcs"] = _reward_functions(arguments.script)
+    train, test = data
+    patience = arguments.own["early_stopping_patience"]
+    return kind(
+        model=model,
+        args=arguments.training,
+        train_dataset=train,
+        eval_dataset=test,
+        processing_class=processor,
+        callbacks=[transformers.EarlyStoppingCallback(patience)] if patience else None,
+        **further,
+    )
+
+
+def _reward_functions(script: Any) -> list[Callable[..., Any]]:
+    """Resolve names of TRL's reward functions and import paths.
+
+    Raises:
+        ConfigError: naming what cannot be found.
+    """
+    if script.reward_model_name_or_path:
+        raise ConfigError("reward_model_name_or_path: would be loaded whole on every rank. Use reward_funcs.")
+    if not script.reward_funcs:
+        raise ConfigError("reward_funcs: is missing. Name functions of trl.rewards, or import paths.")
+    found = []
+    for name in script.reward_funcs:
+        module, _, function = name.rpartition(".")
+        if module:
+            sys.path.insert(0, os.getcwd())
+        try:
+            found.append(getattr(importlib.import_module(module or "trl.rewards"), function))
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"reward_funcs: {name} cannot be imported, {error}. Check the path.") from error
+    return found
+
+
+def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
+    """Check that the embeddings have a row for the token that batches are padded with.
+
+    Raises:
+        ConfigError: they have none.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    embeddings: Any = model.get_input_embeddings()
+    rows = int(embeddings.weight.shape[0])
+    if pad is not None and pad >= rows:
+        raise ConfigError(
+            f"pad_token: has the id {pad}, and the model has embeddings for 0 to {rows - 1}. Set pad_token to a "
+            "token of the model."
+        )
+
+
+def plan_run(config: RunConfig, *, ranks: int | None = None, nodes: int = 1, device: str = "cuda") -> Forecast:
+    """Forecast a training by its configuration, with TRL's defaults. Rows are taken to have ``max_length`` tokens.
+
+    A pair of DPO is two rows. Generation of GRPO and reference models are not included; a note says so.
+
+    Collective: no.
+
+    Raises:
+        ConfigError: the configuration is rejected, or has no number of ranks.
+        ShardwiseError: as of :func:`~shardwise.engines.forecasting.plan`.
+    """
+    ranks = ranks or config.own["num_processes"]
+    if not ranks:
+        raise ConfigError("num_processes: is missing. Set it, or give --ranks.")
+    replicas = config.own["dp_replicate_size"]
+    on_one = RunConfig(config.source, config.method, config.values, {**config.own, "dp_replicate_size": 1})
+    arguments = trl_setup.parse(on_one)
+    training = arguments.training
+    loaded: Any = trl_setup.model_options(arguments, config.method)
+    options: PlanOptions = {key: value for key, value in loaded.items() if key not in ("options", "revision")}  # type: ignore[assignment]
+    options |= {
+        "hub": HubOptions(revision=arguments.model.model_revision),
+        "tuning": (tuning := trl_setup.tuning_of(arguments)),
+        "nodes": nodes,
+        "device": device,
+        "optim": getattr(training.optim, "value", training.optim),
+        "per_device_train_batch_size": training.per_device_train_batch_size * (2 if config.method == "dpo" else 1),
+        "max_length": getattr(training, "max_length", None) or 0,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "gradient_checkpointing": training.gradient_checkpointing,
+        "mixed_precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "no",
+    }
+    if isinstance(tuning, Full):
+        options["trained"] = "unchanged"
+    if replicas > 1:
+        options["mesh"] = {"replicate": replicas, "shard": max(ranks // replicas, 1)}
+    made = plan(arguments.model.model_name_or_path, ranks=ranks, **options)
+    return replace(made, notes=(*made.notes, *_not_included(config.method, is_full=isinstance(tuning, Full))))
+
+
+def _not_included(method: TrainMethod, *, is_full: bool) -> Iterator[str]:
+    if method in ("dpo", "kto") and is_full:
+        yield "the reference model is not included: its weights and gathered groups are those of the model"
+    if method == "grpo":
+        yield "generation is not included"

@@ -1,1 +1,0 @@
-"""Chats and texts as tokens, and which of these are learned."""

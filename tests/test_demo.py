@@ -1,0 +1,34 @@
+"""`demo`: its folder, and all of it with a few steps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from examples.demo import prepare_folder
+
+from shardwise.errors import ConfigError
+
+
+def test_what_no_demo_has_made_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(ConfigError, match="is not empty, and no demo made it"):
+        prepare_folder(tmp_path)
+    prepare_folder(tmp_path / "new")
+    (tmp_path / "new" / "trained").mkdir()
+    prepare_folder(tmp_path / "new")
+    assert not (tmp_path / "new" / "trained").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_the_demo_trains_is_killed_resumes_and_loads_what_it_saved(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/demo.py", "--out", str(tmp_path / "demo"), "--steps", "12"]
+    done = subprocess.run(command, check=False, timeout=280, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "killed; checkpoint-11 is whole" in done.stdout
+    assert "trained 12 steps" in done.stdout
+    assert "fingerprints equal to what was saved" in done.stdout

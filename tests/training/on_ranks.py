@@ -1,0 +1,153 @@
+"""Trainings of ``shardwise train`` on ranks, and by TRL alone; sent to processes by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.training import tiny
+from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+
+from shardwise.cli.train import train_on_rank
+from shardwise.training.run import TrlOutcome
+from shardwise.training.run_config import read_run_config
+
+COMMON: dict[str, Any] = {
+    "max_steps": 3,
+    "logging_steps": 1,
+    "report_to": "none",
+    "bf16": False,
+    "save_strategy": "no",
+    "learning_rate": 0.01,
+    "max_length": 64,
+    "disable_tqdm": True,
+}
+
+
+def prepare(folder: Path) -> Path:
+    """A model with one output as well, and data sets of every kind."""
+    tiny.write_model(folder / "model")
+    tiny.write_chats(folder / "chats.jsonl", 24)
+    asked = [[{"role": "user", "content": f"What is {n}?"}] for n in range(24)]
+    good = [[{"role": "assistant", "content": f"It is {n}."}] for n in range(24)]
+    bad = [[{"role": "assistant", "content": "No" + "!" * (n % 5)}] for n in range(24)]
+    pairs = [{"prompt": a, "chosen": g, "rejected": b} for a, g, b in zip(asked, good, bad, strict=True)]
+    tiny.write_rows(folder / "pairs.jsonl", *pairs)
+    answers = [
+        {"prompt": a, "completion": g if n % 2 else b, "label": bool(n % 2)}
+        for n, (a, g, b) in enumerate(zip(asked, good, bad, strict=True))
+    ]
+    tiny.write_rows(folder / "labels.jsonl", *answers)
+    tiny.write_rows(folder / "prompts.jsonl", *[{"prompt": a} for a in asked])
+    return folder
+
+
+def write_scorer(folder: Path) -> Path:
+    """A model with a head of one output, for rewards."""
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(1)
+    made = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
+    made.save_pretrained(folder / "scorer")
+    tiny.tokenizer().save_pretrained(folder / "scorer")
+    return folder / "scorer"
+
+
+def write_wide(folder: Path) -> Path:
+    """A model whose rows are whole blocks of 64."""
+    torch.manual_seed(2)
+    config = Qwen3Config(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder / "wide")
+    tiny.tokenizer().save_pretrained(folder / "wide")
+    return folder / "wide"
+
+
+def long_answers(completions: list[Any], **_: Any) -> list[float]:
+    """Rewards of GRPO: the number of characters."""
+    return [float(len(one[0]["content"])) for one in completions]
+
+
+def words(values: dict[str, Any]) -> list[str]:
+    """A command line that sets these keys; those of None are left out."""
+    values = {key: value for key, value in values.items() if value is not None}
+    method = [values["method"]] if "method" in values else []
+    return method + [f"--{key}={json.dumps(value)}" for key, value in values.items() if key != "method"]
+
+
+def train(values: dict[str, Any]) -> tuple[TrlOutcome, list[float]]:
+    """Train on this rank; what came of it, and the losses of all steps."""
+    outcome = train_on_rank(read_run_config(words({**COMMON, **values})))
+    return outcome, [entry["loss"] for entry in outcome.history if "loss" in entry]
+
+
+class Terminated(TrainerCallback):
+    """Sends this process SIGTERM in a step, on the first rank."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, *positional: Any, **_: Any) -> None:
+        state = positional[1]
+        if state.global_step + 1 == self.step and state.is_world_process_zero:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_until(values: dict[str, Any], step: int) -> TrlOutcome:
+    """Train on this rank, and have the first one sent SIGTERM in a step."""
+    from shardwise.training import setup as trl_setup
+
+    make = trl_setup.make_trainer
+
+    def with_callback(*positional: Any) -> Any:
+        trainer = make(*positional)
+        trainer.add_callback(Terminated(step))
+        return trainer
+
+    trl_setup.make_trainer = with_callback
+    return train(values)[0]
+
+
+def by_trl(values: dict[str, Any], adapter: str | None = None) -> list[float]:
+    """Train by TRL's own script in this process, without shardwise; the losses of all steps."""
+    import datasets
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    from trl import SFTTrainer
+
+    from shardwise.training import setup as trl_setup
+
+    arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
+    model: Any = arguments.model.model_name_or_path
+    if adapter is not None:
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    rows = datasets.load_dataset("json", data_files=values["dataset_name"])["train"]
+    trainer = SFTTrainer(
+        model=model, args=arguments.training, train_dataset=rows, processing_class=tiny.tokenizer()
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def initial_adapter(values: dict[str, Any], folder: str) -> None:
+    """Save the adapter that a training begins with."""
+    import shardwise
+    from shardwise.training import setup as trl_setup
+
+    arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
+    shardwise.save_adapter(trl_setup.bring_up(arguments, "sft"), folder)

@@ -1,0 +1,166 @@
+"""Data sets of ``shardwise train``: names, mixtures, layouts, and rows that are tokenized with masks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+from tests.training import tiny
+
+from shardwise.errors import ConfigError
+from shardwise.training import dataset_loading
+from shardwise.training.dataset_loading import MalformedRowError, to_messages
+
+ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+def script(name: str | None = None, **further: Any) -> Any:
+    return SimpleNamespace(**{"dataset_name": name, "dataset_config": None, "dataset_streaming": False, **further})
+
+
+def mixture(*entries: dict[str, Any], **further: Any) -> Any:
+    absent = dict.fromkeys(("name", "data_dir", "data_files", "columns", "fraction"))
+    found = [SimpleNamespace(**{**absent, "split": "train", **entry}) for entry in entries]
+    return SimpleNamespace(**{"datasets": found, "streaming": False, "test_split_size": None, **further})
+
+
+def load(name: str | None, mixed: Any | None = None, weights: list[float] | None = None) -> Any:
+    return dataset_loading.load(script(name), mixed or mixture(), weights, 0)
+
+
+def write(file: Path, count: int, say: str) -> str:
+    tiny.write_rows(file, *[{"text": f"{say}{number}"} for number in range(count)])
+    return str(file)
+
+
+def test_a_local_file_is_a_data_set(tmp_path: Path) -> None:
+    name = write(tmp_path / "rows.jsonl", 3, "a")
+    assert load(name)["train"]["text"] == ["a0", "a1", "a2"]
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wb") as file:
+        file.write(Path(name).read_bytes())
+    assert len(load(str(tmp_path / "rows.jsonl.gz"))["train"]) == 3
+    parts = load(name, mixture(test_split_size=1 / 3))
+    assert sorted(parts) == ["test", "train"]
+    assert len(parts["train"]) == 2
+
+
+def test_weights_interleave_data_sets(tmp_path: Path) -> None:
+    names = [write(tmp_path / f"{say}.jsonl", 40, say) for say in "ab"]
+    rows = load(None, mixture(*({"path": name} for name in names)), [3.0, 1.0])["train"]["text"]
+    assert sorted(rows) == sorted(f"{say}{number}" for say in "ab" for number in range(40))
+    assert sum(row.startswith("a") for row in rows[:40]) > 24
+    together = load(None, mixture(*({"path": name} for name in names)))["train"]["text"]
+    assert [row[0] for row in together] == ["a"] * 40 + ["b"] * 40
+
+
+@pytest.mark.parametrize(
+    ("name", "mixed", "weights", "message"),
+    [
+        (None, None, None, "dataset_name: is missing"),
+        ("no/such", None, None, "no/such: cannot be loaded"),
+        ("x", None, [1.0], "interleave: needs datasets"),
+        (None, mixture({"path": "x"}), [1.0, 2.0], "interleave: has 2 weights for 1 datasets"),
+        (None, mixture({"path": "x", "fraction": 0.5}), [1.0], "interleave: contradicts fraction"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(name: Any, mixed: Any, weights: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(name, mixed, weights)
+
+
+def test_a_file_with_a_broken_row_is_named(tmp_path: Path) -> None:
+    tiny.write_rows(tmp_path / "rows.jsonl", '{"text": "a"}', '{"text": ')
+    with pytest.raises(ConfigError, match=r"rows.jsonl: cannot be loaded"):
+        load(str(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+        {"conversations": json.dumps([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}])},
+        {"instruction": "Hi", "input": "", "output": "Ho"},
+        {"instruction": "Hi", "input": None, "output": "Ho", "history": []},
+        {"messages": [{**message, "tool_calls": None} for message in ASKED]},
+    ],
+)
+def test_other_layouts_become_messages(row: dict[str, Any]) -> None:
+    assert to_messages(row) == {"messages": ASKED}
+
+
+def test_calls_tools_and_systems_of_sharegpt() -> None:
+    call = {"name": "weather", "arguments": {"city": "Paris"}}
+    row = {
+        "system": "Be kind.",
+        "conversations": [
+            {"from": "human", "value": "Rain?"},
+            {"from": "function_call", "value": json.dumps(call)},
+            {"from": "observation", "value": "dry"},
+            {"from": "gpt", "value": "No."},
+        ],
+        "tools": json.dumps([{"name": "weather"}]),
+    }
+    found = to_messages(row)
+    assert [message["role"] for message in found["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert found["messages"][2]["tool_calls"] == [{"type": "function", "function": call}]
+    assert found["tools"] == [{"type": "function", "function": {"name": "weather"}}]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"conversations": "["}, "conversations: is a string that is not valid JSON"),
+        ({"messages": "7"}, "messages: is not a list of messages"),
+        ({"conversations": [{"from": "nobody", "value": "x"}]}, "has the speaker 'nobody'"),
+        ({"instruction": "x"}, "output: is missing"),
+        ({"instruction": "x", "output": "y", "history": [1]}, "history: is not a list of pairs"),
+        ({"conversations": [{"from": "function_call", "value": "x"}]}, "is no function call in JSON"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(MalformedRowError, match=message):
+        to_messages(row)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_chats_are_tokenized_with_masks(streaming: bool) -> None:
+    rows: Any = datasets.Dataset.from_list([{"messages": ASKED}, {"messages": [*ASKED, *ASKED]}])
+    rows = rows.to_iterable_dataset() if streaming else rows
+    tokenizer = tiny.tokenizer(tiny.FORGETFUL)  # which has an example for each answer
+    found = list(dataset_loading.with_masks(rows, tokenizer, num_proc=None))
+    trained = [
+        tokenizer.decode([t for t, mask in zip(one["input_ids"], one["assistant_masks"], strict=True) if mask])
+        for one in found
+    ]
+    assert trained == ["(thought)Ho<|im_end|>"] * 3
+    assert dataset_loading.is_conversational(rows)
+
+
+def test_only_completions_are_trained_of_prompts_with_completions() -> None:
+    rows = datasets.Dataset.from_list([{"prompt": [*ASKED, ASKED[0]], "completion": [ASKED[1]]}])
+    tokenizer = tiny.tokenizer(tiny.UNMARKED)
+    [one] = dataset_loading.with_masks(rows, tokenizer, num_proc=None)
+    assert sum(one["assistant_masks"]) == len(tokenizer("Ho<|im_end|>")["input_ids"])
+
+
+def test_a_row_whose_chat_cannot_be_used_is_named() -> None:
+    rows = datasets.Dataset.from_list([{"messages": ASKED}, {"messages": ASKED[:1]}])
+    with pytest.raises(ConfigError, match="row 2 of the data set: messages: none has the role 'assistant'"):
+        dataset_loading.with_masks(rows, tiny.tokenizer(tiny.UNMARKED), num_proc=None)

@@ -1,0 +1,123 @@
+"""Configurations of ``shardwise train``: TRL's keys, checked without torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.training.run_config import METHODS, OWN_KEYS, keys_of, read_run_config, renamed_keys
+
+
+def config(folder: Path, text: str) -> str:
+    file = folder / "config.yaml"
+    file.write_text(text, "utf-8")
+    return str(file)
+
+
+@pytest.mark.slow
+def test_the_table_is_that_of_the_dataclasses() -> None:
+    """In a process of its own: TRL's import takes seconds."""
+    command = "from tests.training import key_table; assert key_table.FILE.read_text('utf-8') == key_table.text()"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", command], check=True, timeout=120)
+
+
+def test_a_file_with_overrides(tmp_path: Path) -> None:
+    file = config(tmp_path, "model_name_or_path: m\ndataset_name: d\nlearning_rate: 1e-4\nmax_length: 64\n")
+    found = read_run_config(
+        [
+            "dpo",
+            file,
+            "--max_length",
+            "32",
+            "--lora_target_modules",
+            "q",
+            "v",
+            "--bf16=no",
+            "--save_strategy=no",
+            "--use_peft",
+        ]
+    )
+    assert found.method == "dpo"
+    assert found.values["max_length"] == 32
+    assert found.values["lora_target_modules"] == ["q", "v"]
+    assert found.values["bf16"] is False
+    assert found.values["save_strategy"] == "no"
+    assert found.values["use_peft"] is True
+    assert found.values["learning_rate"] == "1e-4"  # TrlParser converts strings
+    assert found.own == {key: spec.get("default") for key, spec in OWN_KEYS.items()} | {"method": "dpo"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lerning_rate: 1.0", r"lerning_rate: is not a key of sft. Did you mean learning_rate\?"),
+        ("max_length: 3.7", r"max_length: 3.7 is a float. Expected int or null."),
+        ("packing: 'yes'", r"packing: 'yes' is a str. Expected bool."),
+        ("learning_rate: fast", r"learning_rate: 'fast' is a str. Expected float."),
+        ("lr_scheduler_type: cosin", r"lr_scheduler_type: 'cosin' is not a choice. Did you mean cosine\?"),
+        ("method: orpo", r"method: 'orpo' is not a choice"),
+        ("optim: adamw_bnb_8bit", r"optim: adamw_bnb_8bit is not known to step sharded .*adamw_torch_8bit"),
+        ("optim: adafactor", r"optim: adafactor is not known to step sharded parameters"),
+        ("fsdp: full_shard", r"fsdp: the model is sharded by shardwise"),
+        ("load_in_8bit: true", r"load_in_8bit: 8-bit bases are not supported. Use load_in_4bit."),
+        ("datasets:\n- path: a\n  fractoin: 0.5", r"datasets\[0\]: fractoin is not a key. Did you mean fraction\?"),
+        ("datasets:\n- name: a", r"datasets\[0\]: .* has no path"),
+        ("beta: 0.1", r"beta: is a key of dpo, kto, grpo, not of sft"),
+        ("training:\n  epochs: 3", r"training.epochs: was renamed. Use num_train_epochs."),
+        ("model:\n  name: x", r"model.name: was renamed. Use model_name_or_path."),
+        ("data: x.jsonl", r"data: was renamed. Use dataset_name, or datasets."),
+        ("data: {cache: never}", r"data.cache: was removed. See docs/train.md."),
+        ("a: [", r"is not valid YAML"),
+        ("- a", r"is not a mapping of keys to values"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_run_config([config(tmp_path, text)])
+
+
+def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has 2 invalid keys.\n.*\n.*"):
+        read_run_config([config(tmp_path, "max_length: x"), "--lerning_rate", "1"])
+    with pytest.raises(ConfigError, match="x.yaml: cannot be read"):
+        read_run_config([str(tmp_path / "x.yaml")])
+    with pytest.raises(ConfigError, match="stray: is not a key"):
+        read_run_config([config(tmp_path, "max_length: 3"), "stray"])
+
+
+def test_a_mistake_is_told_without_torch_within_a_second(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom shardwise.training.run_config import read_run_config\n"
+        f"try: read_run_config([{config(tmp_path, 'max_lenght: 3')!r}])\n"
+        "except Exception as error: print(error)\nassert 'torch' not in sys.modules"
+    )
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert "Did you mean max_length?" in done.stdout
+    assert time.monotonic() - begun < 10  # one second on an idle machine
+
+
+def test_a_method_that_is_not_supported_is_named(tmp_path: Path) -> None:
+    for method in ("orpo", "cpo"):
+        with pytest.raises(ConfigError, match=f"{method}: is not supported. Use one of sft, dpo"):
+            read_run_config([method, config(tmp_path, "max_length: 3")])
+
+
+def test_keys_of_earlier_versions_are_answered_with_keys_that_exist() -> None:
+    known = {key for method in METHODS for key in keys_of(method)}
+    for old, new in renamed_keys().items():
+        assert old.partition(".")[0] in renamed_keys(), old
+        for word in re.findall(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)+", new or ""):
+            assert word in known, (old, word)
+
+
+def test_our_keys_are_none_of_trls() -> None:
+    for method in METHODS:
+        assert len(keys_of(method)) > 150
+        assert not OWN_KEYS.keys() & (keys_of(method).keys() - OWN_KEYS.keys())

@@ -1,0 +1,190 @@
+"""``shardwise train`` by TRL's trainers: on two ranks as on one, and as TRL alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.harness.local_ranks import LocalRanks, RankError
+from tests.training import on_ranks, tiny
+from tests.training.on_ranks import (
+    by_trl,
+    initial_adapter,
+    prepare,
+    train,
+    train_until,
+    write_scorer,
+    write_wide,
+)
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+IMPORTED = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "shardwise.training.run")
+
+
+def wait_for(file: Path) -> None:
+    end = time.monotonic() + 120
+    while not file.exists():
+        assert time.monotonic() < end, file
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("trl"))
+
+
+def run_world(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call a function on ranks that are forked from a process which has imported TRL."""
+    with LocalRanks(size, timeout_s=240, preloaded=IMPORTED) as ranks:
+        return ranks.run(function, *args)
+
+
+def losses(ranks: int, values: dict[str, Any], rows: int = 4) -> list[float]:
+    """Of a training with so many rows a step on all ranks."""
+    given = {**values, "per_device_train_batch_size": rows // ranks}
+    given["output_dir"] = f"{values['output_dir']}-{ranks}"
+    found = run_world(ranks, train, given)
+    assert len({tuple(told) for _, told in found}) == 1
+    return list(found[0][1])
+
+
+def keys(folder: Path, **values: Any) -> dict[str, Any]:
+    return {
+        "model_name_or_path": str(folder / "model"),
+        "dataset_name": str(folder / "chats.jsonl"),
+        "output_dir": str(folder / "out"),
+        **values,
+    }
+
+
+@pytest.mark.parametrize("further", [{}, {"assistant_only_loss": True, "gradient_accumulation_steps": 2}])
+def test_the_losses_of_a_full_training_are_those_of_trl(folder: Path, further: dict[str, Any]) -> None:
+    values = keys(folder, **further, output_dir=str(folder / f"full{len(further)}"))
+    [alone] = run_world(
+        1, by_trl, {**values, "per_device_train_batch_size": 4, "output_dir": str(folder / "theirs")}
+    )
+    assert len(alone) == 3
+    assert alone[0] - alone[-1] > 0.1
+    assert losses(2, values) == pytest.approx(alone, abs=1e-5)
+
+
+def test_the_losses_of_a_lora_are_those_of_trl(folder: Path) -> None:
+    values = keys(folder, use_peft=True, lora_dropout=0.0, output_dir=str(folder / "lora"))
+    run_world(1, initial_adapter, values, str(folder / "first"))
+    plain = {key: value for key, value in values.items() if not key.startswith(("use_peft", "lora_"))}
+    [alone] = run_world(1, by_trl, {**plain, "per_device_train_batch_size": 4}, str(folder / "first"))
+    assert losses(2, values) == pytest.approx(alone, abs=1e-5)
+
+
+PREFERENCES = {
+    "dpo": {"method": "dpo", "dataset_name": "pairs.jsonl"},
+    "dpo of a LoRA": {"method": "dpo", "dataset_name": "pairs.jsonl", "use_peft": True, "lora_dropout": 0.0},
+    "kto": {"method": "kto", "dataset_name": "labels.jsonl"},
+    "reward": {"method": "reward", "dataset_name": "pairs.jsonl", "model_name_or_path": "scorer"},
+    "grpo": {
+        "method": "grpo",
+        "dataset_name": "prompts.jsonl",
+        "beta": 0.0,
+        "reward_funcs": ["tests.training.on_ranks.long_answers"],
+        "num_generations": 2,
+        "max_completion_length": 8,
+        "temperature": 0.01,
+        "max_length": None,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", PREFERENCES)
+def test_a_method_trains_on_two_ranks_as_on_one(folder: Path, kind: str) -> None:
+    if kind == "reward":
+        write_scorer(folder)
+    values = keys(folder, **PREFERENCES[kind], output_dir=str(folder / kind.replace(" ", "-")))
+    for name in ("dataset_name", "model_name_or_path"):
+        values[name] = str(folder / values[name])
+    one, two = losses(1, values), losses(2, values)
+    assert len(one) == 3
+    assert two == pytest.approx(one, abs=1e-5 if kind != "grpo" else 1e-3)
+
+
+def test_a_base_in_four_bits(folder: Path) -> None:
+    lora = {"use_peft": True, "load_in_4bit": True, "lora_dropout": 0.0, "output_dir": str(folder / "nf4")}
+    values = keys(folder, **lora, model_name_or_path=str(write_wide(folder)))
+    assert losses(2, values) == pytest.approx(losses(1, values), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        (
+            {"method": "grpo", "beta": 0.1, "reward_funcs": ["x"], "max_length": None, "num_generations": 2},
+            "beta: 0.1 compares with a reference",
+        ),
+        ({"load_in_4bit": True}, "load_in_4bit: needs use_peft"),
+        ({"dp_replicate_size": 2}, "2 replicas: 2 ranks cannot be dealt"),
+        ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
+        ({"eval_strategy": "steps"}, "test: is no split"),
+        ({"early_stopping_patience": 2}, "early_stopping_patience: needs load_best_model_at_end"),
+        ({"dataset_name": "images.jsonl"}, "images: training on images is not supported"),
+    ],
+)
+def test_what_cannot_be_is_one_error_on_all_ranks(folder: Path, further: dict[str, Any], message: str) -> None:
+    tiny.write_rows(folder / "images.jsonl", {**tiny.chat("Hi", "Ho"), "images": ["a.png"]})
+    if (folder / further.get("dataset_name", "")).is_file():
+        further = {"dataset_name": str(folder / further["dataset_name"])}
+    values = keys(folder, **further, output_dir=str(folder / "refused"))
+    with pytest.raises(RankError, match=message) as told:
+        run_world(2, on_ranks.train, {**values, "per_device_train_batch_size": 2})
+    assert str(told.value).count(message) >= 2
+
+
+def recorded(values: dict[str, Any]) -> dict[str, Any]:
+    from shardwise.training.run import _identity
+    from shardwise.training.run_config import read_run_config
+
+    return _identity(read_run_config(on_ranks.words(values)))
+
+
+def test_credentials_are_not_recorded(folder: Path) -> None:
+    signed = "https://user:pass@host/data.jsonl?signature=abc"
+    [told] = run_world(1, recorded, {"dataset_name": signed, "datasets": [{"path": signed}]})
+    assert told["dataset_name"] == "https://host/data.jsonl"
+    assert told["datasets"] == [{"path": "https://host/data.jsonl"}]
+
+
+def test_a_folder_of_another_training_is_left_alone(folder: Path) -> None:
+    values = keys(folder, output_dir=str(folder / "kept"), per_device_train_batch_size=4)
+    run_world(1, train, values)
+    with pytest.raises(RankError, match="output_dir: .* has a training with use_peft=None, not True"):
+        run_world(1, train, {**values, "use_peft": True})
+
+
+def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(folder: Path) -> None:
+    values = keys(folder, max_steps=12, save_strategy="steps", save_steps=50, gradient_checkpointing=False)
+    values["output_dir"] = str(folder / "stopped")
+    stopped = run_world(2, train_until, {**values, "per_device_train_batch_size": 2}, 5)
+    assert {(outcome.has_stopped, outcome.steps) for outcome in stopped} == {(True, 5)}
+    assert not list((folder / "stopped").glob("*.safetensors"))
+    [(resumed, told)] = run_world(1, train, {**values, "per_device_train_batch_size": 4})
+    assert (resumed.has_stopped, resumed.steps) == (False, 12)
+    whole = {**values, "output_dir": str(folder / "whole"), "per_device_train_batch_size": 4}
+    [(_, expected)] = run_world(1, train, whole)
+    assert told == pytest.approx(expected, abs=1e-5)
+    ours, theirs = (load_file(folder / name / "model.safetensors") for name in ("stopped", "whole"))
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
+
+
+def test_two_trainings_at_once_want_a_folder_each(folder: Path) -> None:
+    values = keys(folder, output_dir=str(folder / "shared"), max_steps=200, per_device_train_batch_size=2)
+    with LocalRanks(1, timeout_s=240, preloaded=IMPORTED) as first:
+        first.start(train_until, values, 100)
+        wait_for(folder / "shared" / ".shardwise-run" / "run.json")
+        with pytest.raises(RankError, match="another save is writing here"):
+            run_world(1, train, values)
+        first.kill()
