@@ -41,6 +41,7 @@ def tidy(marked: Marked) -> None:
     root = marked.writer.root
     folders = distributed_folders(root)
     with FoldersWriter(root, folders) as writer:
+        writer.sync_names()  # a rename that a kill has cut short must last before what it replaced is removed
         remove_unnamed(writer, writer.list())  # by what was about to be named nothing can begin to count
         _finish_all(root, marked.held)
         remove_fresh(writer, writer.list())
