@@ -99,10 +99,11 @@ def _taken_over(verb: str, store: str) -> list[str]:
 
 
 def _taken_over_and_died(verb: str, store: str) -> list[str]:
-    """Every moment of the one that is held, and up to a dozen of the one that dies."""
+    """Every moment of the one that is held, and three to twelve of the one that dies: about 400 pairs at most."""
+    moments = range(1, scenes.effects_of(verb, store) + 1)
     return [
         fault
-        for number in scenes.every(12, range(1, scenes.effects_of(verb, store) + 1))
+        for number in scenes.every(min(12, max(3, 400 // len(moments))), moments)
         for fault in scenes.beside(verb, store, scenes.another_takes_over_and_dies(number), None, samples=0)
     ]
 
