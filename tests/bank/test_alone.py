@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config
 import shardwise
 from shardwise import Sharding
 from shardwise.bank.backends import SegmentLoop, dropped, row_keys
-from shardwise.bank.passes import EntryRows, FusedPass
+from shardwise.bank.calls import EntryRows, FusedPass
 from shardwise.bank.rows import PassPlan, rows_of
 from shardwise.errors import TrainingError
 

@@ -16,7 +16,7 @@ from tests.formats.building import file_of, index_of, tensor
 from tests.formats.torch_building import Touch, torch_file
 from torch.distributed import checkpoint as dcp
 
-from shardwise.cli.inspect import group_tensors, inspect_command
+from shardwise.cli.checkpoints import group_tensors, inspect_command
 from shardwise.cli.launch import print_table
 from shardwise.formats.opening import open_checkpoint
 
@@ -233,7 +233,7 @@ def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_it_runs_in_a_process_without_torch(checkpoint: Path) -> None:
     program = (
-        "import sys; from shardwise.cli.inspect import inspect_command; "
+        "import sys; from shardwise.cli.checkpoints import inspect_command; "
         "inspect_command(sys.argv[1:], standalone_mode=False); "
         "loaded = {'torch', 'transformers', 'huggingface_hub', 'numpy'} & set(sys.modules); "
         "assert not loaded, loaded"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from shardwise.cli.inspect import inspect_command
 from tests import zoo
 from tests.merging.adapters import save_adapter
 from tests.quantised import quantising
@@ -16,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Co
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import shardwise
-from shardwise.cli.inspect import inspect_command
 from shardwise.conversion.dequantise import Dequantise
 from shardwise.engines.merging_adapter import merge_adapter
 

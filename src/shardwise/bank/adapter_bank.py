@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from typing_extensions import TypedDict
 
-from shardwise.bank import calls, guards
-from shardwise.bank.backends import BackendChoice
+from shardwise.bank import calls, rows
+from shardwise.bank.backends import BackendChoice, RouteSwitch, SiteHooks
 from shardwise.bank.facts import facts_of_base
 from shardwise.bank.files import config_of, find_training, names_of_peft, outlined, read_tenant, save_tenant
-from shardwise.bank.routing import RouteSwitch, SiteHooks
 from shardwise.bank.rows import RowTensors
 from shardwise.bank.state import AllowedFaults, agreed_state, go_on, tenant_state
 from shardwise.bank.tenant import (
@@ -79,7 +78,7 @@ class AdapterBank:
 
     def __init__(self, model: nn.Module, *, backend: BackendChoice = "auto", pad_to: int = 64) -> None:
         self._world = World.current(call="an AdapterBank")
-        self._model = self._world.together(lambda: guards.require_base(model, self._world.size))
+        self._model = self._world.together(lambda: rows.require_base(model, self._world.size))
         if pad_to < 1:
             raise ConfigError(f"pad_to={pad_to}: rows are padded to a multiple of 1 or more")
         if backend not in get_args(BackendChoice):

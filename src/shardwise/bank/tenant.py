@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.bank.backends import TenantPair
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
 from shardwise.tuning import sites
@@ -288,6 +287,24 @@ class Tenant:
         self.window = TenantWindow()
         self.windows += 1
         return is_finite, norm
+
+
+@dataclass(frozen=True, slots=True)
+class TenantPair:
+    """A tenant's matrices at one site, float32: views of its flat buffer, and of that of its gradient."""
+
+    A: torch.Tensor
+    """(r, in)"""
+    B: torch.Tensor
+    """(out, r)"""
+    a_grad: torch.Tensor
+    b_grad: torch.Tensor
+    scaling: float
+    dropout: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        return self.A.shape[0]
 
 
 def _views(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:

@@ -21,7 +21,11 @@ _COMMANDS = {
     "verify": "open a checkpoint again and compare",
 }
 
-_MODULES = {**dict.fromkeys(("verify", "merge_adapter", "merge_weights"), "checkpoints"), "report": "bench"}
+_MODULES = {
+    **dict.fromkeys(("inspect", "verify", "merge_adapter", "merge_weights"), "checkpoints"),
+    "report": "bench",
+    "plan": "train",
+}
 """Of commands that have no module of their name."""
 
 
