@@ -59,7 +59,7 @@ def given_other_states(base: Path) -> dict[str, str]:
 
     return {
         "matrices": given(lambda state: next(iter(state["adapter"].values()))[0, 0].add_(1e-3)),
-        "moments": given(lambda state: state["optimizer"]["state"][0]["exp_avg_sq"][5:6].mul_(1.5)),
+        "moments": given(lambda state: state["training"]["optimizer.exp_avg_sq"][5:6].mul_(1.5)),
         "rate": given(lambda state: state["facts"]["settings"].update(lr=0.02)),
         "clip": given(lambda state: state["facts"].update(max_grad_norm=2.0)),
         "of PEFT": of_peft(),

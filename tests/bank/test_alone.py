@@ -341,8 +341,7 @@ class Stubborn:
 def test_a_state_that_fails_half_way_changes_nothing(base):
     recipe = next(iter(recipes().values()))
     bank = shardwise.AdapterBank(shardwise.from_pretrained(base))
-    schedule = Stubborn()
-    bank.create("ada", LoraConfig(**recipe.config), schedule=lambda optimizer: schedule)
+    bank.create("ada", LoraConfig(**recipe.config), schedule=lambda optimizer: Stubborn())
     bank.forward_backward([("ada", rows_for("ada", recipe, 0))])
     bank.optim_step("ada")
     before = bank.state_dict("ada")
@@ -360,7 +359,8 @@ def test_a_state_of_another_is_refused(base):
     states = {name: bank.state_dict(name) for name in recipes()}
     before = {name: adapter(bank, name) for name in recipes()}
     with pytest.raises(
-        shardwise.ConfigError, match=r"no state of 'ada':\n(.*\n)*.*q_proj.lora_A.weight: \(16, 32\) in the state"
+        shardwise.ConfigError,
+        match=r"no state of 'ada' as it is here:\n(.*\n)*.*q_proj.lora_A.weight: \(16, 32\) in the state",
     ):
         bank.load_state_dict("ada", states["dee"])
     with pytest.raises(shardwise.ConfigError, match="it has no facts"):

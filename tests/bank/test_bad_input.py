@@ -110,7 +110,7 @@ def in_state(bank: Any, folder: Path) -> None:
     state = bank.state_dict("x")
     for key, values in state["adapter"].items():
         state["adapter"][key] = values[:1]
-    _refused(lambda: bank.load_state_dict("x", state), "this is no state of 'x'", ConfigError)
+    _refused(lambda: bank.load_state_dict("x", state), "is no state of 'x'", ConfigError)
 
 
 REFUSALS = {

@@ -127,7 +127,7 @@ def test_values_that_are_not_finite_are_refused(base, tmp_path, what):
     assert fresh.load("ada", tmp_path, on_not_finite=Ignore(only=(f"*{named}*",))).is_resumed
     other = bank_of(base, members)
     before = adapter(other, "ada")
-    with pytest.raises(shardwise.ConfigError, match=rf"(?s)no state of 'ada'.*{match}"):
+    with pytest.raises(shardwise.FormatError, match=rf"(?s)the state of 'ada': is no sound state.*{match}"):
         other.load_state_dict("ada", state)
     require_equal(adapter(other, "ada"), before)
     other.load_state_dict("ada", state, on_not_finite=Ignore())

@@ -28,12 +28,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def everything(bank: Any, name: str) -> dict[str, torch.Tensor]:
     """Matrices and moments."""
     state = bank.state_dict(name)
-    moments = {
-        f"{number}.{key}": values
-        for number, own in state["optimizer"]["state"].items()
-        for key, values in own.items()
-        if isinstance(values, torch.Tensor)
-    }
+    moments = {key: values for key, values in state["training"].items() if key != "gradient"}
     return {**state["adapter"], **moments}
 
 

@@ -17,7 +17,6 @@ from tests.formats.torch_building import Touch, torch_file
 from torch.distributed import checkpoint as dcp
 
 from shardwise.cli.checkpoints import group_tensors, inspect_command
-from shardwise.cli.launch import print_table
 from shardwise.formats.opening import open_checkpoint
 
 
@@ -221,14 +220,6 @@ def test_hostile_names_are_printed_harmlessly(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "\x1b" not in result.stdout
     assert "[red]x[/red]" in result.stdout
-
-
-def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    print_table([("key", "left"), ("bytes", "right")], [("[red]x[/red]", "1 B")])
-    printed = capsys.readouterr().out
-    assert "[red]x[/red]" in printed
-    assert "─" in printed
 
 
 def test_it_runs_in_a_process_without_torch(checkpoint: Path) -> None:

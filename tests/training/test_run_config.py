@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.training.run_config import METHODS, OWN_KEYS, keys_of, read_run_config, renamed_keys
+from shardwise.training.run_config import METHODS, OWN_KEYS, keys_of, read_run_config
 
 
 def config(folder: Path, text: str) -> str:
@@ -107,14 +106,6 @@ def test_a_method_that_is_not_supported_is_named(tmp_path: Path) -> None:
     for method in ("orpo", "cpo"):
         with pytest.raises(ConfigError, match=f"{method}: is not supported. Use one of sft, dpo"):
             read_run_config([method, config(tmp_path, "max_length: 3")])
-
-
-def test_keys_of_earlier_versions_are_answered_with_keys_that_exist() -> None:
-    known = {key for method in METHODS for key in keys_of(method)}
-    for old, new in renamed_keys().items():
-        assert old.partition(".")[0] in renamed_keys(), old
-        for word in re.findall(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)+", new or ""):
-            assert word in known, (old, word)
 
 
 def test_our_keys_are_none_of_trls() -> None:

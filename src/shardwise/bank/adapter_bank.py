@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 import torch
@@ -13,10 +14,19 @@ from typing_extensions import TypedDict
 
 from shardwise.bank import calls, rows
 from shardwise.bank.backends import BackendChoice, RouteSwitch, SiteHooks
-from shardwise.bank.facts import facts_of_base
-from shardwise.bank.files import config_of, find_training, names_of_peft, outlined, read_tenant, save_tenant
+from shardwise.bank.files import agree, beside, config_of, find_training, lent, names_of_peft, outlined, read_tenant
 from shardwise.bank.rows import RowTensors
-from shardwise.bank.state import AllowedFaults, agreed_state, go_on, tenant_state
+from shardwise.bank.state import (
+    AllowedFaults,
+    copy_given,
+    facts_of,
+    facts_of_base,
+    given_training,
+    go_on,
+    require_on_fault,
+    training_tensors,
+    window_gradient,
+)
 from shardwise.bank.tenant import (
     FusedLosses,
     OptimizerMaker,
@@ -32,7 +42,8 @@ from shardwise.bank.tenant import (
 )
 from shardwise.checkpoints.facts import digest_of
 from shardwise.engines.arguments import agree_on_call, require_meant
-from shardwise.engines.save_plan import SaveOptions
+from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
+from shardwise.engines.saving import carry_out_save
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
 from shardwise.models.view import computing_device
@@ -262,8 +273,17 @@ class AdapterBank:
         self._world.require_equal(
             self._world.together(lambda: self._tenant(name)).name, "the tenant that is asked for"
         )
-        base = facts_of_base(self._world, self._model)
-        return self._world.together(lambda: tenant_state(self._tenant(name), base))
+        tenant, base = self._tenant(name), facts_of_base(self._world, self._model)
+
+        def state() -> dict[str, Any]:
+            training = training_tensors(tenant, window_gradient(tenant))
+            return {
+                "adapter": {key: values.clone() for key, values in tenant.matrices.items()},
+                "training": {key: values.clone() for key, values in training.items()},
+                "facts": facts_of(tenant, base).to_dict(),
+            }
+
+        return self._world.together(state)
 
     def load_state_dict(
         self,
@@ -288,26 +308,26 @@ class AdapterBank:
                 that have values that are not finite.
 
         Raises:
-            ConfigError: it is that of another, naming what differs; values are not finite; nothing is changed then.
+            ConfigError: it is that of another, naming what differs; nothing is changed then.
+            FormatError: values are not finite; nothing is changed then.
             DisagreementError: ranks give other values; nothing is changed then.
         """
-        self._world.together(lambda: require_meant(_PERMISSION, {"on_other_base": on_other_base}))
-        tenant = self._world.together(lambda: self._tenant(name))
-        base = facts_of_base(self._world, self._model)
-        allowed = AllowedFaults(on_other_base, on_not_finite)
-        facts, room = agreed_state(tenant, state, allowed, base, lambda: names_of_peft(self._model, tenant))
-        if facts is not None:
-            return go_on(tenant, state, facts, room)
-        fresh = self._world.together(lambda: self._like(tenant))
-        for key, values in fresh.matrices.items():
-            values.copy_(state[key])
-        self._tenants[name] = fresh
-        return TenantStart(reason="the state has matrices alone")
+        tenant = self._world.together(lambda: self._asked(name, on_other_base, on_not_finite))
+        found = given_training(tenant, state, lambda: names_of_peft(self._model, tenant))
+        base, allowed = facts_of_base(self._world, self._model), AllowedFaults(on_other_base, on_not_finite)
+        started = go_on(
+            tenant, f"the state of {name!r}", found, lambda to: copy_given(tenant, state, to), base, allowed
+        )
+        self._tenants[name] = tenant
+        return started
 
-    def _like(self, tenant: Tenant) -> Tenant:
-        """The same tenant, as it was created."""
+    def _asked(self, name: str, on_other_base: OnFault, on_not_finite: OnFault) -> Tenant:
+        """The tenant as it was created."""
+        require_meant(_PERMISSION, {"on_other_base": on_other_base})
+        require_on_fault(on_not_finite)
+        tenant = self._tenant(name)
         outline = outlined(self._model, tenant.config)
-        return Tenant(tenant.name, tenant.config, outline, tenant.options, self._device, self._world)
+        return Tenant(name, tenant.config, outline, tenant.options, self._device, self._world)
 
     # ── files ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -343,18 +363,17 @@ class AdapterBank:
             DisagreementError, FormatError, StorageError, RankLostError: as of ``save_adapter``.
         """
         tenant = self._world.together(lambda: self._tenant(name))
-        return save_tenant(
-            self._world,
-            self._model,
-            tenant,
-            directory,
-            facts_of_base(self._world, self._model),
-            training_state=training_state,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            verify=verify,
-            options=options,
-        )
+        agree(self._world, name, training_state)
+        whole = self._world.together(lambda: lent(self._model, tenant))
+        cast = self._world.together(lambda: resolved_dtype(dtype))
+        training = None
+        if training_state:
+            training = beside(self._world, tenant, facts_of_base(self._world, self._model), cast)
+
+        def ask() -> SaveRequest:
+            return SaveRequest(whole, directory, PeftNames(), cast, tokenizer=tokenizer, training=training)
+
+        return carry_out_save(ask, "first_rank", options, "AdapterBank.save", verify=verify)
 
     def load(
         self,
@@ -399,10 +418,10 @@ class AdapterBank:
         self._world.together(lambda: require_meant(_PERMISSION, {"on_other_base": on_other_base}))
         found = find_training(self._world, name, directory, on_not_finite, training_state=training_state)
         config = self._world.together(lambda: config_of(directory))
-        options: Any = keywords if isinstance(found, TenantStart) else {**found.facts.options, **keywords}
+        options: Any = keywords if isinstance(found, TenantStart) else {**found.facts.options(), **keywords}
         tenant = self._agreed(name, config, options)
-        base = facts_of_base(self._world, self._model)
-        allowed = AllowedFaults(on_other_base, on_not_finite)
-        started = read_tenant(self._world, self._model, tenant, directory, found, base, allowed)
+        base, allowed = facts_of_base(self._world, self._model), AllowedFaults(on_other_base, on_not_finite)
+        fill = read_tenant(self._world, self._model, tenant, Path(directory), found)
+        started = go_on(tenant, os.fspath(directory), found, fill, base, allowed)
         self._admit(tenant)
         return started

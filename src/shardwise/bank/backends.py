@@ -414,35 +414,21 @@ class RouteSwitch:
             self.route = before
 
 
-def hook_linear(module: nn.Module, site: str, switch: RouteSwitch) -> RemovableHandle:
-    """Have a linear layer add adapters; what is returned takes the hook away again (``remove()``).
+def hook_layer(module: nn.Module, site: str, switch: RouteSwitch, *, is_embedding: bool) -> RemovableHandle:
+    """Have a linear layer, or an embedding, add adapters; ``remove()`` of what is returned takes the hook away.
 
     The hook comes before FSDP2's own, where the layer is a group by itself: it belongs to the layer.
     """
 
-    def add(_: nn.Module, args: Sequence[Any], keywords: dict[str, Any], output: torch.Tensor) -> Any:
-        if switch.route is None:
-            return None
-        return switch.route.linear(site, _first(args, keywords), output)
-
-    return module.register_forward_hook(add, prepend=True, with_kwargs=True)
-
-
-def hook_embedding(module: nn.Module, site: str, switch: RouteSwitch) -> RemovableHandle:
-    """The same for an embedding."""
-
     def add(own: nn.Module, args: Sequence[Any], keywords: dict[str, Any], output: torch.Tensor) -> Any:
         if switch.route is None:
             return None
-        factor = float(getattr(own, "embed_scale", 1.0))
-        return switch.route.embedding(site, _first(args, keywords), output, factor)
+        given = args[0] if args else next(iter(keywords.values()))
+        if is_embedding:
+            return switch.route.embedding(site, given, output, float(getattr(own, "embed_scale", 1.0)))
+        return switch.route.linear(site, given, output)
 
     return module.register_forward_hook(add, prepend=True, with_kwargs=True)
-
-
-def _first(args: Sequence[Any], keywords: dict[str, Any]) -> torch.Tensor:
-    found: torch.Tensor = args[0] if args else next(iter(keywords.values()))
-    return found
 
 
 _UP = ("gate_up_proj", "up_proj")
@@ -563,10 +549,9 @@ class SiteHooks:
 
     def _put_on(self, site: AdaptedSite, module: nn.Module) -> Callable[[], object]:
         match site:
-            case LinearSite():
-                return hook_linear(module, site.module, self._switch).remove
-            case EmbeddingSite():
-                return hook_embedding(module, site.module, self._switch).remove
+            case LinearSite() | EmbeddingSite():
+                is_embedding = isinstance(site, EmbeddingSite)
+                return hook_layer(module, site.module, self._switch, is_embedding=is_embedding).remove
             case ExpertsSite():
                 return self._replace_forward(site.module, module)
             case _:

@@ -21,7 +21,6 @@ from shardwise.bank.rows import (
     IGNORED,
     AgreedRows,
     PassPlan,
-    RowFacts,
     RowTensors,
     TenantRow,
     agreed_rows,
@@ -197,7 +196,7 @@ def open_call(
     rows: list[list[TenantRow]] = []
     found: list[Tenant | None] = []
 
-    def check() -> list[RowFacts]:
+    def check() -> list[AgreedRows]:
         _require_pairs(batches)
         found.extend(None if name is None else tenant_of(tenants, name) for name, _ in batches)
         require(base, found)

@@ -110,23 +110,8 @@ def _require_tensors(who: str, batch: Any) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class RowFacts:
-    """What a rank tells of a tenant's rows."""
-
-    name: str | None
-    rows: int
-    longest: int
-    learned_tokens: int
-
-
-def facts_of(name: str | None, rows: Sequence[TenantRow]) -> RowFacts:
-    learned = sum(int((row.labels[1:] != IGNORED).sum()) for row in rows)
-    return RowFacts(name, len(rows), max((len(row.input_ids) for row in rows), default=0), learned)
-
-
-@dataclass(frozen=True, slots=True)
 class AgreedRows:
-    """What all ranks know of the rows of one entry of a call."""
+    """What ranks tell of the rows of one entry of a call: each of its own, and all together."""
 
     name: str | None
     rows: tuple[int, ...]
@@ -135,7 +120,12 @@ class AgreedRows:
     learned_tokens: int
 
 
-def agreed_rows(told: Sequence[Sequence[RowFacts]]) -> list[AgreedRows]:
+def facts_of(name: str | None, rows: Sequence[TenantRow]) -> AgreedRows:
+    learned = sum(int((row.labels[1:] != IGNORED).sum()) for row in rows)
+    return AgreedRows(name, (len(rows),), max((len(row.input_ids) for row in rows), default=0), learned)
+
+
+def agreed_rows(told: Sequence[Sequence[AgreedRows]]) -> list[AgreedRows]:
     """What ranks have told, put together.
 
     Raises:
@@ -151,7 +141,7 @@ def agreed_rows(told: Sequence[Sequence[RowFacts]]) -> list[AgreedRows]:
     return [
         AgreedRows(
             entries[0].name,
-            tuple(facts.rows for facts in entries),
+            tuple(facts.rows[0] for facts in entries),
             max(facts.longest for facts in entries),
             sum(facts.learned_tokens for facts in entries),
         )

@@ -226,10 +226,6 @@ class Tenant:
     def trained_count(self) -> int:
         return self.flat.numel()
 
-    def by_matrix(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views of a flat tensor of so many numbers, by the names of matrices."""
-        return _views(flat, self.shapes)
-
     def settings(self) -> dict[str, str]:
         """What its next step is taken with, and how many it has taken: the same on every rank."""
         group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.launch import fail, print_table, run_fresh
+from shardwise.cli.launch import fail, run_fresh, table_lines
 from shardwise.errors import ConfigError, ShardwiseError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _require_config(model: str) -> None:
 
 def _show(result: StartupResult) -> None:
     table = result.table()
-    print_table([(head, "left" if head in ("arm", "values") else "right") for head in table.head], table.rows)
+    click.echo("\n".join(table_lines(table.head, table.rows, table.head[1:-1])))
     click.echo("seconds: to the end of wrapping; growth: own and shared memory of all ranks, the most")
     for line in (*result.notes(), *result.files):
         click.echo(line)

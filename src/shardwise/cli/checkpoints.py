@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from shardwise.cli.launch import fail, print_report, print_table
+from shardwise.cli.launch import fail, print_report, table_lines
 from shardwise.errors import FormatError, ShardwiseError
 from shardwise.formats.checkpoint_index import CheckpointIndex, StoredTensor
 from shardwise.formats.opening import open_checkpoint
@@ -310,10 +310,8 @@ def _print_summary(index: CheckpointIndex, config: dict[str, object]) -> None:
     for name, value in facts:
         click.echo(f"{name:<{width}}  {value}")
     click.echo()
-    print_table(
-        [("file", "left"), ("bytes", "right")],
-        [(shown(name), in_bytes(nbytes)) for name, nbytes in index.files.items()],
-    )
+    files = [(shown(name), in_bytes(nbytes)) for name, nbytes in index.files.items()]
+    click.echo("\n".join(table_lines(("file", "bytes"), files, ("bytes",))))
 
 
 def _print_groups(groups: Sequence[TensorGroup]) -> None:
@@ -321,6 +319,5 @@ def _print_groups(groups: Sequence[TensorGroup]) -> None:
     for group in groups:
         count = f"x{group.count}" if group.count > 1 else ""
         rows.append((group.pattern, str(group.shape), group.dtype, count, in_bytes(group.nbytes)))
-    columns = [("key", "left"), ("shape", "left"), ("dtype", "left"), ("count", "right"), ("bytes", "right")]
     click.echo()
-    print_table(columns, rows)
+    click.echo("\n".join(table_lines(("key", "shape", "dtype", "count", "bytes"), rows, ("count", "bytes"))))

@@ -115,28 +115,16 @@ def fail(error: ShardwiseError) -> NoReturn:
     sys.exit(2)
 
 
-_UNLIMITED = 100_000
-"""Columns: lines that are piped are never wrapped, for grep and awk."""
-
-
-def print_table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under the names of columns, each with its side, "left" or "right"."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    is_terminal = sys.stdout.isatty()
-    table = Table(box=box.SIMPLE_HEAD if is_terminal else None, pad_edge=False)
-    for name, side in columns:
-        table.add_column(name, justify="right" if side == "right" else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # not str: a key may contain what rich takes for markup
-    console = Console(width=None if is_terminal else _UNLIMITED, highlight=False)
-    with console.capture() as captured:
-        console.print(table)
-    for line in captured.get().splitlines():
-        click.echo(line.rstrip())
+def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> list[str]:
+    """Align rows under the names of columns; those in ``numbers`` to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if name in numbers else cell.ljust(width)
+            for name, cell, width in zip(head, row, widths, strict=True)
+        ).rstrip()
+        for row in (head, *rows)
+    ]
 
 
 def print_report(report: Any, *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""``shardwise train`` and ``shardwise plan``: fine-tuning by TRL's trainers, and forecasts of loads and trainings."""
+"""``shardwise train`` and ``shardwise plan``: fine-tuning by TRL's trainers, and forecasts."""
 
 from __future__ import annotations
 

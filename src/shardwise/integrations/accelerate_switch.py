@@ -1,4 +1,4 @@
-"""The switch under which accelerate treats sharded models as they are, saves and loads their states, and fills others.
+"""The switch under which accelerate treats sharded models as they are, and saves their states.
 
 [Note: Doors] accelerate has no interface for models that are sharded already. So a handful of its functions is
 replaced while the switch is on, and never by an import. Each replacement passes on what is none of its business, so
@@ -30,7 +30,13 @@ from shardwise.execution.world import World
 from shardwise.formats.accelerate_names import MODEL
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations import pending
-from shardwise.integrations.accelerate_compat import Accelerator, AcceleratorState, accelerator_module, fsdp_utils
+from shardwise.integrations.accelerate_compat import (
+    Accelerator,
+    AcceleratorState,
+    DistributedType,
+    accelerator_module,
+    fsdp_utils,
+)
 from shardwise.interchange import accelerate_writing as writing
 from shardwise.interchange.accelerate_folder import LinkedFolder, WorkFolder, keep_newest, newest_in, state_saved
 from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
@@ -76,8 +82,9 @@ class AccelerateSwitch:
             return
         if AccelerateSwitch._installed == 0:
             try:
-                for owner, name, make in _doors():
-                    AccelerateSwitch._put_back.append(_replace(owner, name, make))
+                with compat.known_names:
+                    for owner, name, make in _doors():
+                        AccelerateSwitch._put_back.append(_replace(owner, name, make))
             except BaseException:
                 _restore()
                 raise
@@ -130,8 +137,7 @@ def _doors() -> list[tuple[Any, str, Replacing]]:
 
 def _replace(owner: Any, name: str, replacing: Replacing) -> Callable[[], None]:
     """Put a function in the place of another; what puts the other back, where nobody has come in between."""
-    before = vars(owner)[name]
-    original = getattr(owner, name)
+    original, before = getattr(owner, name), vars(owner)[name]
 
     @functools.wraps(original)
     def door(*args: Any, **keywords: Any) -> Any:
@@ -178,10 +184,10 @@ def begin_state(original: Callable[..., Any], state: Any, *args: Any, **keywords
     if wanted and pending.launched_ranks() and not compat.is_begun() and not torch.accelerator.is_available():
         keywords["cpu"] = True  # else accelerate takes each of the ranks for a process alone
     original(state, *args, **keywords)
-    if wanted and compat.is_on_cpus(state):
+    if wanted and state.distributed_type == DistributedType.MULTI_CPU:
         compat.become_fsdp2(state, plugin)
     ranks = pending.launched_ranks()
-    if wanted and compat.is_one_process(state) and ranks > 1:
+    if wanted and state.distributed_type == DistributedType.NO and ranks > 1:
         raise ConfigError(
             f"accelerate takes each of the {ranks} ranks for a process alone, and would train as many models; make "
             "its first object, Accelerator or PartialState, with cpu=True"
@@ -243,7 +249,7 @@ def _leave_alone(
         look_at([compat.bare(item) for item in objects if isinstance(item, Optimizer)], held, _BEFORE)
 
     world.together(check)
-    if not compat.is_fsdp2(accelerator):
+    if not accelerator.is_fsdp2:
         compat.become_fsdp2(accelerator.state, compat.plugin_of(accelerator) or compat.fsdp2_plugin())
     placement = list(device_placement) if device_placement is not None else [None] * len(objects)
     result = compat.left_as_they_are(accelerator, objects, placement)
@@ -326,7 +332,7 @@ def get_state_dict(
     unwrap: bool = True,  # noqa: FBT001, FBT002
 ) -> Mapping[str, torch.Tensor]:
     """What takes the place of ``Accelerator.get_state_dict``: whole tensors on the first rank."""
-    if not compat.is_fsdp2(accelerator):
+    if not accelerator.is_fsdp2:
         found: Mapping[str, torch.Tensor] = original(accelerator, model, unwrap)
         return found
     return model_state(model, "full")
@@ -340,7 +346,7 @@ def clip_grad_norm(
     norm_type: float = 2,
 ) -> Any:
     """What takes the place of ``Accelerator.clip_grad_norm_``: one norm of sharded and of whole parameters."""
-    if not compat.is_fsdp2(accelerator) or float(norm_type) != 2.0:
+    if not accelerator.is_fsdp2 or float(norm_type) != 2.0:
         return original(accelerator, parameters, max_norm, norm_type)
     accelerator.unscale_gradients()
     given: Any = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -360,7 +366,7 @@ def save_state(
     A state in the folder, and with ``automatic_checkpoint_naming`` the oldest ones, go once the new one counts.
     """
     config = accelerator.project_configuration
-    if not compat.is_fsdp2(accelerator) or (output_dir is None and not config.automatic_checkpoint_naming):
+    if not accelerator.is_fsdp2 or (output_dir is None and not config.automatic_checkpoint_naming):
         return original(accelerator, output_dir, *others, **keywords)
     is_named = config.automatic_checkpoint_naming
     folder = _numbered_folder(accelerator) if is_named else Path(str(output_dir)).expanduser().resolve()
@@ -390,12 +396,12 @@ def load_state(
 ) -> Any:
     """What takes the place of ``Accelerator.load_state``: of a save that counts, but was killed, all is read."""
     is_numbered = input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming
-    is_ours = compat.is_fsdp2(accelerator) or compat.is_one_process(accelerator)
+    is_ours = accelerator.is_fsdp2 or accelerator.distributed_type == DistributedType.NO
     if not is_ours or (input_dir is None and not is_numbered):
         return original(accelerator, input_dir, *others, **keywords)
     with ExitStack() as stack:
         with World.current(call="load_state") as world:
-            if compat.is_fsdp2(accelerator):
+            if accelerator.is_fsdp2:
                 world.together(lambda: _require_one_each("load_state", *compat.how_many(accelerator)))
             if is_numbered:
                 place = _numbered_folder(accelerator).parent
@@ -412,7 +418,7 @@ def load_state(
             _require_still_there(seen, folder)
             return loaded
 
-        if compat.is_fsdp2(accelerator) or not any(seen.glob(f"{MODEL.stem}*")):
+        if accelerator.is_fsdp2 or not any(seen.glob(f"{MODEL.stem}*")):
             return _all_done("load_state", load)
         with compat.without_models(accelerator) as (models, optimizers):  # a process alone, where ranks have saved
             _require_one_each("load_state", len(models), len(optimizers))

@@ -7,9 +7,9 @@ for each parameter which expression over the files it is. Parameters are known a
 gives them other names, and whatever replaces one (a resized vocabulary, a merge) has no values, which ``prepare``
 tells. Nothing of this is collective: a rank may come to it before the others (``with main_process_first()``).
 
-[Note: Filling] accelerate has the first rank read a model whole, and broadcast each tensor whole. Here what ``from_pretrained`` has
-left on meta (see [Note: Pending]) is read by every rank for itself, and what has values on the first rank (an
-adapter, a new head, a model from elsewhere) is handed over in shards.
+[Note: Filling] accelerate has the first rank read a model whole, and broadcast each tensor whole. Here what
+``from_pretrained`` has left on meta (see [Note: Pending]) is read by every rank for itself, and what has values on
+the first rank (an adapter, a new head, a model from elsewhere) is handed over in shards.
 """
 
 from __future__ import annotations

@@ -51,6 +51,8 @@ from shardwise.planning.matching import OnFault
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
 
 
 _log = logging.getLogger(__name__)
@@ -182,12 +184,18 @@ class ShardwiseTrainer(_Trainer):
     def _meeting(self, world: World) -> ExitStack:
         """In this block ranks meet where each has worked by itself; see [Note: A rank that fails alone]."""
         stack = ExitStack()
+
+        def meet() -> None:
+            try:
+                world.together(lambda: None)
+            except RankLostError as lost:
+                raise RankLostError(f"{self._where()}: {lost}") from lost
+
         if world.size > 1:
-            place = MeetingPlace(world, self._where)
-            batches = place.after_batches(self.get_batch_samples)
+            batches = _met_after_batches(self.get_batch_samples, meet)
             stack.enter_context(patch.object(self, "get_batch_samples", batches))
             if self.args.device.type == "cpu":
-                stack.enter_context(patch.object(self, "compute_loss", place.after(self.compute_loss)))
+                stack.enter_context(patch.object(self, "compute_loss", _met_after(self.compute_loss, meet)))
         return stack
 
     def _where(self) -> str:
@@ -369,50 +377,28 @@ def _end_stuck(lost: RankLostError) -> None:
     os._exit(2)
 
 
-class MeetingPlace:
-    """Has functions of a Trainer end with a meeting of all ranks.
+def _met_after(function: Callable[..., Any], meet: Callable[[], None]) -> Callable[..., Any]:
+    """A function, and a meeting of all ranks behind it."""
 
-    Args:
-        world: the ranks, which have met before.
-        where: what they are doing, for messages.
-    """
+    @wraps(function)
+    def call(*positional: Any, **keywords: Any) -> Any:
+        done = function(*positional, **keywords)
+        meet()
+        return done
 
-    def __init__(self, world: World, where: Callable[[], str]) -> None:
-        self._world = world
-        self._where = where
+    return call
 
-    def after(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function, and a meeting behind it."""
 
-        @wraps(function)
-        def call(*positional: Any, **keywords: Any) -> Any:
-            done = function(*positional, **keywords)
-            self._meet()
-            return done
+def _met_after_batches(function: Callable[..., Any], meet: Callable[[], None]) -> Callable[..., Any]:
+    """``get_batch_samples``, which makes batches, and then counts them together with the other ranks."""
 
-        return call
+    @wraps(function)
+    def call(epoch_iterator: Iterable[Any], num_batches: int, *positional: Any, **keywords: Any) -> Any:
+        batches = list(islice(epoch_iterator, num_batches))
+        meet()
+        return function(iter(batches), num_batches, *positional, **keywords)
 
-    def after_batches(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``get_batch_samples``, which makes batches, and then counts them together with the other ranks."""
-
-        @wraps(function)
-        def call(epoch_iterator: Iterable[Any], num_batches: int, *positional: Any, **keywords: Any) -> Any:
-            batches = list(islice(epoch_iterator, num_batches))
-            self._meet()
-            return function(iter(batches), num_batches, *positional, **keywords)
-
-        return call
-
-    def _meet(self) -> None:
-        """Collective: yes.
-
-        Raises:
-            RankLostError: naming the rank that has left, and what it has raised.
-        """
-        try:
-            self._world.together(lambda: None)
-        except RankLostError as lost:
-            raise RankLostError(f"{self._where()}: {lost}") from lost
+    return call
 
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")

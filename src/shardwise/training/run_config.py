@@ -5,8 +5,8 @@ fields of TRL's dataclasses (``SFTConfig``, ``ModelConfig``, ``ScriptArguments``
 import takes seconds, so names, types and choices are checked against the table ``keys.json``, which a test compares
 with the dataclasses.
 
-With ``tenants:`` and ``sweep:`` it is many LoRAs on one base: the keys of the whole file are the defaults of each, its
-own entry of ``tenants`` and its point of ``sweep`` override them.
+With ``tenants:`` and ``sweep:`` it is many LoRAs on one base: the keys of the whole file are the defaults of each,
+its own entry of ``tenants`` and its point of ``sweep`` override them.
 """
 
 from __future__ import annotations
@@ -140,18 +140,11 @@ def _method_in(values: Mapping[str, Any]) -> TrainMethod:
 
 
 @cache
-def _shipped(name: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = json.loads(resources.files("shardwise.training").joinpath(name).read_text("utf-8"))
-    return found
-
-
 def _table() -> Mapping[str, Mapping[str, Spec]]:
-    return _shipped("keys.json")
-
-
-def renamed_keys() -> Mapping[str, str | None]:
-    """Keys of earlier versions, as SECTION or SECTION.KEY, and what replaces them; None if nothing does."""
-    return _shipped("renamed_keys.json")
+    found: Mapping[str, Any] = json.loads(
+        resources.files("shardwise.training").joinpath("keys.json").read_text("utf-8")
+    )
+    return found
 
 
 def keys_of(method: TrainMethod) -> Mapping[str, Spec]:
@@ -161,9 +154,6 @@ def keys_of(method: TrainMethod) -> Mapping[str, Spec]:
 
 def faults_of(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     """Describe what is wrong with a key, if anything is."""
-    if key in renamed_keys() and key not in keys_of(method):
-        yield from _renamed_faults(key, value)
-        return
     specs = keys_of(method)
     if key not in specs:
         others = [name for name in METHODS if key in keys_of(name)]
@@ -171,7 +161,8 @@ def faults_of(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
         if others:
             yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method."
         else:
-            yield f"{key}: is not a key of {method}." + (f" Did you mean {near[0]}?" if near else "")
+            section = " Sections were removed: CHANGELOG.md has the new keys." if isinstance(value, dict) else ""
+            yield f"{key}: is not a key of {method}." + (section or (f" Did you mean {near[0]}?" if near else ""))
         return
     if (fault := _type_fault(value, specs[key])) is not None:
         yield f"{key}: {fault}"
@@ -182,15 +173,6 @@ def faults_of(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     elif key == "datasets":
         for number, entry in enumerate(value or ()):
             yield from (f"datasets[{number}]: {fault}" for fault in _entry_faults(entry))
-
-
-def _renamed_faults(section: str, value: Any) -> Iterator[str]:
-    """Name what replaces each key of a section of earlier versions."""
-    known = renamed_keys()
-    inner = [name for one in value if (name := f"{section}.{one}") in known] if isinstance(value, dict) else []
-    for name in inner or [section]:
-        new = known[name]
-        yield f"{name}: was removed. See docs/train.md." if new is None else f"{name}: was renamed. Use {new}."
 
 
 def _entry_faults(entry: Any) -> Iterator[str]:
