@@ -6,9 +6,11 @@ The page needs nothing but a browser: pictures are in it, it has no script, and 
 from __future__ import annotations
 
 import base64
+import contextlib
 import html
 import importlib.util
 import io
+import itertools
 import json
 import math
 import warnings
@@ -178,23 +180,17 @@ def _fullest(ranks: Sequence[RankRecord]) -> list[RankRecord]:
 
 
 def _ranks_table(ranks: Sequence[RankRecord]) -> Table:
-    head = (
-        "rank",
-        "host",
-        "seconds",
-        "own and shared",
-        "peak",
-        "accelerator, in tensors",
-        "reserved",
-        "read",
-        "written",
-    )
-    names = ("", "peak", "allocated", "reserved", "read", "written")
+    names = {
+        "": "own and shared",
+        "peak": "peak",
+        "allocated": "accelerator, in tensors",
+        **{name: name for name in ("reserved", "read", "written")},
+    }
     rows = [
         (str(rank.rank), rank.host, f"{rank.last_s:.1f}", *(_size(rank.peak_kib(name)) for name in names))
         for rank in ranks
     ]
-    return Table("Most by rank", head, rows)
+    return Table("Most by rank", ("rank", "host", "seconds", *names.values()), rows)
 
 
 def _phases_table(ranks: Sequence[RankRecord]) -> Table:
@@ -485,60 +481,45 @@ def _read_rank(path: Path) -> RankRecord | None:
         host = str(header["host"])[:_MAX_NAME]
     except (StopIteration, *_BAD_VALUE):
         return None
-    reading = _RankLines()
-    for line in lines:
-        try:
-            reading.take(line)
-        except _BAD_VALUE:
-            reading.bad_lines += 1
-    table = np.array(reading.samples).reshape(-1, len(COLUMNS))
-    table = table[np.argsort(table[:, 0], kind="stable")]
-    samples = {name: table[:, number] for number, name in enumerate(COLUMNS)}
-    phases, last_s = reading.spans(), reading.last_s
-    return RankRecord(run, rank, world_size, host, samples, phases, last_s, reading.is_closed, reading.bad_lines)
+    samples = array("d")
+    done: list[PhaseSpan] = []
+    opened: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
+    last_s, is_closed, bad_lines = 0.0, False, 0
 
-
-class _RankLines:
-    """Samples and phases of the lines of a rank's file."""
-
-    def __init__(self) -> None:
-        self.samples = array("d")
-        self.last_s = 0.0
-        self.is_closed = False
-        self.bad_lines = 0
-        self._done: list[PhaseSpan] = []
-        self._open: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
-
-    def take(self, line: Any) -> None:
-        """Add a line; raises one of _BAD_VALUE for one that is not an observer's."""
+    def take(line: Any) -> None:
+        nonlocal last_s, is_closed
         if isinstance(line, list):
-            self.last_s = _number(line[0])
             values = [_number(value) for value in line]
             if len(values) != len(COLUMNS):
                 raise ValueError("a sample of other columns")
-            self.samples.extend(values)
+            samples.extend(values)
+            last_s = values[0]
             return
-        self.last_s = _number(line["t"])
+        last_s = _number(line["t"])
         if line.get("closed"):
-            self.is_closed = True
-            return
-        thread = int(line["thread"])
-        if "begin" in line:
-            self._open[thread].append((str(line["begin"])[:_MAX_NAME], self.last_s))
+            is_closed = True
+        elif "begin" in line:
+            opened[int(line["thread"])].append((str(line["begin"])[:_MAX_NAME], last_s))
         else:
-            self._close(thread, self.last_s)
+            close(int(line["thread"]))
 
-    def _close(self, thread: int, stop: float) -> None:
-        path = tuple(name for name, _ in self._open[thread])
-        _, start = self._open[thread].pop()
-        self._done.append(PhaseSpan(path, thread, start, stop))
+    def close(thread: int) -> None:
+        path = tuple(name for name, _ in opened[thread])
+        done.append(PhaseSpan(path, thread, opened[thread].pop()[1], last_s))
 
-    def spans(self) -> list[PhaseSpan]:
-        """Return all phases in the order of their beginnings; open ones last until the last line."""
-        for thread, stack in self._open.items():
-            while stack:
-                self._close(thread, self.last_s)
-        return sorted(self._done, key=lambda span: (span.start, len(span.path)))
+    for line in lines:
+        try:
+            take(line)
+        except _BAD_VALUE:
+            bad_lines += 1
+    for thread, stack in opened.items():  # open ones last until the last line
+        while stack:
+            close(thread)
+    table = np.array(samples).reshape(-1, len(COLUMNS))
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    phases = sorted(done, key=lambda span: (span.start, len(span.path)))
+    columns = dict(zip(COLUMNS, table.T, strict=True))
+    return RankRecord(run, rank, world_size, host, columns, phases, last_s, is_closed, bad_lines)
 
 
 def _number(value: Any) -> float:
@@ -566,36 +547,22 @@ def _read_curves(path: Path) -> dict[str, dict[str, tuple[Floats, Floats]]]:
     folders |= {entry.name: entry for entry in sorted(path.iterdir()) if not entry.name.startswith("checkpoint")}
     found: dict[str, dict[str, tuple[Floats, Floats]]] = {}
     for name, folder in folders.items():
-        if len(found) < _MAX_TRAININGS and (curves := _curves_of(_logged(folder))):
+        if len(found) < _MAX_TRAININGS and (curves := _curves_of(folder)):
             found[name[:_MAX_NAME]] = curves
     return found
 
 
-def _logged(folder: Path) -> Iterator[Any]:
-    """Yield what a training has logged: the history of the Trainer's newest checkpoint."""
+def _curves_of(folder: Path) -> dict[str, tuple[Floats, Floats]]:
+    """Return steps and values of each number that the Trainer's newest checkpoint has logged with a step."""
     places = [folder / _TRAINER_STATE, *folder.glob(f"checkpoint-*/{_TRAINER_STATE}")]
     files = [place for place in places if place.is_file() and place.stat().st_size <= _MAX_STATE_BYTES]
-    if not files:
-        return
-    try:
-        yield from json.loads(max(files, key=lambda file: file.stat().st_mtime).read_bytes())["log_history"]
-    except _BAD_VALUE:
-        return
-
-
-def _curves_of(logged: Iterator[Any]) -> dict[str, tuple[Floats, Floats]]:
-    """Return steps and values of each number that was logged with a step."""
     curves: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    for line in logged:
-        if not isinstance(line, dict):
-            continue
-        for name in ("loss", "eval_loss", "learning_rate", "grad_norm"):
-            try:
-                curves[name].append((_number(line["step"]), _number(line[name])))
-            except _BAD_VALUE:
-                continue
-    return {
-        name: (np.array([step for step, _ in pairs]), np.array([value for _, value in pairs]))
-        for name, pairs in curves.items()
-        if pairs
-    }
+    try:
+        logged = json.loads(max(files, key=lambda file: file.stat().st_mtime).read_bytes())["log_history"]
+        lines = [line for line in logged if isinstance(line, dict)]
+    except _BAD_VALUE:  # also where there is no file
+        return {}
+    for line, name in itertools.product(lines, ("loss", "eval_loss", "learning_rate", "grad_norm")):
+        with contextlib.suppress(*_BAD_VALUE):
+            curves[name].append((_number(line["step"]), _number(line[name])))
+    return {name: (np.array(pairs)[:, 0], np.array(pairs)[:, 1]) for name, pairs in curves.items() if pairs}

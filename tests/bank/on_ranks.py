@@ -112,27 +112,6 @@ def other_groups(base: Path, kind: str) -> dict[str, Any]:
     }
 
 
-def resumed(base: Path, names: list[str], states: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Half of a training with dropout, or the other half of it; what comes of it, and its states."""
-    members = with_dropout({name: recipes()[name] for name in names})
-    bank = bank_of(base, members)
-    if states:
-        for name in members:
-            bank.load_state_dict(name, states[name])
-    where = here() if dist.is_initialized() else {}
-    told = train(bank, members, 6, first=6 if states else 0, **where)
-    found = bank.forward([(name, rows_for(name, members[name], 0)) for name in members])
-    return {
-        "states": {name: bank.state_dict(name) for name in members},
-        "losses": [each.tenants["ada"].loss for each in told if hasattr(each, "passes")],
-        "log probabilities": found,
-    }
-
-
-def with_dropout(members: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    return {name: replace(own, config={**own.config, "lora_dropout": 0.3}) for name, own in members.items()}
-
-
 def said(call: Any) -> str:
     try:
         call()

@@ -30,11 +30,6 @@ from shardwise.execution import meetings
 ADA = recipes()["ada"]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return banking.save_base(tmp_path_factory.mktemp("base"))
-
-
 # ── states and settings ───────────────────────────────────────────────────────────────────────────
 
 

@@ -26,11 +26,6 @@ from shardwise.errors import TrainingError
 MICRO_BATCHES = 3 * STEPS
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return banking.save_base(tmp_path_factory.mktemp("base"))
-
-
 def bank_of(base: Path, members: dict[str, Recipe], backend: Any = None, **keywords: Any) -> Any:
     bank = shardwise.AdapterBank(shardwise.from_pretrained(base, **keywords), backend=backend or "loop")
     for name, recipe in members.items():
@@ -299,25 +294,6 @@ def test_dropout_drops_what_it_says():
     assert not rows[0].equal(rows[1])
     assert dropped(values[: 3 * 50], row_keys(5, 2, 3), 3, 0.25).equal(rows[2:5].flatten(0, 1))
     assert not dropped(values, row_keys(5, 0, 8), 4, 0.25).equal(found)
-
-
-def test_a_tenant_goes_on_from_its_state(base):
-    members = {
-        name: replace(recipe, config={**recipe.config, "lora_dropout": 0.2})
-        for name, recipe in recipes().items()
-        if name != "bob"
-    }
-    whole = bank_of(base, members)
-    train(whole, members, 12)
-    first = bank_of(base, members)
-    train(first, members, 6)
-    states = {name: first.state_dict(name) for name in members}
-    other = bank_of(base, dict(reversed(members.items())))
-    for name in members:
-        other.load_state_dict(name, states[name])
-    train(other, members, 6, first=6)
-    for name in members:
-        require_equal(adapter(other, name), adapter(whole, name))
 
 
 class Stubborn:

@@ -26,11 +26,6 @@ RECORD = "adapter_model.fingerprints.json"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return banking.save_base(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
 def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The files of a tenant that was saved in the middle of a window."""
     folder = tmp_path_factory.mktemp("saved")

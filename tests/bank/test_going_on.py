@@ -32,12 +32,6 @@ from shardwise.planning import fingerprints
 from shardwise.storage.writing.opening import open_writer
 from shardwise.tensors.fingerprint import fingerprint
 
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return banking.save_base(tmp_path_factory.mktemp("base"))
-
-
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -520,7 +514,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "too many micro-batches": (lambda path: change(path, micro_batches=4), "its counts contradict"),
     "sizes that are none": (
         lambda path: change(path, matrices={"x": {"of": "tuple", "is": [{"of": "float", "is": "nan"}, 2]}}),
-        "matrices is",
+        r"x: \(nan, 2\) in the state, not there",
     ),
     "matrices of others": (
         lambda path: change(path, matrices={"x": {"of": "tuple", "is": [4, 2]}}),

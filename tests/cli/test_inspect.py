@@ -16,7 +16,8 @@ from tests.formats.building import file_of, index_of, tensor
 from tests.formats.torch_building import Touch, torch_file
 from torch.distributed import checkpoint as dcp
 
-from shardwise.cli.checkpoints import group_tensors, inspect_command
+from shardwise.cli import main
+from shardwise.cli.checkpoints import group_tensors
 from shardwise.formats.opening import open_checkpoint
 
 
@@ -50,7 +51,7 @@ RUNNER = CliRunner(**({"mix_stderr": False} if MIXES else {}))
 
 
 def run(*arguments: str | Path) -> Result:
-    return RUNNER.invoke(inspect_command, [str(argument) for argument in arguments])
+    return RUNNER.invoke(main, ["inspect", *map(str, arguments)])
 
 
 def lines(result: Result) -> list[list[str]]:

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from tests.observing.made_runs import GIB, make_metrics, make_rank, make_run
 
 from shardwise import pictures
-from shardwise.cli.bench import report_command
+from shardwise.cli import main
 
 MIXES = "mix_stderr" in signature(CliRunner).parameters
 RUNNER = CliRunner(**({"mix_stderr": False} if MIXES else {}))
@@ -26,7 +26,7 @@ pytestmark = drawing
 
 
 def report(*arguments: object) -> Result:
-    return RUNNER.invoke(report_command, list(map(str, arguments)))
+    return RUNNER.invoke(main, ["report", *map(str, arguments)])
 
 
 def page_in(folder: Path) -> str:

@@ -137,15 +137,12 @@ class AdapterBank:
     def _agreed(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> Tenant:
         """A tenant as all ranks ask for it, of which nobody knows yet. Collective: yes."""
         tenant = self._world.together(lambda: self._made(name, config, TenantOptions(**keywords)))
-        optimizer = tenant.optimizer
+        optimizer, schedule, options = tenant.optimizer, tenant.schedule, tenant.options
         settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-        options, schedule = tenant.options, tenant.schedule
-        words = (name, tenant.words, type(optimizer).__qualname__, repr(settings))
-        schedules = (type(schedule).__qualname__, digest_of(schedule.state_dict()))
-        numbers = (options.max_grad_norm, options.accumulation, options.seed)
-        self._world.require_equal(
-            (*words, *schedules, *numbers, repr(options.reduction)), f"the adapter {name!r} (its config or options)"
-        )
+        kinds = [type(each).__qualname__ for each in (optimizer, schedule)]
+        numbers = [options.max_grad_norm, options.accumulation, options.seed, options.reduction]
+        told = digest_of([name, tenant.words, *kinds, settings, schedule.state_dict(), *numbers])
+        self._world.require_equal(told, f"the adapter {name!r} (its config or options)")
         return tenant
 
     def _admit(self, tenant: Tenant) -> None:

@@ -30,7 +30,7 @@ from shardwise.bank.state import (
     training_tensors,
     window_gradient,
 )
-from shardwise.bank.tenant import Tenant, TenantStart
+from shardwise.bank.tenant import Tenant, TenantOptions, TenantStart
 from shardwise.engines.companions import weights_in
 from shardwise.engines.model_states import set_values, stored_values
 from shardwise.engines.save_plan import TrainingBeside
@@ -177,7 +177,7 @@ def _found(folder: Path, *, training_state: bool) -> StoredTraining | TenantStar
     tensors = {entry.key: (entry.shape, entry.dtype) for entry in header.entries}
     facts = facts_in(text, f"{folder / file}: {TRAINING_KEY}")
     try:
-        facts.options()
+        TenantOptions(**facts.options())
     except ConfigError as error:
         raise FormatError(f"{folder / file}: {error}; the file is damaged or forged") from error
     return StoredTraining(str(folder / file), facts, tensors)

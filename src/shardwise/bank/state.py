@@ -19,7 +19,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from shardwise.bank.tenant import Reduction, Tenant, TenantStart, TenantWindow, maker_of, summed
+from shardwise.bank.tenant import Tenant, TenantStart, TenantWindow, maker_of, summed
 from shardwise.checkpoints.base_identity import (
     ALLOW_OTHER_BASE,
     BaseIdentity,
@@ -109,6 +109,7 @@ class TenantFacts:
             "accumulation": self.accumulation,
             "reduction": self.reduction,
             "seed": self.seed,
+            "max_grad_norm": float(self.max_grad_norm),
             **({} if make is None else {"optimizer": make}),
         }
 
@@ -531,63 +532,37 @@ def sound_facts(values: Mapping[str, Any], what: str) -> TenantFacts:
     """Facts of these values, which a stranger may have written; ``what`` names them.
 
     Raises:
-        FormatError: a value is not there, unknown, or none that it can be.
+        FormatError: a value is not there, unknown, or none that it can be. What a tenant compares with its own is
+            of the right kind only.
     """
-    names = {field.name for field in fields(TenantFacts)}
-    if names != values.keys():
+    kinds = {field.name: _KINDS.get(str(field.type), (dict,)) for field in fields(TenantFacts)}
+    if kinds.keys() != values.keys():
         raise FormatError(
-            f"{what}: it lacks {_few(names - values.keys())}, and has {_few(values.keys() - names)} more; the "
-            "file is damaged or forged"
+            f"{what}: it lacks {_few(kinds.keys() - values.keys())}, and has {_few(values.keys() - kinds.keys())} "
+            "more; the file is damaged or forged"
         )
     for name, value in values.items():
-        if not _IS_SOUND[name](value):
+        is_sound = type(value) in kinds[name]
+        if kinds[name] == (int,) and name != "seed":
+            is_sound = is_sound and 0 <= value < _MOST
+        elif kinds[name] == (dict,) and name != "schedule_state":
+            is_sound = is_sound and all(isinstance(key, str) for key in value)
+        if not is_sound:
             raise FormatError(f"{what}: {name} is {shown(repr(value))}; the file is damaged or forged")
+    base = values["base"]
+    if base.keys() != _OF_A_BASE or not all(isinstance(told, str) for told in base.values()):
+        raise FormatError(f"{what}: base is {shown(repr(base))}; the file is damaged or forged")
     if values["micro_batches"] > values["accumulation"] or values["steps"] > values["windows"]:
         raise FormatError(f"{what}: its counts contradict each other; the file is damaged or forged")
     return TenantFacts(**values)
 
 
-def _few(names: Any) -> str:
+def _few(names: Collection[str]) -> str:
     return ", ".join(shown(name) for name in sorted(names)[:8]) or "nothing"
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MOST
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) <= float(_MOST)  # type: ignore[arg-type]
-
-
-def _is_dict(of: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: (
-        isinstance(value, dict) and all(isinstance(key, str) and of(item) for key, item in value.items())
-    )
-
-
-def _is_row(of: Callable[[object], bool], length: int) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, tuple) and len(value) == length and all(map(of, value))
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
 _OF_A_BASE = {"name", "architecture", "shapes", "identity"}
-_IS_SOUND: Mapping[str, Callable[[Any], bool]] = {
-    "base": lambda value: _is_dict(_is_text)(value) and value.keys() == _OF_A_BASE,
-    "config": _is_dict(_is_row(_is_number, 3)),
-    "matrices": _is_dict(_is_row(_is_count, 2)),
-    "optimizer": _is_text,
-    "settings": _is_dict(lambda _: True),
-    "schedule": _is_text,
-    "schedule_state": lambda value: isinstance(value, dict),
-    "max_grad_norm": lambda value: type(value) in (int, float) and value > 0,
-    "accumulation": lambda value: _is_count(value) and value > 0,
-    "reduction": lambda value: value in get_args(Reduction),
-    "seed": lambda value: type(value) is int and abs(value) < 1 << 64,
-    **dict.fromkeys(("windows", "steps", "micro_batches", "learned_tokens"), _is_count),
-}
+_KINDS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 
 
 # ── plain data ────────────────────────────────────────────────────────────────────────────────────

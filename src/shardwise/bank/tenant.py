@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -92,16 +92,6 @@ def summed(world: World, values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-class TenantSchedule(Protocol):
-    """The schedule of a learning rate, such as torch's schedulers."""
-
-    def step(self) -> object: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
-
-
 class ConstantRate:
     """A schedule that leaves the learning rate as it is."""
 
@@ -115,14 +105,15 @@ class ConstantRate:
         """Restore nothing."""
 
 
-ScheduleMaker: TypeAlias = Callable[[Optimizer], TenantSchedule]
+ScheduleMaker: TypeAlias = Callable[[Optimizer], Any]
+"""Makes what has ``step``, ``state_dict`` and ``load_state_dict``, as torch's schedulers."""
 
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 """A tenant's loss: the mean over the tokens it learns in a window, or the sum over them, each times its weight."""
 
 
-def unchanging(_optimizer: Optimizer) -> TenantSchedule:
+def unchanging(_optimizer: Optimizer) -> ConstantRate:
     return ConstantRate()
 
 

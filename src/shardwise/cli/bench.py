@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.launch import fail, run_fresh, table_lines
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.cli.launch import run_fresh, table_lines
+from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shardwise.startup import ArmOnRank, StartupResult
+    from shardwise.startup import ArmOnRank
 
 _PRELOADED = (
     "torch",
@@ -68,16 +68,15 @@ def startup_command(*, as_json: bool, **options: Any) -> None:
     """
     from shardwise.startup import StartupOptions, compare_startup
 
-    try:
-        _require_config(str(options["model"]))
-        show = partial(click.echo, err=True)
-        result = compare_startup(StartupOptions(**options), _start, show)
-    except ShardwiseError as error:
-        fail(error)
+    _require_config(str(options["model"]))
+    result = compare_startup(StartupOptions(**options), _start, partial(click.echo, err=True))
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=2))
     else:
-        _show(result)
+        table = result.table()
+        legend = "seconds: to the end of wrapping; growth: own and shared memory of all ranks, the most"
+        lines = table_lines(table.head, table.rows, table.head[1:-1])
+        click.echo("\n".join([*lines, legend, *result.notes(), *result.files]))
     sys.exit(0 if result.holds else 1)
 
 
@@ -97,14 +96,6 @@ def _require_config(model: str) -> None:
         raise ConfigError(f"{model}: there is no config.json in it that names a model_type; give a model's folder")
 
 
-def _show(result: StartupResult) -> None:
-    table = result.table()
-    click.echo("\n".join(table_lines(table.head, table.rows, table.head[1:-1])))
-    click.echo("seconds: to the end of wrapping; growth: own and shared memory of all ranks, the most")
-    for line in (*result.notes(), *result.files):
-        click.echo(line)
-
-
 @click.command("report")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN [OTHER]...", type=click.Path(path_type=Path))
 @click.option(
@@ -122,12 +113,6 @@ def report_command(runs: Sequence[Path], *, output: Path | None) -> None:
     from shardwise.pictures import draw_report
 
     folder = output or runs[0] / "report"
-    try:
-        notes = draw_report(runs, folder)
-    except ShardwiseError as error:
-        fail(error)
-    for note in notes:
+    for note in draw_report(runs, folder):
         click.echo(note, err=True)
-    click.echo(
-        f"{click.format_filename(folder / 'report.html')}, with its pictures as PNG files in the same folder"
-    )
+    click.echo(f"{click.format_filename(folder / 'report.html')}, with its pictures as PNG files beside it")

@@ -9,11 +9,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
-from shardwise.cli.launch import fail, print_report, table_lines
-from shardwise.errors import FormatError, ShardwiseError
+from shardwise.cli.launch import print_report, table_lines
+from shardwise.errors import FormatError
 from shardwise.formats.checkpoint_index import CheckpointIndex, StoredTensor
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -33,10 +34,7 @@ def verify_command(model: str, as_json: bool) -> None:  # noqa: FBT001 - click's
     """
     from shardwise.checkpoints.verify import verify
 
-    try:
-        found = verify(model)
-    except ShardwiseError as error:
-        fail(error)
+    found = verify(model)
     print_report(found, as_json=as_json)
     sys.exit(0 if found.is_sound else 1)
 
@@ -50,17 +48,7 @@ def verify_command(model: str, as_json: bool) -> None:  # noqa: FBT001 - click's
 @click.option("--adapter-name", default="default", show_default=True, help="Where ADAPTER holds several.")
 @click.option("--trust-remote-code", is_flag=True, help="Run model code that the base brings along.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
-def merge_adapter_command(
-    base: str,
-    adapter: str,
-    out: str,
-    *,
-    dtype: str,
-    max_shard_size: str,
-    adapter_name: str,
-    trust_remote_code: bool,
-    as_json: bool,
-) -> None:
+def merge_adapter_command(base: str, adapter: str, out: str, *, as_json: bool, **options: Any) -> None:
     """Fold the LoRA ADAPTER into BASE and write the model to OUT.
 
     BASE and ADAPTER are folders, or repositories in the cache of the Hugging Face hub. One process, no
@@ -69,18 +57,7 @@ def merge_adapter_command(
     """
     from shardwise.engines.merging_adapter import merge_adapter
 
-    try:
-        report = merge_adapter(
-            base,
-            adapter,
-            out,
-            adapter_name=adapter_name,
-            max_shard_size=max_shard_size,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-        )
-    except ShardwiseError as error:
-        fail(error)
+    report = merge_adapter(base, adapter, out, **options)
     print_report(report, as_json=as_json)
 
 
@@ -100,17 +77,7 @@ def merge_adapter_command(
 )
 @click.option("--remove-source", is_flag=True, help="Remove CHECKPOINT once OUT has been read back and compared.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
-def merge_weights_command(
-    checkpoint: str,
-    out: str,
-    *,
-    base: str | None,
-    dtype: str | None,
-    max_shard_size: str,
-    file_format: str,
-    remove_source: bool,
-    as_json: bool,
-) -> None:
+def merge_weights_command(checkpoint: str, out: str, *, as_json: bool, **options: Any) -> None:
     """Write CHECKPOINT to OUT as safetensors files under the names of the hub.
 
     CHECKPOINT is a folder of torch.distributed.checkpoint, the folder above one (accelerate's, a trainer's
@@ -120,18 +87,7 @@ def merge_weights_command(
     """
     from shardwise.interchange.merging_weights import merge_weights
 
-    try:
-        report = merge_weights(
-            checkpoint,
-            out,
-            base=base,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            file_format="bin" if file_format == "bin" else "safetensors",
-            remove_source=remove_source,
-        )
-    except ShardwiseError as error:
-        fail(error)
+    report = merge_weights(checkpoint, out, **options)
     print_report(report, as_json=as_json)
 
 
@@ -157,25 +113,16 @@ class TensorGroup:
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.option("--tensors", "with_tensors", is_flag=True, help="List the tensors, equal layers in one line.")
 @click.option("--revision", help="Of a repository of the Hugging Face hub: branch, tag or commit.")
-def inspect_command(
-    path: str,
-    *,
-    as_json: bool,
-    with_tensors: bool,
-    revision: str | None,
-) -> None:
+def inspect_command(path: str, *, as_json: bool, with_tensors: bool, revision: str | None) -> None:
     """Show what the checkpoint at PATH holds.
 
     PATH is a folder (an adapter's, too), a safetensors, .bin or index file, or the name of a repository that is in
     the cache of the Hugging Face hub. Only headers are read, nothing in them is run, and nothing is downloaded.
     """
-    try:
-        place = resolve(path, HubOptions(revision=revision, local_files_only=True), download=False)
-        config = read_config_facts(place if place.is_dir() else place.parent)
-        named = config.get("transformers_weights") or _adapter_in(place) if place.is_dir() else None
-        index = open_checkpoint(place, weights_name=named if isinstance(named, str) else None)
-    except ShardwiseError as error:
-        fail(error)
+    place = resolve(path, HubOptions(revision=revision, local_files_only=True), download=False)
+    config = read_config_facts(place if place.is_dir() else place.parent)
+    named = config.get("transformers_weights") or _adapter_in(place) if place.is_dir() else None
+    index = open_checkpoint(place, weights_name=named if isinstance(named, str) else None)
     if as_json:
         click.echo(json.dumps(as_json_object(index, config), indent=2))
         return

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError
 
 _CUDA_FROM_AFAR = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 """Has torch ask the driver's library whether there are GPUs, so that no import begins to use CUDA in a process that
@@ -107,12 +106,6 @@ def this_place() -> tuple[int, int]:
     from shardwise.execution import launched
 
     return launched.this_place()
-
-
-def fail(error: ShardwiseError) -> NoReturn:
-    """Print the error and leave with exit code 2."""
-    click.echo(f"error: {error}", err=True)
-    sys.exit(2)
 
 
 def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> list[str]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.launch import TRAINING, fail, run_ranks, this_place
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.cli.launch import TRAINING, run_ranks, this_place
+from shardwise.errors import ConfigError
 from shardwise.report.names import in_bytes
 from shardwise.storage.names import HubOptions, is_local, local_place
 
@@ -77,8 +77,6 @@ def train_command(
         config = _without_token(config)
         ranks = config.own["num_processes"] or nproc_per_node
         outcomes = run_ranks(ranks, train_on_rank, config, observe, asks_first=True, preloaded=TRAINING)
-    except ShardwiseError as error:
-        fail(error)
     except KeyboardInterrupt:
         click.echo("interrupted; all ranks have been ended, what was saved before is whole", err=True)
         sys.exit(130)
@@ -143,11 +141,8 @@ def _print(outcome: TrlOutcome, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(asdict(outcome), indent=2))
         return
-    click.echo("\n".join(outcome.summary))
-    if outcome.has_stopped:
-        click.echo(f"stopped after {outcome.steps} steps; run the same command to resume")
-    else:
-        click.echo(f"saved in {outcome.output_dir}")
+    stopped = f"stopped after {outcome.steps} steps; run the same command to resume"
+    click.echo("\n".join([*outcome.summary, stopped if outcome.has_stopped else f"saved in {outcome.output_dir}"]))
 
 
 @click.command("plan", context_settings={"ignore_unknown_options": True})
@@ -204,20 +199,16 @@ def plan_command(
     training, as for ``shardwise train``, with --KEY VALUE overrides. Exits with 2 if the model cannot be loaded so,
     or does not fit into --memory.
     """
-    from shardwise.cli.launch import fail
     from shardwise.tensors.boxes import in_bytes_of
 
-    try:
-        limit = None if memory is None else in_bytes_of(memory)
-        if model.endswith((".yaml", ".yml")):
-            made = _of_config(model, overrides, ranks, nodes, device, given)
-        else:
-            made = _of_model(model, overrides, ranks, {**given, "nodes": nodes, "device": device})
-    except ShardwiseError as error:
-        fail(error)
+    limit = None if memory is None else in_bytes_of(memory)
+    if model.endswith((".yaml", ".yml")):
+        made = _of_config(model, overrides, ranks, nodes, device, given)
+    else:
+        made = _of_model(model, overrides, ranks, {**given, "nodes": nodes, "device": device})
     click.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
     if limit is not None and (lacking := made.lacking_bytes(limit)):
-        fail(ConfigError(f"--memory: {in_bytes(limit)} do not suffice, {in_bytes(lacking)} are lacking."))
+        raise ConfigError(f"--memory: {in_bytes(limit)} do not suffice, {in_bytes(lacking)} are lacking.")
 
 
 def _of_config(

@@ -198,22 +198,18 @@ def create_rank_file(run: Path, rank: int) -> int:
         StorageError: it cannot be written, or another process records into it.
     """
     path = run / FOLDER / f"rank-{rank:05d}.jsonl"
-    file = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        if _is_locked_by_another(file):
-            raise StorageError(
-                f"{path}: another process records into this file. Name another folder, and call observe after "
-                "torch.distributed.init_process_group, so that ranks have files of their own."
-            )
-        os.ftruncate(file, 0)
-    except (OSError, StorageError) as error:
-        if file is not None:
-            os.close(file)
-        if isinstance(error, StorageError):
-            raise
+    except OSError as error:
         raise StorageError(f"{path}: it cannot be written ({error.strerror or error})") from error
+    if _is_locked_by_another(file):
+        os.close(file)
+        raise StorageError(
+            f"{path}: another process records into this file. Name another folder, and call observe after "
+            "torch.distributed.init_process_group, so that ranks have files of their own."
+        )
+    os.ftruncate(file, 0)
     return file
 
 

@@ -19,8 +19,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from shardwise.conversion import Expression
 from shardwise.engines.bringing_up import decide_ties
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.model_states import set_values
-from shardwise.engines.opening import OpenSource, read_index
+from shardwise.engines.opening import read_index
 from shardwise.engines.outline import Outline, outline_of
 from shardwise.errors import ConfigError, CoverageError, PlacementError
 from shardwise.execution.agreed import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
@@ -41,7 +42,7 @@ from shardwise.integrations import accelerate_compat as compat
 from shardwise.models import pretrained
 from shardwise.models.rebind import Bound, look_at, require_steps_shards
 from shardwise.models.torch_words import buffers_of, parameters_of, writes_to
-from shardwise.models.view import Held, look_inside, without_compile
+from shardwise.models.view import look_inside, without_compile
 from shardwise.planning.load_plan import Ignore
 from shardwise.planning.matching import Tolerance
 from shardwise.storage.reading.local import LocalReader
@@ -78,17 +79,14 @@ class Pending:
 _pending: weakref.WeakKeyDictionary[nn.Module, Pending] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class Awaited:
-    """Of a model, or what was made of it: the expressions of its tensors, by name, and where they are read from."""
-
-    pending: Pending
-    expressions: dict[str, Expression]
+Awaited: TypeAlias = tuple[Pending, dict[str, Expression]]
+"""Of a model, or what was made of it: where its tensors are read from, and the expressions of these by name."""
 
 
 def awaited_in(model: nn.Module) -> list[Awaited]:
     """All that is pending in a model and the models inside of it, by the names that tensors have now."""
     held = look_inside(model)
+    on_meta = {name for item in held for name in item.names if item.tensor.is_meta}
     copies = peft_compat.copied_names(model)
     found: list[Awaited] = []
     for module in model.modules():
@@ -102,11 +100,9 @@ def awaited_in(model: nn.Module) -> list[Awaited]:
             for name in item.names
         }
         of_copies = {
-            name: by_name[original]
-            for name, original in copies.items()
-            if original in by_name and _is_on_meta(held, name)
+            name: by_name[original] for name, original in copies.items() if original in by_name and name in on_meta
         }
-        found.append(Awaited(pending, {**by_name, **of_copies}))
+        found.append((pending, {**by_name, **of_copies}))
     return found
 
 
@@ -163,7 +159,10 @@ def load_later(
         drawn = outline_of(model, source.index, pretrained.dtype_of_load(load_config), transforms)
         for sentence in drawn.bindings.faults:
             raise CoverageError(f"{folder}: {sentence}")
-        _settle_ties(world, drawn, source, options)
+        # Both names of a tie may be stored, and what transformers compares is on meta.
+        untied, _ = decide_ties(world, drawn, drawn.ties_stored_twice(), source, options)
+        for name in untied:
+            pretrained.forget_tie(drawn.model, name)
     return _left(model, folder, drawn, source.index), None
 
 
@@ -202,14 +201,6 @@ def _registered(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor
                 yield module, name, tensor
 
 
-def _settle_ties(world: World, drawn: Outline, source: OpenSource, options: LoadOptions) -> None:
-    """Decide what transformers could not, with both names of a tie stored and their values on meta."""
-    pairs = drawn.ties_stored_twice()
-    untied, _ = decide_ties(world, drawn, pairs, source, options)
-    for name in untied:
-        pretrained.forget_tie(drawn.model, name)
-
-
 def _left(model: Any, folder: Path, drawn: Outline, index: CheckpointIndex) -> Any:
     """Note what is pending; what transformers is to go on with."""
     offers = drawn.bindings_less_ties().offers
@@ -233,10 +224,6 @@ def _left(model: Any, folder: Path, drawn: Outline, index: CheckpointIndex) -> A
                 pretrained.mark_initialized(item.tensor)
     _pending[model] = Pending(folder, index, tensors, drawn.transforms)
     return pretrained.load_outcome(missing, set(drawn.bindings.unmatched.values()), mismatched)
-
-
-def _is_on_meta(held: Sequence[Held], name: str) -> bool:
-    return any(item.tensor.is_meta for item in held if name in item.names)
 
 
 USE = "ACCELERATE_USE_FSDP"
@@ -321,7 +308,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *objects: Any)
     optimizers = [compat.bare(item) for item in objects if isinstance(item, Optimizer)]
     with World.current(call="prepare") as world:
         bounds, found = world.together(lambda: _look(accelerator, model, optimizers))
-        left = [sorted(item.expressions) for item in found]
+        left = [sorted(expressions) for _, expressions in found]
         world.require_equal(left, "the list of tensors that from_pretrained has left on meta")
     if found:
         _awaited[model] = found
@@ -353,13 +340,13 @@ def load_full_state_dict(
     plain = without_compile(model)
     awaited = _awaited.get(plain, [])
     options = StateOptions(budget_bytes=_FILLING_BUDGET_BYTES)
-    in_files = {name for item in awaited for name in item.expressions}
+    in_files = {name for _, expressions in awaited for name in expressions}
     with World.current(call="prepare") as world, torch.no_grad(), torch.device("cpu"), ExitStack() as stack:
         live = world.together(lambda: _live(full_sd, in_files))
         has_live = world.from_first(lambda: _refuse_lost(full_sd, live, in_files))
-        for item in awaited:
-            values = _values_of(world, item.pending, item.expressions, options, stack)
-            _set(world, plain, values, options)
+        for pending, expressions in awaited:
+            reader = stack.enter_context(world.together(partial(LocalReader, pending.folder)))
+            _set(world, plain, StoredValues(reader, pending.index, expressions, options.budget_bytes), options)
         if has_live:
             _set(world, plain, BroughtValues(live if world.rank == 0 else {}), options)
     settle(plain)
@@ -412,13 +399,6 @@ def _refuse_lost(full_sd: Mapping[str, torch.Tensor], live: Mapping[str, torch.T
             "shardwise.from_pretrained(resize_vocab=, tuning=), or set cpu_ram_efficient_loading=False"
         )
     return bool(live)
-
-
-def _values_of(
-    world: World, pending: Pending, expressions: Mapping[str, Expression], options: StateOptions, stack: ExitStack
-) -> StoredValues:
-    reader = stack.enter_context(world.together(lambda: LocalReader(pending.folder)))
-    return StoredValues(reader, pending.index, expressions, options.budget_bytes)
 
 
 def _set(world: World, model: nn.Module, values: Values, options: StateOptions) -> None:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from shardwise.checkpoints.folder import newest_in
 from shardwise.errors import ConfigError, FormatError, StorageError
@@ -29,6 +29,7 @@ from shardwise.execution.committing import publish, remove_unnamed, write_again
 from shardwise.execution.marked_folder import Marked, Saving, marked_by_first, marked_here
 from shardwise.execution.saving_lock import Whose
 from shardwise.execution.world import World
+from shardwise.formats.strict_json import parse_object
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
 from shardwise.interchange.trainer_folder import STATE_FILE, TrainerFolder
 from shardwise.planning import fingerprints
@@ -69,12 +70,12 @@ class TrainerFacts:
     @classmethod
     def from_bytes(cls, content: bytes, what: str) -> TrainerFacts:
         """Raises FormatError where it is none."""
+        told: dict[str, Any] = parse_object(content, what=what)
+        if told.pop("version", None) != _VERSION:
+            raise FormatError(f"{what}: is of another version of shardwise; take another one")
         try:
-            told = json.loads(content)
-            if told.pop("version") != _VERSION:
-                raise FormatError(f"{what}: was written by a newer shardwise")
             found = cls(**told)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except TypeError as error:
             raise FormatError(f"{what}: holds no facts of a checkpoint ({error}); take another one") from error
         counts = (found.step, found.rows_per_step, found.world_size)
         if [type(value) for value in (*counts, found.holds)] != [int, int, int, str] or min(counts) < 0:

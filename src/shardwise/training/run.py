@@ -22,6 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from shardwise.errors import ConfigError
 from shardwise.execution.marked_folder import Marked, marked_by_first
 from shardwise.execution.world import World
+from shardwise.formats.strict_json import parse_object
 from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
 from shardwise.storage.names import without_secrets
 from shardwise.training import setup as trl_setup
@@ -135,7 +136,7 @@ def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*
             raise ConfigError(
                 f"output_dir: {output} has a model that this training would overwrite. Set another output_dir."
             )
-        found = _recorded(file) if has_weights else identity
+        found = parse_object(file.read_bytes(), what=str(file)) if has_weights else identity
         differing = [key for key in identity if found.get(key) != identity[key]]
         if differing:
             key = differing[0]
@@ -155,21 +156,6 @@ def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*
             finally:
                 if world.rank == 0:
                     held.marked.release()
-
-
-def _recorded(file: Path) -> Mapping[str, Any]:
-    """Read the keys of the training that a folder has.
-
-    Raises:
-        ConfigError: the record is damaged.
-    """
-    try:
-        found = json.loads(file.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: is damaged, {error}. Set another output_dir.") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file}: is not a record of a training. Set another output_dir.")
-    return found
 
 
 def _resume_from(training: Any, output: Path) -> Any:

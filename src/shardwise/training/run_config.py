@@ -17,6 +17,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -155,43 +156,33 @@ def keys_of(method: TrainMethod) -> Mapping[str, Spec]:
 def faults_of(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     """Describe what is wrong with a key, if anything is."""
     specs = keys_of(method)
-    if key not in specs:
-        others = [name for name in METHODS if key in keys_of(name)]
-        near = difflib.get_close_matches(key, specs, n=1)
-        if others:
-            yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method."
-        else:
-            section = " Sections were removed: CHANGELOG.md has the new keys." if isinstance(value, dict) else ""
-            yield f"{key}: is not a key of {method}." + (section or (f" Did you mean {near[0]}?" if near else ""))
-        return
-    if (fault := _type_fault(value, specs[key])) is not None:
-        yield f"{key}: {fault}"
+    if others := [name for name in METHODS if key not in specs and key in keys_of(name)]:
+        yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method."
+    elif isinstance(value, dict) and key not in specs:
+        yield f"{key}: is not a key of {method}. Sections were removed: CHANGELOG.md has the new keys."
+    elif faults := [f"{key}: {fault}" for fault in _key_faults(key, value, specs, method)]:
+        yield from faults
     elif key in _REJECTED and value:
         yield f"{key}: {_REJECTED[key]}"
     elif key == "optim" and value not in OPTIMIZERS:
         yield f"optim: {value} is not known to step sharded parameters. Use one of {', '.join(sorted(OPTIMIZERS))}."
     elif key == "datasets":
         for number, entry in enumerate(value or ()):
-            yield from (f"datasets[{number}]: {fault}" for fault in _entry_faults(entry))
+            if not isinstance(entry, dict) or "path" not in entry:
+                yield f"datasets[{number}]: {_shown(entry)} has no path. Write - path: NAME."
+                continue
+            for name, one in entry.items():
+                found = _key_faults(str(name), one, _table()["datasets"], "datasets")
+                yield from (f"datasets[{number}].{name}: {fault}" for fault in found)
 
 
-def _entry_faults(entry: Any) -> Iterator[str]:
-    """Describe what is wrong with an entry of ``datasets``."""
-    specs = _table()["datasets"]
-    if not isinstance(entry, dict) or "path" not in entry:
-        yield f"{_shown(entry)} has no path. Write - path: NAME."
+def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> Iterator[str]:
+    """Describe a key that is unknown, or a value that is not one of its types and choices."""
+    if key not in specs:
+        near = difflib.get_close_matches(key, specs, n=1)
+        yield f"is not a key of {whose}." + (f" Did you mean {near[0]}?" if near else "")
         return
-    for key, value in entry.items():
-        if key not in specs:
-            near = difflib.get_close_matches(str(key), specs, n=1)
-            yield f"{key} is not a key." + (f" Did you mean {near[0]}?" if near else "")
-        elif (fault := _type_fault(value, specs[key])) is not None:
-            yield f"{key}: {fault}"
-
-
-def _type_fault(value: Any, spec: Spec) -> str | None:
-    """Describe a value that does not have one of the types, or is not one of the choices, of its key."""
-    types: Sequence[str] = spec["types"]
+    types: Sequence[str] = specs[key]["types"]
     kind = _JSON_TYPES.get(type(value), "any")
     fits = (
         "any" in types
@@ -202,23 +193,19 @@ def _type_fault(value: Any, spec: Spec) -> str | None:
     )
     if not fits:
         expected = " or ".join(name for name in types if name != "null") + (" or null" if "null" in types else "")
-        return f"{_shown(value)} is a {kind}. Expected {expected}."
-    choices = spec.get("choices")
-    if choices and kind == "str" and value not in choices:
+        yield f"{_shown(value)} is a {kind}. Expected {expected}."
+    choices = specs[key].get("choices")
+    if fits and choices and kind == "str" and value not in choices:
         near = difflib.get_close_matches(value, choices, n=1)
         shown = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(choices)}."
-        return f"{_shown(value)} is not a choice. {shown}"
-    return None
+        yield f"{_shown(value)} is not a choice. {shown}"
 
 
 def _is_number(text: str, types: Sequence[str]) -> bool:
-    for name, convert in (("int", int), ("float", float)):
-        if name in types:
-            try:
-                convert(text)
-                return True
-            except ValueError:
-                pass
+    with suppress(ValueError):
+        if {"int", "float"} & {*types}:
+            (float if "float" in types else int)(text)
+            return True
     return False
 
 
