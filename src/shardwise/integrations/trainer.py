@@ -31,7 +31,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainerCallback, TrainerControl
+from transformers import TrainerControl
 
 from shardwise.checkpoints import randomness
 from shardwise.checkpoints.checkpointer import Checkpointer
@@ -97,12 +97,10 @@ class ShardwiseTrainer(_Trainer):
             for value in self._asked_for:
                 self.args.save_only_model = value
         world = World.current(call="the Trainer's callbacks")
-        events = AgreedEvents(
+        self._events = AgreedEvents(
             self.callback_handler.call_event, world, self.args.device, lambda: bool(self.is_in_train)
         )
-        vars(self.callback_handler)["call_event"] = events
-        self._best = BestFound()
-        self.add_callback(self._best)
+        vars(self.callback_handler)["call_event"] = self._events
         self._saved_step: int | None = None
         self._on_other_base: OnFault = "error"
         self._numbers: dict[str, Any] | None = None
@@ -163,11 +161,11 @@ class ShardwiseTrainer(_Trainer):
         with World.current(call="Trainer.train") as world:
             world.require_equal((str(run), asked), "resume_from_checkpoint, or output_dir,")
             source, has_leftovers = world.from_first(lambda: folders.beginning_of(run, asked))
-            self._best.folder = None
+            self._events.best = None
             if source is not None:
                 facts = world.from_first(lambda: folders.whole_facts_of(source))
                 world.together(lambda: self._require_same(facts, source))
-                self._best.folder = world.from_first(lambda: folders.best_of(source))
+                self._events.best = world.from_first(lambda: folders.best_of(source))
             if has_leftovers:
                 world.from_first(lambda: folders.remove_left(run))
         self._saved_step, self._on_other_base = None, on_other_base
@@ -435,6 +433,8 @@ class AgreedEvents:
         self._device = device
         self._is_training = is_training
         self._failure: Exception | None = None
+        self.best: str | None = None
+        """Where the best checkpoint is now: told to a training that goes on, once it has read its own state."""
 
     def __call__(self, event: str, args: Any, state: Any, control: TrainerControl, **others: Any) -> TrainerControl:
         """Collective: yes, for events at which ranks meet, while they train.
@@ -442,6 +442,8 @@ class AgreedEvents:
         Raises:
             Exception: on the rank whose callback raised it, that; on the others a CheckpointError that tells it.
         """
+        if event == "on_train_begin" and self.best is not None:
+            state.best_model_checkpoint = self.best
         if self._world.size == 1 or not self._is_training():
             return self._call_event(event, args, state, control, **others)
         try:
@@ -477,18 +479,3 @@ def raise_together(world: World, failure: Exception | None) -> None:
         if failure is not None and not isinstance(told, RankLostError):
             raise failure from told
         raise
-
-
-class BestFound(TrainerCallback):
-    """Tells a training that goes on where its best checkpoint is now, once the Trainer has read its own state.
-
-    Attributes:
-        folder: of the best checkpoint; None where there is none.
-    """
-
-    folder: str | None = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
-        """As the Trainer calls it."""
-        if self.folder is not None:
-            state.best_model_checkpoint = self.folder

@@ -202,44 +202,24 @@ class StopOnSignal(TrainerCallback):
         self.has_stopped = state.global_step < state.max_steps
 
 
-class TolerantTracker(TrainerCallback):
-    """Wraps a tracker's callback, so that an experiment tracker that fails ends nothing.
-
-    Args:
-        tracker: the callback of a tracker (``WandbCallback``, ``TensorBoardCallback``, ...).
-    """
-
-    def __init__(self, tracker: TrainerCallback) -> None:
-        self._tracker = tracker
-        self._has_failed = False
-
-    def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("on_"):
-            return super().__getattribute__(name)
-        call: Callable[..., Any] = getattr(self._tracker, name)
-
-        def guarded(*positional: Any, **keywords: Any) -> Any:
-            if self._has_failed:
-                return None
-            try:
-                return call(*positional, **keywords)
-            except Exception as error:
-                self._has_failed = True
-                _log.warning(
-                    "%s: failed, %s. The training continues without it.", type(self._tracker).__name__, error
-                )
-                return None
-
-        return guarded
-
-
 def guard_trackers(trainer: Any) -> None:
-    """Wrap the callbacks of experiment trackers that a trainer has."""
-    handler = trainer.callback_handler
-    module = "transformers.integrations"
-    handler.callbacks = [
-        TolerantTracker(one) if type(one).__module__.startswith(module) else one for one in handler.callbacks
-    ]
+    """Have an experiment tracker (``WandbCallback``, ...) that fails end nothing: it is called no more."""
+    for tracker in trainer.callback_handler.callbacks:
+        if type(tracker).__module__.startswith("transformers.integrations"):
+            events = [name for name in dir(tracker) if name.startswith("on_")]
+            vars(tracker).update({name: _guarded(tracker, getattr(tracker, name), events) for name in events})
+
+
+def _guarded(tracker: TrainerCallback, call: Callable[..., Any], events: Sequence[str]) -> Callable[..., Any]:
+    def guarded(*positional: Any, **keywords: Any) -> Any:
+        try:
+            return call(*positional, **keywords)
+        except Exception as error:
+            _log.warning("%s: failed, %s. The training continues without it.", type(tracker).__name__, error)
+            vars(tracker).update(dict.fromkeys(events, lambda *_, **__: None))
+            return None
+
+    return guarded
 
 
 def summary_lines(state: TrainerState, seconds: float) -> Sequence[str]:
