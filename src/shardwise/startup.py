@@ -92,7 +92,6 @@ class ArmOnRank:
     """What a rank has in the end, the budget that a load of ours has, and fingerprints of whole tensors."""
 
     host_bytes: int
-    device_bytes: int
     budget_bytes: int
     values: Mapping[str, str]
 
@@ -398,10 +397,8 @@ def bring_up(arm: str, model_dir: str, dtype: str, run_dir: str) -> ArmOnRank:
         with phase(OPTIMIZER):
             torch.optim.AdamW(model.parameters(), lr=1e-5)
             _write_to_pages(model)
-    local = _local_tensors(model)
-    host_bytes = sum(tensor.nbytes for tensor in local if tensor.device.type == "cpu")
-    device_bytes = sum(tensor.nbytes for tensor in local) - host_bytes
-    return ArmOnRank(host_bytes, device_bytes, LoadOptions().budget_bytes, _fingerprints(model))
+    host_bytes = sum(tensor.nbytes for tensor in _local_tensors(model) if tensor.device.type == "cpu")
+    return ArmOnRank(host_bytes, LoadOptions().budget_bytes, _fingerprints(model))
 
 
 def _write_to_pages(model: nn.Module) -> None:

@@ -162,7 +162,7 @@ def test_a_peer_that_fails_or_hangs_is_told_and_ours_is_an_error(
         if arm in late:
             raise RanksLateError("rank 1, 3 did not finish in 9.5 s; it was ended")
         made_run(Path(others[-1]), [[(0.0, 0, 0), (3.5, 50 * MIB, 0)]] * size)
-        return [ArmOnRank(20 << 20, 0, 256 << 20, {"a": "1", "b": "2"})] * size
+        return [ArmOnRank(20 << 20, 256 << 20, {"a": "1", "b": "2"})] * size
 
     def full(*_: object) -> None:
         raise StorageError("report: it cannot be written (No space left on device)")
@@ -201,7 +201,7 @@ def test_a_peer_that_fails_or_hangs_is_told_and_ours_is_an_error(
 
 def test_ranks_that_hold_other_values_are_told() -> None:
     def values(*ranks: dict[str, str]) -> dict[str, str]:
-        return comparison._agreed_values([ArmOnRank(0, 0, 0, held) for held in ranks])
+        return comparison._agreed_values([ArmOnRank(0, 0, held) for held in ranks])
 
     run = ArmRun("shardwise", "", 1.0, {}, 0, 0, 0, 0, 0, values({"a": "6", "b": "2", "c": "3"}, {"c": "3"}))
     other = replace(run, arm="native", values=values({"a": "6", "b": "2", "c": "3"}, {"c": "4"}))

@@ -169,6 +169,37 @@ class GroupedProducts(SegmentLoop):
                     x_grad[part.start : part.stop] += part.dropped(found)
 
 
+class EmbeddingLoop(SegmentLoop):
+    """The same for an embedding: ``x`` is (rows, 1), token ids; ``factor`` is the scale of the layer's own."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def add(self, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
+        """Add the adapters to ``out``."""
+        for part in parts:
+            pair, rows = part.pair, slice(part.start, part.stop)
+            found = F.embedding(x[rows, 0], pair.A.T) @ pair.B.T * pair.scaling * self._factor
+            out[rows] += found.to(out.dtype)
+        return []
+
+    def lead_back(
+        self,
+        parts: Sequence[SitePart],
+        x: torch.Tensor,
+        kept: Sequence[torch.Tensor],  # noqa: ARG002
+        g: torch.Tensor,
+        x_grad: torch.Tensor | None,  # noqa: ARG002
+    ) -> None:
+        """Add to the gradients of the matrices."""
+        for part in parts:
+            pair, ids = part.pair, x[part.start : part.stop, 0]
+            scaled = g[part.start : part.stop].float() * self._factor * pair.scaling
+            pair.b_grad.add_(scaled.T @ F.embedding(ids, pair.A.T))
+            # Sorted by torch, not added up by whoever comes first: the same sum each time, on CUDA too.
+            pair.a_grad.T.index_put_((ids,), scaled @ pair.B, accumulate=True)
+
+
 def runs(parts: Sequence[SitePart]) -> list[list[SitePart]]:
     """Group parts that follow each other without a gap, with as many rows and one rank."""
     found: list[list[SitePart]] = []
@@ -267,48 +298,6 @@ class _SegmentedProducts(torch.autograd.Function):
         return None, x_grad, outer[0], None, None
 
 
-def adapt_embedding(
-    anchor: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, parts: Sequence[SitePart], factor: float
-) -> torch.Tensor:
-    """``y`` (..., width) with the adapters' part; ``ids`` is (...), ``factor`` the scale of the layer's own."""
-    apply: Any = _AdaptedEmbedding.apply
-    out: torch.Tensor = apply(anchor, ids, y, tuple(parts), factor)
-    return out
-
-
-class _AdaptedEmbedding(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        _anchor: torch.Tensor,
-        ids: torch.Tensor,
-        y: torch.Tensor,
-        parts: tuple[SitePart, ...],
-        factor: float,
-    ) -> torch.Tensor:
-        out = y.clone(memory_format=torch.contiguous_format)
-        flat, ids = out.flatten(0, -2), ids.flatten()
-        for part in parts:
-            pair, rows = part.pair, slice(part.start, part.stop)
-            found = F.embedding(ids[rows], pair.A.T) @ pair.B.T * pair.scaling * factor
-            flat[rows] += found.to(out.dtype)
-        ctx.parts, ctx.factor = parts, factor
-        ctx.save_for_backward(ids)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *outer: torch.Tensor) -> Any:
-        (ids,) = ctx.saved_tensors
-        gradient = outer[0].flatten(0, -2)
-        for part in ctx.parts:
-            pair, rows = part.pair, slice(part.start, part.stop)
-            scaled = gradient[rows].float() * ctx.factor * pair.scaling
-            pair.b_grad.add_(scaled.T @ F.embedding(ids[rows], pair.A.T))
-            # Sorted by torch, not added up by whoever comes first: the same sum each time, on CUDA too.
-            pair.a_grad.T.index_put_((ids[rows],), scaled @ pair.B, accumulate=True)
-        return None, None, outer[0], None, None
-
-
 @dataclass(frozen=True, slots=True)
 class TenantRows:
     """The rows ``start <= i < stop`` of a micro-batch are a tenant's."""
@@ -356,9 +345,10 @@ class Route:
         return self.note(site, adapt(self.anchor, x, y, parts, backend))
 
     def embedding(self, site: str, ids: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
-        self.require_rows(site, ids.unsqueeze(-1))
+        column = ids.unsqueeze(-1)
+        self.require_rows(site, column)
         parts = self.parts(site, ids.numel() // self.rows)
-        return self.note(site, adapt_embedding(self.anchor, ids, y, parts, factor))
+        return self.note(site, adapt(self.anchor, column, y, parts, EmbeddingLoop(factor)))
 
     def bounds(self) -> list[int]:
         """Where the rows of each member begin, and where those of the last end."""
@@ -522,7 +512,9 @@ class SiteHooks:
         Raises:
             ConfigError: naming each.
         """
-        faults = [why for site in sites if isinstance(site, ExpertsSite) if (why := self._why_not_experts(site))]
+        experts = [site for site in sites if isinstance(site, ExpertsSite)]
+        reasons = (require_fused_experts(one.module, self._modules[one.module], one.parameter) for one in experts)
+        faults = [why for why in reasons if why]
         seen: dict[nn.Module, str] = {}
         for site in sites:
             module, place = self._modules[site.module], site.module
@@ -530,9 +522,6 @@ class SiteHooks:
                 faults.append(f"{place} and {seen[module]} are one layer; target one of the two")
         if faults:
             raise ConfigError("this LoRA cannot be trained beside others:\n  " + "\n  ".join(faults))
-
-    def _why_not_experts(self, site: ExpertsSite) -> str:
-        return require_fused_experts(site.module, self._modules[site.module], site.parameter)
 
     def add(self, sites: Sequence[AdaptedSite]) -> None:
         for name in sorted({site.module for site in sites}):

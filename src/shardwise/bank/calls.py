@@ -297,7 +297,6 @@ class FusedPass:
                 key = key_of(entry.tenant.options.seed, entry.tenant.windows, entry.tenant.window.micro_batches)
                 keys = row_keys(key, entry.first, len(entry.rows))
                 members.append(TenantRows(entry.tenant, span.start, span.stop, keys))
-        self.has_rows = bool(rows)
         shape = (max(len(rows), 1), plan.tokens)
         self.input_ids = torch.zeros(shape, dtype=torch.int64)
         self.attention_mask = torch.zeros(shape, dtype=torch.int64)

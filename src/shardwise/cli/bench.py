@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.launch import run_fresh, table_lines
+from shardwise.cli.launch import run_fresh
 from shardwise.errors import ConfigError
+from shardwise.report.names import table_lines
 
 if TYPE_CHECKING:
     from shardwise.startup import ArmOnRank

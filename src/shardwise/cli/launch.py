@@ -108,18 +108,6 @@ def this_place() -> tuple[int, int]:
     return launched.this_place()
 
 
-def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> list[str]:
-    """Align rows under the names of columns; those in ``numbers`` to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if name in numbers else cell.ljust(width)
-            for name, cell, width in zip(head, row, widths, strict=True)
-        ).rstrip()
-        for row in (head, *rows)
-    ]
-
-
 def print_report(report: Any, *, as_json: bool) -> None:
     """Print a report as text, or as one JSON object."""
     click.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -104,9 +103,7 @@ class AccelerateSwitch:
         self.install()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -405,9 +402,10 @@ def load_state(
                 world.together(lambda: _require_one_each("load_state", *compat.how_many(accelerator)))
             if is_numbered:
                 place = _numbered_folder(accelerator).parent
-                input_dir = world.from_first(lambda: _path_of(newest_in(place)))
-                if input_dir is None:
+                newest = world.from_first(lambda: newest_in(place))
+                if newest is None:
                     return _all_done("load_state", lambda: original(accelerator, None, *others, **keywords))
+                input_dir = str(newest)
             folder = Path(str(input_dir)).expanduser().resolve()
             seen = world.together(lambda: stack.enter_context(as_renamed(folder)))
         if seen != folder:
@@ -447,10 +445,6 @@ def _require_still_there(seen: Path, folder: Path) -> None:
 def _folder_of(input_dir: str) -> Path:
     """The folder that accelerate loads from, the same on all ranks."""
     return input_dir.folder if isinstance(input_dir, LinkedFolder) else Path(input_dir)
-
-
-def _path_of(found: Path | None) -> str | None:
-    return None if found is None else str(found)
 
 
 def _attempted(function: Callable[[], T]) -> T | Exception:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -114,11 +114,6 @@ def settle(model: nn.Module) -> None:
             pretrained.record_conversions(module, pending.transforms)
 
 
-def is_awaited(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one of these is pending."""
-    return any(pending.expression_of(tensor) is not None for pending in _pending.values() for tensor in tensors)
-
-
 def load_later(
     original: Callable[..., Any],
     model: Any,
@@ -168,7 +163,7 @@ def load_later(
 
 def place_missing(original: Callable[..., Any], model: nn.Module, *given: Any, **keywords: Any) -> Any:
     """What takes the place of giving memory to what no file has: for what is pending the same on every rank."""
-    with without_ram_efficient_loading() if model in _pending else nullcontext():
+    with _set_to({EFFICIENT: "False"}) if model in _pending else nullcontext():
         return original(model, *given, **keywords)
 
 
@@ -178,7 +173,10 @@ def keep_adapter(original: Callable[..., Any], *given: Any, **keywords: Any) -> 
     (Its values are the first rank's, which on meta it would lose.)
     """
     layer = peft_compat.layer_among(given)
-    if layer is None or not is_awaited(peft_compat.tensors_of_layer(layer)):
+    tensors = () if layer is None else peft_compat.tensors_of_layer(layer)
+    if layer is None or not any(
+        one.expression_of(tensor) is not None for one in _pending.values() for tensor in tensors
+    ):
         return original(*given, **keywords)
     before = [(module, name, tensor) for module, name, tensor in _registered(layer) if not tensor.is_meta]
     outcome = original(*given, **keywords)
@@ -257,11 +255,6 @@ def fsdp_ram_efficient_loading() -> Iterator[None]:
         finally:
             _set_here.clear()
             _set_here.update(was_set_here)
-
-
-def without_ram_efficient_loading() -> AbstractContextManager[None]:
-    """For the time of a block it is off."""
-    return _set_to({EFFICIENT: "False"})
 
 
 @contextmanager

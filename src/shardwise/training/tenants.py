@@ -30,6 +30,7 @@ from shardwise.engines.save_plan import SaveOptions
 from shardwise.errors import ConfigError, FormatError, ShardwiseError, TrainingError
 from shardwise.execution.collectives import naming_the_lost
 from shardwise.execution.world import World
+from shardwise.report.names import table_lines
 from shardwise.storage.writing.opening import open_writer
 from shardwise.training import setup as trl_setup
 from shardwise.training.dataset_loading import on_first_of_each_node
@@ -359,12 +360,11 @@ def _place(numbers: Mapping[str, Any]) -> tuple[bool, bool, float]:
 
 def _summary(ranked: Mapping[str, Mapping[str, Any]], begun: float) -> list[str]:
     """Format the closing table."""
-    rows: list[tuple[str, ...]] = [("", "tenant", "steps", "loss", "evaluation loss")]
+    rows: list[tuple[str, ...]] = []
     for place, (name, one) in enumerate(ranked.items(), 1):
         losses = (f"{one[key]:.4f}" if key in one else "-" for key in ("loss", "eval_loss"))
         rows.append((str(place), name, f"{one['steps']}/{one['max_steps']}", *losses))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = table_lines(("", "tenant", "steps", "loss", "evaluation loss"), rows)
     lines += [f"{name}: failed in {one['failure']}" for name, one in ranked.items() if "failure" in one]
     seconds, peak = time.monotonic() - begun, peak_bytes() / 2**30
     return [*lines, f"{len(ranked)} tenants in {seconds:.1f} s, peak memory of a rank: {peak:.2f} GiB"]
