@@ -89,7 +89,7 @@ def _missing(arm: str) -> str:
 
 @dataclass(frozen=True)
 class ArmOnRank:
-    """What a rank has in the end, the budget that a load of ours has, and fingerprints of whole tensors."""
+    """Bytes of a rank in the end, the budget that a load of ours has, and fingerprints of whole tensors."""
 
     host_bytes: int
     budget_bytes: int

@@ -106,7 +106,7 @@ class AdapterBank:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tenants, in the order they came in."""
+        """Names of the tenants, in the order they came in."""
         return tuple(self._tenants)
 
     @property
@@ -115,7 +115,7 @@ class AdapterBank:
         return self._base.longest
 
     def trained_counts(self) -> dict[str, int]:
-        """How many numbers each tenant trains."""
+        """Count the numbers that each tenant trains."""
         return {name: tenant.trained_count for name, tenant in self._tenants.items()}
 
     def create(self, name: str, config: LoraConfig, **keywords: Unpack[TenantKeywords]) -> None:

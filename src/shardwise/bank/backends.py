@@ -351,11 +351,11 @@ class Route:
         return self.note(site, adapt(self.anchor, column, y, parts, EmbeddingLoop(factor)))
 
     def bounds(self) -> list[int]:
-        """Where the rows of each member begin, and where those of the last end."""
+        """Return where the rows of each member begin, and where those of the last end."""
         return [member.start for member in self.members] + [member.stop for member in self.members[-1:]]
 
     def pairs(self, site: str) -> list[TenantPair | None]:
-        """What each member has at a site."""
+        """Return the matrices of each member at a site."""
         return [member.tenant.pairs.get(site) for member in self.members]
 
     def note(self, site: str, y: torch.Tensor) -> torch.Tensor:
@@ -426,7 +426,7 @@ _KNOWN = (*_UP, "down_proj")
 
 
 def require_fused_experts(name: str, module: nn.Module, parameter: str) -> str:
-    """Why the experts of a module cannot have adapters; "" where they can."""
+    """Return why the experts of a module cannot have adapters; "" if they can."""
     experts: Any = module
     if parameter not in _KNOWN or not pretrained.are_fused_experts(module):
         return (
@@ -447,7 +447,7 @@ def adapted_experts(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """What the experts of a module give for a micro-batch of many tenants.
+    """Compute the experts of a module for a micro-batch of many tenants.
 
     Args:
         route: of the micro-batch.

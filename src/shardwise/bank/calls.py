@@ -265,7 +265,7 @@ def _added_up(told: Sequence[tuple[dict[int, float], int]]) -> tuple[dict[int, f
 
 @dataclass(frozen=True, slots=True)
 class EntryRows:
-    """What this rank has of one entry of a call."""
+    """Rows of one entry of a call on this rank."""
 
     tenant: Tenant | None
     rows: Sequence[TenantRow]
@@ -377,7 +377,7 @@ def in_step(world: World, root: nn.Module | None, recover: Callable[[], object])
 
 
 class StepKeeper:
-    """Of one rank, and one block; see :func:`in_step`."""
+    """Keeps a rank in step with the others in one block; see :func:`in_step`."""
 
     def __init__(self, world: World, root: nn.Module | None, recover: Callable[[], object]) -> None:
         self._world, self._root, self._recover = world, root, recover

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 def outlined(model: PreTrainedModel, config: LoraConfig) -> AdapterOutline:
-    """What PEFT would put into a model, found out on another of its kind, on meta."""
+    """Outline the adapter that PEFT would put into a model, by another model of its class, on meta."""
     kind: Any = original_class(model)
     return outline_adapter(build_on_meta(kind, copy.deepcopy(model.config), torch.float32, Path()), config)
 

@@ -111,7 +111,7 @@ def _require_tensors(who: str, batch: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AgreedRows:
-    """What ranks tell of the rows of one entry of a call: each of its own, and all together."""
+    """Rows of one entry of a call: those of one rank, or of all together."""
 
     name: str | None
     rows: tuple[int, ...]
@@ -126,7 +126,7 @@ def facts_of(name: str | None, rows: Sequence[TenantRow]) -> AgreedRows:
 
 
 def agreed_rows(told: Sequence[Sequence[AgreedRows]]) -> list[AgreedRows]:
-    """What ranks have told, put together.
+    """Combine the rows of all ranks.
 
     Raises:
         DisagreementError: ranks have named other tenants, or in another order.

@@ -119,7 +119,7 @@ class TenantFacts:
 
 
 def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
-    """What a base is told apart by. Collective: yes; two short meetings."""
+    """Return the identity of a base. Collective: yes; two short meetings."""
     samples = world.together(lambda: BaseSamples.of(base_of(look_inside(model), {})))
     identity = samples.identity(model, world.all_reduce(samples.taken, samples.sums))
     shapes = sorted((canonical(name), tuple(own.shape)) for name, own in model.named_parameters())
@@ -132,7 +132,7 @@ def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
 
 
 def facts_of(tenant: Tenant, base: Mapping[str, str]) -> TenantFacts:
-    """Of a tenant as it is; its settings and schedule are not copied."""
+    """Return the facts of a tenant as it is; its settings and schedule are not copied."""
     group = tenant.optimizer.param_groups[0]
     return TenantFacts(
         base=base,
@@ -195,7 +195,7 @@ def training_tensors(tenant: Tenant, gradient: torch.Tensor | None) -> dict[str,
 
 @dataclass(frozen=True, slots=True)
 class AllowedFaults:
-    """What a state may have: another base than the one that is there; values that are not finite."""
+    """Faults that a state may have: another base than the one that is there; values that are not finite."""
 
     other_base: OnFault
     not_finite: OnFault
@@ -402,7 +402,7 @@ def _take_facts(tenant: Tenant, facts: TenantFacts) -> None:
 
 
 def _differences(tenant: Tenant, there: TenantFacts, base: Mapping[str, str], on_other_base: OnFault) -> list[str]:
-    """Why a tenant cannot go on from a state, in sentences; nothing where it can."""
+    """List why a tenant cannot continue from a state; empty if it can."""
     here = facts_of(tenant, base)
     faults = [*_of_bases(there.base, here.base, on_other_base), *_differing_shapes(there.matrices, here.matrices)]
     if not faults:
@@ -603,7 +603,7 @@ def to_json(value: Any, what: str, level: int = 0) -> Any:
 
 
 def from_json(value: Any, what: str, level: int = 0) -> Any:
-    """What :func:`to_json` was given.
+    """Return the value that :func:`to_json` was given.
 
     Raises:
         FormatError: it has made no such thing; ``what`` names it.

@@ -119,7 +119,7 @@ def unchanging(_optimizer: Optimizer) -> ConstantRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantOptions:
-    """How a tenant is trained.
+    """Options of a tenant's training.
 
     Attributes:
         optimizer: makes its optimizer of the one flat parameter it is given, elementwise.
@@ -157,7 +157,7 @@ def _is_integer(value: object) -> bool:
 
 @dataclass(slots=True)
 class TenantWindow:
-    """What a tenant has gathered since its last step."""
+    """Counts of a tenant since its last step."""
 
     micro_batches: int = 0
     learned_tokens: int = 0
@@ -218,7 +218,7 @@ class Tenant:
         return self.flat.numel()
 
     def settings(self) -> dict[str, str]:
-        """What its next step is taken with, and how many it has taken: the same on every rank."""
+        """Return settings of its next step, and how many it has taken: the same on every rank."""
         group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
         counts = {"max_grad_norm": self.max_grad_norm, "steps": self.steps, "windows": self.windows}
         numbers = {
@@ -325,7 +325,7 @@ def _pairs_of(
 
 
 def expert_site(module: str, parameter: str, expert: int) -> str:
-    """What the matrices of one expert are asked for by."""
+    """Name the site of the matrices of one expert."""
     return f"{module}.{parameter}.{expert}"
 
 
@@ -358,7 +358,7 @@ def require_name(name: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TenantLoss:
-    """What a micro-batch was for one tenant."""
+    """Outcome of a micro-batch for one tenant."""
 
     loss: float
     """Of all ranks' rows: the mean over the tokens that are learned, or the sum with weights."""
@@ -370,7 +370,7 @@ class TenantLoss:
 
 @dataclass(frozen=True, slots=True)
 class FusedLosses:
-    """What a call of ``forward_backward`` was."""
+    """Outcome of a call of ``forward_backward``."""
 
     tenants: dict[str, TenantLoss]
     passes: int
@@ -381,7 +381,7 @@ class FusedLosses:
 
 @dataclass(frozen=True, slots=True)
 class TenantStep:
-    """What a call of ``optim_step`` was, the same on every rank."""
+    """Outcome of a call of ``optim_step``, the same on every rank."""
 
     is_taken: bool
     """False where the gradient was not finite: matrices, moments and schedule are as before."""
@@ -394,7 +394,7 @@ class TenantStep:
 
 @dataclass(frozen=True, slots=True)
 class TenantStart:
-    """Where the training of a tenant that was read goes on, or why it begins anew."""
+    """Position from which the training of a loaded tenant continues, or the reason why it begins anew."""
 
     steps: int = 0
     windows: int = 0

@@ -142,7 +142,7 @@ def _adapter_in(folder: Path) -> str | None:
 
 
 def read_config_facts(folder: Path) -> dict[str, object]:
-    """What ``config.json`` says at its top level about the model; empty when there is none.
+    """Read facts of the model from the top level of ``config.json``; empty if there is none.
 
     Raises :class:`FormatError` for a file that is no JSON object.
     """

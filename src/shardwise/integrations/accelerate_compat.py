@@ -96,7 +96,7 @@ def how_many(accelerator: Any) -> tuple[int, int]:
 
 @contextmanager
 def without_models(accelerator: Any) -> Iterator[tuple[list[nn.Module], list[Any]]]:
-    """For the time of the block an accelerator has no models and optimizers; they are given."""
+    """Take the models and optimizers from an accelerator within the block; yields them."""
     models, optimizers = accelerator._models, accelerator._optimizers
     accelerator._models, accelerator._optimizers = [], []
     try:

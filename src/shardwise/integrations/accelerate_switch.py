@@ -112,7 +112,7 @@ Replacing = Callable[..., Any]
 
 
 def _doors() -> list[tuple[Any, str, Replacing]]:
-    """Whose function of which name is replaced by what."""
+    """List the functions that are replaced: owner, name, replacement."""
     return [
         (AcceleratorState, "__init__", begin_state),
         (Accelerator, "prepare", prepare_objects),
@@ -163,7 +163,7 @@ _BEFORE = "prepare the optimizer before its first step"
 def prepare_objects(
     original: Callable[..., Any], accelerator: Any, *objects: Any, device_placement: list[bool] | None = None
 ) -> Any:
-    """What takes the place of ``Accelerator.prepare``: models that are sharded are left alone, others passed on."""
+    """Replace ``Accelerator.prepare``: models that are sharded are left alone, others passed on."""
     models = [item for item in objects if isinstance(item, nn.Module)]
     config = getattr(accelerator, "parallelism_config", None)
     if not models or (config is not None and config.tp_enabled):
@@ -175,7 +175,7 @@ def prepare_objects(
 
 
 def begin_state(original: Callable[..., Any], state: Any, *args: Any, **keywords: Any) -> None:
-    """What takes the place of the initialiser of accelerate's state: FSDP2 is known on CPUs, too."""
+    """Replace the initializer of accelerate's state: FSDP2 is known on CPUs, too."""
     plugin = keywords.get("fsdp_plugin")
     wanted = plugin is not None and plugin.fsdp_version == 2
     if wanted and pending.launched_ranks() and not compat.is_begun() and not torch.accelerator.is_available():
@@ -328,7 +328,7 @@ def get_state_dict(
     model: nn.Module,
     unwrap: bool = True,  # noqa: FBT001, FBT002
 ) -> Mapping[str, torch.Tensor]:
-    """What takes the place of ``Accelerator.get_state_dict``: whole tensors on the first rank."""
+    """Replace ``Accelerator.get_state_dict``: whole tensors on the first rank."""
     if not accelerator.is_fsdp2:
         found: Mapping[str, torch.Tensor] = original(accelerator, model, unwrap)
         return found
@@ -342,7 +342,7 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float = 2,
 ) -> Any:
-    """What takes the place of ``Accelerator.clip_grad_norm_``: one norm of sharded and of whole parameters."""
+    """Replace ``Accelerator.clip_grad_norm_``: one norm of sharded and of whole parameters."""
     if not accelerator.is_fsdp2 or float(norm_type) != 2.0:
         return original(accelerator, parameters, max_norm, norm_type)
     accelerator.unscale_gradients()
@@ -358,7 +358,7 @@ def save_state(
     *others: Any,
     **keywords: Any,
 ) -> Any:
-    """What takes the place of ``Accelerator.save_state``: all that is written counts in one step.
+    """Replace ``Accelerator.save_state``: all that is written counts in one step.
 
     A state in the folder, and with ``automatic_checkpoint_naming`` the oldest ones, go once the new one counts.
     """
@@ -391,7 +391,7 @@ def load_state(
     *others: Any,
     **keywords: Any,
 ) -> Any:
-    """What takes the place of ``Accelerator.load_state``: of a save that counts, but was killed, all is read."""
+    """Replace ``Accelerator.load_state``: of a save that counts, but was killed, all is read."""
     is_numbered = input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming
     is_ours = accelerator.is_fsdp2 or accelerator.distributed_type == DistributedType.NO
     if not is_ours or (input_dir is None and not is_numbered):
@@ -461,19 +461,19 @@ def _value_of(found: T | Exception) -> T:
 
 
 def _all_done(call: str, function: Callable[[], T]) -> T:
-    """What accelerate does on each rank; where one of them fails, all do. Collective: yes."""
+    """Call a function of accelerate on each rank; if one of them fails, all do. Collective: yes."""
     found = _attempted(function)
     with World.current(call=call) as world:
         return world.together(lambda: _value_of(found))
 
 
 def _numbered_folder(accelerator: Any) -> Path:
-    """Where the next state goes, as accelerate names it."""
+    """Return the folder of the next state, as accelerate names it."""
     return Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}").resolve()
 
 
 def _place(plugin: Any, output_dir: str, number: int, others: Mapping[str, Any]) -> writing.FilesPlace:
-    """Where a model or an optimizer goes: into the state that is being saved, or by itself."""
+    """Return the place of a model or an optimizer: in the state that is being saved, or by itself."""
     form = _form(plugin, others)
     if isinstance(output_dir, WorkFolder):
         return writing.FilesPlace(output_dir.folder, number, form, output_dir.part)

@@ -52,7 +52,7 @@ from shardwise.tuning import peft_compat
 
 @dataclass(frozen=True)
 class Pending:
-    """What a model on meta is to be filled with.
+    """Files and expressions that a model on meta is to be filled with.
 
     Attributes:
         folder: of the files, on this machine.
@@ -68,7 +68,7 @@ class Pending:
     transforms: list[Any]
 
     def expression_of(self, tensor: torch.Tensor) -> Expression | None:
-        """What a tensor is made of; None where it is not one of those that were left, as it was left."""
+        """Return the expression of a tensor; None if it is not one of those that were left, as it was left."""
         left, expression, writes = self.tensors.get(id(tensor), (None, None, 0))
         if left is not tensor or expression is None or not tensor.is_meta:
             return None
@@ -123,7 +123,7 @@ def load_later(
     *others: Any,
     **keywords: Any,
 ) -> Any:
-    """What takes the place of transformers' reading: under FSDP a model is left on meta, and its files noted."""
+    """Replace transformers' reading: under FSDP a model is left on meta, and its files noted."""
     is_ours = (
         pretrained.loads_for_fsdp()
         and state_dict is None
@@ -162,13 +162,13 @@ def load_later(
 
 
 def place_missing(original: Callable[..., Any], model: nn.Module, *given: Any, **keywords: Any) -> Any:
-    """What takes the place of giving memory to what no file has: for what is pending the same on every rank."""
+    """Replace the function that gives memory to missing tensors: for pending models the same on every rank."""
     with _set_to({EFFICIENT: "False"}) if model in _pending else nullcontext():
         return original(model, *given, **keywords)
 
 
 def keep_adapter(original: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
-    """What takes the place of PEFT's moving of a new adapter to its layer: beside one that is pending, it stays.
+    """Replace PEFT's moving of a new adapter to its layer: beside one that is pending, it stays.
 
     (Its values are the first rank's, which on meta it would lose.)
     """
@@ -247,7 +247,7 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 @contextmanager
 def fsdp_ram_efficient_loading() -> Iterator[None]:
-    """For the time of the block both are on; afterwards both are as they were, also when it raises or is nested."""
+    """Turn both on within the block; afterwards both are as they were, also when it raises or is nested."""
     was_set_here = set(_set_here)
     with _set_to({USE: "True", EFFICIENT: "True"}):
         try:
@@ -272,7 +272,7 @@ def _set_to(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def launched_ranks() -> int:
-    """How many ranks a launcher has started, of which this process is one; 0 where it was started by none."""
+    """Count the ranks that a launcher has started, of which this process is one; 0 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 0
 
 
@@ -283,7 +283,7 @@ _FILLING_BUDGET_BYTES = 256 << 20
 
 
 def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *objects: Any) -> Any:
-    """What takes the place of accelerate's sharding: its own, around which the optimizers are bound by identity.
+    """Replace accelerate's sharding: its own, around which the optimizers are bound by identity.
 
     (accelerate knows parameters by the address of their memory, which on meta they have none of.)
 
@@ -321,7 +321,7 @@ def load_full_state_dict(
     *others: Any,  # noqa: ARG001 - where shards are to lie is asked of FSDP2
     **keywords: Any,  # noqa: ARG001
 ) -> nn.Module:
-    """What takes the place of the broadcast of a whole state dict to a model that is sharded on meta.
+    """Replace the broadcast of a whole state dict to a model that is sharded on meta.
 
     Collective: yes, over all ranks.
     Memory: this rank's shards, and 256 MiB of staging.
@@ -375,7 +375,7 @@ def _rebind(model: nn.Module, bounds: list[Bound]) -> None:
 
 
 def _live(full_sd: Mapping[str, torch.Tensor], in_files: set[str]) -> dict[str, torch.Tensor]:
-    """What has values here and is in no file, by canonical names."""
+    """Return tensors that have values here and are in no file, by canonical names."""
     named = by_canonical_names({name: value for name, value in full_sd.items() if not value.is_meta}, "the model")
     return {name: value for name, value in named.items() if name not in in_files}
 

@@ -180,7 +180,7 @@ class ShardwiseTrainer(_Trainer):
             self.is_in_train = False
 
     def _meeting(self, world: World) -> ExitStack:
-        """In this block ranks meet where each has worked by itself; see [Note: A rank that fails alone]."""
+        """Have ranks meet within the block where each has worked by itself; see [Note: A rank that fails alone]."""
         stack = ExitStack()
 
         def meet() -> None:

@@ -50,7 +50,7 @@ MODEL_ALONE = "the model alone"
 
 @dataclass(frozen=True, slots=True)
 class TrainerFacts:
-    """What must be known of a checkpoint before it is opened.
+    """Facts of a checkpoint that are read before it is opened.
 
     Attributes:
         step: optimizer steps done.
@@ -84,7 +84,7 @@ class TrainerFacts:
 
 
 class FolderKind(Enum):
-    """What a folder ``checkpoint-N`` is."""
+    """Kind of a folder ``checkpoint-N``."""
 
     COMPLETE = "a checkpoint that counts"
     LEFT = "one that was begun, or is being removed"
@@ -108,7 +108,7 @@ def checkpoints_in(run: Path) -> dict[int, FolderKind]:
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Return the folder of the checkpoint of a step."""
     return run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
@@ -148,7 +148,7 @@ def kind_of(folder: Path) -> FolderKind:
 
 
 def facts_of(folder: Path) -> TrainerFacts:
-    """Of a checkpoint that counts.
+    """Read the facts of a checkpoint that counts.
 
     Raises:
         ConfigError: it does not, or was saved by something else.
@@ -174,7 +174,7 @@ def facts_of(folder: Path) -> TrainerFacts:
 
 
 def whole_facts_of(folder: Path) -> TrainerFacts:
-    """Of a checkpoint that counts, whose state has all of its files.
+    """Read the facts of a checkpoint that counts, whose state has all of its files.
 
     Raises:
         ConfigError, FormatError: it has not.
@@ -299,7 +299,7 @@ def complete(marked: Marked, folder: Path, facts: TrainerFacts) -> None:
 
 
 def _lasting(writer: FoldersWriter) -> set[str]:
-    """What saves of ours have written, as they recorded it, and what says that a checkpoint was begun."""
+    """Return the files that our saves have recorded, and the one that marks a checkpoint as begun."""
     found = {BEGUN_FILE}
     for name in writer.list():
         if not name.endswith(fingerprints.file_beside("")):

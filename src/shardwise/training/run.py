@@ -262,7 +262,7 @@ class StopRequest:
 
     @contextmanager
     def noting_arrivals(self) -> Iterator[None]:
-        """In this block the system's own handler writes down each signal that comes. Of the main thread."""
+        """Have the system's own handler write down each signal that comes within the block, in the main thread."""
         self._woken, written = os.pipe()
         for end in (self._woken, written):
             os.set_blocking(end, False)

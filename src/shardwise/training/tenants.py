@@ -378,7 +378,7 @@ _POSITION: Final = "StepOrder"
 
 @dataclass(frozen=True, slots=True)
 class BankOfTenants:
-    """What all tenants share."""
+    """State that all tenants share."""
 
     world: World
     bank: AdapterBank
