@@ -34,6 +34,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from shardwise import pictures
 from shardwise.engines.bringing_up import from_pretrained
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.observe import observe
@@ -45,18 +46,6 @@ from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
 from shardwise.models.view import local_tensor, raw_bytes
 from shardwise.observing import phase
-from shardwise.pictures import (
-    Floats,
-    PageSection,
-    Panel,
-    PhaseSpan,
-    RankRecord,
-    RunRecord,
-    Table,
-    draw_panels,
-    draw_report,
-    read_run,
-)
 from shardwise.report.names import in_bytes
 from shardwise.storage.hub import resolve
 from shardwise.tensors.fingerprint import fingerprint
@@ -137,7 +126,7 @@ class ArmRun:
     device_bytes: int
     limit_bytes: int = 0
     values: Mapping[str, str] = field(default_factory=dict, repr=False)
-    panel: Panel | None = field(default=None, repr=False)
+    panel: pictures.Panel | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -164,7 +153,7 @@ class StartupResult:
         different = [name for name in names if own.get(name) != first.get(name) or not own[name]]
         return f"{len(different)} of {len(names)} differ, as {different[0]}" if different else "same"
 
-    def table(self) -> Table:
+    def table(self) -> pictures.Table:
         """Return the arms in rows: seconds and memory."""
         names = ["growth_bytes", "fullest_bytes", "mapped_bytes"]
         head = ["arm", "seconds", "growth", "fullest rank", "mapped files"]
@@ -174,7 +163,7 @@ class StartupResult:
             (arm, f"{run.seconds:.2f}", *(in_bytes(getattr(run, name)) for name in names), self.verdict(arm))
             for arm, run in self.runs.items()
         ]
-        return Table("Ways to bring up a model", (*head, "values"), rows)
+        return pictures.Table("Ways to bring up a model", (*head, "values"), rows)
 
     def notes(self) -> list[str]:
         """Return what the table does not have: arms that did not run, and the limit."""
@@ -299,7 +288,7 @@ def _run_arm(name: str, place: Path, options: StartupOptions, start: Callable[..
     except RanksLateError as error:
         raise ConfigError(f"{name} was ended: {error}; --limit gives more") from error
     limit_bytes = sum(rank.host_bytes + rank.budget_bytes + SLACK_BYTES for rank in ranks)
-    return replace(arm_run(name, read_run(folder)), limit_bytes=limit_bytes, values=_agreed_values(ranks))
+    return replace(arm_run(name, pictures.read_run(folder)), limit_bytes=limit_bytes, values=_agreed_values(ranks))
 
 
 def _agreed_values(ranks: Sequence[ArmOnRank]) -> dict[str, str]:
@@ -318,9 +307,9 @@ def _draw(out: Path, result: StartupResult, tell: Callable[[str], None]) -> list
     """
     table, runs = result.table(), result.runs.values()
     try:
-        picture = draw_panels([run.panel for run in runs if run.panel is not None])
-        section = PageSection(table.title, {"startup.png": picture}, [table], result.notes())
-        draw_report([Path(run.folder) for run in runs], out / "report", [section])
+        picture = pictures.draw_panels([run.panel for run in runs if run.panel is not None])
+        section = pictures.PageSection(table.title, {"startup.png": picture}, [table], result.notes())
+        pictures.draw_report([Path(run.folder) for run in runs], out / "report", [section])
         (out / "startup.png").write_bytes(picture)
     except (ShardwiseError, OSError) as error:
         tell(f"there is no picture, and no report: {error}")
@@ -331,7 +320,7 @@ def _draw(out: Path, result: StartupResult, tell: Callable[[str], None]) -> list
 # Figures
 
 
-def arm_run(arm: str, record: RunRecord) -> ArmRun:
+def arm_run(arm: str, record: pictures.RunRecord) -> ArmRun:
     """Return what a run took, by the records of its ranks.
 
     Raises:
@@ -355,20 +344,20 @@ def arm_run(arm: str, record: RunRecord) -> ArmRun:
         max(map(_most_bytes, own)),
         _most_bytes(sum(mapped)),
         int(max(rank.peak_kib("allocated") for rank in record.ranks)) << 10,
-        panel=Panel(title, time - begin, [np.maximum(kib, 0) / 2**20 for kib in own], shown),
+        panel=pictures.Panel(title, time - begin, [np.maximum(kib, 0) / 2**20 for kib in own], shown),
     )
 
 
-def _outer_phases(record: RunRecord, rank: RankRecord) -> dict[str, PhaseSpan]:
+def _outer_phases(record: pictures.RunRecord, rank: pictures.RankRecord) -> dict[str, pictures.PhaseSpan]:
     found = {span.path[0]: span for span in rank.phases if len(span.path) == 1 and span.thread == 0}
     if not found.keys() >= set(PHASES) or not rank.is_closed:
         raise FormatError(f"{record.path}: rank {rank.rank} was not observed to its end")
     return found
 
 
-def _growth(rank: RankRecord, time: Floats, kib: Floats) -> Floats:
+def _growth(rank: pictures.RankRecord, time: pictures.Floats, kib: pictures.Floats) -> pictures.Floats:
     """Return KiB over the first sample at these moments; before and after its own samples the nearest counts."""
-    grown: Floats = np.interp(time, rank.samples["t"], kib - kib[0])
+    grown: pictures.Floats = np.interp(time, rank.samples["t"], kib - kib[0])
     return grown
 
 

@@ -231,19 +231,6 @@ def test_ranks_that_ask_for_other_things_are_told(worlds, base, tmp_path):
     assert first["names"] == ("ada", "eve")
 
 
-def contents_of(folder: Path) -> dict[str, Any]:
-    """What is in the files of a save, without what tells it from others."""
-    found: dict[str, Any] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        kind = path.name.split(".")[0]
-        header = header_of(path)
-        header["__metadata__"] |= {"shardwise.training": header["__metadata__"]["shardwise.training"]}
-        if kind == "adapter_model":
-            header["__metadata__"].pop("shardwise.training")
-        found[kind] = header, path.read_bytes()[8 + length_of(path) :]
-    return found
-
-
 # ── kills ─────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -6,12 +6,12 @@ import json
 import subprocess
 import sys
 import warnings
-from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
+from tests.cli.running import RUNNER
 from tests.formats.building import file_of, index_of, tensor
 from tests.formats.torch_building import Touch, torch_file
 from torch.distributed import checkpoint as dcp
@@ -43,11 +43,6 @@ def checkpoint(tmp_path: Path) -> Path:
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True, "other": 1}))
     return tmp_path
-
-
-# click before 8.2 mixes stderr into stdout unless told not to.
-MIXES = "mix_stderr" in signature(CliRunner).parameters
-RUNNER = CliRunner(**({"mix_stderr": False} if MIXES else {}))
 
 
 def run(*arguments: str | Path) -> Result:

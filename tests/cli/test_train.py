@@ -7,21 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-from inspect import signature
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from tests.cli.running import RUNNER
 from tests.training import tiny
 
 from shardwise.cli import main
 from shardwise.cli.launch import read_launch
 from shardwise.cli.train import STOPPED
 from shardwise.errors import ConfigError
-
-# click before 8.2 mixes stderr into stdout unless told not to.
-MIXES = "mix_stderr" in signature(CliRunner).parameters
-RUNNER = CliRunner(**({"mix_stderr": False} if MIXES else {}))
 
 
 def config(folder: Path, **values: object) -> str:

@@ -6,7 +6,6 @@ import importlib.util
 import io
 import json
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import numpy as np
 import pytest
 from benchmarks.checkpoints import SHAPES, write
 from benchmarks.training import smaller
-from click.testing import CliRunner, Result
+from click.testing import Result
+from tests.cli.running import RUNNER
 from tests.observing.made_runs import MIB, make_rank
 
 from shardwise import pictures
@@ -25,8 +25,6 @@ from shardwise.execution.spawned import RankError, RanksLateError
 from shardwise.pictures import read_run
 from shardwise.startup import ARMS, PHASES, ArmOnRank, ArmRun, StartupResult, arm_run
 
-MIXES = "mix_stderr" in signature(CliRunner).parameters
-RUNNER = CliRunner(**({"mix_stderr": False} if MIXES else {}))
 TINY = SHAPES["qwen3-0.6b"].tiny()
 # matplotlib's oldest supported version calls pyparsing by names of which that warns.
 old_names = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -174,8 +172,7 @@ def test_a_peer_that_fails_or_hangs_is_told_and_ours_is_an_error(
     monkeypatch.setattr(bench, "run_fresh", in_place_of_ranks)
     monkeypatch.setattr(comparison, "_missing", lambda _: "")
     monkeypatch.setattr(pictures, "draw_report", full)
-    monkeypatch.setattr(comparison, "draw_report", full)
-    monkeypatch.setattr(comparison, "draw_panels", lambda _: b"")
+    monkeypatch.setattr(pictures, "draw_panels", lambda _: b"")
     model, out = write(TINY, tmp_path), tmp_path / "out"
     (model / "odd.bin").symlink_to("/proc/self/mem")  # a file that cannot be read
     arms = ("--arms", "transformers,native,shardwise,accelerate", "--dtype", "auto", "--limit", 9.5)

@@ -13,20 +13,10 @@ from torch import nn
 from typing_extensions import TypedDict
 
 from shardwise.bank import calls, rows
+from shardwise.bank import state as states
 from shardwise.bank.backends import BackendChoice, RouteSwitch, SiteHooks
 from shardwise.bank.files import agree, beside, config_of, find_training, lent, names_of_peft, outlined, read_tenant
 from shardwise.bank.rows import RowTensors
-from shardwise.bank.state import (
-    AllowedFaults,
-    copy_given,
-    facts_of,
-    facts_of_base,
-    given_training,
-    go_on,
-    require_on_fault,
-    training_tensors,
-    window_gradient,
-)
 from shardwise.bank.tenant import (
     FusedLosses,
     OptimizerMaker,
@@ -270,14 +260,14 @@ class AdapterBank:
         self._world.require_equal(
             self._world.together(lambda: self._tenant(name)).name, "the tenant that is asked for"
         )
-        tenant, base = self._tenant(name), facts_of_base(self._world, self._model)
+        tenant, base = self._tenant(name), states.facts_of_base(self._world, self._model)
 
         def state() -> dict[str, Any]:
-            training = training_tensors(tenant, window_gradient(tenant))
+            training = states.training_tensors(tenant, states.window_gradient(tenant))
             return {
                 "adapter": {key: values.clone() for key, values in tenant.matrices.items()},
                 "training": {key: values.clone() for key, values in training.items()},
-                "facts": facts_of(tenant, base).to_dict(),
+                "facts": states.facts_of(tenant, base).to_dict(),
             }
 
         return self._world.together(state)
@@ -310,10 +300,13 @@ class AdapterBank:
             DisagreementError: ranks give other values; nothing is changed then.
         """
         tenant = self._world.together(lambda: self._asked(name, on_other_base, on_not_finite))
-        found = given_training(tenant, state, lambda: names_of_peft(self._model, tenant))
-        base, allowed = facts_of_base(self._world, self._model), AllowedFaults(on_other_base, on_not_finite)
-        started = go_on(
-            tenant, f"the state of {name!r}", found, lambda to: copy_given(tenant, state, to), base, allowed
+        found = states.given_training(tenant, state, lambda: names_of_peft(self._model, tenant))
+        base, allowed = (
+            states.facts_of_base(self._world, self._model),
+            states.AllowedFaults(on_other_base, on_not_finite),
+        )
+        started = states.go_on(
+            tenant, f"the state of {name!r}", found, lambda to: states.copy_given(tenant, state, to), base, allowed
         )
         self._tenants[name] = tenant
         return started
@@ -321,7 +314,7 @@ class AdapterBank:
     def _asked(self, name: str, on_other_base: OnFault, on_not_finite: OnFault) -> Tenant:
         """The tenant as it was created."""
         require_meant(_PERMISSION, {"on_other_base": on_other_base})
-        require_on_fault(on_not_finite)
+        states.require_on_fault(on_not_finite)
         tenant = self._tenant(name)
         outline = outlined(self._model, tenant.config)
         return Tenant(name, tenant.config, outline, tenant.options, self._device, self._world)
@@ -365,7 +358,7 @@ class AdapterBank:
         cast = self._world.together(lambda: resolved_dtype(dtype))
         training = None
         if training_state:
-            training = beside(self._world, tenant, facts_of_base(self._world, self._model), cast)
+            training = beside(self._world, tenant, states.facts_of_base(self._world, self._model), cast)
 
         def ask() -> SaveRequest:
             return SaveRequest(whole, directory, PeftNames(), cast, tokenizer=tokenizer, training=training)
@@ -417,8 +410,11 @@ class AdapterBank:
         config = self._world.together(lambda: config_of(directory))
         options: Any = keywords if isinstance(found, TenantStart) else {**found.facts.options(), **keywords}
         tenant = self._agreed(name, config, options)
-        base, allowed = facts_of_base(self._world, self._model), AllowedFaults(on_other_base, on_not_finite)
+        base, allowed = (
+            states.facts_of_base(self._world, self._model),
+            states.AllowedFaults(on_other_base, on_not_finite),
+        )
         fill = read_tenant(self._world, self._model, tenant, Path(directory), found)
-        started = go_on(tenant, os.fspath(directory), found, fill, base, allowed)
+        started = states.go_on(tenant, os.fspath(directory), found, fill, base, allowed)
         self._admit(tenant)
         return started

@@ -20,16 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.bank.state import (
-    MATRICES,
-    StoredTraining,
-    facts_in,
-    facts_of,
-    require_on_fault,
-    to_text,
-    training_tensors,
-    window_gradient,
-)
+from shardwise.bank import state as states
 from shardwise.bank.tenant import Tenant, TenantOptions, TenantStart
 from shardwise.engines.companions import weights_in
 from shardwise.engines.model_states import set_values, stored_values
@@ -104,7 +95,7 @@ def agree(world: World, name: str, training_state: object, on_not_finite: OnFaul
         if not isinstance(training_state, bool):
             raise ConfigError(f"training_state={training_state!r}: pass True or False")
         if on_not_finite is not None:
-            require_on_fault(on_not_finite)
+            states.require_on_fault(on_not_finite)
         return name, repr(training_state), repr(on_not_finite)
 
     world.require_equal(world.together(check), "the adapter that is saved or loaded, or what of it,")
@@ -116,13 +107,13 @@ def beside(world: World, tenant: Tenant, base: Mapping[str, str], dtype: torch.d
     Raises:
         ConfigError: the optimizer or the schedule has what is no plain data.
     """
-    gradient = world.together(lambda: window_gradient(tenant))
+    gradient = world.together(lambda: states.window_gradient(tenant))
 
     def made() -> TrainingBeside:
-        tensors = training_tensors(tenant, gradient)
+        tensors = states.training_tensors(tenant, gradient)
         if dtype not in (None, tenant.flat.dtype):  # what is trained is not what is served
-            tensors[MATRICES] = tenant.flat.detach()
-        return TrainingBeside(_module_of(tensors), to_text(facts_of(tenant, base), repr(tenant.name)))
+            tensors[states.MATRICES] = tenant.flat.detach()
+        return TrainingBeside(_module_of(tensors), states.to_text(states.facts_of(tenant, base), repr(tenant.name)))
 
     return world.together(made)
 
@@ -146,7 +137,7 @@ def _module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
 
 def find_training(
     world: World, name: str, folder: str | os.PathLike[str], on_not_finite: OnFault, *, training_state: bool
-) -> StoredTraining | TenantStart:
+) -> states.StoredTraining | TenantStart:
     """Compare a folder with what was recorded when it was saved; what a tenant goes on from that is read from it.
 
     Collective: yes; the first rank reads all files once.
@@ -161,7 +152,7 @@ def find_training(
     return world.from_first(lambda: _found(Path(folder), training_state=training_state))
 
 
-def _found(folder: Path, *, training_state: bool) -> StoredTraining | TenantStart:
+def _found(folder: Path, *, training_state: bool) -> states.StoredTraining | TenantStart:
     adapter = weights_in(folder)
     with LocalReader(folder) as reader:
         file = training_beside(reader, adapter) if training_state else None
@@ -175,16 +166,16 @@ def _found(folder: Path, *, training_state: bool) -> StoredTraining | TenantStar
     if text is None:
         raise FormatError(f"{folder / file}: its header has no {TRAINING_KEY}; the file is damaged or forged")
     tensors = {entry.key: (entry.shape, entry.dtype) for entry in header.entries}
-    facts = facts_in(text, f"{folder / file}: {TRAINING_KEY}")
+    facts = states.facts_in(text, f"{folder / file}: {TRAINING_KEY}")
     try:
         TenantOptions(**facts.options())
     except ConfigError as error:
         raise FormatError(f"{folder / file}: {error}; the file is damaged or forged") from error
-    return StoredTraining(str(folder / file), facts, tensors)
+    return states.StoredTraining(str(folder / file), facts, tensors)
 
 
 def read_tenant(
-    world: World, model: PreTrainedModel, tenant: Tenant, folder: Path, found: StoredTraining | TenantStart
+    world: World, model: PreTrainedModel, tenant: Tenant, folder: Path, found: states.StoredTraining | TenantStart
 ) -> Callable[[Mapping[str, torch.Tensor]], None]:
     """Return what gives a tenant its matrices, and tensors of its training, from a folder. Collective: yes.
 
@@ -196,7 +187,7 @@ def read_tenant(
     def fill(targets: Mapping[str, torch.Tensor]) -> None:
         whole = world.together(lambda: _with_scratch(lent(model, tenant), set(tenant.shapes)))
         _read(world, whole, folder, world.together(lambda: weights_in(folder)), AdapterOnly())
-        if isinstance(found, StoredTraining):
+        if isinstance(found, states.StoredTraining):
             _read(world, world.together(lambda: _module_of(targets)), folder, Path(found.what).name, None)
 
     return fill

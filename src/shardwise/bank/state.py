@@ -28,14 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from shardwise.bank.tenant import Tenant, TenantStart, TenantWindow, maker_of, summed
-from shardwise.checkpoints.base_identity import (
-    ALLOW_OTHER_BASE,
-    BaseIdentity,
-    BaseMatch,
-    BaseSamples,
-    base_of,
-    compare_bases,
-)
+from shardwise.checkpoints import base_identity as bases
 from shardwise.checkpoints.facts import digest_of
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.world import World
@@ -120,7 +113,7 @@ class TenantFacts:
 
 def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
     """Return the identity of a base. Collective: yes; two short meetings."""
-    samples = world.together(lambda: BaseSamples.of(base_of(look_inside(model), {})))
+    samples = world.together(lambda: bases.BaseSamples.of(bases.base_of(look_inside(model), {})))
     identity = samples.identity(model, world.all_reduce(samples.taken, samples.sums))
     shapes = sorted((canonical(name), tuple(own.shape)) for name, own in model.named_parameters())
     return {
@@ -424,14 +417,16 @@ def _differences(tenant: Tenant, there: TenantFacts, base: Mapping[str, str], on
     return [*faults, *_of_optimizers(tenant.name, there, here), *_of_schedules(tenant, there, here)]
 
 
-def _match_bases(there: Mapping[str, str], here: Mapping[str, str], on_other_base: OnFault) -> BaseMatch:
+def _match_bases(there: Mapping[str, str], here: Mapping[str, str], on_other_base: OnFault) -> bases.BaseMatch:
     """Compare two bases by what :func:`facts_of_base` tells of them; FormatError if the first has no identity."""
     what = "the base of a tenant's state"
     one, other = (
-        BaseIdentity.from_dict(parse_object(told["identity"].encode("utf-8", "surrogatepass"), what=what), what)
+        bases.BaseIdentity.from_dict(
+            parse_object(told["identity"].encode("utf-8", "surrogatepass"), what=what), what
+        )
         for told in (there, here)
     )
-    return compare_bases(one, other, on_other_base, are_shapes_same=there["shapes"] == here["shapes"])
+    return bases.compare_bases(one, other, on_other_base, are_shapes_same=there["shapes"] == here["shapes"])
 
 
 def _of_bases(there: Mapping[str, str], here: Mapping[str, str], on_other_base: OnFault) -> list[str]:
@@ -441,7 +436,7 @@ def _of_bases(there: Mapping[str, str], here: Mapping[str, str], on_other_base: 
     match = _match_bases(there, here, on_other_base)
     if match.refused:
         why = "; ".join(match.refused)
-        return [f"it was trained on {known}, and this is another base, {own}: {why}. {ALLOW_OTHER_BASE}"]
+        return [f"it was trained on {known}, and this is another base, {own}: {why}. {bases.ALLOW_OTHER_BASE}"]
     return []  # a folder may have been moved
 
 

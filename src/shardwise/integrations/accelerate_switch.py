@@ -29,13 +29,6 @@ from shardwise.execution.world import World
 from shardwise.formats.accelerate_names import MODEL
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations import pending
-from shardwise.integrations.accelerate_compat import (
-    Accelerator,
-    AcceleratorState,
-    DistributedType,
-    accelerator_module,
-    fsdp_utils,
-)
 from shardwise.interchange import accelerate_writing as writing
 from shardwise.interchange.accelerate_folder import LinkedFolder, WorkFolder, keep_newest, newest_in, state_saved
 from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
@@ -114,18 +107,18 @@ Replacing = Callable[..., Any]
 def _doors() -> list[tuple[Any, str, Replacing]]:
     """List the functions that are replaced: owner, name, replacement."""
     return [
-        (AcceleratorState, "__init__", begin_state),
-        (Accelerator, "prepare", prepare_objects),
-        (Accelerator, "_prepare_fsdp2", pending.prepare_fsdp2),
-        (fsdp_utils, "fsdp2_load_full_state_dict", pending.load_full_state_dict),
-        (Accelerator, "get_state_dict", get_state_dict),
-        (Accelerator, "clip_grad_norm_", clip_grad_norm),
-        (Accelerator, "save_state", save_state),
-        (Accelerator, "load_state", load_state),
-        (accelerator_module, "save_fsdp_model", save_model),
-        (accelerator_module, "load_fsdp_model", load_model),
-        (accelerator_module, "save_fsdp_optimizer", save_optimizer),
-        (accelerator_module, "load_fsdp_optimizer", load_optimizer),
+        (compat.AcceleratorState, "__init__", begin_state),
+        (compat.Accelerator, "prepare", prepare_objects),
+        (compat.Accelerator, "_prepare_fsdp2", pending.prepare_fsdp2),
+        (compat.fsdp_utils, "fsdp2_load_full_state_dict", pending.load_full_state_dict),
+        (compat.Accelerator, "get_state_dict", get_state_dict),
+        (compat.Accelerator, "clip_grad_norm_", clip_grad_norm),
+        (compat.Accelerator, "save_state", save_state),
+        (compat.Accelerator, "load_state", load_state),
+        (compat.accelerator_module, "save_fsdp_model", save_model),
+        (compat.accelerator_module, "load_fsdp_model", load_model),
+        (compat.accelerator_module, "save_fsdp_optimizer", save_optimizer),
+        (compat.accelerator_module, "load_fsdp_optimizer", load_optimizer),
         (*loading_door(), pending.load_later),
         (*placing_door(), pending.place_missing),
         *((*door, pending.keep_adapter) for door in adapter_doors()),
@@ -181,10 +174,10 @@ def begin_state(original: Callable[..., Any], state: Any, *args: Any, **keywords
     if wanted and pending.launched_ranks() and not compat.is_begun() and not torch.accelerator.is_available():
         keywords["cpu"] = True  # else accelerate takes each of the ranks for a process alone
     original(state, *args, **keywords)
-    if wanted and state.distributed_type == DistributedType.MULTI_CPU:
+    if wanted and state.distributed_type == compat.DistributedType.MULTI_CPU:
         compat.become_fsdp2(state, plugin)
     ranks = pending.launched_ranks()
-    if wanted and state.distributed_type == DistributedType.NO and ranks > 1:
+    if wanted and state.distributed_type == compat.DistributedType.NO and ranks > 1:
         raise ConfigError(
             f"accelerate takes each of the {ranks} ranks for a process alone, and would train as many models; make "
             "its first object, Accelerator or PartialState, with cpu=True"
@@ -393,7 +386,7 @@ def load_state(
 ) -> Any:
     """Replace ``Accelerator.load_state``: of a save that counts, but was killed, all is read."""
     is_numbered = input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming
-    is_ours = accelerator.is_fsdp2 or accelerator.distributed_type == DistributedType.NO
+    is_ours = accelerator.is_fsdp2 or accelerator.distributed_type == compat.DistributedType.NO
     if not is_ours or (input_dir is None and not is_numbered):
         return original(accelerator, input_dir, *others, **keywords)
     with ExitStack() as stack:
