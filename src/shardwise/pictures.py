@@ -1,4 +1,4 @@
-"""Pictures of runs by matplotlib, and a page that has them, with tables of memory and seconds by rank and phase.
+"""Reads runs that were observed, and draws them: pictures by matplotlib, and a page with tables by rank and phase.
 
 The page needs nothing but a browser: pictures are in it, it has no script, and all text of a run is escaped.
 """
