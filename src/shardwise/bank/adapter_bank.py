@@ -175,7 +175,7 @@ class AdapterBank:
             TrainingError: an adapter was passed by, or the base has drawn random numbers.
             ShardwiseError: what failed in a pass; a note names its tenants.
         """
-        call = calls.open_call(self._base, batches, self._tenants, calls.require_trainable)
+        call = calls.open_call(self._base, batches, self._tenants, is_training=True)
         sums, passes = call.train()
         losses = {}
         for number, entry in enumerate(call.agreed):
@@ -245,7 +245,7 @@ class AdapterBank:
         Returns: for each entry, for each of this rank's rows, (tokens - 1,) float32: of each label, given what
         stands before it; 0 where it is none.
         """
-        call = calls.open_call(self._base, batches, self._tenants, lambda base, tenants: None)
+        call = calls.open_call(self._base, batches, self._tenants, is_training=False)
         call.look()
         return [call.logprobs.get(number, []) for number in range(len(call.rows))]
 

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from shardwise.bank import rows
 from shardwise.bank.backends import BackendChoice, Route, RouteSwitch, TenantRows, key_of, row_keys
 from shardwise.bank.rows import (
     IGNORED,
@@ -25,6 +24,7 @@ from shardwise.bank.rows import (
     TenantRow,
     agreed_rows,
     facts_of,
+    no_random_numbers,
     plan_passes,
     rows_of,
 )
@@ -134,7 +134,7 @@ class RowCall:
             for number, (tenant, entry) in enumerate(zip(self.tenants, self.agreed, strict=True))
         }
         passes = self._passes(is_training=True)
-        with rows.no_random_numbers(base.device):
+        with no_random_numbers(base.device):
             for each in passes:
                 each.forward(base.model, base.switch)
                 sums |= each.backward(base.switch, {number: scales[number] for number in each.spans})
@@ -186,7 +186,8 @@ def open_call(
     base: SharedBase,
     batches: Sequence[tuple[str | None, RowTensors]],
     tenants: Mapping[str, Tenant],
-    require: Callable[[SharedBase, Sequence[Tenant | None]], object],
+    *,
+    is_training: bool,
 ) -> RowCall:
     """The rows of a call, checked on all ranks, and counted. Collective: yes.
 
@@ -199,7 +200,8 @@ def open_call(
     def check() -> list[AgreedRows]:
         _require_pairs(batches)
         found.extend(None if name is None else tenant_of(tenants, name) for name, _ in batches)
-        require(base, found)
+        if is_training:
+            _require_trainable(found)
         for tenant, (name, batch) in zip(found, batches, strict=True):
             takes_weights = tenant is None or tenant.options.reduction == "sum"
             who = "the base" if name is None else repr(name)
@@ -226,13 +228,12 @@ def tenant_of(tenants: Mapping[str, Tenant], name: str) -> Tenant:
     return tenants[name]
 
 
-def require_trainable(base: SharedBase, tenants: Sequence[Tenant | None]) -> None:
-    """Refuse to train a tenant twice in a call, or past its window, or on a base that draws.
+def _require_trainable(tenants: Sequence[Tenant | None]) -> None:
+    """Refuse to train a tenant twice in a call, or past its window.
 
     Raises:
         ConfigError: naming it.
     """
-    rows.require_no_chance(base.model)
     names = [tenant.name for tenant in tenants if tenant is not None]
     if len(names) < len(tenants):
         raise ConfigError("None is the base, which is not trained; name an adapter")

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardwise.errors import ConfigError, DisagreementError, TrainingError
-from shardwise.models.torch_words import dropout_of, is_compiled_in_place, normalises_over_rows, splitting_dim
+from shardwise.models.torch_words import is_compiled_in_place, normalises_over_rows, splitting_dim
 from shardwise.models.view import canonical
 
 IGNORED: Final = -100
@@ -78,9 +78,9 @@ def rows_of(
         )
     labels = batch["labels"].cpu().long() if "labels" in batch else ids
     weights = batch["weights"].cpu().float() if "weights" in batch else torch.ones(ids.shape)
-    for key, values, floor in (("input_ids", ids, 0), ("labels", labels.masked_fill(labels == IGNORED, 0), 0)):
+    for key, values in (("input_ids", ids), ("labels", labels.masked_fill(labels == IGNORED, 0))):
         own = values[mask]
-        if own.numel() and (int(own.min()) < floor or int(own.max()) >= words):
+        if own.numel() and (int(own.min()) < 0 or int(own.max()) >= words):
             raise ConfigError(
                 f"{who}: {key} are from {int(own.min())} to {int(own.max())}; the model has {words} tokens"
             )
@@ -259,47 +259,19 @@ def _placed(model: nn.Module, ranks: int) -> Iterator[str]:
                 return
 
 
-def require_no_chance(model: nn.Module) -> None:
-    """Refuse a base in training mode that draws random numbers in its forward pass.
-
-    Raises:
-        ConfigError: naming what does.
-    """
-    if not model.training:
-        return
-    faults = [
-        f"{canonical(name)} has p={dropout_of(module)}"
-        for name, module in model.named_modules()
-        if dropout_of(module) > 0 and module.training
-    ]
-    faults += [
-        f"config.{key}={value}"
-        for config in _configs(model)
-        for key, value in vars(config).items()
-        if ("dropout" in key or "jitter" in key or key.endswith(("layerdrop", "pdrop")))
-        and isinstance(value, float)
-        and value > 0
-    ]
-    if faults:
-        raise ConfigError(
-            f"the base draws random numbers in training mode ({', '.join(faults[:4])}), which would depend on who "
-            "else is there; call model.eval(), or set them to 0. Adapters have dropout of their own (lora_dropout)"
-        )
-
-
 @contextmanager
 def no_random_numbers(device: torch.device) -> Iterator[None]:
-    """At the end of the block torch's random generators are where they were.
+    """Check that torch's random generators are at the end of the block where they were.
 
     Raises:
-        TrainingError: they are not: something draws in a way that nobody could foresee.
+        TrainingError: they are not: something in the base draws.
     """
     before = _states(device)
     yield
     if not all(one.equal(other) for one, other in zip(before, _states(device), strict=True)):
         raise TrainingError(
-            "the base has drawn random numbers, which depend on who else is there; call model.eval(), or take out "
-            "what draws them. No gradient of this call is kept"
+            "the base has drawn random numbers (dropout in training mode, jitter of a router), which depend on who "
+            "else is there; call model.eval(), or set them to 0. Adapters have dropout of their own (lora_dropout)"
         )
 
 
