@@ -18,7 +18,7 @@ from tests.bank.banking import STEPS, Recipe, adapter, create, recipes, rows_for
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import shardwise
-from shardwise.bank import adapter_bank
+from shardwise.bank import tenant as bank_tenants
 from shardwise.errors import ShardwiseError
 from shardwise.models.policies import MinSize
 
@@ -66,7 +66,7 @@ def together(base: Path, kind: str) -> dict[str, Any]:
     assert isinstance(bank._model, FSDPModule)
     shards = [(values.to_local().data_ptr(), values.to_local().clone()) for values in bank._model.parameters()]
     if kind == "not reduced":
-        adapter_bank.summed, own = lambda world, values: values, adapter_bank.summed
+        bank_tenants.summed, own = lambda world, values: values, bank_tenants.summed
     try:
         with counted() as calls:
             told = train(bank, members, LATE, **here())
@@ -76,7 +76,7 @@ def together(base: Path, kind: str) -> dict[str, Any]:
             told += train(bank, more, micro_batches - LATE, first=LATE, began={"eve": LATE}, **here())
     finally:
         if kind == "not reduced":
-            adapter_bank.summed = own
+            bank_tenants.summed = own
     base_is_same = all(
         values.to_local().data_ptr() == pointer and values.to_local().equal(kept)
         for values, (pointer, kept) in zip(bank._model.parameters(), shards, strict=True)

@@ -14,22 +14,10 @@ from typing_extensions import TypedDict
 
 from shardwise.bank import calls, rows
 from shardwise.bank import state as states
+from shardwise.bank import tenant as tenants
 from shardwise.bank.backends import BackendChoice, RouteSwitch, SiteHooks
 from shardwise.bank.files import agree, beside, config_of, find_training, lent, names_of_peft, outlined, read_tenant
 from shardwise.bank.rows import RowTensors
-from shardwise.bank.tenant import (
-    FusedLosses,
-    OptimizerMaker,
-    Reduction,
-    ScheduleMaker,
-    Tenant,
-    TenantLoss,
-    TenantOptions,
-    TenantStart,
-    TenantStep,
-    require_name,
-    summed,
-)
 from shardwise.checkpoints.facts import digest_of
 from shardwise.engines.arguments import agree_on_call, require_meant
 from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
@@ -50,11 +38,11 @@ _PERMISSION = {"on_other_base": OnFault}
 class TenantKeywords(TypedDict, total=False):
     """See :class:`~shardwise.bank.tenant.TenantOptions`."""
 
-    optimizer: OptimizerMaker
-    schedule: ScheduleMaker
+    optimizer: tenants.OptimizerMaker
+    schedule: tenants.ScheduleMaker
     max_grad_norm: float
     accumulation: int
-    reduction: Reduction
+    reduction: tenants.Reduction
     seed: int
 
 
@@ -84,7 +72,7 @@ class AdapterBank:
             raise ConfigError(f"pad_to={pad_to}: rows are padded to a multiple of 1 or more")
         if backend not in get_args(BackendChoice):
             raise ConfigError(f"backend={backend!r}: pass 'auto' or 'loop'")
-        self._tenants: dict[str, Tenant] = {}
+        self._tenants: dict[str, tenants.Tenant] = {}
         self._switch = RouteSwitch()
         self._hooks = SiteHooks(self._model, self._switch)
         for parameter in self._model.parameters():
@@ -124,9 +112,9 @@ class AdapterBank:
         """
         self._admit(self._agreed(name, config, keywords))
 
-    def _agreed(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> Tenant:
+    def _agreed(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> tenants.Tenant:
         """A tenant as all ranks ask for it, of which nobody knows yet. Collective: yes."""
-        tenant = self._world.together(lambda: self._made(name, config, TenantOptions(**keywords)))
+        tenant = self._world.together(lambda: self._made(name, config, tenants.TenantOptions(**keywords)))
         optimizer, schedule, options = tenant.optimizer, tenant.schedule, tenant.options
         settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         kinds = [type(each).__qualname__ for each in (optimizer, schedule)]
@@ -135,16 +123,16 @@ class AdapterBank:
         self._world.require_equal(told, f"the adapter {name!r} (its config or options)")
         return tenant
 
-    def _admit(self, tenant: Tenant) -> None:
+    def _admit(self, tenant: tenants.Tenant) -> None:
         self._hooks.add(tenant.sites)
         self._tenants[tenant.name] = tenant
 
-    def _made(self, name: str, config: LoraConfig, options: TenantOptions) -> Tenant:
-        if require_name(name) in self._tenants:
+    def _made(self, name: str, config: LoraConfig, options: tenants.TenantOptions) -> tenants.Tenant:
+        if tenants.require_name(name) in self._tenants:
             raise ConfigError(f"there is an adapter {name!r} already; remove it, or take another name")
         outline = outlined(self._model, config)
         self._hooks.require_fitting(outline.sites)
-        return Tenant(name, config, outline, options, self._device, self._world)
+        return tenants.Tenant(name, config, outline, options, self._device, self._world)
 
     def remove(self, name: str) -> None:
         """Forget a tenant, and what it has gathered. Collective: no, but every rank does it."""
@@ -152,12 +140,12 @@ class AdapterBank:
         del self._tenants[name]
         self._hooks.remove(tenant.sites)
 
-    def _tenant(self, name: str) -> Tenant:
+    def _tenant(self, name: str) -> tenants.Tenant:
         return calls.tenant_of(self._tenants, name)
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────
 
-    def forward_backward(self, batches: Sequence[tuple[str, RowTensors]]) -> FusedLosses:
+    def forward_backward(self, batches: Sequence[tuple[str, RowTensors]]) -> tenants.FusedLosses:
         """A micro-batch of each of some tenants, through the base at once; adds to their gradients.
 
         If a pass fails on any rank, all of the call is discarded on all ranks: gradients and windows are as before.
@@ -183,12 +171,12 @@ class AdapterBank:
             tenant.window.micro_batches += 1
             tenant.window.learned_tokens += entry.learned_tokens
             divisor = max(entry.learned_tokens, 1) if tenant.options.reduction == "mean" else 1
-            losses[tenant.name] = TenantLoss(
+            losses[tenant.name] = tenants.TenantLoss(
                 sums.get(number, 0.0) / divisor, entry.learned_tokens, call.logprobs.get(number, [])
             )
-        return FusedLosses(losses, passes, dict(call.chosen))
+        return tenants.FusedLosses(losses, passes, dict(call.chosen))
 
-    def optim_step(self, name: str, **changes: Any) -> TenantStep:
+    def optim_step(self, name: str, **changes: Any) -> tenants.TenantStep:
         """Take a tenant's step, at the end of its window. One all-reduce of its gradient.
 
         Collective: yes; two short meetings and the all-reduce.
@@ -204,7 +192,7 @@ class AdapterBank:
             RankLostError: a rank is lost. The bank is over then.
         """
 
-        def check() -> tuple[Tenant, dict[str, str]]:
+        def check() -> tuple[tenants.Tenant, dict[str, str]]:
             tenant = self._tenant(name)
             found, wanted = tenant.window.micro_batches, tenant.options.accumulation
             if found < wanted:
@@ -226,11 +214,11 @@ class AdapterBank:
         is_mean = tenant.options.reduction == "mean" and not calls.is_scaled_at_once(tenant)
 
         def step() -> tuple[bool, float]:
-            summed(self._world, tenant.gradient)
+            tenants.summed(self._world, tenant.gradient)
             return tenant.step(1 / max(learned, 1) if is_mean else 1.0)
 
         is_taken, norm = self._world.together(step)
-        return TenantStep(is_taken, norm, learned, learning_rate)
+        return tenants.TenantStep(is_taken, norm, learned, learning_rate)
 
     # ── evaluation ────────────────────────────────────────────────────────────────────────────────
 
@@ -279,7 +267,7 @@ class AdapterBank:
         *,
         on_other_base: OnFault = "error",
         on_not_finite: OnFault = "error",
-    ) -> TenantStart:
+    ) -> tenants.TenantStart:
         """Give a tenant, created with the same config and optimizer, the state of one.
 
         With the matrices alone, as ``peft.get_peft_model_state_dict`` gives them, it begins anew, as
@@ -311,13 +299,13 @@ class AdapterBank:
         self._tenants[name] = tenant
         return started
 
-    def _asked(self, name: str, on_other_base: OnFault, on_not_finite: OnFault) -> Tenant:
+    def _asked(self, name: str, on_other_base: OnFault, on_not_finite: OnFault) -> tenants.Tenant:
         """The tenant as it was created."""
         require_meant(_PERMISSION, {"on_other_base": on_other_base})
         states.require_on_fault(on_not_finite)
         tenant = self._tenant(name)
         outline = outlined(self._model, tenant.config)
-        return Tenant(name, tenant.config, outline, tenant.options, self._device, self._world)
+        return tenants.Tenant(name, tenant.config, outline, tenant.options, self._device, self._world)
 
     # ── files ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -374,7 +362,7 @@ class AdapterBank:
         on_other_base: OnFault = "error",
         on_not_finite: OnFault = "error",
         **keywords: Unpack[TenantKeywords],
-    ) -> TenantStart:
+    ) -> tenants.TenantStart:
         """Add a tenant whose config and matrices are in a folder of PEFT's, that all ranks see.
 
         Every byte of what was saved is compared with the checksums that were recorded beside it; an adapter that
@@ -408,7 +396,7 @@ class AdapterBank:
         self._world.together(lambda: require_meant(_PERMISSION, {"on_other_base": on_other_base}))
         found = find_training(self._world, name, directory, on_not_finite, training_state=training_state)
         config = self._world.together(lambda: config_of(directory))
-        options: Any = keywords if isinstance(found, TenantStart) else {**found.facts.options(), **keywords}
+        options: Any = keywords if isinstance(found, tenants.TenantStart) else {**found.facts.options(), **keywords}
         tenant = self._agreed(name, config, options)
         base, allowed = (
             states.facts_of_base(self._world, self._model),
