@@ -20,8 +20,7 @@ from tests.documents.shell import check, commands_in
 from tests.harness.local_ranks import LocalRanks
 
 import shardwise
-from shardwise.tenants.tenant_configs import has_tenants, read_tenants
-from shardwise.training.run_config import faults_of, read_run_config
+from shardwise.training.run_config import faults_of, has_tenants, read_run_config, read_tenants
 
 EVERY = [block for page in PAGES for block in blocks_of(page)]
 

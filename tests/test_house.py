@@ -52,7 +52,7 @@ def test_modules_that_import_each_other_are_found():
     assert circles({"shardwise.one": one, "shardwise.two": two}) == [["shardwise.one", "shardwise.two"]]
 
 
-LISTS = ("cli.plan.plan_command", "engines.loading.make_report", "pictures.images.write_png")
+LISTS = ("cli.train.plan_command", "engines.loading.make_report", "pictures.images.write_png")
 """Functions that are a list of fields, or of options: read from top to bottom, and no shorter in parts."""
 
 

@@ -40,7 +40,7 @@ def face_of(
 
 
 def found_at(place: str) -> Any:
-    """What a ``package.module:name``, or a ``package.module``, names, imported now: a line of a table.
+    """Import the object that a line of a table names, as ``package.module:name`` or ``package.module``.
 
     The table says of what type its lines are, and ``tests/test_house.py`` looks every one of them up.
 
@@ -61,7 +61,7 @@ def found_at(place: str) -> Any:
 
 
 def homes_of(init_file: str) -> dict[str, str]:
-    """By name, the module it is imported from, as the stub beside ``init_file`` states it."""
+    """Return the module that each name is imported from, as the stub beside ``init_file`` states it."""
     stub = ast.parse(Path(init_file).with_suffix(".pyi").read_text("utf-8"))
     found = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module]
     return {alias.name: str(node.module) for node in found for alias in node.names}

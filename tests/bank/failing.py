@@ -14,8 +14,8 @@ from tests.bank import banking, on_ranks
 from tests.bank.banking import Recipe, no_rows, recipes, rows_for
 
 import shardwise
-from shardwise.bank import passes
-from shardwise.bank.passes import gather_zeros
+from shardwise.bank import calls
+from shardwise.bank.calls import gather_zeros
 from shardwise.errors import ShardwiseError
 from shardwise.execution.patience import Patience
 from shardwise.models.policies import MinSize
@@ -121,7 +121,7 @@ def one_rank_fails(base: Path, groups: str) -> dict[str, Any]:
         gather_zeros(root, gathers)
 
     for number, kind in enumerate(("forward", "backward")):
-        with trouble(bank, kind), mock.patch.object(passes, "gather_zeros", caught_up):
+        with trouble(bank, kind), mock.patch.object(calls, "gather_zeros", caught_up):
             errors[kind] = said(lambda number=number: go(bank, number, share))  # type: ignore[misc]
             if kind == "forward":
                 alone = [("x", share("x", rows_of("x", members()["x"], number, bad=True)))]

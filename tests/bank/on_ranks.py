@@ -18,7 +18,7 @@ from tests.bank.banking import STEPS, Recipe, adapter, create, recipes, rows_for
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import shardwise
-from shardwise.bank import adapter_bank
+from shardwise.bank import tenant as bank_tenants
 from shardwise.errors import ShardwiseError
 from shardwise.models.policies import MinSize
 
@@ -66,7 +66,7 @@ def together(base: Path, kind: str) -> dict[str, Any]:
     assert isinstance(bank._model, FSDPModule)
     shards = [(values.to_local().data_ptr(), values.to_local().clone()) for values in bank._model.parameters()]
     if kind == "not reduced":
-        adapter_bank.summed, own = lambda world, values: values, adapter_bank.summed
+        bank_tenants.summed, own = lambda world, values: values, bank_tenants.summed
     try:
         with counted() as calls:
             told = train(bank, members, LATE, **here())
@@ -76,7 +76,7 @@ def together(base: Path, kind: str) -> dict[str, Any]:
             told += train(bank, more, micro_batches - LATE, first=LATE, began={"eve": LATE}, **here())
     finally:
         if kind == "not reduced":
-            adapter_bank.summed = own
+            bank_tenants.summed = own
     base_is_same = all(
         values.to_local().data_ptr() == pointer and values.to_local().equal(kept)
         for values, (pointer, kept) in zip(bank._model.parameters(), shards, strict=True)
@@ -110,27 +110,6 @@ def other_groups(base: Path, kind: str) -> dict[str, Any]:
         "losses": [own.loss for each in told if hasattr(each, "passes") for own in each.tenants.values()],
         "groups": sum(isinstance(module, FSDPModule) for module in bank._model.modules()),
     }
-
-
-def resumed(base: Path, names: list[str], states: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Half of a training with dropout, or the other half of it; what comes of it, and its states."""
-    members = with_dropout({name: recipes()[name] for name in names})
-    bank = bank_of(base, members)
-    if states:
-        for name in members:
-            bank.load_state_dict(name, states[name])
-    where = here() if dist.is_initialized() else {}
-    told = train(bank, members, 6, first=6 if states else 0, **where)
-    found = bank.forward([(name, rows_for(name, members[name], 0)) for name in members])
-    return {
-        "states": {name: bank.state_dict(name) for name in members},
-        "losses": [each.tenants["ada"].loss for each in told if hasattr(each, "passes")],
-        "log probabilities": found,
-    }
-
-
-def with_dropout(members: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    return {name: replace(own, config={**own.config, "lora_dropout": 0.3}) for name, own in members.items()}
 
 
 def said(call: Any) -> str:

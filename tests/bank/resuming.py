@@ -41,11 +41,7 @@ def losses_of(told: list[Any], name: str) -> list[float]:
 def everything(bank: Any, name: str) -> dict[str, torch.Tensor]:
     """Matrices, what the optimizer keeps, and the gradient of an open window."""
     state = bank.state_dict(name)
-    return {
-        **state["adapter"],
-        **{f"{n}.{key}": own for n, kept in state["optimizer"]["state"].items() for key, own in kept.items()},
-        **{f"gradient of {key}": own for key, own in state["gradient"].items()},
-    }
+    return {**state["adapter"], **state["training"]}
 
 
 def told_of(bank: Any, tenants: Mapping[str, Recipe], told: list[Any]) -> dict[str, Any]:

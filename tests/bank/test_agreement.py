@@ -23,16 +23,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
 
 import shardwise
-from shardwise.bank import adapter_bank
+from shardwise.bank import tenant as bank_tenants
 from shardwise.bank.tenant import TenantStart
 from shardwise.execution import meetings
 
 ADA = recipes()["ada"]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return banking.save_base(tmp_path_factory.mktemp("base"))
 
 
 # ── states and settings ───────────────────────────────────────────────────────────────────────────
@@ -59,7 +54,7 @@ def given_other_states(base: Path) -> dict[str, str]:
 
     return {
         "matrices": given(lambda state: next(iter(state["adapter"].values()))[0, 0].add_(1e-3)),
-        "moments": given(lambda state: state["optimizer"]["state"][0]["exp_avg_sq"][5:6].mul_(1.5)),
+        "moments": given(lambda state: state["training"]["optimizer.exp_avg_sq"][5:6].mul_(1.5)),
         "rate": given(lambda state: state["facts"]["settings"].update(lr=0.02)),
         "clip": given(lambda state: state["facts"].update(max_grad_norm=2.0)),
         "of PEFT": of_peft(),
@@ -211,7 +206,7 @@ def step_with(seat: Seat, base: str, how: str) -> dict[str, Any]:
     bank = on_ranks.bank_of(Path(base), members)
     train(bank, members, 1, rank=seat.rank, size=seat.size)
     bank.forward_backward([("ada", rows_for("ada", ADA, 1))])
-    own = adapter_bank.summed
+    own = bank_tenants.summed
 
     def struck(world: Any, values: Any) -> Any:
         if seat.rank == 1 and how == "killed":
@@ -224,7 +219,7 @@ def step_with(seat: Seat, base: str, how: str) -> dict[str, Any]:
     seat.leaves = seat.rank == 0 and how == "the store goes"
     late = how == "the store goes" and seat.rank == 1
     with (
-        mock.patch.object(adapter_bank, "summed", struck),
+        mock.patch.object(bank_tenants, "summed", struck),
         mock.patch.object(meetings, "_FIRST_POLL_S", 0.3 if late else 0.0001),
         mock.patch.object(meetings, "_LAST_POLL_S", 0.3 if late else 0.05),
     ):

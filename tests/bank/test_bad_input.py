@@ -29,11 +29,6 @@ BATCH = rows_for("x", X, 9)
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return banking.save_base(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
 def calm(base: Path) -> dict[str, Any]:
     """What the others are where nothing is wrong."""
     bank = bank_of(base, members_with(X))
@@ -43,7 +38,7 @@ def calm(base: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of PEFT's: of another rank than its config says, of a wider base, of one with more layers."""
+    """Of PEFT's: of another rank than its config says, of a base with more layers."""
     folder = tmp_path_factory.mktemp("adapters")
 
     def saved(name: str, r: int = 4, **changes: Any) -> Path:
@@ -58,7 +53,6 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     config = saved("rank") / "adapter_config.json"
     config.write_text(config.read_text().replace('"r": 4', '"r": 8'))
-    saved("shape", hidden_size=48)
     saved("layers", num_hidden_layers=3)
     return folder
 
@@ -110,26 +104,19 @@ def in_state(bank: Any, folder: Path) -> None:
     state = bank.state_dict("x")
     for key, values in state["adapter"].items():
         state["adapter"][key] = values[:1]
-    _refused(lambda: bank.load_state_dict("x", state), "this is no state of 'x'", ConfigError)
+    _refused(lambda: bank.load_state_dict("x", state), "is no state of 'x'", ConfigError)
 
 
 REFUSALS = {
     "a name twice": refused(lambda bank, _: create(bank, "x", X), "there is an adapter 'x' already"),
     "a tenant twice": refused(lambda bank, _: bank.forward_backward([("x", BATCH)] * 2), "'x' is named twice"),
-    "unknown": refused(lambda bank, _: bank.forward_backward([("zoe", BATCH)]), "there is no adapter 'zoe'"),
     "removed": in_removed,
     "a target that is not there": refused(
         lambda bank, _: bank.create("y", lora(target_modules=["q_prj"])), "nothing is named 'q_prj'"
     ),
     "rank 0": refused(lambda bank, _: bank.create("y", lora(r=0)), "`r` should be a positive integer"),
-    "rank 0 of one layer": refused(
-        lambda bank, _: bank.create("y", lora(rank_pattern={"q_proj": 0})), "`r` should be a positive integer"
-    ),
     "a file of another rank": refused(
         lambda bank, folder: bank.load("y", folder / "rank"), r"lora_A.*\(4, 32\)", CoverageError
-    ),
-    "a file of another shape": refused(
-        lambda bank, folder: bank.load("y", folder / "shape"), r"lora_A.*\(4, 48\)", CoverageError
     ),
     "a file of another base": refused(
         lambda bank, folder: bank.load("y", folder / "layers"), "layers.2", CoverageError
@@ -138,19 +125,11 @@ REFUSALS = {
         lambda bank, _: bank.forward_backward([("x", {"input_ids": torch.tensor([[0, banking.WORDS]])})]),
         "'x': input_ids are from 0 to 64; the model has 64 tokens",
     ),
-    "a token below 0": refused(
-        lambda bank, _: bank.forward_backward([("x", {"input_ids": torch.tensor([[0, -1]])})]),
-        "'x': input_ids are from -1",
-    ),
     "data that are not finite": refused(
         lambda bank, _: bank.forward_backward(
             [("x", {**BATCH, "weights": torch.full(BATCH["labels"].shape, math.inf)})]
         ),
         "'x': weights are not all finite",
-    ),
-    "rows without tokens": refused(
-        lambda bank, _: bank.forward_backward([("x", {"input_ids": torch.zeros((2, 0), dtype=torch.int64)})]),
-        "'x': rows have 0 to 0 tokens",
     ),
     "an exception in a save": in_save,
     "an exception in an evaluation": in_evaluation,

@@ -26,11 +26,6 @@ RECORD = "adapter_model.fingerprints.json"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return banking.save_base(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
 def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The files of a tenant that was saved in the middle of a window."""
     folder = tmp_path_factory.mktemp("saved")
@@ -127,7 +122,7 @@ def test_values_that_are_not_finite_are_refused(base, tmp_path, what):
     assert fresh.load("ada", tmp_path, on_not_finite=Ignore(only=(f"*{named}*",))).is_resumed
     other = bank_of(base, members)
     before = adapter(other, "ada")
-    with pytest.raises(shardwise.ConfigError, match=rf"(?s)no state of 'ada'.*{match}"):
+    with pytest.raises(shardwise.FormatError, match=rf"(?s)the state of 'ada': is no sound state.*{match}"):
         other.load_state_dict("ada", state)
     require_equal(adapter(other, "ada"), before)
     other.load_state_dict("ada", state, on_not_finite=Ignore())

@@ -7,19 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.bank import banking, failing
+from tests.bank import failing
 from tests.bank.failing import members, rows_of, trouble
 from tests.bank.test_alone import bank_of, require_equal
 from tests.bank.test_isolation import everything
 
-from shardwise.bank.passes import longest
+from shardwise.bank.calls import longest
 from shardwise.errors import DisagreementError, ShardwiseError
 from shardwise.models.torch_words import Gather
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return banking.save_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.mark.parametrize("backend", ["loop", "auto"], ids=["loop", "grouped"])

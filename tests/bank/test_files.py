@@ -23,11 +23,6 @@ from shardwise.bank.tenant import TenantStart, unchanging
 from shardwise.options import Ignore
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return banking.save_base(tmp_path_factory.mktemp("base"))
-
-
 def trained_and_saved(base: Path, folder: Path, *, experts: bool = False) -> dict[str, Any]:
     """Adapters of all kinds, and what the model gives with each."""
     members = test_experts.members() if experts else recipes()

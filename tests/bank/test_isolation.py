@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from tests.bank import banking
-from tests.bank.banking import Recipe, adamw, adapter, create, recipes, rows_for, train
+from tests.bank.banking import Recipe, adamw, create, recipes, rows_for, train
 from tests.bank.test_alone import bank_of, require_equal
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, ResNetConfig, ResNetForImageClassification
 
@@ -20,20 +20,10 @@ from shardwise.bank.rows import AgreedRows, plan_passes
 from shardwise.errors import ConfigError, TrainingError
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return banking.save_base(tmp_path_factory.mktemp("base"))
-
-
 def everything(bank: Any, name: str) -> dict[str, torch.Tensor]:
     """Matrices and moments."""
     state = bank.state_dict(name)
-    moments = {
-        f"{number}.{key}": values
-        for number, own in state["optimizer"]["state"].items()
-        for key, values in own.items()
-        if isinstance(values, torch.Tensor)
-    }
+    moments = {key: values for key, values in state["training"].items() if key != "gradient"}
     return {**state["adapter"], **moments}
 
 
@@ -131,35 +121,6 @@ def test_who_is_idle_stays_as_it_is(base):
     assert bank._tenants["a"].optimizer.param_groups[0]["weight_decay"] == 0.5
 
 
-def test_an_exception_half_way_leaves_windows_as_they_were(base):
-    """In the forward pass, and in the backward pass: what was gathered stays, what was half gathered goes."""
-    members = {"bob": recipes()["bob"], "ada": recipes()["ada"]}
-    quiet, bank = bank_of(base, members), bank_of(base, members)
-    train(quiet, members, 4)
-
-    layer = bank._model.model.layers[0]
-
-    def raises(*_: Any) -> None:
-        raise RuntimeError("half way")
-
-    def in_backward(module: Any, args: Any, output: Any) -> None:
-        output.register_hook(raises)
-
-    for number in range(4):
-        batches = [(name, rows_for(name, recipe, number)) for name, recipe in members.items()]
-        for hook in (raises, in_backward):
-            handle = layer.register_forward_hook(hook)
-            with pytest.raises(Exception, match="half way"):
-                bank.forward_backward(batches)
-            handle.remove()
-        bank.forward_backward(batches)
-        bank.optim_step("ada")
-        if number % 2:
-            bank.optim_step("bob")
-    for name in members:
-        require_equal(everything(bank, name), everything(quiet, name))
-
-
 def test_lengths_are_a_tenants_own():
     """A tenant's rows are as long as its own longest wants, in whatever company; one pass for each length."""
     entries = [
@@ -226,7 +187,7 @@ def test_dropout_of_the_base_is_refused_in_training_mode():
     create(bank, "x", Recipe({"r": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True}))
     batch = rows_for("x", X, 0)
     bank._model.train()
-    with pytest.raises(ConfigError, match=r"random numbers in training mode \(transformer.drop has p=0.1"):
+    with pytest.raises(TrainingError, match=r"drawn random numbers \(dropout in training mode"):
         bank.forward_backward([("x", batch)])
     bank._model.eval()
     assert bank.forward_backward([("x", batch)]).tenants["x"].learned_tokens
@@ -337,12 +298,3 @@ def test_calls_that_cannot_be(base):
     with pytest.raises(ConfigError, match="there is no adapter 'zoe'"):
         bank.remove("zoe")
     assert bank.optim_step("ada", lr=0.5).learning_rate == 0.5
-
-
-def test_weights_must_be_finite(base):
-    bank = bank_of(base, {"x": X})
-    batch = rows_for("x", X, 0)
-    weights = torch.full(batch["labels"].shape, float("nan"))
-    with pytest.raises(ConfigError, match="'x': weights are not all finite"):
-        bank.forward_backward([("x", {**batch, "weights": weights})])
-    assert adapter(bank, "x")

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
 from tests.bank import banking, on_ranks
 from tests.bank.banking import STEPS, distance, recipes
 from tests.bank.test_alone import require_equal
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return banking.save_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("loop", 1e-5), ("grouped", 5e-4)])
@@ -55,20 +47,6 @@ def test_gradients_that_are_not_summed_are_found_out(worlds, base):
     begin = first["begin"]["ada"]
     alone = banking.alone(base, "ada", recipes()["ada"], begin, steps=2 * on_ranks.LATE, pad_to=64)
     assert distance(first["adapters"]["ada"], alone, begin) > 1e-2
-
-
-def test_another_number_of_ranks_goes_on(worlds, base):
-    """From two ranks to one, with dropout, which is of a tenant's rows and not of ranks."""
-    members = recipes()
-    half, _ = worlds(2).run(on_ranks.resumed, base, list(members), None)
-    states = half["states"]
-    found = on_ranks.resumed(base, list(members), states)
-    whole = on_ranks.resumed(base, list(members), on_ranks.resumed(base, list(members), None)["states"])
-    for name in members:
-        one, other = (each["states"][name]["adapter"] for each in (found, whole))
-        assert distance(one, other, states[name]["adapter"]) <= 1e-5, name
-    assert half["losses"] != found["losses"]
-    torch.testing.assert_close(found["log probabilities"], whole["log probabilities"], rtol=1e-4, atol=1e-5)
 
 
 def test_a_fault_of_one_rank_is_everybodys(worlds, base):

@@ -70,13 +70,12 @@ def test_functions_begin_with_the_arguments_that_are_known(owner, name, argument
 
 def test_one_process_is_no_fsdp_and_a_state_may_become_one(accelerator) -> None:
     assert compat.is_begun()
-    assert compat.is_one_process(accelerator)
-    assert not compat.is_fsdp2(accelerator)
-    assert not compat.is_on_cpus(accelerator.state)
+    assert accelerator.distributed_type == compat.DistributedType.NO
+    assert not accelerator.is_fsdp2
     assert compat.plugin_of(accelerator) is None
     chosen = FullyShardedDataParallelPlugin(fsdp_version=2)
     compat.become_fsdp2(accelerator.state, chosen)
-    assert compat.is_fsdp2(accelerator)
+    assert accelerator.is_fsdp2
     assert accelerator.distributed_type == "FSDP"
     assert compat.plugin_of(accelerator) is chosen
     assert compat.fsdp2_plugin().auto_wrap_policy is None

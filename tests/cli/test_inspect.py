@@ -6,18 +6,18 @@ import json
 import subprocess
 import sys
 import warnings
-from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
+from tests.cli.running import RUNNER
 from tests.formats.building import file_of, index_of, tensor
 from tests.formats.torch_building import Touch, torch_file
 from torch.distributed import checkpoint as dcp
 
-from shardwise.cli.inspect import group_tensors, inspect_command
-from shardwise.cli.launch import print_table
+from shardwise.cli import main
+from shardwise.cli.checkpoints import group_tensors
 from shardwise.formats.opening import open_checkpoint
 
 
@@ -45,13 +45,8 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# click before 8.2 mixes stderr into stdout unless told not to.
-MIXES = "mix_stderr" in signature(CliRunner).parameters
-RUNNER = CliRunner(**({"mix_stderr": False} if MIXES else {}))
-
-
 def run(*arguments: str | Path) -> Result:
-    return RUNNER.invoke(inspect_command, [str(argument) for argument in arguments])
+    return RUNNER.invoke(main, ["inspect", *map(str, arguments)])
 
 
 def lines(result: Result) -> list[list[str]]:
@@ -223,17 +218,9 @@ def test_hostile_names_are_printed_harmlessly(tmp_path: Path) -> None:
     assert "[red]x[/red]" in result.stdout
 
 
-def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    print_table([("key", "left"), ("bytes", "right")], [("[red]x[/red]", "1 B")])
-    printed = capsys.readouterr().out
-    assert "[red]x[/red]" in printed
-    assert "─" in printed
-
-
 def test_it_runs_in_a_process_without_torch(checkpoint: Path) -> None:
     program = (
-        "import sys; from shardwise.cli.inspect import inspect_command; "
+        "import sys; from shardwise.cli.checkpoints import inspect_command; "
         "inspect_command(sys.argv[1:], standalone_mode=False); "
         "loaded = {'torch', 'transformers', 'huggingface_hub', 'numpy'} & set(sys.modules); "
         "assert not loaded, loaded"

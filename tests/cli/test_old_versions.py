@@ -48,7 +48,7 @@ def run(text: str, library: str, found: str) -> subprocess.CompletedProcess[str]
 
 
 def test_whatever_is_imported_first_says_so():
-    assert len(ROOMS) > 10
+    assert len(ROOMS) > 8
     done = run(_IMPORTS.format(names=ROOMS), "transformers", "5.10.4")
     assert done.stdout.splitlines() == [ERROR] * len(ROOMS), done.stderr
 

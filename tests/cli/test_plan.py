@@ -11,7 +11,7 @@ from tests import zoo
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from shardwise.cli import main
-from shardwise.cli.plan import parse_mesh
+from shardwise.cli.train import parse_mesh
 from shardwise.errors import ConfigError
 
 

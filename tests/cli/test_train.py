@@ -7,20 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-from inspect import signature
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from tests.cli.running import RUNNER
 from tests.training import tiny
 
+from shardwise.cli import main
 from shardwise.cli.launch import read_launch
-from shardwise.cli.train import STOPPED, train_command
+from shardwise.cli.train import STOPPED
 from shardwise.errors import ConfigError
-
-# click before 8.2 mixes stderr into stdout unless told not to.
-MIXES = "mix_stderr" in signature(CliRunner).parameters
-RUNNER = CliRunner(**({"mix_stderr": False} if MIXES else {}))
 
 
 def config(folder: Path, **values: object) -> str:
@@ -45,11 +41,11 @@ def command(*arguments: object) -> list[str]:
 
 
 def test_a_configuration_is_checked(tmp_path: Path) -> None:
-    result = RUNNER.invoke(train_command, ["dpo", config(tmp_path), "--check", "--max_steps", "3"])
+    result = RUNNER.invoke(main, ["train", "dpo", config(tmp_path), "--check", "--max_steps", "3"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert "model: there is no such folder" in result.stderr or "model" in result.stderr
     (tmp_path / "model").mkdir()
-    result = RUNNER.invoke(train_command, ["dpo", config(tmp_path), "--check", "--max_steps", "3"])
+    result = RUNNER.invoke(main, ["train", "dpo", config(tmp_path), "--check", "--max_steps", "3"])
     assert result.exit_code == 0, result.stderr
     assert result.stdout == f"{tmp_path / 'config.yaml'}: is a valid configuration of dpo\n"
 
@@ -58,12 +54,11 @@ def test_a_configuration_is_checked(tmp_path: Path) -> None:
     ("values", "message"),
     [
         ({"max_lenght": 3}, "max_lenght: is not a key of sft. Did you mean max_length?"),
-        ({"model": "x"}, "model: was renamed. Use model_name_or_path."),
         ({"fsdp": "full_shard"}, "fsdp: the model is sharded by shardwise"),
     ],
 )
 def test_a_mistake_is_one_error(tmp_path: Path, values: dict[str, object], message: str) -> None:
-    result = RUNNER.invoke(train_command, [config(tmp_path, **values)])
+    result = RUNNER.invoke(main, ["train", config(tmp_path, **values)])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")
     assert message in result.stderr

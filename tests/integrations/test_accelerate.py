@@ -277,14 +277,13 @@ def test_a_door_that_somebody_else_has_wrapped_stays_theirs_and_passes_on():
 
 
 def test_an_accelerate_that_lacks_a_name_or_is_not_there_is_one_clear_error():
-    module = "shardwise.integrations.accelerate_compat"
     for told, change in {
         "lacks a private name that shardwise needs .*use accelerate 1.13 to 1.15": (
             "from accelerate.utils import fsdp_utils; del fsdp_utils.fsdp2_load_full_state_dict"
         ),
         "pip install 'shardwise\\[accelerate\\]'": "import sys; sys.modules['accelerate'] = None",
     }.items():
-        code = f"{change}\nimport {module}"
+        code = f"{change}\nfrom shardwise.integrations import accelerate\naccelerate().install()"
         found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
         assert "ConfigError" in found.stderr.splitlines()[-1], found.stderr
         assert re.search(told, found.stderr), found.stderr

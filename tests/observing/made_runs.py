@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from shardwise.observing.observer import COLUMNS
+from shardwise.observing import COLUMNS
 
 MIB = 1 << 10
 GIB = 1 << 20

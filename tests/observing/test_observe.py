@@ -17,9 +17,9 @@ from tests.observing.made_runs import make_metrics, make_rank, make_run
 from tests.training import tiny
 
 import shardwise
-from shardwise.observing import observer as observers
-from shardwise.observing.observer import RankRecord, read_run
-from shardwise.observing.phases import is_observed, phase
+from shardwise.engines import observe as observers
+from shardwise.observing import is_observed, phase
+from shardwise.pictures import RankRecord, read_run
 
 
 def only_rank(run: Path) -> RankRecord:
@@ -118,7 +118,7 @@ def test_lines_are_in_the_order_of_their_times(tmp_path: Path) -> None:
 
 KILLED = """
 import sys, time, shardwise
-from shardwise.observing.phases import phase
+from shardwise.observing import phase
 with shardwise.observe(sys.argv[1], samples_per_second=100), phase("forever"):
     print("ready", flush=True)
     time.sleep(60)
@@ -145,7 +145,7 @@ def test_a_killed_process_leaves_whole_lines_and_the_next_run_replaces_them(tmp_
 
 FORKED = """
 import os, sys, shardwise
-from shardwise.observing.phases import phase
+from shardwise.observing import phase
 run = sys.argv[1]
 with shardwise.observe(run, samples_per_second=100):
     with phase("of both"):
@@ -213,7 +213,7 @@ def test_a_sample_that_fails_hides_no_error_of_the_block(
 
 FULL = """
 import resource, sys, torch, shardwise
-from shardwise.observing.phases import phase
+from shardwise.observing import phase
 with shardwise.observe(sys.argv[1], samples_per_second=100) as observer:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
     for _ in range(100):

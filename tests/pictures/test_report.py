@@ -5,18 +5,16 @@ from __future__ import annotations
 import base64
 import importlib.util
 import re
-from inspect import signature
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from tests.cli.running import RUNNER
 from tests.observing.made_runs import GIB, make_metrics, make_rank, make_run
 
 from shardwise import pictures
-from shardwise.cli.bench import report_command
+from shardwise.cli import main
 
-MIXES = "mix_stderr" in signature(CliRunner).parameters
-RUNNER = CliRunner(**({"mix_stderr": False} if MIXES else {}))
 drawing = [
     pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"),
     # matplotlib's oldest supported version calls pyparsing by names of which that warns.
@@ -26,7 +24,7 @@ pytestmark = drawing
 
 
 def report(*arguments: object) -> Result:
-    return RUNNER.invoke(report_command, list(map(str, arguments)))
+    return RUNNER.invoke(main, ["report", *map(str, arguments)])
 
 
 def page_in(folder: Path) -> str:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Co
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import shardwise
-from shardwise.cli.inspect import inspect_command
+from shardwise.cli import main
 from shardwise.conversion.dequantise import Dequantise
 from shardwise.engines.merging_adapter import merge_adapter
 
@@ -125,7 +125,7 @@ def test_a_config_that_is_kept_is_not_saved_as_that_of_a_quantised_one(quantised
 
 def test_inspect_shows_what_is_stored(quantised):
     folder, _ = quantised("fp8 blocks")
-    shown = CliRunner().invoke(inspect_command, [str(folder), "--json"])
+    shown = CliRunner().invoke(main, ["inspect", str(folder), "--json"])
     dtypes = {item["key"]: item["dtype"] for item in json.loads(shown.output)["tensors"]}
     name = "model.layers.0.mlp.up_proj.weight"
     assert (dtypes[name], dtypes[f"{name}_scale_inv"]) == ("F8_E4M3", "F32")

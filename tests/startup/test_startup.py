@@ -6,7 +6,6 @@ import importlib.util
 import io
 import json
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,18 @@ import numpy as np
 import pytest
 from benchmarks.checkpoints import SHAPES, write
 from benchmarks.training import smaller
-from click.testing import CliRunner, Result
+from click.testing import Result
+from tests.cli.running import RUNNER
 from tests.observing.made_runs import MIB, make_rank
 
 from shardwise import pictures
+from shardwise import startup as comparison
 from shardwise.cli import bench, main
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.spawned import RankError, RanksLateError
-from shardwise.observing.observer import read_run
-from shardwise.startup import comparison
-from shardwise.startup.comparison import KINDS, PHASES, ArmOnRank, ArmRun, StartupResult, arm_run
+from shardwise.pictures import read_run
+from shardwise.startup import ARMS, PHASES, ArmOnRank, ArmRun, StartupResult, arm_run
 
-MIXES = "mix_stderr" in signature(CliRunner).parameters
-RUNNER = CliRunner(**({"mix_stderr": False} if MIXES else {}))
 TINY = SHAPES["qwen3-0.6b"].tiny()
 # matplotlib's oldest supported version calls pyparsing by names of which that warns.
 old_names = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -133,7 +131,7 @@ def test_growth_over_the_limit_is_exit_code_1(tmp_path: Path, monkeypatch: pytes
     not_run = {"accelerate": "accelerate is not installed"}
     made = StartupResult("m", 2, "auto", {"shardwise": run, "native": other}, not_run)
     assert replace(made, runs={"shardwise": replace(run, limit_bytes=3 << 30)}).holds
-    monkeypatch.setattr(bench, "compare_startup", lambda *_: made)
+    monkeypatch.setattr(comparison, "compare_startup", lambda *_: made)
     result = startup(write(TINY, tmp_path), "--ranks", 2, "--json")
     told = json.loads(result.stdout)
     assert (result.exit_code, told["holds"], told["not_run"]) == (1, False, not_run)
@@ -162,7 +160,7 @@ def test_a_peer_that_fails_or_hangs_is_told_and_ours_is_an_error(
         if arm in late:
             raise RanksLateError("rank 1, 3 did not finish in 9.5 s; it was ended")
         made_run(Path(others[-1]), [[(0.0, 0, 0), (3.5, 50 * MIB, 0)]] * size)
-        return [ArmOnRank(20 << 20, 0, 256 << 20, {"a": "1", "b": "2"})] * size
+        return [ArmOnRank(20 << 20, 256 << 20, {"a": "1", "b": "2"})] * size
 
     def full(*_: object) -> None:
         raise StorageError("report: it cannot be written (No space left on device)")
@@ -172,10 +170,9 @@ def test_a_peer_that_fails_or_hangs_is_told_and_ours_is_an_error(
         return startup(model, "--ranks", 2, "--out", tmp_path / out, *asked)
 
     monkeypatch.setattr(bench, "run_fresh", in_place_of_ranks)
-    monkeypatch.setattr(comparison.ArmKind, "missing", lambda _: "")
+    monkeypatch.setattr(comparison, "_missing", lambda _: "")
     monkeypatch.setattr(pictures, "draw_report", full)
-    monkeypatch.setattr(comparison, "draw_report", full)
-    monkeypatch.setattr(comparison, "draw_panels", lambda _: b"")
+    monkeypatch.setattr(pictures, "draw_panels", lambda _: b"")
     model, out = write(TINY, tmp_path), tmp_path / "out"
     (model / "odd.bin").symlink_to("/proc/self/mem")  # a file that cannot be read
     arms = ("--arms", "transformers,native,shardwise,accelerate", "--dtype", "auto", "--limit", 9.5)
@@ -201,7 +198,7 @@ def test_a_peer_that_fails_or_hangs_is_told_and_ours_is_an_error(
 
 def test_ranks_that_hold_other_values_are_told() -> None:
     def values(*ranks: dict[str, str]) -> dict[str, str]:
-        return comparison._agreed_values([ArmOnRank(0, 0, 0, held) for held in ranks])
+        return comparison._agreed_values([ArmOnRank(0, 0, held) for held in ranks])
 
     run = ArmRun("shardwise", "", 1.0, {}, 0, 0, 0, 0, 0, values({"a": "6", "b": "2", "c": "3"}, {"c": "3"}))
     other = replace(run, arm="native", values=values({"a": "6", "b": "2", "c": "3"}, {"c": "4"}))
@@ -223,7 +220,7 @@ def test_the_picture_can_be_read_on_white_and_on_black(tmp_path: Path) -> None:
 
     samples = [(t / 100, int(200 * MIB + t * MIB + 20 * MIB * (t % 30 == 0)), 0) for t in range(300)]
     record = read_run(made_run(tmp_path / "run", [samples] * 4))
-    panels = [arm_run(name, record).panel for name in KINDS]
+    panels = [arm_run(name, record).panel for name in ARMS]
     data = draw_panels([panel for panel in panels if panel is not None])
     image = imread(io.BytesIO(data))
     assert image[0, 0, 3] == 0  # nothing behind it
@@ -282,7 +279,7 @@ def test_who_holds_less_grows_less(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     told = json.loads(result.stdout)
     assert told["not_run"] == {}
-    assert {name: arm["values"] for name, arm in told["arms"].items()} == dict.fromkeys(KINDS, "same")
+    assert {name: arm["values"] for name, arm in told["arms"].items()} == dict.fromkeys(ARMS, "same")
     grown = {name: arm["growth_bytes"] for name, arm in told["arms"].items()}
     assert grown["native-efficient"] < grown["native"]
     assert grown["accelerate-efficient"] < grown["accelerate"]

@@ -11,9 +11,8 @@ from tests.training import tiny
 from tests.training.on_ranks import COMMON, words
 
 from shardwise.cli.train import train_on_rank
-from shardwise.tenants.tenant_configs import read_tenants
 from shardwise.training.run import TrlOutcome
-from shardwise.training.run_config import read_run_config
+from shardwise.training.run_config import read_run_config, read_tenants
 
 
 def prepare(folder: Path) -> Path:

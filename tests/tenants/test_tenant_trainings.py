@@ -17,7 +17,7 @@ from shardwise.training.run import TrlOutcome
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
 
-IMPORTED = ("trl.trainer.sft_trainer", "shardwise.tenants.tenant_run")
+IMPORTED = ("trl.trainer.sft_trainer", "shardwise.training.tenants")
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ from tests.harness.crashes import (
 )
 
 from shardwise.errors import StorageError
-from shardwise.storage.policies import LOCAL_WRITES, OBJECT_STORE_WRITES
+from shardwise.storage.policies import OBJECT_STORE_WRITES
 from shardwise.storage.writing.local_writer import LocalWriter
 
 
@@ -242,14 +242,3 @@ def test_what_fails_is_not_recorded(tmp_path: Path) -> None:
         writer.create("a", 1)
     assert Created(0, "a", 1) in log.entries()
     assert not [entry for entry in log.entries() if isinstance(entry, (Wrote, FolderRemoved))]
-
-
-def test_a_record_is_replayed_to_what_is_there(tmp_path: Path) -> None:
-    log, root = EffectLog(tmp_path / "log"), tmp_path / "out"
-    with recorded(log, root), LocalWriter(root) as writer:
-        writer.create("a.incomplete", 3)
-        writer.write("a.incomplete", 0, [memoryview(b"123")])
-        writer.sync("a.incomplete")
-        writer.rename("a.incomplete", "a")
-    [state] = list(states_after_crash({}, log.entries(), since=len(log.entries()), policy=LOCAL_WRITES))
-    assert state.files == {path.name: path.read_bytes() for path in root.iterdir()}

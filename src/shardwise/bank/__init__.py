@@ -11,13 +11,13 @@ A call of ``forward_backward`` goes like this:
 1. Each rank checks its rows; all meet, and know the rows, the longest and the learned tokens of each tenant
    (``rows``). That is also where bad input becomes everybody's error.
 2. Passes are planned, the same on every rank: tenants of one padded length share one.
-3. A pass (``passes``) lays its rows side by side, tenant by tenant, and owns the route that says so (``routing``).
-   Layers of the base that a tenant targets ask the route (``hooks``), and add each tenant's part to its own rows
-   (``backends``, ``experts``). The backward pass adds straight to the tenants' flat gradients.
+3. A pass (``calls``) lays its rows side by side, tenant by tenant, and owns the route that says so. Layers of the
+   base that a tenant targets ask the route, and add each tenant's part to its own rows (``backends``). The backward
+   pass adds straight to the tenants' flat gradients.
 4. The ranks meet again, with losses or with a failure, after which gradients are what they were before the call.
 
 ``optim_step`` sums one tenant's gradient over the ranks, looks whether it is finite, clips, and steps (``tenant``).
-What could couple tenants in the base is refused by name (``guards``).
+What could couple tenants in the base is refused by name (``rows``).
 """
 
 from shardwise.errors import require_versions

@@ -5,35 +5,23 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 import torch
 from torch import nn
 from typing_extensions import TypedDict
 
-from shardwise.bank import calls, guards
-from shardwise.bank.backends import BackendChoice
-from shardwise.bank.facts import facts_of_base
-from shardwise.bank.files import config_of, find_training, names_of_peft, outlined, read_tenant, save_tenant
-from shardwise.bank.routing import RouteSwitch, SiteHooks
+from shardwise.bank import calls, rows
+from shardwise.bank import state as states
+from shardwise.bank import tenant as tenants
+from shardwise.bank.backends import BackendChoice, RouteSwitch, SiteHooks
+from shardwise.bank.files import agree, beside, config_of, find_training, lent, names_of_peft, outlined, read_tenant
 from shardwise.bank.rows import RowTensors
-from shardwise.bank.state import AllowedFaults, agreed_state, go_on, tenant_state
-from shardwise.bank.tenant import (
-    FusedLosses,
-    OptimizerMaker,
-    Reduction,
-    ScheduleMaker,
-    Tenant,
-    TenantLoss,
-    TenantOptions,
-    TenantStart,
-    TenantStep,
-    require_name,
-    summed,
-)
 from shardwise.checkpoints.facts import digest_of
 from shardwise.engines.arguments import agree_on_call, require_meant
-from shardwise.engines.save_plan import SaveOptions
+from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
+from shardwise.engines.saving import carry_out_save
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
 from shardwise.models.view import computing_device
@@ -50,11 +38,11 @@ _PERMISSION = {"on_other_base": OnFault}
 class TenantKeywords(TypedDict, total=False):
     """See :class:`~shardwise.bank.tenant.TenantOptions`."""
 
-    optimizer: OptimizerMaker
-    schedule: ScheduleMaker
+    optimizer: tenants.OptimizerMaker
+    schedule: tenants.ScheduleMaker
     max_grad_norm: float
     accumulation: int
-    reduction: Reduction
+    reduction: tenants.Reduction
     seed: int
 
 
@@ -79,12 +67,12 @@ class AdapterBank:
 
     def __init__(self, model: nn.Module, *, backend: BackendChoice = "auto", pad_to: int = 64) -> None:
         self._world = World.current(call="an AdapterBank")
-        self._model = self._world.together(lambda: guards.require_base(model, self._world.size))
+        self._model = self._world.together(lambda: rows.require_base(model, self._world.size))
         if pad_to < 1:
             raise ConfigError(f"pad_to={pad_to}: rows are padded to a multiple of 1 or more")
         if backend not in get_args(BackendChoice):
             raise ConfigError(f"backend={backend!r}: pass 'auto' or 'loop'")
-        self._tenants: dict[str, Tenant] = {}
+        self._tenants: dict[str, tenants.Tenant] = {}
         self._switch = RouteSwitch()
         self._hooks = SiteHooks(self._model, self._switch)
         for parameter in self._model.parameters():
@@ -96,7 +84,7 @@ class AdapterBank:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tenants, in the order they came in."""
+        """Names of the tenants, in the order they came in."""
         return tuple(self._tenants)
 
     @property
@@ -105,7 +93,7 @@ class AdapterBank:
         return self._base.longest
 
     def trained_counts(self) -> dict[str, int]:
-        """How many numbers each tenant trains."""
+        """Count the numbers that each tenant trains."""
         return {name: tenant.trained_count for name, tenant in self._tenants.items()}
 
     def create(self, name: str, config: LoraConfig, **keywords: Unpack[TenantKeywords]) -> None:
@@ -124,30 +112,27 @@ class AdapterBank:
         """
         self._admit(self._agreed(name, config, keywords))
 
-    def _agreed(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> Tenant:
+    def _agreed(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> tenants.Tenant:
         """A tenant as all ranks ask for it, of which nobody knows yet. Collective: yes."""
-        tenant = self._world.together(lambda: self._made(name, config, TenantOptions(**keywords)))
-        optimizer = tenant.optimizer
+        tenant = self._world.together(lambda: self._made(name, config, tenants.TenantOptions(**keywords)))
+        optimizer, schedule, options = tenant.optimizer, tenant.schedule, tenant.options
         settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-        options, schedule = tenant.options, tenant.schedule
-        words = (name, tenant.words, type(optimizer).__qualname__, repr(settings))
-        schedules = (type(schedule).__qualname__, digest_of(schedule.state_dict()))
-        numbers = (options.max_grad_norm, options.accumulation, options.seed)
-        self._world.require_equal(
-            (*words, *schedules, *numbers, repr(options.reduction)), f"the adapter {name!r} (its config or options)"
-        )
+        kinds = [type(each).__qualname__ for each in (optimizer, schedule)]
+        numbers = [options.max_grad_norm, options.accumulation, options.seed, options.reduction]
+        told = digest_of([name, tenant.words, *kinds, settings, schedule.state_dict(), *numbers])
+        self._world.require_equal(told, f"the adapter {name!r} (its config or options)")
         return tenant
 
-    def _admit(self, tenant: Tenant) -> None:
+    def _admit(self, tenant: tenants.Tenant) -> None:
         self._hooks.add(tenant.sites)
         self._tenants[tenant.name] = tenant
 
-    def _made(self, name: str, config: LoraConfig, options: TenantOptions) -> Tenant:
-        if require_name(name) in self._tenants:
+    def _made(self, name: str, config: LoraConfig, options: tenants.TenantOptions) -> tenants.Tenant:
+        if tenants.require_name(name) in self._tenants:
             raise ConfigError(f"there is an adapter {name!r} already; remove it, or take another name")
         outline = outlined(self._model, config)
         self._hooks.require_fitting(outline.sites)
-        return Tenant(name, config, outline, options, self._device, self._world)
+        return tenants.Tenant(name, config, outline, options, self._device, self._world)
 
     def remove(self, name: str) -> None:
         """Forget a tenant, and what it has gathered. Collective: no, but every rank does it."""
@@ -155,12 +140,12 @@ class AdapterBank:
         del self._tenants[name]
         self._hooks.remove(tenant.sites)
 
-    def _tenant(self, name: str) -> Tenant:
+    def _tenant(self, name: str) -> tenants.Tenant:
         return calls.tenant_of(self._tenants, name)
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────
 
-    def forward_backward(self, batches: Sequence[tuple[str, RowTensors]]) -> FusedLosses:
+    def forward_backward(self, batches: Sequence[tuple[str, RowTensors]]) -> tenants.FusedLosses:
         """A micro-batch of each of some tenants, through the base at once; adds to their gradients.
 
         If a pass fails on any rank, all of the call is discarded on all ranks: gradients and windows are as before.
@@ -178,7 +163,7 @@ class AdapterBank:
             TrainingError: an adapter was passed by, or the base has drawn random numbers.
             ShardwiseError: what failed in a pass; a note names its tenants.
         """
-        call = calls.open_call(self._base, batches, self._tenants, calls.require_trainable)
+        call = calls.open_call(self._base, batches, self._tenants, is_training=True)
         sums, passes = call.train()
         losses = {}
         for number, entry in enumerate(call.agreed):
@@ -186,12 +171,12 @@ class AdapterBank:
             tenant.window.micro_batches += 1
             tenant.window.learned_tokens += entry.learned_tokens
             divisor = max(entry.learned_tokens, 1) if tenant.options.reduction == "mean" else 1
-            losses[tenant.name] = TenantLoss(
+            losses[tenant.name] = tenants.TenantLoss(
                 sums.get(number, 0.0) / divisor, entry.learned_tokens, call.logprobs.get(number, [])
             )
-        return FusedLosses(losses, passes, dict(call.chosen))
+        return tenants.FusedLosses(losses, passes, dict(call.chosen))
 
-    def optim_step(self, name: str, **changes: Any) -> TenantStep:
+    def optim_step(self, name: str, **changes: Any) -> tenants.TenantStep:
         """Take a tenant's step, at the end of its window. One all-reduce of its gradient.
 
         Collective: yes; two short meetings and the all-reduce.
@@ -207,7 +192,7 @@ class AdapterBank:
             RankLostError: a rank is lost. The bank is over then.
         """
 
-        def check() -> tuple[Tenant, dict[str, str]]:
+        def check() -> tuple[tenants.Tenant, dict[str, str]]:
             tenant = self._tenant(name)
             found, wanted = tenant.window.micro_batches, tenant.options.accumulation
             if found < wanted:
@@ -229,11 +214,11 @@ class AdapterBank:
         is_mean = tenant.options.reduction == "mean" and not calls.is_scaled_at_once(tenant)
 
         def step() -> tuple[bool, float]:
-            summed(self._world, tenant.gradient)
+            tenants.summed(self._world, tenant.gradient)
             return tenant.step(1 / max(learned, 1) if is_mean else 1.0)
 
         is_taken, norm = self._world.together(step)
-        return TenantStep(is_taken, norm, learned, learning_rate)
+        return tenants.TenantStep(is_taken, norm, learned, learning_rate)
 
     # ── evaluation ────────────────────────────────────────────────────────────────────────────────
 
@@ -248,7 +233,7 @@ class AdapterBank:
         Returns: for each entry, for each of this rank's rows, (tokens - 1,) float32: of each label, given what
         stands before it; 0 where it is none.
         """
-        call = calls.open_call(self._base, batches, self._tenants, lambda base, tenants: None)
+        call = calls.open_call(self._base, batches, self._tenants, is_training=False)
         call.look()
         return [call.logprobs.get(number, []) for number in range(len(call.rows))]
 
@@ -263,8 +248,17 @@ class AdapterBank:
         self._world.require_equal(
             self._world.together(lambda: self._tenant(name)).name, "the tenant that is asked for"
         )
-        base = facts_of_base(self._world, self._model)
-        return self._world.together(lambda: tenant_state(self._tenant(name), base))
+        tenant, base = self._tenant(name), states.facts_of_base(self._world, self._model)
+
+        def state() -> dict[str, Any]:
+            training = states.training_tensors(tenant, states.window_gradient(tenant))
+            return {
+                "adapter": {key: values.clone() for key, values in tenant.matrices.items()},
+                "training": {key: values.clone() for key, values in training.items()},
+                "facts": states.facts_of(tenant, base).to_dict(),
+            }
+
+        return self._world.together(state)
 
     def load_state_dict(
         self,
@@ -273,7 +267,7 @@ class AdapterBank:
         *,
         on_other_base: OnFault = "error",
         on_not_finite: OnFault = "error",
-    ) -> TenantStart:
+    ) -> tenants.TenantStart:
         """Give a tenant, created with the same config and optimizer, the state of one.
 
         With the matrices alone, as ``peft.get_peft_model_state_dict`` gives them, it begins anew, as
@@ -289,26 +283,29 @@ class AdapterBank:
                 that have values that are not finite.
 
         Raises:
-            ConfigError: it is that of another, naming what differs; values are not finite; nothing is changed then.
+            ConfigError: it is that of another, naming what differs; nothing is changed then.
+            FormatError: values are not finite; nothing is changed then.
             DisagreementError: ranks give other values; nothing is changed then.
         """
-        self._world.together(lambda: require_meant(_PERMISSION, {"on_other_base": on_other_base}))
-        tenant = self._world.together(lambda: self._tenant(name))
-        base = facts_of_base(self._world, self._model)
-        allowed = AllowedFaults(on_other_base, on_not_finite)
-        facts, room = agreed_state(tenant, state, allowed, base, lambda: names_of_peft(self._model, tenant))
-        if facts is not None:
-            return go_on(tenant, state, facts, room)
-        fresh = self._world.together(lambda: self._like(tenant))
-        for key, values in fresh.matrices.items():
-            values.copy_(state[key])
-        self._tenants[name] = fresh
-        return TenantStart(reason="the state has matrices alone")
+        tenant = self._world.together(lambda: self._asked(name, on_other_base, on_not_finite))
+        found = states.given_training(tenant, state, lambda: names_of_peft(self._model, tenant))
+        base, allowed = (
+            states.facts_of_base(self._world, self._model),
+            states.AllowedFaults(on_other_base, on_not_finite),
+        )
+        started = states.go_on(
+            tenant, f"the state of {name!r}", found, lambda to: states.copy_given(tenant, state, to), base, allowed
+        )
+        self._tenants[name] = tenant
+        return started
 
-    def _like(self, tenant: Tenant) -> Tenant:
-        """The same tenant, as it was created."""
+    def _asked(self, name: str, on_other_base: OnFault, on_not_finite: OnFault) -> tenants.Tenant:
+        """The tenant as it was created."""
+        require_meant(_PERMISSION, {"on_other_base": on_other_base})
+        states.require_on_fault(on_not_finite)
+        tenant = self._tenant(name)
         outline = outlined(self._model, tenant.config)
-        return Tenant(tenant.name, tenant.config, outline, tenant.options, self._device, self._world)
+        return tenants.Tenant(name, tenant.config, outline, tenant.options, self._device, self._world)
 
     # ── files ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -344,18 +341,17 @@ class AdapterBank:
             DisagreementError, FormatError, StorageError, RankLostError: as of ``save_adapter``.
         """
         tenant = self._world.together(lambda: self._tenant(name))
-        return save_tenant(
-            self._world,
-            self._model,
-            tenant,
-            directory,
-            facts_of_base(self._world, self._model),
-            training_state=training_state,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            verify=verify,
-            options=options,
-        )
+        agree(self._world, name, training_state)
+        whole = self._world.together(lambda: lent(self._model, tenant))
+        cast = self._world.together(lambda: resolved_dtype(dtype))
+        training = None
+        if training_state:
+            training = beside(self._world, tenant, states.facts_of_base(self._world, self._model), cast)
+
+        def ask() -> SaveRequest:
+            return SaveRequest(whole, directory, PeftNames(), cast, tokenizer=tokenizer, training=training)
+
+        return carry_out_save(ask, "first_rank", options, "AdapterBank.save", verify=verify)
 
     def load(
         self,
@@ -366,7 +362,7 @@ class AdapterBank:
         on_other_base: OnFault = "error",
         on_not_finite: OnFault = "error",
         **keywords: Unpack[TenantKeywords],
-    ) -> TenantStart:
+    ) -> tenants.TenantStart:
         """Add a tenant whose config and matrices are in a folder of PEFT's, that all ranks see.
 
         Every byte of what was saved is compared with the checksums that were recorded beside it; an adapter that
@@ -400,10 +396,13 @@ class AdapterBank:
         self._world.together(lambda: require_meant(_PERMISSION, {"on_other_base": on_other_base}))
         found = find_training(self._world, name, directory, on_not_finite, training_state=training_state)
         config = self._world.together(lambda: config_of(directory))
-        options: Any = keywords if isinstance(found, TenantStart) else {**found.facts.options, **keywords}
+        options: Any = keywords if isinstance(found, tenants.TenantStart) else {**found.facts.options(), **keywords}
         tenant = self._agreed(name, config, options)
-        base = facts_of_base(self._world, self._model)
-        allowed = AllowedFaults(on_other_base, on_not_finite)
-        started = read_tenant(self._world, self._model, tenant, directory, found, base, allowed)
+        base, allowed = (
+            states.facts_of_base(self._world, self._model),
+            states.AllowedFaults(on_other_base, on_not_finite),
+        )
+        fill = read_tenant(self._world, self._model, tenant, Path(directory), found)
+        started = states.go_on(tenant, os.fspath(directory), found, fill, base, allowed)
         self._admit(tenant)
         return started

@@ -1,20 +1,31 @@
-"""Rows of tenants, checked, and dealt to forward passes.
+"""Checks the rows of tenants and the base, and deals rows to forward passes.
 
 [Note: Own lengths] A tenant's rows are padded to the longest of its own, on all ranks, rounded up to a multiple;
 never to another tenant's. Tenants whose rows come out alike go through the base together, others in a pass of their
 own. So what a tenant computes on does not depend on who else is there, and products have enough rows that their
 rounding does not, either (of fewer than 16 it would).
+
+[Note: What couples rows] Rows of a batch are computed side by side, and nearly all of a transformer treats each for
+itself. What does not: normalisation over the batch; rotary embeddings whose frequencies follow from the longest row
+(dynamic, longrope); losses and capacities of routers, which are counted over all tokens; whatever draws from
+torch's random generator, whose numbers depend on how many rows there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from shardwise.errors import ConfigError, DisagreementError
+from shardwise.errors import ConfigError, DisagreementError, TrainingError
+from shardwise.models.torch_words import is_compiled_in_place, normalises_over_rows, splitting_dim
+from shardwise.models.view import canonical
 
 IGNORED: Final = -100
 """The label of tokens that are not trained on."""
@@ -67,9 +78,9 @@ def rows_of(
         )
     labels = batch["labels"].cpu().long() if "labels" in batch else ids
     weights = batch["weights"].cpu().float() if "weights" in batch else torch.ones(ids.shape)
-    for key, values, floor in (("input_ids", ids, 0), ("labels", labels.masked_fill(labels == IGNORED, 0), 0)):
+    for key, values in (("input_ids", ids), ("labels", labels.masked_fill(labels == IGNORED, 0))):
         own = values[mask]
-        if own.numel() and (int(own.min()) < floor or int(own.max()) >= words):
+        if own.numel() and (int(own.min()) < 0 or int(own.max()) >= words):
             raise ConfigError(
                 f"{who}: {key} are from {int(own.min())} to {int(own.max())}; the model has {words} tokens"
             )
@@ -99,23 +110,8 @@ def _require_tensors(who: str, batch: Any) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class RowFacts:
-    """What a rank tells of a tenant's rows."""
-
-    name: str | None
-    rows: int
-    longest: int
-    learned_tokens: int
-
-
-def facts_of(name: str | None, rows: Sequence[TenantRow]) -> RowFacts:
-    learned = sum(int((row.labels[1:] != IGNORED).sum()) for row in rows)
-    return RowFacts(name, len(rows), max((len(row.input_ids) for row in rows), default=0), learned)
-
-
-@dataclass(frozen=True, slots=True)
 class AgreedRows:
-    """What all ranks know of the rows of one entry of a call."""
+    """Rows of one entry of a call: those of one rank, or of all together."""
 
     name: str | None
     rows: tuple[int, ...]
@@ -124,8 +120,13 @@ class AgreedRows:
     learned_tokens: int
 
 
-def agreed_rows(told: Sequence[Sequence[RowFacts]]) -> list[AgreedRows]:
-    """What ranks have told, put together.
+def facts_of(name: str | None, rows: Sequence[TenantRow]) -> AgreedRows:
+    learned = sum(int((row.labels[1:] != IGNORED).sum()) for row in rows)
+    return AgreedRows(name, (len(rows),), max((len(row.input_ids) for row in rows), default=0), learned)
+
+
+def agreed_rows(told: Sequence[Sequence[AgreedRows]]) -> list[AgreedRows]:
+    """Combine the rows of all ranks.
 
     Raises:
         DisagreementError: ranks have named other tenants, or in another order.
@@ -140,7 +141,7 @@ def agreed_rows(told: Sequence[Sequence[RowFacts]]) -> list[AgreedRows]:
     return [
         AgreedRows(
             entries[0].name,
-            tuple(facts.rows for facts in entries),
+            tuple(facts.rows[0] for facts in entries),
             max(facts.longest for facts in entries),
             sum(facts.learned_tokens for facts in entries),
         )
@@ -180,3 +181,108 @@ def plan_passes(
         return name is None, 0 if name is None else ranks[name], number
 
     return [PassPlan(tokens, tuple(sorted(entries, key=order))) for tokens, entries in sorted(lengths.items())]
+
+
+_BY_LONGEST_ROW = ("dynamic", "longrope")
+
+
+def require_base(model: nn.Module, ranks: int) -> PreTrainedModel:
+    """Refuse a model that cannot be the base of many adapters.
+
+    Raises:
+        ConfigError: naming everything that is wrong.
+    """
+    if hasattr(model, "peft_config") or not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"{type(model).__name__} is not a model of transformers without adapters; bring the base up by "
+            "shardwise.from_pretrained without tuning="
+        )
+    faults = [*_headless(model), *_compiled(model), *_by_modules(model), *_by_config(model), *_placed(model, ranks)]
+    if faults:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be the base of many adapters:\n  " + "\n  ".join(faults[:20])
+        )
+    return model
+
+
+def _headless(model: PreTrainedModel) -> Iterator[str]:
+    if model.get_output_embeddings() is None:
+        yield f"{type(model).__name__} gives no logits of tokens; take the class with the head (...ForCausalLM)"
+    if getattr(model.config, "is_encoder_decoder", False):
+        yield "it has an encoder of its own, for which a bank has no rows; take a causal language model"
+
+
+def _compiled(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if is_compiled_in_place(module):
+            yield (
+                f"{canonical(name) or 'the model'} is compiled, and would not notice adapters that come later; "
+                "bring it up without compile"
+            )
+            return
+
+
+def _by_modules(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if normalises_over_rows(module):
+            yield f"{canonical(name)} is a {type(module).__name__}, which normalises over all tenants' rows"
+        kinds = getattr(module, "rope_type", None)
+        found = {str(kind) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])}
+        if both := sorted(found.intersection(_BY_LONGEST_ROW)):
+            yield (
+                f"{canonical(name)} has {both[0]} rotary embeddings, which follow from the longest row of all "
+                "tenants; set rope_type to another in the config"
+            )
+
+
+def _by_config(model: nn.Module) -> Iterator[str]:
+    for config in _configs(model):
+        if getattr(config, "output_router_logits", False):
+            yield (
+                "config.output_router_logits is on, and a router's loss is counted over all tenants' tokens; set "
+                "it to false"
+            )
+        for key, value in vars(config).items():
+            if key in ("expert_capacity", "capacity_factor") and value:
+                yield f"config.{key}={value}: an expert that is full drops tokens, whoever's they are"
+
+
+def _placed(model: nn.Module, ranks: int) -> Iterator[str]:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            split = [place for place in parameter.placements if splitting_dim(place) is not None]
+            if len(split) > 1 or parameter.device_mesh.size() != ranks:
+                yield (
+                    f"{canonical(name)} is {parameter.placements} on a mesh of {parameter.device_mesh.size()} of "
+                    f"{ranks} ranks; every rank must have rows of its own: shard over all of them by FSDP2 alone"
+                )
+                return
+
+
+@contextmanager
+def no_random_numbers(device: torch.device) -> Iterator[None]:
+    """Check that torch's random generators are at the end of the block where they were.
+
+    Raises:
+        TrainingError: they are not: something in the base draws.
+    """
+    before = _states(device)
+    yield
+    if not all(one.equal(other) for one, other in zip(before, _states(device), strict=True)):
+        raise TrainingError(
+            "the base has drawn random numbers (dropout in training mode, jitter of a router), which depend on who "
+            "else is there; call model.eval(), or set them to 0. Adapters have dropout of their own (lora_dropout)"
+        )
+
+
+def _states(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    config: Any = getattr(model, "config", None)
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return [each for each in (config, *parts) if each is not None]

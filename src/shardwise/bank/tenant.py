@@ -8,14 +8,13 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.bank.backends import TenantPair
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
 from shardwise.tuning import sites
@@ -93,16 +92,6 @@ def summed(world: World, values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-class TenantSchedule(Protocol):
-    """The schedule of a learning rate, such as torch's schedulers."""
-
-    def step(self) -> object: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
-
-
 class ConstantRate:
     """A schedule that leaves the learning rate as it is."""
 
@@ -116,20 +105,21 @@ class ConstantRate:
         """Restore nothing."""
 
 
-ScheduleMaker: TypeAlias = Callable[[Optimizer], TenantSchedule]
+ScheduleMaker: TypeAlias = Callable[[Optimizer], Any]
+"""Makes what has ``step``, ``state_dict`` and ``load_state_dict``, as torch's schedulers."""
 
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 """A tenant's loss: the mean over the tokens it learns in a window, or the sum over them, each times its weight."""
 
 
-def unchanging(_optimizer: Optimizer) -> TenantSchedule:
+def unchanging(_optimizer: Optimizer) -> ConstantRate:
     return ConstantRate()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantOptions:
-    """How a tenant is trained.
+    """Options of a tenant's training.
 
     Attributes:
         optimizer: makes its optimizer of the one flat parameter it is given, elementwise.
@@ -167,7 +157,7 @@ def _is_integer(value: object) -> bool:
 
 @dataclass(slots=True)
 class TenantWindow:
-    """What a tenant has gathered since its last step."""
+    """Counts of a tenant since its last step."""
 
     micro_batches: int = 0
     learned_tokens: int = 0
@@ -227,12 +217,8 @@ class Tenant:
     def trained_count(self) -> int:
         return self.flat.numel()
 
-    def by_matrix(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views of a flat tensor of so many numbers, by the names of matrices."""
-        return _views(flat, self.shapes)
-
     def settings(self) -> dict[str, str]:
-        """What its next step is taken with, and how many it has taken: the same on every rank."""
+        """Return settings of its next step, and how many it has taken: the same on every rank."""
         group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
         counts = {"max_grad_norm": self.max_grad_norm, "steps": self.steps, "windows": self.windows}
         numbers = {
@@ -290,6 +276,24 @@ class Tenant:
         return is_finite, norm
 
 
+@dataclass(frozen=True, slots=True)
+class TenantPair:
+    """A tenant's matrices at one site, float32: views of its flat buffer, and of that of its gradient."""
+
+    A: torch.Tensor
+    """(r, in)"""
+    B: torch.Tensor
+    """(out, r)"""
+    a_grad: torch.Tensor
+    b_grad: torch.Tensor
+    scaling: float
+    dropout: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        return self.A.shape[0]
+
+
 def _views(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     sizes = [math.prod(shape) for shape in shapes.values()]
     return {key: piece.view(shape) for (key, shape), piece in zip(shapes.items(), flat.split(sizes), strict=True)}
@@ -321,7 +325,7 @@ def _pairs_of(
 
 
 def expert_site(module: str, parameter: str, expert: int) -> str:
-    """What the matrices of one expert are asked for by."""
+    """Name the site of the matrices of one expert."""
     return f"{module}.{parameter}.{expert}"
 
 
@@ -354,7 +358,7 @@ def require_name(name: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TenantLoss:
-    """What a micro-batch was for one tenant."""
+    """Outcome of a micro-batch for one tenant."""
 
     loss: float
     """Of all ranks' rows: the mean over the tokens that are learned, or the sum with weights."""
@@ -366,7 +370,7 @@ class TenantLoss:
 
 @dataclass(frozen=True, slots=True)
 class FusedLosses:
-    """What a call of ``forward_backward`` was."""
+    """Outcome of a call of ``forward_backward``."""
 
     tenants: dict[str, TenantLoss]
     passes: int
@@ -377,7 +381,7 @@ class FusedLosses:
 
 @dataclass(frozen=True, slots=True)
 class TenantStep:
-    """What a call of ``optim_step`` was, the same on every rank."""
+    """Outcome of a call of ``optim_step``, the same on every rank."""
 
     is_taken: bool
     """False where the gradient was not finite: matrices, moments and schedule are as before."""
@@ -390,7 +394,7 @@ class TenantStep:
 
 @dataclass(frozen=True, slots=True)
 class TenantStart:
-    """Where the training of a tenant that was read goes on, or why it begins anew."""
+    """Position from which the training of a loaded tenant continues, or the reason why it begins anew."""
 
     steps: int = 0
     windows: int = 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 import click
 
-from shardwise.cli.launch import fail
 from shardwise.errors import ShardwiseError
 
 _COMMANDS = {
@@ -21,7 +21,11 @@ _COMMANDS = {
     "verify": "open a checkpoint again and compare",
 }
 
-_MODULES = {**dict.fromkeys(("verify", "merge_adapter", "merge_weights"), "checkpoints"), "report": "bench"}
+_MODULES = {
+    **dict.fromkeys(("inspect", "verify", "merge_adapter", "merge_weights"), "checkpoints"),
+    "report": "bench",
+    "plan": "train",
+}
 """Of commands that have no module of their name."""
 
 
@@ -42,8 +46,9 @@ class _LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except ShardwiseError as error:  # of what a command imports: a library that is too old
-            fail(error)
+        except ShardwiseError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(2)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):

@@ -7,19 +7,22 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.launch import fail, print_table, run_fresh
-from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.startup.comparison import KINDS, ArmOnRank, StartupOptions, StartupResult, compare_startup
+from shardwise.cli.launch import run_fresh
+from shardwise.errors import ConfigError
+from shardwise.report.names import table_lines
+
+if TYPE_CHECKING:
+    from shardwise.startup import ArmOnRank
 
 _PRELOADED = (
     "torch",
     "transformers.models.auto.modeling_auto",
     "accelerate.utils.fsdp_utils",
-    "shardwise.startup.arms",
+    "shardwise.startup",
 )
 
 
@@ -39,7 +42,7 @@ def bench_command() -> None:
     type=click.Path(path_type=Path),
     help="A new or empty folder, for the runs, the report and the picture.",
 )
-@click.option("--arms", default="", metavar="NAME,NAME", help=f"Some of {', '.join(KINDS)}.  [default: all]")
+@click.option("--arms", default="", metavar="NAME,NAME", help="Some of those of docs/startup.md.  [default: all]")
 @click.option(
     "--dtype",
     default="float32",
@@ -64,46 +67,34 @@ def startup_command(*, as_json: bool, **options: Any) -> None:
     package, is left out. Exits with 1 if our own arm needs more than its shards, and for each rank its budget and
     32 MiB; with 2 if nothing could be measured.
     """
-    try:
-        _require_config(str(options["model"]))
-        show = partial(click.echo, err=True)
-        result = compare_startup(StartupOptions(**options), _bring_up, show)
-    except ShardwiseError as error:
-        fail(error)
+    from shardwise.startup import StartupOptions, compare_startup
+
+    _require_config(str(options["model"]))
+    result = compare_startup(StartupOptions(**options), _start, partial(click.echo, err=True))
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=2))
     else:
-        _show(result)
+        table = result.table()
+        legend = "seconds: to the end of wrapping; growth: own and shared memory of all ranks, the most"
+        lines = table_lines(table.head, table.rows, table.head[1:-1])
+        click.echo("\n".join([*lines, legend, *result.notes(), *result.files]))
     sys.exit(0 if result.holds else 1)
 
 
-def _bring_up(ranks: int, *arguments: str, timeout_s: float) -> list[ArmOnRank]:
+def _start(ranks: int, *arguments: str, timeout_s: float) -> list[ArmOnRank]:
     """Bring up a model by an arm on fresh ranks."""
+    from shardwise.startup import bring_up
+
     return run_fresh(ranks, bring_up, *arguments, preloaded=_PRELOADED, timeout_s=timeout_s)
-
-
-def bring_up(arm: str, model_dir: str, dtype: str, run_dir: str) -> ArmOnRank:
-    """Carry an arm out, on a rank. Collective: yes."""
-    from shardwise.startup import arms
-
-    return arms.bring_up(arm, model_dir, dtype, run_dir)
 
 
 def _require_config(model: str) -> None:
     """Refuse a checkpoint of which transformers can make no model; raises ShardwiseError."""
-    from shardwise.cli.inspect import read_config_facts
+    from shardwise.cli.checkpoints import read_config_facts
     from shardwise.storage.hub import resolve
 
     if "model_type" not in read_config_facts(resolve(model)):
         raise ConfigError(f"{model}: there is no config.json in it that names a model_type; give a model's folder")
-
-
-def _show(result: StartupResult) -> None:
-    table = result.table()
-    print_table([(head, "left" if head in ("arm", "values") else "right") for head in table.head], table.rows)
-    click.echo("seconds: to the end of wrapping; growth: own and shared memory of all ranks, the most")
-    for line in (*result.notes(), *result.files):
-        click.echo(line)
 
 
 @click.command("report")
@@ -120,16 +111,9 @@ def report_command(runs: Sequence[Path], *, output: Path | None) -> None:
     Memory of each rank, phases, and curves of the training, as one page that needs no network, and as PNGs. A run
     may be under way, ended, or killed.
     """
-    from shardwise.cli.launch import fail
     from shardwise.pictures import draw_report
 
     folder = output or runs[0] / "report"
-    try:
-        notes = draw_report(runs, folder)
-    except ShardwiseError as error:
-        fail(error)
-    for note in notes:
+    for note in draw_report(runs, folder):
         click.echo(note, err=True)
-    click.echo(
-        f"{click.format_filename(folder / 'report.html')}, with its pictures as PNG files in the same folder"
-    )
+    click.echo(f"{click.format_filename(folder / 'report.html')}, with its pictures as PNG files beside it")

@@ -1,13 +1,26 @@
-"""Commands on checkpoints: ``shardwise verify``, ``merge-adapter``, ``merge-weights``."""
+"""Commands on checkpoints: ``shardwise inspect``, ``verify``, ``merge-adapter``, ``merge-weights``."""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import click
 
-from shardwise.cli.launch import fail, print_report
-from shardwise.errors import ShardwiseError
+from shardwise.cli.launch import print_report
+from shardwise.errors import FormatError
+from shardwise.formats.checkpoint_index import CheckpointIndex, StoredTensor
+from shardwise.formats.opening import open_checkpoint
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from shardwise.report.names import collapse, in_bytes, table_lines
+from shardwise.storage.hub import resolve
+from shardwise.storage.names import HubOptions, shown
 
 
 @click.command("verify")
@@ -21,10 +34,7 @@ def verify_command(model: str, as_json: bool) -> None:  # noqa: FBT001 - click's
     """
     from shardwise.checkpoints.verify import verify
 
-    try:
-        found = verify(model)
-    except ShardwiseError as error:
-        fail(error)
+    found = verify(model)
     print_report(found, as_json=as_json)
     sys.exit(0 if found.is_sound else 1)
 
@@ -38,17 +48,7 @@ def verify_command(model: str, as_json: bool) -> None:  # noqa: FBT001 - click's
 @click.option("--adapter-name", default="default", show_default=True, help="Where ADAPTER holds several.")
 @click.option("--trust-remote-code", is_flag=True, help="Run model code that the base brings along.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
-def merge_adapter_command(
-    base: str,
-    adapter: str,
-    out: str,
-    *,
-    dtype: str,
-    max_shard_size: str,
-    adapter_name: str,
-    trust_remote_code: bool,
-    as_json: bool,
-) -> None:
+def merge_adapter_command(base: str, adapter: str, out: str, *, as_json: bool, **options: Any) -> None:
     """Fold the LoRA ADAPTER into BASE and write the model to OUT.
 
     BASE and ADAPTER are folders, or repositories in the cache of the Hugging Face hub. One process, no
@@ -57,18 +57,7 @@ def merge_adapter_command(
     """
     from shardwise.engines.merging_adapter import merge_adapter
 
-    try:
-        report = merge_adapter(
-            base,
-            adapter,
-            out,
-            adapter_name=adapter_name,
-            max_shard_size=max_shard_size,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-        )
-    except ShardwiseError as error:
-        fail(error)
+    report = merge_adapter(base, adapter, out, **options)
     print_report(report, as_json=as_json)
 
 
@@ -88,17 +77,7 @@ def merge_adapter_command(
 )
 @click.option("--remove-source", is_flag=True, help="Remove CHECKPOINT once OUT has been read back and compared.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
-def merge_weights_command(
-    checkpoint: str,
-    out: str,
-    *,
-    base: str | None,
-    dtype: str | None,
-    max_shard_size: str,
-    file_format: str,
-    remove_source: bool,
-    as_json: bool,
-) -> None:
+def merge_weights_command(checkpoint: str, out: str, *, as_json: bool, **options: Any) -> None:
     """Write CHECKPOINT to OUT as safetensors files under the names of the hub.
 
     CHECKPOINT is a folder of torch.distributed.checkpoint, the folder above one (accelerate's, a trainer's
@@ -108,16 +87,184 @@ def merge_weights_command(
     """
     from shardwise.interchange.merging_weights import merge_weights
 
-    try:
-        report = merge_weights(
-            checkpoint,
-            out,
-            base=base,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            file_format="bin" if file_format == "bin" else "safetensors",
-            remove_source=remove_source,
-        )
-    except ShardwiseError as error:
-        fail(error)
+    report = merge_weights(checkpoint, out, **options)
     print_report(report, as_json=as_json)
+
+
+_CONFIG_FACTS = ("architectures", "model_type", "dtype", "tie_word_embeddings", "transformers_weights")
+_MAX_CONFIG_BYTES = 10_000_000
+_SHOWN_IGNORED = 10
+_DIGITS = re.compile(r"([0-9]+)")
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors of one dtype and shape whose keys differ only in numbers; ``nbytes`` is the bytes of all."""
+
+    pattern: str
+    count: int
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@click.command("inspect")
+@click.argument("path")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.option("--tensors", "with_tensors", is_flag=True, help="List the tensors, equal layers in one line.")
+@click.option("--revision", help="Of a repository of the Hugging Face hub: branch, tag or commit.")
+def inspect_command(path: str, *, as_json: bool, with_tensors: bool, revision: str | None) -> None:
+    """Show what the checkpoint at PATH holds.
+
+    PATH is a folder (an adapter's, too), a safetensors, .bin or index file, or the name of a repository that is in
+    the cache of the Hugging Face hub. Only headers are read, nothing in them is run, and nothing is downloaded.
+    """
+    place = resolve(path, HubOptions(revision=revision, local_files_only=True), download=False)
+    config = read_config_facts(place if place.is_dir() else place.parent)
+    named = config.get("transformers_weights") or _adapter_in(place) if place.is_dir() else None
+    index = open_checkpoint(place, weights_name=named if isinstance(named, str) else None)
+    if as_json:
+        click.echo(json.dumps(as_json_object(index, config), indent=2))
+        return
+    _print_summary(index, config)
+    if with_tensors:
+        _print_groups(group_tensors(index.tensors()))
+
+
+def _adapter_in(folder: Path) -> str | None:
+    """The file of an adapter that has its folder for itself, as ``last/`` of a LoRA does."""
+    if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
+        return None
+    return next((name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+
+
+# Facts
+
+
+def read_config_facts(folder: Path) -> dict[str, object]:
+    """Read facts of the model from the top level of ``config.json``; empty if there is none.
+
+    Raises :class:`FormatError` for a file that is no JSON object.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        if file.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError(f"it has more than {_MAX_CONFIG_BYTES} bytes")
+        # Not our strict parser: transformers writes Infinity into the configurations of state space models.
+        config = json.loads(file.read_text("utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"it is a JSON {type(config).__name__}, not an object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{shown(str(file))}: cannot be read ({error}); download or write it again") from error
+    if "torch_dtype" in config:  # its name before transformers 5
+        config.setdefault("dtype", config["torch_dtype"])
+    return {name: config[name] for name in _CONFIG_FACTS if name in config}
+
+
+def bytes_per_dtype(tensors: Iterable[StoredTensor]) -> dict[str, int]:
+    """The bytes of all tensors of each dtype, most first."""
+    totals: Counter[str] = Counter()
+    for tensor in tensors:
+        totals[tensor.dtype.label] += tensor.nbytes
+    return dict(totals.most_common())
+
+
+def group_tensors(tensors: Iterable[StoredTensor]) -> list[TensorGroup]:
+    """Tensors that are alike but for the numbers in their keys, such as those of equal layers, together."""
+    alike: dict[tuple[str, tuple[int, ...]], list[StoredTensor]] = defaultdict(list)
+    for tensor in sorted(tensors, key=lambda tensor: _natural(tensor.key)):
+        alike[tensor.dtype.label, tensor.shape].append(tensor)
+    groups = [
+        TensorGroup(pattern, count, dtype, shape, count * members[0].nbytes)
+        for (dtype, shape), members in alike.items()
+        for pattern, count in collapse(shown(tensor.key) for tensor in members)
+    ]
+    return sorted(groups, key=lambda group: _natural(group.pattern))
+
+
+def as_json_object(index: CheckpointIndex, config: dict[str, object]) -> dict[str, object]:
+    """Everything there is to say.
+
+    A tensor that is one run of bytes has a file, a start and a stop; any other has parts that do.
+    """
+    everything = index.tensors()
+    return {
+        "root": index.root,
+        "layout": index.layout,
+        "wrapper": index.wrapper,
+        "not_loaded": list(index.ignored),
+        "files": [{"name": name, "bytes": nbytes} for name, nbytes in index.files.items()],
+        "tensor_count": len(everything),
+        "parameter_count": _parameters(everything),
+        "bytes": index.nbytes,
+        "bytes_per_dtype": bytes_per_dtype(everything),
+        "config": config,
+        "metadata": dict(index.metadata),
+        "tensors": [
+            {
+                "key": tensor.key,
+                "dtype": tensor.dtype.label,
+                "shape": list(tensor.shape),
+                "bytes": tensor.nbytes,
+                **_where(index, tensor),
+            }
+            for tensor in everything
+        ],
+    }
+
+
+def _where(index: CheckpointIndex, tensor: StoredTensor) -> dict[str, object]:
+    places = [{"file": entry.file, "start": entry.start, "stop": entry.stop} for entry in tensor.entries]
+    if tensor.key not in index.composed:
+        return {**places[0]}
+    keyed = zip(tensor.entries, places, strict=True)
+    return {"parts": [{"key": entry.key, **place} for entry, place in keyed]}
+
+
+def _parameters(tensors: Iterable[StoredTensor]) -> int:
+    return sum(tensor.numel for tensor in tensors)
+
+
+def _natural(key: str) -> list[tuple[str, int]]:
+    """A sort key that puts layer 2 before layer 10."""
+    parts = _DIGITS.split(shown(key))
+    return [(word, int(number)) for word, number in zip(parts[::2], [*parts[1::2], "0"], strict=True)]
+
+
+# Rendering
+
+
+def _print_summary(index: CheckpointIndex, config: dict[str, object]) -> None:
+    tensors = index.tensors()
+    facts = [
+        ("checkpoint", shown(index.root)),
+        ("layout", index.layout),
+        ("tensors", f"{len(tensors):,}"),
+        ("parameters", f"{_parameters(tensors):,}"),
+        ("bytes", in_bytes(index.nbytes)),
+    ]
+    per_dtype = bytes_per_dtype(tensors)
+    facts += [(f"  {dtype}", in_bytes(nbytes)) for dtype, nbytes in per_dtype.items()]
+    facts += [(name, shown(json.dumps(value))) for name, value in config.items()]
+    if index.wrapper:
+        facts.append(("taken from", shown(index.wrapper)))
+    facts += [("not loaded", shown(name)) for name in index.ignored[:_SHOWN_IGNORED]]
+    if len(index.ignored) > _SHOWN_IGNORED:
+        facts.append(("not loaded", f"... and {len(index.ignored) - _SHOWN_IGNORED} more"))
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        click.echo(f"{name:<{width}}  {value}")
+    click.echo()
+    files = [(shown(name), in_bytes(nbytes)) for name, nbytes in index.files.items()]
+    click.echo("\n".join(table_lines(("file", "bytes"), files, ("bytes",))))
+
+
+def _print_groups(groups: Sequence[TensorGroup]) -> None:
+    rows = []
+    for group in groups:
+        count = f"x{group.count}" if group.count > 1 else ""
+        rows.append((group.pattern, str(group.shape), group.dtype, count, in_bytes(group.nbytes)))
+    click.echo()
+    click.echo("\n".join(table_lines(("key", "shape", "dtype", "count", "bytes"), rows, ("count", "bytes"))))

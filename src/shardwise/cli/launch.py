@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError
 
 _CUDA_FROM_AFAR = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 """Has torch ask the driver's library whether there are GPUs, so that no import begins to use CUDA in a process that
@@ -107,36 +106,6 @@ def this_place() -> tuple[int, int]:
     from shardwise.execution import launched
 
     return launched.this_place()
-
-
-def fail(error: ShardwiseError) -> NoReturn:
-    """Print the error and leave with exit code 2."""
-    click.echo(f"error: {error}", err=True)
-    sys.exit(2)
-
-
-_UNLIMITED = 100_000
-"""Columns: lines that are piped are never wrapped, for grep and awk."""
-
-
-def print_table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under the names of columns, each with its side, "left" or "right"."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    is_terminal = sys.stdout.isatty()
-    table = Table(box=box.SIMPLE_HEAD if is_terminal else None, pad_edge=False)
-    for name, side in columns:
-        table.add_column(name, justify="right" if side == "right" else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # not str: a key may contain what rich takes for markup
-    console = Console(width=None if is_terminal else _UNLIMITED, highlight=False)
-    with console.capture() as captured:
-        console.print(table)
-    for line in captured.get().splitlines():
-        click.echo(line.rstrip())
 
 
 def print_report(report: Any, *, as_json: bool) -> None:

@@ -1,19 +1,32 @@
-"""``observe``: memory and phases of every rank, recorded while a block runs."""
+"""``observe``: memory and phases of every rank, recorded while a block runs.
+
+[Note: A rank's file] ``observed/rank-00003.jsonl`` in the folder of a run. The first line is an object with the
+run, the rank, and ``columns``. Each later line is a sample, a list with a number for each column (``t`` in seconds
+since the beginning, which all ranks share; memory, and bytes read and written, in KiB), or an object with ``t``,
+``thread`` and ``begin`` (the name of a phase) or ``end``; the last line has ``"closed": true``. Each line is
+appended in one write, so that a process that is killed leaves whole lines.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import re
 import secrets
-from collections.abc import Iterator, Sequence
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Self
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.launched import this_device
 from shardwise.execution.world import World
 from shardwise.models.torch_words import memory_in_use
-from shardwise.observing.observer import RankObserver, create_rank_file, host_memory
-from shardwise.observing.phases import is_observed
+from shardwise.observing import COLUMNS, FOLDER, STATUS, TRAFFIC, is_observed, observed_by
 
 
 @contextmanager
@@ -57,3 +70,155 @@ def observe(run_dir: str | os.PathLike[str], *, samples_per_second: float = 20.0
     header = {"run": run, "rank": world.rank, "world_size": world.size, "device": device.type}
     with RankObserver(file, header, device_memory, samples_per_second) as observer:
         yield observer
+
+
+_COUNT = re.compile(rb"^(\w+):\s+(\d+)", re.MULTILINE)
+
+
+def host_memory() -> dict[str, int]:
+    """Return the memory of this process by kind, in KiB, as Linux counts it.
+
+    Raises:
+        ConfigError: this system does not count memory by kind.
+    """
+    try:
+        counts = _counts("status")
+        return {name: counts[key] for name, key in STATUS.items()}
+    except (OSError, KeyError) as error:
+        raise ConfigError(
+            f"this process cannot be observed: /proc/self/status has no {error}. Use Linux 4.5 or newer."
+        ) from error
+
+
+def _counts(name: str) -> dict[bytes, int]:
+    return {key: int(number) for key, number in _COUNT.findall(Path("/proc/self", name).read_bytes())}
+
+
+def _traffic() -> list[int]:
+    """Return the bytes read and written by system calls, in KiB; zeros if the system does not show them."""
+    try:
+        counts = _counts("io")
+    except OSError:
+        return [0, 0]
+    return [counts[key] >> 10 for key in TRAFFIC.values()]
+
+
+class RankObserver:
+    """Records samples and phases of this process, within its ``with`` block.
+
+    If the file cannot be written any more, or an accelerator fails, the recording ends and nothing else:
+    :attr:`fault` has the reason.
+
+    Args:
+        file: the descriptor of an empty file, closed at the end of the block.
+        header: of the file's first line.
+        device_memory: returns bytes of the accelerator in tensors, reserved by torch, and used by all processes.
+        samples_per_second: of the thread; each begin and end of a phase is sampled as well.
+    """
+
+    def __init__(
+        self,
+        file: int,
+        header: Mapping[str, Any],
+        device_memory: Callable[[], Sequence[int]],
+        samples_per_second: float,
+    ) -> None:
+        self.fault = ""
+        self._is_closed = False
+        self._file = file
+        self._device_memory = device_memory
+        self._period_s = 1 / samples_per_second
+        self._process = os.getpid()
+        self._threads = {threading.get_ident(): 0}
+        self._lock = threading.RLock()  # a signal handler may mark a phase while a line is written
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._sample_until_over, name="shardwise-observer", daemon=True)
+        self._marks = observed_by(self._mark)
+        self._began = time.perf_counter()
+        self._write(lambda _: {**header, "columns": COLUMNS, "host": socket.gethostname(), "pid": self._process})
+
+    def __enter__(self) -> Self:
+        self.sample()
+        self._thread.start()
+        self._marks.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._marks.__exit__(None, None, None)
+        self._is_over.set()
+        if os.getpid() != self._process:
+            return
+        self._thread.join()
+        self.sample()
+        self._write(lambda t: {"t": t, "closed": True})
+        with self._lock:
+            self._is_closed = True
+            os.close(self._file)
+
+    def sample(self) -> None:
+        """Write down the memory of this moment."""
+
+        def line(t: float) -> list[float]:
+            device = [count >> 10 for count in self._device_memory()]
+            return [t, *host_memory().values(), *device, *_traffic()]
+
+        self._write(line)
+
+    def _mark(self, name: str | None) -> None:
+        def line(t: float) -> dict[str, Any]:
+            thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
+            return {"t": t, **({"end": True} if name is None else {"begin": name}), "thread": thread}
+
+        if name is None:
+            self.sample()
+        self._write(line)
+        if name is not None:
+            self.sample()
+
+    def _sample_until_over(self) -> None:
+        while not self._is_over.wait(self._period_s) and not self.fault:
+            self.sample()
+
+    def _write(self, line_at: Callable[[float], object]) -> None:
+        """Append a line of this moment, so that lines are in the order of their times."""
+        with self._lock:
+            if self._is_closed or self.fault or os.getpid() != self._process:
+                return
+            try:
+                text = json.dumps(line_at(round(time.perf_counter() - self._began, 4)), separators=(",", ":"))
+                os.write(self._file, text.encode() + b"\n")
+            except (OSError, RuntimeError, ConfigError) as error:  # RuntimeError: of an accelerator
+                self.fault = str(error)
+
+
+def create_rank_file(run: Path, rank: int) -> int:
+    """Create or empty the file of a rank, which one process at a time may record into; returns its descriptor.
+
+    Raises:
+        StorageError: it cannot be written, or another process records into it.
+    """
+    path = run / FOLDER / f"rank-{rank:05d}.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise StorageError(f"{path}: it cannot be written ({error.strerror or error})") from error
+    if _is_locked_by_another(file):
+        os.close(file)
+        raise StorageError(
+            f"{path}: another process records into this file. Name another folder, and call observe after "
+            "torch.distributed.init_process_group, so that ranks have files of their own."
+        )
+    os.ftruncate(file, 0)
+    return file
+
+
+def _is_locked_by_another(file: int) -> bool:
+    """Lock a file for this process, not for its children. A file system without locks has none by others."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

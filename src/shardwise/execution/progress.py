@@ -15,7 +15,7 @@ from tqdm import tqdm
 from shardwise.errors import DisagreementError
 from shardwise.execution.world import OddRanks, World, digest_of
 from shardwise.models import pretrained
-from shardwise.observing import phases
+from shardwise.observing import phase
 from shardwise.planning.load_memory import Available, require_fits
 from shardwise.planning.load_plan import LoadPlan
 from shardwise.report.names import few_names
@@ -82,7 +82,7 @@ class Clock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start, before, self._inner = time.perf_counter(), self._inner, 0.0
-        with phases.phase(name):
+        with phase(name):
             yield
         elapsed = time.perf_counter() - start
         self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inner

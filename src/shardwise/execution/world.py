@@ -25,7 +25,7 @@ from shardwise import errors
 from shardwise.errors import CheckpointError, ConfigError, DisagreementError
 from shardwise.execution.patience import Patience
 from shardwise.models import torch_words
-from shardwise.observing import phases
+from shardwise.observing import phase
 from shardwise.report.names import shown_ranks
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class World:
     def __enter__(self) -> Self:
         if self.meetings is not None:
             self.meetings.join()
-        self._mark = contextlib.nullcontext() if self._call == ANY_CALL else phases.phase(self._call)
+        self._mark = contextlib.nullcontext() if self._call == ANY_CALL else phase(self._call)
         self._mark.__enter__()
         return self
 

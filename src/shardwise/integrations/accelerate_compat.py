@@ -21,31 +21,16 @@ try:
 except ImportError as _absent:
     raise ConfigError("accelerate is not installed; pip install 'shardwise[accelerate]'") from _absent
 
-_VERSIONS = "1.13 to 1.15"
+known_names = KnownNames("accelerate", "1.13 to 1.15")
 
-with KnownNames("accelerate", _VERSIONS):
+with known_names:
     from accelerate import Accelerator
     from accelerate import accelerator as accelerator_module
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
 
-    for _owner, _names in (
-        (Accelerator, ("_prepare_fsdp2", "_prepare_one", "prepare", "get_state_dict", "clip_grad_norm_")),
-        (Accelerator, ("save_state", "load_state", "unscale_gradients", "is_fsdp2")),
-        (accelerator_module, ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")),
-        (fsdp_utils, ("fsdp2_load_full_state_dict",)),
-        (PartialState, ("_shared_state",)),
-    ):
-        for _name in _names:
-            getattr(_owner, _name)
-
-__all__ = ["Accelerator", "AcceleratorState", "accelerator_module", "fsdp_utils"]
-
-
-def is_fsdp2(accelerator: Any) -> bool:
-    """Whether an accelerator shards by FSDP2."""
-    return bool(accelerator.is_fsdp2)
+__all__ = ["Accelerator", "AcceleratorState", "DistributedType", "accelerator_module", "fsdp_utils"]
 
 
 def plugin_of(accelerator: Any) -> Any:
@@ -60,16 +45,6 @@ def become_fsdp2(state: Any, plugin: Any) -> None:
     state.fsdp_plugin = plugin
     state.distributed_type = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-
-def is_on_cpus(state: Any) -> bool:
-    """Whether several ranks compute on CPUs, where accelerate knows of no FSDP."""
-    return bool(state.distributed_type == DistributedType.MULTI_CPU)
-
-
-def is_one_process(accelerator: Any) -> bool:
-    """Whether there is one process, and nothing is distributed; of an accelerator, or of its state."""
-    return bool(accelerator.distributed_type == DistributedType.NO)
 
 
 def fsdp2_plugin() -> Any:
@@ -121,7 +96,7 @@ def how_many(accelerator: Any) -> tuple[int, int]:
 
 @contextmanager
 def without_models(accelerator: Any) -> Iterator[tuple[list[nn.Module], list[Any]]]:
-    """For the time of the block an accelerator has no models and optimizers; they are given."""
+    """Take the models and optimizers from an accelerator within the block; yields them."""
     models, optimizers = accelerator._models, accelerator._optimizers
     accelerator._models, accelerator._optimizers = [], []
     try:

@@ -1,4 +1,4 @@
-"""The switch under which accelerate treats sharded models as they are, and fills others shard by shard.
+"""The switch under which accelerate treats sharded models as they are, and saves their states.
 
 [Note: Doors] accelerate has no interface for models that are sharded already. So a handful of its functions is
 replaced while the switch is on, and never by an import. Each replacement passes on what is none of its business, so
@@ -9,9 +9,11 @@ that somebody else has wrapped meanwhile is left in place, and passes everything
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import wraps
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -19,24 +21,23 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardwise.errors import ConfigError, PlacementError
+from shardwise.engines.model_states import model_state
+from shardwise.errors import ConfigError, PlacementError, StorageError
+from shardwise.execution.agreed import StateOptions
+from shardwise.execution.renames import as_renamed, leads_nowhere
 from shardwise.execution.world import World
+from shardwise.formats.accelerate_names import MODEL
 from shardwise.integrations import accelerate_compat as compat
-from shardwise.integrations import (
-    accelerate_filling,
-    accelerate_states,
-    pending,
-)
-from shardwise.integrations.accelerate_compat import (
-    Accelerator,
-    AcceleratorState,
-    accelerator_module,
-    fsdp_utils,
-)
-from shardwise.models.gradients import average_replicated_gradients
+from shardwise.integrations import pending
+from shardwise.interchange import accelerate_writing as writing
+from shardwise.interchange.accelerate_folder import LinkedFolder, WorkFolder, keep_newest, newest_in, state_saved
+from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
+from shardwise.models.gradients import average_replicated_gradients, clip_gradients
 from shardwise.models.pretrained import loading_door, placing_door
 from shardwise.models.rebind import look_at
+from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.models.view import is_sharded, look_inside, without_compile
+from shardwise.planning.matching import FileForm
 from shardwise.tuning.peft_compat import adapter_doors
 
 
@@ -73,8 +74,9 @@ class AccelerateSwitch:
             return
         if AccelerateSwitch._installed == 0:
             try:
-                for owner, name, make in _doors():
-                    AccelerateSwitch._put_back.append(_replace(owner, name, make))
+                with compat.known_names:
+                    for owner, name, make in _doors():
+                        AccelerateSwitch._put_back.append(_replace(owner, name, make))
             except BaseException:
                 _restore()
                 raise
@@ -94,9 +96,7 @@ class AccelerateSwitch:
         self.install()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -105,20 +105,20 @@ Replacing = Callable[..., Any]
 
 
 def _doors() -> list[tuple[Any, str, Replacing]]:
-    """Whose function of which name is replaced by what."""
+    """List the functions that are replaced: owner, name, replacement."""
     return [
-        (AcceleratorState, "__init__", begin_state),
-        (Accelerator, "prepare", prepare_objects),
-        (Accelerator, "_prepare_fsdp2", accelerate_filling.prepare_fsdp2),
-        (fsdp_utils, "fsdp2_load_full_state_dict", accelerate_filling.load_full_state_dict),
-        (Accelerator, "get_state_dict", accelerate_states.get_state_dict),
-        (Accelerator, "clip_grad_norm_", accelerate_states.clip_grad_norm),
-        (Accelerator, "save_state", accelerate_states.save_state),
-        (Accelerator, "load_state", accelerate_states.load_state),
-        (accelerator_module, "save_fsdp_model", accelerate_states.save_model),
-        (accelerator_module, "load_fsdp_model", accelerate_states.load_model),
-        (accelerator_module, "save_fsdp_optimizer", accelerate_states.save_optimizer),
-        (accelerator_module, "load_fsdp_optimizer", accelerate_states.load_optimizer),
+        (compat.AcceleratorState, "__init__", begin_state),
+        (compat.Accelerator, "prepare", prepare_objects),
+        (compat.Accelerator, "_prepare_fsdp2", pending.prepare_fsdp2),
+        (compat.fsdp_utils, "fsdp2_load_full_state_dict", pending.load_full_state_dict),
+        (compat.Accelerator, "get_state_dict", get_state_dict),
+        (compat.Accelerator, "clip_grad_norm_", clip_grad_norm),
+        (compat.Accelerator, "save_state", save_state),
+        (compat.Accelerator, "load_state", load_state),
+        (compat.accelerator_module, "save_fsdp_model", save_model),
+        (compat.accelerator_module, "load_fsdp_model", load_model),
+        (compat.accelerator_module, "save_fsdp_optimizer", save_optimizer),
+        (compat.accelerator_module, "load_fsdp_optimizer", load_optimizer),
         (*loading_door(), pending.load_later),
         (*placing_door(), pending.place_missing),
         *((*door, pending.keep_adapter) for door in adapter_doors()),
@@ -127,8 +127,7 @@ def _doors() -> list[tuple[Any, str, Replacing]]:
 
 def _replace(owner: Any, name: str, replacing: Replacing) -> Callable[[], None]:
     """Put a function in the place of another; what puts the other back, where nobody has come in between."""
-    before = vars(owner)[name]
-    original = getattr(owner, name)
+    original, before = getattr(owner, name), vars(owner)[name]
 
     @functools.wraps(original)
     def door(*args: Any, **keywords: Any) -> Any:
@@ -157,7 +156,7 @@ _BEFORE = "prepare the optimizer before its first step"
 def prepare_objects(
     original: Callable[..., Any], accelerator: Any, *objects: Any, device_placement: list[bool] | None = None
 ) -> Any:
-    """What takes the place of ``Accelerator.prepare``: models that are sharded are left alone, others passed on."""
+    """Replace ``Accelerator.prepare``: models that are sharded are left alone, others passed on."""
     models = [item for item in objects if isinstance(item, nn.Module)]
     config = getattr(accelerator, "parallelism_config", None)
     if not models or (config is not None and config.tp_enabled):
@@ -169,16 +168,16 @@ def prepare_objects(
 
 
 def begin_state(original: Callable[..., Any], state: Any, *args: Any, **keywords: Any) -> None:
-    """What takes the place of the initialiser of accelerate's state: FSDP2 is known on CPUs, too."""
+    """Replace the initializer of accelerate's state: FSDP2 is known on CPUs, too."""
     plugin = keywords.get("fsdp_plugin")
     wanted = plugin is not None and plugin.fsdp_version == 2
     if wanted and pending.launched_ranks() and not compat.is_begun() and not torch.accelerator.is_available():
         keywords["cpu"] = True  # else accelerate takes each of the ranks for a process alone
     original(state, *args, **keywords)
-    if wanted and compat.is_on_cpus(state):
+    if wanted and state.distributed_type == compat.DistributedType.MULTI_CPU:
         compat.become_fsdp2(state, plugin)
     ranks = pending.launched_ranks()
-    if wanted and compat.is_one_process(state) and ranks > 1:
+    if wanted and state.distributed_type == compat.DistributedType.NO and ranks > 1:
         raise ConfigError(
             f"accelerate takes each of the {ranks} ranks for a process alone, and would train as many models; make "
             "its first object, Accelerator or PartialState, with cpu=True"
@@ -240,7 +239,7 @@ def _leave_alone(
         look_at([compat.bare(item) for item in objects if isinstance(item, Optimizer)], held, _BEFORE)
 
     world.together(check)
-    if not compat.is_fsdp2(accelerator):
+    if not accelerator.is_fsdp2:
         compat.become_fsdp2(accelerator.state, compat.plugin_of(accelerator) or compat.fsdp2_plugin())
     placement = list(device_placement) if device_placement is not None else [None] * len(objects)
     result = compat.left_as_they_are(accelerator, objects, placement)
@@ -254,3 +253,231 @@ def _mesh_of(model: nn.Module) -> Any:
     """The mesh that a model's parameters are sharded on; None where none of them is."""
     found = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
     return next((mesh for mesh in found if mesh is not None), None)
+
+
+T = TypeVar("T")
+
+
+def _of_fsdp2(replacing: Callable[..., T]) -> Callable[..., T]:
+    """Pass calls on to accelerate's own function where the plugin is not one of FSDP2."""
+
+    @wraps(replacing)
+    def door(original: Callable[..., T], fsdp_plugin: Any, accelerator: Any, *others: Any, **keywords: Any) -> T:
+        if fsdp_plugin.fsdp_version != 2:
+            return original(fsdp_plugin, accelerator, *others, **keywords)
+        return replacing(fsdp_plugin, *others, **keywords)
+
+    return door
+
+
+@_of_fsdp2
+def save_model(
+    fsdp_plugin: Any,
+    model: nn.Module,
+    output_dir: str,
+    model_index: int = 0,
+    adapter_only: bool = False,  # noqa: FBT001, FBT002 - accelerate's own
+    **others: Any,
+) -> Any:
+    """Replace ``save_fsdp_model``: the same files, written by all ranks at once."""
+    only, place = _selection(model, adapter_only=adapter_only), _place(fsdp_plugin, output_dir, model_index, others)
+    return writing.save_model(model, place, only, "first_rank", StateOptions())
+
+
+@_of_fsdp2
+def load_model(
+    _fsdp_plugin: Any,
+    model: nn.Module,
+    input_dir: str,
+    model_index: int = 0,
+    adapter_only: bool = False,  # noqa: FBT001, FBT002
+    **_others: Any,
+) -> Any:
+    """Replace ``load_fsdp_model``: any of its forms, on any number of ranks."""
+    only = _selection(model, adapter_only=adapter_only)
+    return load_accelerate_model(model, _folder_of(input_dir), number=model_index, only=only)
+
+
+@_of_fsdp2
+def save_optimizer(
+    fsdp_plugin: Any, optimizer: Any, model: nn.Module, output_dir: str, optimizer_index: int = 0, **others: Any
+) -> Any:
+    """Replace ``save_fsdp_optimizer``."""
+    place = _place(fsdp_plugin, output_dir, optimizer_index, others)
+    return writing.save_optimizer(model, compat.bare(optimizer), place, StateOptions())
+
+
+@_of_fsdp2
+def load_optimizer(
+    _fsdp_plugin: Any, optimizer: Any, model: nn.Module, input_dir: str, optimizer_index: int = 0, *_others: Any
+) -> Any:
+    """Replace ``load_fsdp_optimizer``."""
+    return load_accelerate_optimizer(model, compat.bare(optimizer), _folder_of(input_dir), number=optimizer_index)
+
+
+def get_state_dict(
+    original: Callable[..., Any],
+    accelerator: Any,
+    model: nn.Module,
+    unwrap: bool = True,  # noqa: FBT001, FBT002
+) -> Mapping[str, torch.Tensor]:
+    """Replace ``Accelerator.get_state_dict``: whole tensors on the first rank."""
+    if not accelerator.is_fsdp2:
+        found: Mapping[str, torch.Tensor] = original(accelerator, model, unwrap)
+        return found
+    return model_state(model, "full")
+
+
+def clip_grad_norm(
+    original: Callable[..., Any],
+    accelerator: Any,
+    parameters: Iterable[nn.Parameter] | torch.Tensor,
+    max_norm: float,
+    norm_type: float = 2,
+) -> Any:
+    """Replace ``Accelerator.clip_grad_norm_``: one norm of sharded and of whole parameters."""
+    if not accelerator.is_fsdp2 or float(norm_type) != 2.0:
+        return original(accelerator, parameters, max_norm, norm_type)
+    accelerator.unscale_gradients()
+    given: Any = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm = clip_gradients(given, float(max_norm))
+    return torch.tensor(norm, device=accelerator.device)
+
+
+def save_state(
+    original: Callable[..., Any],
+    accelerator: Any,
+    output_dir: str | None = None,
+    *others: Any,
+    **keywords: Any,
+) -> Any:
+    """Replace ``Accelerator.save_state``: all that is written counts in one step.
+
+    A state in the folder, and with ``automatic_checkpoint_naming`` the oldest ones, go once the new one counts.
+    """
+    config = accelerator.project_configuration
+    if not accelerator.is_fsdp2 or (output_dir is None and not config.automatic_checkpoint_naming):
+        return original(accelerator, output_dir, *others, **keywords)
+    is_named = config.automatic_checkpoint_naming
+    folder = _numbered_folder(accelerator) if is_named else Path(str(output_dir)).expanduser().resolve()
+    with World.current(call="save_state") as world:
+        world.together(lambda: _require_one_each("save_state", *compat.how_many(accelerator)))
+        world.require_equal(str(folder), "the folder to save into")
+        with state_saved(world, folder, is_new=is_named) as work:
+            config.automatic_checkpoint_naming = False
+            try:
+                saved = _attempted(lambda: original(accelerator, work, *others, **keywords))
+            finally:
+                config.automatic_checkpoint_naming = is_named
+            if isinstance(saved, Exception):
+                saved = work.part.saving.cause_of(saved)
+            location = world.together(lambda: _value_of(saved))
+        if is_named:
+            world.from_first(lambda: keep_newest(folder.parent, folder, config.total_limit))
+    return type(location)(output_dir or folder) if str(location) == work else location
+
+
+def load_state(
+    original: Callable[..., Any],
+    accelerator: Any,
+    input_dir: str | None = None,
+    *others: Any,
+    **keywords: Any,
+) -> Any:
+    """Replace ``Accelerator.load_state``: of a save that counts, but was killed, all is read."""
+    is_numbered = input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming
+    is_ours = accelerator.is_fsdp2 or accelerator.distributed_type == compat.DistributedType.NO
+    if not is_ours or (input_dir is None and not is_numbered):
+        return original(accelerator, input_dir, *others, **keywords)
+    with ExitStack() as stack:
+        with World.current(call="load_state") as world:
+            if accelerator.is_fsdp2:
+                world.together(lambda: _require_one_each("load_state", *compat.how_many(accelerator)))
+            if is_numbered:
+                place = _numbered_folder(accelerator).parent
+                newest = world.from_first(lambda: newest_in(place))
+                if newest is None:
+                    return _all_done("load_state", lambda: original(accelerator, None, *others, **keywords))
+                input_dir = str(newest)
+            folder = Path(str(input_dir)).expanduser().resolve()
+            seen = world.together(lambda: stack.enter_context(as_renamed(folder)))
+        if seen != folder:
+            input_dir = LinkedFolder.of(seen, folder)
+
+        def load() -> Any:
+            loaded = original(accelerator, input_dir, *others, **keywords)
+            _require_still_there(seen, folder)
+            return loaded
+
+        if accelerator.is_fsdp2 or not any(seen.glob(f"{MODEL.stem}*")):
+            return _all_done("load_state", load)
+        with compat.without_models(accelerator) as (models, optimizers):  # a process alone, where ranks have saved
+            _require_one_each("load_state", len(models), len(optimizers))
+            for number, model in enumerate(models):
+                load_accelerate_model(model, folder, number=number)
+            for number, optimizer in enumerate(optimizers):
+                load_accelerate_optimizer(models[number], compat.bare(optimizer), folder, number=number)
+            return load()
+
+
+def _require_one_each(call: str, models: int, optimizers: int) -> None:
+    """Accelerate takes an optimizer for that of the model of the same number."""
+    if optimizers > models:
+        raise ConfigError(
+            f"{call}: the accelerator has {optimizers} optimizers and {models} model(s), and accelerate's states "
+            "have one optimizer for each model; save several with shardwise.Checkpointer"
+        )
+
+
+def _require_still_there(seen: Path, folder: Path) -> None:
+    """Accelerate passes over random states that it cannot read."""
+    if seen != folder and leads_nowhere(seen):
+        raise StorageError(f"{folder}: a save began there while its state was loaded; load it again")
+
+
+def _folder_of(input_dir: str) -> Path:
+    """The folder that accelerate loads from, the same on all ranks."""
+    return input_dir.folder if isinstance(input_dir, LinkedFolder) else Path(input_dir)
+
+
+def _attempted(function: Callable[[], T]) -> T | Exception:
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
+def _value_of(found: T | Exception) -> T:
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _all_done(call: str, function: Callable[[], T]) -> T:
+    """Call a function of accelerate on each rank; if one of them fails, all do. Collective: yes."""
+    found = _attempted(function)
+    with World.current(call=call) as world:
+        return world.together(lambda: _value_of(found))
+
+
+def _numbered_folder(accelerator: Any) -> Path:
+    """Return the folder of the next state, as accelerate names it."""
+    return Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}").resolve()
+
+
+def _place(plugin: Any, output_dir: str, number: int, others: Mapping[str, Any]) -> writing.FilesPlace:
+    """Return the place of a model or an optimizer: in the state that is being saved, or by itself."""
+    form = _form(plugin, others)
+    if isinstance(output_dir, WorkFolder):
+        return writing.FilesPlace(output_dir.folder, number, form, output_dir.part)
+    return writing.FilesPlace(Path(output_dir), number, form)
+
+
+def _selection(model: nn.Module, *, adapter_only: bool) -> Selection:
+    return AdapterOnly() if adapter_only and has_adapters(model) else None
+
+
+def _form(plugin: Any, others: Mapping[str, Any]) -> FileForm:
+    if plugin.state_dict_type.name == "FULL_STATE_DICT":
+        return "full"
+    return "sharded" if others.get("use_dcp", True) else "local"

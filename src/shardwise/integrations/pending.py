@@ -1,4 +1,4 @@
-"""Models that ``from_pretrained`` has left on meta, and the files that their values are in.
+"""Leaves models on meta in ``from_pretrained``, and fills them shard by shard once accelerate has sharded them.
 
 [Note: Pending] Under FSDP a script calls ``from_pretrained`` on every rank, perhaps PEFT, makes an optimizer, and
 only then ``prepare``, where it is settled how the model is sharded. So nothing is read before that.
@@ -6,32 +6,45 @@ only then ``prepare``, where it is settled how the model is sharded. So nothing 
 for each parameter which expression over the files it is. Parameters are known again by identity: what PEFT puts in
 gives them other names, and whatever replaces one (a resized vocabulary, a merge) has no values, which ``prepare``
 tells. Nothing of this is collective: a rank may come to it before the others (``with main_process_first()``).
+
+[Note: Filling] accelerate has the first rank read a model whole, and broadcast each tensor whole. Here what
+``from_pretrained`` has left on meta (see [Note: Pending]) is read by every rank for itself, and what has values on
+the first rank (an adapter, a new head, a model from elsewhere) is handed over in shards.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from shardwise.conversion import Expression
 from shardwise.engines.bringing_up import decide_ties
 from shardwise.engines.load_plan import LoadOptions
-from shardwise.engines.opening import OpenSource, read_index
+from shardwise.engines.model_states import set_values
+from shardwise.engines.opening import read_index
 from shardwise.engines.outline import Outline, outline_of
-from shardwise.errors import CoverageError
+from shardwise.errors import ConfigError, CoverageError, PlacementError
+from shardwise.execution.agreed import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
+from shardwise.execution.progress import Clock
 from shardwise.execution.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.integrations import accelerate_compat as compat
 from shardwise.models import pretrained
+from shardwise.models.rebind import Bound, look_at, require_steps_shards
 from shardwise.models.torch_words import buffers_of, parameters_of, writes_to
-from shardwise.models.view import Held, look_inside
+from shardwise.models.view import look_inside, without_compile
+from shardwise.planning.load_plan import Ignore
+from shardwise.planning.matching import Tolerance
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import OpenStorage
 from shardwise.tuning import peft_compat
@@ -39,7 +52,7 @@ from shardwise.tuning import peft_compat
 
 @dataclass(frozen=True)
 class Pending:
-    """What a model on meta is to be filled with.
+    """Files and expressions that a model on meta is to be filled with.
 
     Attributes:
         folder: of the files, on this machine.
@@ -55,7 +68,7 @@ class Pending:
     transforms: list[Any]
 
     def expression_of(self, tensor: torch.Tensor) -> Expression | None:
-        """What a tensor is made of; None where it is not one of those that were left, as it was left."""
+        """Return the expression of a tensor; None if it is not one of those that were left, as it was left."""
         left, expression, writes = self.tensors.get(id(tensor), (None, None, 0))
         if left is not tensor or expression is None or not tensor.is_meta:
             return None
@@ -66,17 +79,14 @@ class Pending:
 _pending: weakref.WeakKeyDictionary[nn.Module, Pending] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class Awaited:
-    """Of a model, or what was made of it: the expressions of its tensors, by name, and where they are read from."""
-
-    pending: Pending
-    expressions: dict[str, Expression]
+Awaited: TypeAlias = tuple[Pending, dict[str, Expression]]
+"""Of a model, or what was made of it: where its tensors are read from, and the expressions of these by name."""
 
 
 def awaited_in(model: nn.Module) -> list[Awaited]:
     """All that is pending in a model and the models inside of it, by the names that tensors have now."""
     held = look_inside(model)
+    on_meta = {name for item in held for name in item.names if item.tensor.is_meta}
     copies = peft_compat.copied_names(model)
     found: list[Awaited] = []
     for module in model.modules():
@@ -90,11 +100,9 @@ def awaited_in(model: nn.Module) -> list[Awaited]:
             for name in item.names
         }
         of_copies = {
-            name: by_name[original]
-            for name, original in copies.items()
-            if original in by_name and _is_on_meta(held, name)
+            name: by_name[original] for name, original in copies.items() if original in by_name and name in on_meta
         }
-        found.append(Awaited(pending, {**by_name, **of_copies}))
+        found.append((pending, {**by_name, **of_copies}))
     return found
 
 
@@ -106,11 +114,6 @@ def settle(model: nn.Module) -> None:
             pretrained.record_conversions(module, pending.transforms)
 
 
-def is_awaited(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one of these is pending."""
-    return any(pending.expression_of(tensor) is not None for pending in _pending.values() for tensor in tensors)
-
-
 def load_later(
     original: Callable[..., Any],
     model: Any,
@@ -120,7 +123,7 @@ def load_later(
     *others: Any,
     **keywords: Any,
 ) -> Any:
-    """What takes the place of transformers' reading: under FSDP a model is left on meta, and its files noted."""
+    """Replace transformers' reading: under FSDP a model is left on meta, and its files noted."""
     is_ours = (
         pretrained.loads_for_fsdp()
         and state_dict is None
@@ -151,23 +154,29 @@ def load_later(
         drawn = outline_of(model, source.index, pretrained.dtype_of_load(load_config), transforms)
         for sentence in drawn.bindings.faults:
             raise CoverageError(f"{folder}: {sentence}")
-        _settle_ties(world, drawn, source, options)
+        # Both names of a tie may be stored, and what transformers compares is on meta.
+        untied, _ = decide_ties(world, drawn, drawn.ties_stored_twice(), source, options)
+        for name in untied:
+            pretrained.forget_tie(drawn.model, name)
     return _left(model, folder, drawn, source.index), None
 
 
 def place_missing(original: Callable[..., Any], model: nn.Module, *given: Any, **keywords: Any) -> Any:
-    """What takes the place of giving memory to what no file has: for what is pending the same on every rank."""
-    with without_ram_efficient_loading() if model in _pending else nullcontext():
+    """Replace the function that gives memory to missing tensors: for pending models the same on every rank."""
+    with _set_to({EFFICIENT: "False"}) if model in _pending else nullcontext():
         return original(model, *given, **keywords)
 
 
 def keep_adapter(original: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
-    """What takes the place of PEFT's moving of a new adapter to its layer: beside one that is pending, it stays.
+    """Replace PEFT's moving of a new adapter to its layer: beside one that is pending, it stays.
 
     (Its values are the first rank's, which on meta it would lose.)
     """
     layer = peft_compat.layer_among(given)
-    if layer is None or not is_awaited(peft_compat.tensors_of_layer(layer)):
+    tensors = () if layer is None else peft_compat.tensors_of_layer(layer)
+    if layer is None or not any(
+        one.expression_of(tensor) is not None for one in _pending.values() for tensor in tensors
+    ):
         return original(*given, **keywords)
     before = [(module, name, tensor) for module, name, tensor in _registered(layer) if not tensor.is_meta]
     outcome = original(*given, **keywords)
@@ -188,14 +197,6 @@ def _registered(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor
         for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
             if tensor is not None:
                 yield module, name, tensor
-
-
-def _settle_ties(world: World, drawn: Outline, source: OpenSource, options: LoadOptions) -> None:
-    """Decide what transformers could not, with both names of a tie stored and their values on meta."""
-    pairs = drawn.ties_stored_twice()
-    untied, _ = decide_ties(world, drawn, pairs, source, options)
-    for name in untied:
-        pretrained.forget_tie(drawn.model, name)
 
 
 def _left(model: Any, folder: Path, drawn: Outline, index: CheckpointIndex) -> Any:
@@ -223,10 +224,6 @@ def _left(model: Any, folder: Path, drawn: Outline, index: CheckpointIndex) -> A
     return pretrained.load_outcome(missing, set(drawn.bindings.unmatched.values()), mismatched)
 
 
-def _is_on_meta(held: Sequence[Held], name: str) -> bool:
-    return any(item.tensor.is_meta for item in held if name in item.names)
-
-
 USE = "ACCELERATE_USE_FSDP"
 EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 _set_here: set[str] = set()
@@ -250,7 +247,7 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 @contextmanager
 def fsdp_ram_efficient_loading() -> Iterator[None]:
-    """For the time of the block both are on; afterwards both are as they were, also when it raises or is nested."""
+    """Turn both on within the block; afterwards both are as they were, also when it raises or is nested."""
     was_set_here = set(_set_here)
     with _set_to({USE: "True", EFFICIENT: "True"}):
         try:
@@ -258,11 +255,6 @@ def fsdp_ram_efficient_loading() -> Iterator[None]:
         finally:
             _set_here.clear()
             _set_here.update(was_set_here)
-
-
-def without_ram_efficient_loading() -> AbstractContextManager[None]:
-    """For the time of a block it is off."""
-    return _set_to({EFFICIENT: "False"})
 
 
 @contextmanager
@@ -280,5 +272,129 @@ def _set_to(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def launched_ranks() -> int:
-    """How many ranks a launcher has started, of which this process is one; 0 where it was started by none."""
+    """Count the ranks that a launcher has started, of which this process is one; 0 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 0
+
+
+_awaited: weakref.WeakKeyDictionary[nn.Module, list[Awaited]] = weakref.WeakKeyDictionary()
+"""What models wait for that are being prepared: once they are wrapped, their parameters are other objects."""
+
+_FILLING_BUDGET_BYTES = 256 << 20
+
+
+def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *objects: Any) -> Any:
+    """Replace accelerate's sharding: its own, around which the optimizers are bound by identity.
+
+    (accelerate knows parameters by the address of their memory, which on meta they have none of.)
+
+    Collective: yes, over all ranks.
+
+    Raises:
+        PlacementError: an optimizer holds what are no parameters of the model, or has stepped already.
+        ConfigError: the model is on meta, and the plugin does not load it.
+        DisagreementError: it is so on some ranks only.
+    """
+    models = [item for item in objects if isinstance(item, nn.Module)]
+    if len(models) != 1:
+        return original(accelerator, *objects)
+    model = without_compile(models[0])
+    optimizers = [compat.bare(item) for item in objects if isinstance(item, Optimizer)]
+    with World.current(call="prepare") as world:
+        bounds, found = world.together(lambda: _look(accelerator, model, optimizers))
+        left = [sorted(expressions) for _, expressions in found]
+        world.require_equal(left, "the list of tensors that from_pretrained has left on meta")
+    if found:
+        _awaited[model] = found
+    try:
+        result = original(accelerator, *objects)
+    finally:
+        _awaited.pop(model, None)
+    _rebind(model, bounds)
+    return result
+
+
+def load_full_state_dict(
+    original: Callable[..., Any],  # noqa: ARG001 - nothing of it is done
+    accelerator: Any,  # noqa: ARG001
+    model: nn.Module,
+    full_sd: Mapping[str, torch.Tensor],
+    *others: Any,  # noqa: ARG001 - where shards are to lie is asked of FSDP2
+    **keywords: Any,  # noqa: ARG001
+) -> nn.Module:
+    """Replace the broadcast of a whole state dict to a model that is sharded on meta.
+
+    Collective: yes, over all ranks.
+    Memory: this rank's shards, and 256 MiB of staging.
+
+    Raises:
+        PlacementError: tensors have values neither on the first rank nor in files.
+        CoverageError, DisagreementError, StorageError: as of :func:`~shardwise.engines.loading.load`.
+    """
+    plain = without_compile(model)
+    awaited = _awaited.get(plain, [])
+    options = StateOptions(budget_bytes=_FILLING_BUDGET_BYTES)
+    in_files = {name for _, expressions in awaited for name in expressions}
+    with World.current(call="prepare") as world, torch.no_grad(), torch.device("cpu"), ExitStack() as stack:
+        live = world.together(lambda: _live(full_sd, in_files))
+        has_live = world.from_first(lambda: _refuse_lost(full_sd, live, in_files))
+        for pending, expressions in awaited:
+            reader = stack.enter_context(world.together(partial(LocalReader, pending.folder)))
+            _set(world, plain, StoredValues(reader, pending.index, expressions, options.budget_bytes), options)
+        if has_live:
+            _set(world, plain, BroughtValues(live if world.rank == 0 else {}), options)
+    settle(plain)
+    return model
+
+
+def _look(accelerator: Any, model: nn.Module, optimizers: list[Optimizer]) -> tuple[list[Bound], list[Awaited]]:
+    held = look_inside(model)
+    require_steps_shards(optimizers)
+    bounds = look_at(optimizers, held)
+    for bound in bounds:
+        if bound.tensors or bound.scalars:
+            raise PlacementError(
+                f"optimizer {bound.index} ({type(bound.optimizer).__name__}) has stepped already, and accelerate "
+                "would lose its state; prepare it before its first step, and load its state afterwards"
+            )
+    found = awaited_in(model)
+    plugin = compat.plugin_of(accelerator)
+    if found and not plugin.cpu_ram_efficient_loading:
+        raise ConfigError(
+            f"{type(model).__name__} was left on meta by from_pretrained, since FSDP_CPU_RAM_EFFICIENT_LOADING was "
+            "set, but the plugin has cpu_ram_efficient_loading=False; set both, or neither"
+        )
+    return bounds, found
+
+
+def _rebind(model: nn.Module, bounds: list[Bound]) -> None:
+    """Give optimizers the parameters that have taken the places of theirs."""
+    now = {name: item.tensor for item in look_inside(model) for name in item.names}
+    for bound in bounds:
+        for names, group in zip(bound.groups, bound.optimizer.param_groups, strict=True):
+            group["params"] = [now[name] for name in names]
+
+
+def _live(full_sd: Mapping[str, torch.Tensor], in_files: set[str]) -> dict[str, torch.Tensor]:
+    """Return tensors that have values here and are in no file, by canonical names."""
+    named = by_canonical_names({name: value for name, value in full_sd.items() if not value.is_meta}, "the model")
+    return {name: value for name, value in named.items() if name not in in_files}
+
+
+def _refuse_lost(full_sd: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor], in_files: set[str]) -> bool:
+    """Raise for what has no values anywhere; whether something has some here."""
+    on_meta = {name: value for name, value in full_sd.items() if value.is_meta}
+    lost = [name for name in by_canonical_names(on_meta, "the model") if name not in in_files and name not in live]
+    if lost:
+        raise PlacementError(
+            f"{', '.join(lost[:5])}{f' and {len(lost) - 5} more' if len(lost) > 5 else ''}: on meta, in no file, "
+            "made or changed from weights that from_pretrained had not read yet (a vocabulary that was resized, "
+            "an adapter that begins with the base's weights, a copy of the model). Do that by "
+            "shardwise.from_pretrained(resize_vocab=, tuning=), or set cpu_ram_efficient_loading=False"
+        )
+    return bool(live)
+
+
+def _set(world: World, model: nn.Module, values: Values, options: StateOptions) -> None:
+    """Give those tensors their values that there are some for, and leave all others."""
+    tolerance = Tolerance(Ignore(), "error", "error")
+    set_values(world, model, values, only=None, tolerance=tolerance, options=options, clock=Clock())

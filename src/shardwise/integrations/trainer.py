@@ -1,33 +1,49 @@
-"""``ShardwiseTrainer``: the Hugging Face Trainer, or one of TRL's, whose checkpoints are ours."""
+"""``ShardwiseTrainer``: the Hugging Face Trainer, or one of TRL's, whose checkpoints are ours.
+
+[Note: A rank that fails alone] Within a step ranks work by themselves in two places: while the batches are
+made, and in the loss, once the model has run. One that raises there leaves the training, and tells why ([Note:
+Nobody waits in a collective] in ``execution/meetings.py``); the others would go on into a collective, and
+wait for it. So they meet first, over the store, which takes about a millisecond. On an accelerator not behind
+the loss: what a loss raises of numbers is known there only when the device has been waited for, and to wait in
+each step costs more than that.
+
+Whatever a rank raises elsewhere finds the others in a collective already. Those cannot be called back; a rank
+that is still in one a quarter of a minute after another has left says so, and ends.
+
+A tracker on the first rank fails, or a callback stops the training by what only its own rank sees: the others
+go on into a collective, and wait. So what callbacks raise is kept until ranks meet anyway, at the end of each
+step, of each evaluation and of each save, and what they have set in ``control`` is set on all ranks there. A
+step costs one sum of a few numbers.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import TrainerControl
 
 from shardwise.checkpoints import randomness
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.state import TrainState, in_words
-from shardwise.errors import ConfigError, CoverageError, RankLostError
+from shardwise.errors import ConfigError, CoverageError, RankLostError, ShardwiseError
 from shardwise.execution.collectives import naming_the_lost
 from shardwise.execution.marked_folder import Marked
 from shardwise.execution.world import World
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
 from shardwise.integrations.trainer_doors import already_sharded, given_arguments, require_trainable
-from shardwise.integrations.trainer_meetings import AgreedEvents, BestFound, MeetingPlace, raise_together
-from shardwise.integrations.trainer_runs import (
-    MODEL_ALONE,
-    TrainerFacts,
-)
+from shardwise.integrations.trainer_runs import MODEL_ALONE, TrainerFacts
 from shardwise.interchange.trainer_restoring import load_trainer_checkpoint
 from shardwise.models.rebind import require_made_for_shards
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
@@ -37,6 +53,7 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
+
 
 _log = logging.getLogger(__name__)
 
@@ -80,12 +97,10 @@ class ShardwiseTrainer(_Trainer):
             for value in self._asked_for:
                 self.args.save_only_model = value
         world = World.current(call="the Trainer's callbacks")
-        events = AgreedEvents(
+        self._events = AgreedEvents(
             self.callback_handler.call_event, world, self.args.device, lambda: bool(self.is_in_train)
         )
-        vars(self.callback_handler)["call_event"] = events
-        self._best = BestFound()
-        self.add_callback(self._best)
+        vars(self.callback_handler)["call_event"] = self._events
         self._saved_step: int | None = None
         self._on_other_base: OnFault = "error"
         self._numbers: dict[str, Any] | None = None
@@ -146,11 +161,11 @@ class ShardwiseTrainer(_Trainer):
         with World.current(call="Trainer.train") as world:
             world.require_equal((str(run), asked), "resume_from_checkpoint, or output_dir,")
             source, has_leftovers = world.from_first(lambda: folders.beginning_of(run, asked))
-            self._best.folder = None
+            self._events.best = None
             if source is not None:
                 facts = world.from_first(lambda: folders.whole_facts_of(source))
                 world.together(lambda: self._require_same(facts, source))
-                self._best.folder = world.from_first(lambda: folders.best_of(source))
+                self._events.best = world.from_first(lambda: folders.best_of(source))
             if has_leftovers:
                 world.from_first(lambda: folders.remove_left(run))
         self._saved_step, self._on_other_base = None, on_other_base
@@ -165,14 +180,20 @@ class ShardwiseTrainer(_Trainer):
             self.is_in_train = False
 
     def _meeting(self, world: World) -> ExitStack:
-        """In this block ranks meet where each has worked by itself; see [Note: A rank that fails alone]."""
+        """Have ranks meet within the block where each has worked by itself; see [Note: A rank that fails alone]."""
         stack = ExitStack()
+
+        def meet() -> None:
+            try:
+                world.together(lambda: None)
+            except RankLostError as lost:
+                raise RankLostError(f"{self._where()}: {lost}") from lost
+
         if world.size > 1:
-            place = MeetingPlace(world, self._where)
-            batches = place.after_batches(self.get_batch_samples)
+            batches = _met_after_batches(self.get_batch_samples, meet)
             stack.enter_context(patch.object(self, "get_batch_samples", batches))
             if self.args.device.type == "cpu":
-                stack.enter_context(patch.object(self, "compute_loss", place.after(self.compute_loss)))
+                stack.enter_context(patch.object(self, "compute_loss", _met_after(self.compute_loss, meet)))
         return stack
 
     def _where(self) -> str:
@@ -352,3 +373,109 @@ def _end_stuck(lost: RankLostError) -> None:
     _log.error("%s; this rank waits for it in a collective, and ends", lost)
     logging.shutdown()
     os._exit(2)
+
+
+def _met_after(function: Callable[..., Any], meet: Callable[[], None]) -> Callable[..., Any]:
+    """A function, and a meeting of all ranks behind it."""
+
+    @wraps(function)
+    def call(*positional: Any, **keywords: Any) -> Any:
+        done = function(*positional, **keywords)
+        meet()
+        return done
+
+    return call
+
+
+def _met_after_batches(function: Callable[..., Any], meet: Callable[[], None]) -> Callable[..., Any]:
+    """``get_batch_samples``, which makes batches, and then counts them together with the other ranks."""
+
+    @wraps(function)
+    def call(epoch_iterator: Iterable[Any], num_batches: int, *positional: Any, **keywords: Any) -> Any:
+        batches = list(islice(epoch_iterator, num_batches))
+        meet()
+        return function(iter(batches), num_batches, *positional, **keywords)
+
+    return call
+
+
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+_MEETINGS = (
+    "on_train_begin",
+    "on_epoch_begin",
+    "on_step_end",
+    "on_epoch_end",
+    "on_evaluate",
+    "on_save",
+    "on_train_end",
+)
+
+
+class AgreedEvents:
+    """Stands for ``CallbackHandler.call_event``, which it calls.
+
+    Args:
+        call_event: the handler's own.
+        world: the ranks.
+        device: where sums are made.
+        is_training: whether ranks are in a training now; at other times they may not all be here.
+    """
+
+    def __init__(
+        self,
+        call_event: Callable[..., TrainerControl],
+        world: World,
+        device: torch.device,
+        is_training: Callable[[], bool],
+    ) -> None:
+        self._call_event = call_event
+        self._world = world
+        self._device = device
+        self._is_training = is_training
+        self._failure: Exception | None = None
+        self.best: str | None = None
+        """Where the best checkpoint is now: told to a training that goes on, once it has read its own state."""
+
+    def __call__(self, event: str, args: Any, state: Any, control: TrainerControl, **others: Any) -> TrainerControl:
+        """Collective: yes, for events at which ranks meet, while they train.
+
+        Raises:
+            Exception: on the rank whose callback raised it, that; on the others a CheckpointError that tells it.
+        """
+        if event == "on_train_begin" and self.best is not None:
+            state.best_model_checkpoint = self.best
+        if self._world.size == 1 or not self._is_training():
+            return self._call_event(event, args, state, control, **others)
+        try:
+            control = self._call_event(event, args, state, control, **others)
+        except Exception as error:
+            self._failure = self._failure or error
+        if event in _MEETINGS:
+            self._meet(control)
+        return control
+
+    def _meet(self, control: TrainerControl) -> None:
+        told = [self._failure is not None, *(getattr(control, flag) for flag in _FLAGS)]
+        heard = torch.tensor(told, dtype=torch.int32, device=self._device)
+        dist.all_reduce(heard, op=dist.ReduceOp.MAX)
+        is_failed, *flags = (bool(value) for value in heard.tolist())
+        for name, value in zip(_FLAGS, flags, strict=True):
+            setattr(control, name, value)
+        if is_failed:
+            failure, self._failure = self._failure, None
+            raise_together(self._world, failure)
+
+
+def raise_together(world: World, failure: Exception | None) -> None:
+    """Raise on all ranks a failure that one has met with; on that one, as it was. Collective: yes."""
+
+    def fail() -> None:
+        if failure is not None:
+            raise failure
+
+    try:
+        world.together(fail)
+    except ShardwiseError as told:
+        if failure is not None and not isinstance(told, RankLostError):
+            raise failure from told
+        raise

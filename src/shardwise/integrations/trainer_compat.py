@@ -57,7 +57,7 @@ def open_door(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:
 
 
 def close_door(model: PreTrainedModel) -> None:
-    """What a model was before; that FSDP2 looks after it stays known, since it does."""
+    """Remove the marks of :func:`open_door`, except that FSDP2 manages the model, since it does."""
     vars(model).pop(_MARK, None)
     vars(model.config).pop(_CONFIG, None)
 

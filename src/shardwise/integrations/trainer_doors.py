@@ -135,11 +135,10 @@ class _SavesByRanks:
         safe_serialization: bool = True,  # noqa: FBT001, FBT002
         **others: Any,
     ) -> None:
-        asked = {name: value for name, value in others.items() if value}
-        if state_dict is not None or not safe_serialization or asked:
-            named = ["state_dict"] * (state_dict is not None) + ["safe_serialization"] * (not safe_serialization)
+        asked = {"state_dict": state_dict is not None, "safe_serialization": not safe_serialization, **others}
+        if named := [name for name, value in asked.items() if value]:
             raise ConfigError(
-                f"save_pretrained({', '.join([*named, *sorted(asked)])}) of a model that for_trainer has seen to: "
+                f"save_pretrained({', '.join(named)}) of a model that for_trainer has seen to: "
                 "every rank writes its own bytes as safetensors, and nothing else can be asked for; call "
                 "shardwise.save(...), or undo_for_trainer(model) first"
             )

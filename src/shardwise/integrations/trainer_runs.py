@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from shardwise.checkpoints.folder import newest_in
 from shardwise.errors import ConfigError, FormatError, StorageError
@@ -29,6 +29,7 @@ from shardwise.execution.committing import publish, remove_unnamed, write_again
 from shardwise.execution.marked_folder import Marked, Saving, marked_by_first, marked_here
 from shardwise.execution.saving_lock import Whose
 from shardwise.execution.world import World
+from shardwise.formats.strict_json import parse_object
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
 from shardwise.interchange.trainer_folder import STATE_FILE, TrainerFolder
 from shardwise.planning import fingerprints
@@ -49,7 +50,7 @@ MODEL_ALONE = "the model alone"
 
 @dataclass(frozen=True, slots=True)
 class TrainerFacts:
-    """What must be known of a checkpoint before it is opened.
+    """Facts of a checkpoint that are read before it is opened.
 
     Attributes:
         step: optimizer steps done.
@@ -69,12 +70,12 @@ class TrainerFacts:
     @classmethod
     def from_bytes(cls, content: bytes, what: str) -> TrainerFacts:
         """Raises FormatError where it is none."""
+        told: dict[str, Any] = parse_object(content, what=what)
+        if told.pop("version", None) != _VERSION:
+            raise FormatError(f"{what}: is of another version of shardwise; take another one")
         try:
-            told = json.loads(content)
-            if told.pop("version") != _VERSION:
-                raise FormatError(f"{what}: was written by a newer shardwise")
             found = cls(**told)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except TypeError as error:
             raise FormatError(f"{what}: holds no facts of a checkpoint ({error}); take another one") from error
         counts = (found.step, found.rows_per_step, found.world_size)
         if [type(value) for value in (*counts, found.holds)] != [int, int, int, str] or min(counts) < 0:
@@ -83,7 +84,7 @@ class TrainerFacts:
 
 
 class FolderKind(Enum):
-    """What a folder ``checkpoint-N`` is."""
+    """Kind of a folder ``checkpoint-N``."""
 
     COMPLETE = "a checkpoint that counts"
     LEFT = "one that was begun, or is being removed"
@@ -107,7 +108,7 @@ def checkpoints_in(run: Path) -> dict[int, FolderKind]:
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Return the folder of the checkpoint of a step."""
     return run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
@@ -147,7 +148,7 @@ def kind_of(folder: Path) -> FolderKind:
 
 
 def facts_of(folder: Path) -> TrainerFacts:
-    """Of a checkpoint that counts.
+    """Read the facts of a checkpoint that counts.
 
     Raises:
         ConfigError: it does not, or was saved by something else.
@@ -173,7 +174,7 @@ def facts_of(folder: Path) -> TrainerFacts:
 
 
 def whole_facts_of(folder: Path) -> TrainerFacts:
-    """Of a checkpoint that counts, whose state has all of its files.
+    """Read the facts of a checkpoint that counts, whose state has all of its files.
 
     Raises:
         ConfigError, FormatError: it has not.
@@ -298,7 +299,7 @@ def complete(marked: Marked, folder: Path, facts: TrainerFacts) -> None:
 
 
 def _lasting(writer: FoldersWriter) -> set[str]:
-    """What saves of ours have written, as they recorded it, and what says that a checkpoint was begun."""
+    """Return the files that our saves have recorded, and the one that marks a checkpoint as begun."""
     found = {BEGUN_FILE}
     for name in writer.list():
         if not name.endswith(fingerprints.file_beside("")):

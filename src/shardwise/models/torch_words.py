@@ -41,7 +41,6 @@ with KnownNames("torch", "2.11 to 2.15"):
     for _owner, _names in (
         (nn.Module(), "_modules _parameters _buffers _non_persistent_buffers_set _compiled_call_impl"),
         (nn.modules.batchnorm, "_BatchNorm"),
-        (nn.modules.dropout, "_DropoutNd"),
         (torch, "_foreach_copy_ _foreach_mul_"),
         (torch.cuda, "_is_in_bad_fork"),
         (torch.Tensor, "_version _make_wrapper_subclass"),
@@ -225,11 +224,6 @@ def is_temporary(module: nn.Module, name: str) -> bool:
 def normalises_over_rows(module: nn.Module) -> bool:
     """Whether this is a batch normalisation, of any number of dimensions, synchronised or not."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
-
-
-def dropout_of(module: nn.Module) -> float:
-    """With which probability a module drops what comes by, once it is in training mode; 0 if it is no dropout."""
-    return module.p if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

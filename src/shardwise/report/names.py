@@ -105,3 +105,15 @@ def in_bytes(nbytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:,.2f} {unit}"
         value /= 1024
     raise AssertionError("unreachable")
+
+
+def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> list[str]:
+    """Align rows under the names of columns; those in ``numbers`` to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if name in numbers else cell.ljust(width)
+            for name, cell, width in zip(head, row, widths, strict=True)
+        ).rstrip()
+        for row in (head, *rows)
+    ]

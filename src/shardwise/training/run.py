@@ -22,6 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from shardwise.errors import ConfigError
 from shardwise.execution.marked_folder import Marked, marked_by_first
 from shardwise.execution.world import World
+from shardwise.formats.strict_json import parse_object
 from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
 from shardwise.storage.names import without_secrets
 from shardwise.training import setup as trl_setup
@@ -135,7 +136,7 @@ def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*
             raise ConfigError(
                 f"output_dir: {output} has a model that this training would overwrite. Set another output_dir."
             )
-        found = _recorded(file) if has_weights else identity
+        found = parse_object(file.read_bytes(), what=str(file)) if has_weights else identity
         differing = [key for key in identity if found.get(key) != identity[key]]
         if differing:
             key = differing[0]
@@ -155,21 +156,6 @@ def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*
             finally:
                 if world.rank == 0:
                     held.marked.release()
-
-
-def _recorded(file: Path) -> Mapping[str, Any]:
-    """Read the keys of the training that a folder has.
-
-    Raises:
-        ConfigError: the record is damaged.
-    """
-    try:
-        found = json.loads(file.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: is damaged, {error}. Set another output_dir.") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file}: is not a record of a training. Set another output_dir.")
-    return found
 
 
 def _resume_from(training: Any, output: Path) -> Any:
@@ -216,44 +202,24 @@ class StopOnSignal(TrainerCallback):
         self.has_stopped = state.global_step < state.max_steps
 
 
-class TolerantTracker(TrainerCallback):
-    """Wraps a tracker's callback, so that an experiment tracker that fails ends nothing.
-
-    Args:
-        tracker: the callback of a tracker (``WandbCallback``, ``TensorBoardCallback``, ...).
-    """
-
-    def __init__(self, tracker: TrainerCallback) -> None:
-        self._tracker = tracker
-        self._has_failed = False
-
-    def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("on_"):
-            return super().__getattribute__(name)
-        call: Callable[..., Any] = getattr(self._tracker, name)
-
-        def guarded(*positional: Any, **keywords: Any) -> Any:
-            if self._has_failed:
-                return None
-            try:
-                return call(*positional, **keywords)
-            except Exception as error:
-                self._has_failed = True
-                _log.warning(
-                    "%s: failed, %s. The training continues without it.", type(self._tracker).__name__, error
-                )
-                return None
-
-        return guarded
-
-
 def guard_trackers(trainer: Any) -> None:
-    """Wrap the callbacks of experiment trackers that a trainer has."""
-    handler = trainer.callback_handler
-    module = "transformers.integrations"
-    handler.callbacks = [
-        TolerantTracker(one) if type(one).__module__.startswith(module) else one for one in handler.callbacks
-    ]
+    """Have an experiment tracker (``WandbCallback``, ...) that fails end nothing: it is called no more."""
+    for tracker in trainer.callback_handler.callbacks:
+        if type(tracker).__module__.startswith("transformers.integrations"):
+            events = [name for name in dir(tracker) if name.startswith("on_")]
+            vars(tracker).update({name: _guarded(tracker, getattr(tracker, name), events) for name in events})
+
+
+def _guarded(tracker: TrainerCallback, call: Callable[..., Any], events: Sequence[str]) -> Callable[..., Any]:
+    def guarded(*positional: Any, **keywords: Any) -> Any:
+        try:
+            return call(*positional, **keywords)
+        except Exception as error:
+            _log.warning("%s: failed, %s. The training continues without it.", type(tracker).__name__, error)
+            vars(tracker).update(dict.fromkeys(events, lambda *_, **__: None))
+            return None
+
+    return guarded
 
 
 def summary_lines(state: TrainerState, seconds: float) -> Sequence[str]:
@@ -296,7 +262,7 @@ class StopRequest:
 
     @contextmanager
     def noting_arrivals(self) -> Iterator[None]:
-        """In this block the system's own handler writes down each signal that comes. Of the main thread."""
+        """Have the system's own handler write down each signal that comes within the block, in the main thread."""
         self._woken, written = os.pipe()
         for end in (self._woken, written):
             os.set_blocking(end, False)

@@ -4,15 +4,21 @@ A configuration is a YAML file as ``trl sft --config`` takes it, with overrides 
 fields of TRL's dataclasses (``SFTConfig``, ``ModelConfig``, ``ScriptArguments``, ``DatasetMixtureConfig``). Their
 import takes seconds, so names, types and choices are checked against the table ``keys.json``, which a test compares
 with the dataclasses.
+
+With ``tenants:`` and ``sweep:`` it is many LoRAs on one base: the keys of the whole file are the defaults of each,
+its own entry of ``tenants`` and its point of ``sweep`` override them.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -135,18 +141,11 @@ def _method_in(values: Mapping[str, Any]) -> TrainMethod:
 
 
 @cache
-def _shipped(name: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = json.loads(resources.files("shardwise.training").joinpath(name).read_text("utf-8"))
-    return found
-
-
 def _table() -> Mapping[str, Mapping[str, Spec]]:
-    return _shipped("keys.json")
-
-
-def renamed_keys() -> Mapping[str, str | None]:
-    """Keys of earlier versions, as SECTION or SECTION.KEY, and what replaces them; None if nothing does."""
-    return _shipped("renamed_keys.json")
+    found: Mapping[str, Any] = json.loads(
+        resources.files("shardwise.training").joinpath("keys.json").read_text("utf-8")
+    )
+    return found
 
 
 def keys_of(method: TrainMethod) -> Mapping[str, Spec]:
@@ -156,55 +155,34 @@ def keys_of(method: TrainMethod) -> Mapping[str, Spec]:
 
 def faults_of(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     """Describe what is wrong with a key, if anything is."""
-    if key in renamed_keys() and key not in keys_of(method):
-        yield from _renamed_faults(key, value)
-        return
     specs = keys_of(method)
-    if key not in specs:
-        others = [name for name in METHODS if key in keys_of(name)]
-        near = difflib.get_close_matches(key, specs, n=1)
-        if others:
-            yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method."
-        else:
-            yield f"{key}: is not a key of {method}." + (f" Did you mean {near[0]}?" if near else "")
-        return
-    if (fault := _type_fault(value, specs[key])) is not None:
-        yield f"{key}: {fault}"
+    if others := [name for name in METHODS if key not in specs and key in keys_of(name)]:
+        yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method."
+    elif isinstance(value, dict) and key not in specs:
+        yield f"{key}: is not a key of {method}. Sections were removed: CHANGELOG.md has the new keys."
+    elif faults := [f"{key}: {fault}" for fault in _key_faults(key, value, specs, method)]:
+        yield from faults
     elif key in _REJECTED and value:
         yield f"{key}: {_REJECTED[key]}"
     elif key == "optim" and value not in OPTIMIZERS:
         yield f"optim: {value} is not known to step sharded parameters. Use one of {', '.join(sorted(OPTIMIZERS))}."
     elif key == "datasets":
         for number, entry in enumerate(value or ()):
-            yield from (f"datasets[{number}]: {fault}" for fault in _entry_faults(entry))
+            if not isinstance(entry, dict) or "path" not in entry:
+                yield f"datasets[{number}]: {_shown(entry)} has no path. Write - path: NAME."
+                continue
+            for name, one in entry.items():
+                found = _key_faults(str(name), one, _table()["datasets"], "datasets")
+                yield from (f"datasets[{number}].{name}: {fault}" for fault in found)
 
 
-def _renamed_faults(section: str, value: Any) -> Iterator[str]:
-    """Name what replaces each key of a section of earlier versions."""
-    known = renamed_keys()
-    inner = [name for one in value if (name := f"{section}.{one}") in known] if isinstance(value, dict) else []
-    for name in inner or [section]:
-        new = known[name]
-        yield f"{name}: was removed. See docs/train.md." if new is None else f"{name}: was renamed. Use {new}."
-
-
-def _entry_faults(entry: Any) -> Iterator[str]:
-    """Describe what is wrong with an entry of ``datasets``."""
-    specs = _table()["datasets"]
-    if not isinstance(entry, dict) or "path" not in entry:
-        yield f"{_shown(entry)} has no path. Write - path: NAME."
+def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> Iterator[str]:
+    """Describe a key that is unknown, or a value that is not one of its types and choices."""
+    if key not in specs:
+        near = difflib.get_close_matches(key, specs, n=1)
+        yield f"is not a key of {whose}." + (f" Did you mean {near[0]}?" if near else "")
         return
-    for key, value in entry.items():
-        if key not in specs:
-            near = difflib.get_close_matches(str(key), specs, n=1)
-            yield f"{key} is not a key." + (f" Did you mean {near[0]}?" if near else "")
-        elif (fault := _type_fault(value, specs[key])) is not None:
-            yield f"{key}: {fault}"
-
-
-def _type_fault(value: Any, spec: Spec) -> str | None:
-    """Describe a value that does not have one of the types, or is not one of the choices, of its key."""
-    types: Sequence[str] = spec["types"]
+    types: Sequence[str] = specs[key]["types"]
     kind = _JSON_TYPES.get(type(value), "any")
     fits = (
         "any" in types
@@ -215,23 +193,19 @@ def _type_fault(value: Any, spec: Spec) -> str | None:
     )
     if not fits:
         expected = " or ".join(name for name in types if name != "null") + (" or null" if "null" in types else "")
-        return f"{_shown(value)} is a {kind}. Expected {expected}."
-    choices = spec.get("choices")
-    if choices and kind == "str" and value not in choices:
+        yield f"{_shown(value)} is a {kind}. Expected {expected}."
+    choices = specs[key].get("choices")
+    if fits and choices and kind == "str" and value not in choices:
         near = difflib.get_close_matches(value, choices, n=1)
         shown = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(choices)}."
-        return f"{_shown(value)} is not a choice. {shown}"
-    return None
+        yield f"{_shown(value)} is not a choice. {shown}"
 
 
 def _is_number(text: str, types: Sequence[str]) -> bool:
-    for name, convert in (("int", int), ("float", float)):
-        if name in types:
-            try:
-                convert(text)
-                return True
-            except ValueError:
-                pass
+    with suppress(ValueError):
+        if {"int", "float"} & {*types}:
+            (float if "float" in types else int)(text)
+            return True
     return False
 
 
@@ -280,3 +254,157 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         except yaml.YAMLError as error:
             raise ConfigError(f"--{key}: is not a valid value. {error}") from error
         yield name, parsed[0] if len(parsed) == 1 else parsed
+
+
+TENANT_KEYS: Final = frozenset(
+    {
+        *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "use_rslora"),
+        *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_text_field"),
+        *("datasets", "interleave", "test_split_size", "assistant_only_loss", "completion_only_loss"),
+        *("max_length", "truncation_mode", "shuffle_dataset", "seed", "data_seed"),
+        *("learning_rate", "optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+        *("max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+        *("max_steps", "num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size"),
+        *("gradient_accumulation_steps", "eval_strategy", "eval_steps", "logging_steps"),
+        *("save_strategy", "save_steps", "save_total_limit"),
+    }
+)
+"""Keys that a tenant may override."""
+
+_SHARED_KEYS: Final = frozenset(
+    {
+        *("model_name_or_path", "model_revision", "dtype", "attn_implementation", "trust_remote_code"),
+        *("load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage", "use_peft"),
+        *("output_dir", "chat_template_path", "dataset_num_proc", "bf16", "use_cpu", "disable_tqdm", "report_to"),
+        *("gradient_checkpointing", "gradient_checkpointing_kwargs", "eos_token", "tokenizer_name_or_path"),
+        *("activation_checkpointing", "activation_checkpointing_kwargs"),
+        *("method", "num_processes", "accelerate_config", "transformer_layer_cls_to_wrap", "min_num_params"),
+        *("cpu_offload", "tokens_per_pass", "tenants", "sweep", "env"),
+    }
+)
+"""Keys that hold for all tenants."""
+
+_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
+    "method": ("sft",),
+    "use_peft": (True,),
+    "report_to": ("none", None),
+    "optim": ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"),
+    "lr_scheduler_type": (
+        *("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "cosine_with_restarts"),
+        *("cosine_warmup_with_min_lr", "inverse_sqrt", "polynomial", "warmup_stable_decay"),
+    ),
+    "save_strategy": ("no", "steps", "epoch"),
+}
+"""Values that are supported. Optimizers treat each number for itself: a tenant's matrices are one flat tensor."""
+
+_REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
+    "num_train_epochs": ("max_steps",),
+    "dataset_name": ("datasets", "interleave"),
+}
+"""Keys of the whole file that a tenant's own key makes void."""
+
+_MOST_TENANTS: Final = 1024
+
+_SHORT: Final[Mapping[str, str]] = {
+    "learning_rate": "lr",
+    "lora_r": "r",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "weight_decay": "wd",
+}
+"""Short forms of keys in the names of a sweep's tenants."""
+
+
+def has_tenants(config: RunConfig) -> bool:
+    """Whether a configuration trains many LoRAs."""
+    return config.own["tenants"] is not None or config.own["sweep"] is not None
+
+
+def read_tenants(config: RunConfig) -> dict[str, RunConfig]:
+    """Expand a configuration of many LoRAs to one configuration for each, by name.
+
+    Raises:
+        ConfigError: naming every key that is invalid, or not supported with many LoRAs.
+    """
+    overrides, faults = _expanded(config)
+    ours = {key: value for key, value in config.own.items() if value != OWN_KEYS[key].get("default")}
+    given = {**config.values, **ours, "method": config.method}
+    faults += [fault for key, value in given.items() for fault in _unsupported(key, value)]
+    if faults:
+        raise ConfigError("\n  ".join([f"{config.source}: has {len(faults)} invalid keys.", *faults]))
+    return {name: _of_tenant(config, name, own) for name, own in overrides.items()}
+
+
+def _expanded(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The overrides of each tenant, by name, and faults."""
+    given: Mapping[str, Any] = config.own["tenants"] or {}
+    sweep: Mapping[str, Any] = config.own["sweep"] or {}
+    faults = [fault for name, own in given.items() for fault in _tenant_faults(name, own)]
+    faults += [fault for key, values in sweep.items() for fault in _sweep_faults(key, values)]
+    if not given and not sweep:
+        faults.append("tenants: is empty. Write NAME: {KEY: VALUE, ...}, or sweep: {KEY: [VALUE, ...]}.")
+    if faults:
+        return {}, faults
+    points = list(itertools.product(*([(key, value) for value in values] for key, values in sweep.items())))
+    found: dict[str, dict[str, Any]] = {}
+    for (name, own), point in itertools.product((given or {"": {}}).items(), points):
+        found["-".join(filter(None, [str(name), *(_word(*each) for each in point)]))] = {**own, **dict(point)}
+    wanted = len(points) * max(len(given), 1)
+    if wanted > _MOST_TENANTS:
+        faults.append(f"sweep: has {wanted} combinations. Use at most {_MOST_TENANTS}.")
+    elif len(found) < wanted:
+        faults.append("sweep: two combinations have the same name. List each value once.")
+    return found, faults
+
+
+def _tenant_faults(name: object, own: object) -> Iterator[str]:
+    if not isinstance(name, str) or not re.fullmatch(
+        r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.(?=[A-Za-z0-9_-])){0,99}", name
+    ):
+        yield f"tenants: {name!r} is not a name. Use up to 100 letters, digits, '.', '_' and '-'."
+    elif not isinstance(own, dict):
+        yield f"tenants.{name}: is not a mapping. Write {name}: {{KEY: VALUE, ...}}, or {name}: {{}}."
+    else:
+        for key, value in own.items():
+            yield from (f"tenants.{name}.{fault}" for fault in _override_faults(key, value))
+
+
+def _sweep_faults(key: str, values: object) -> Iterator[str]:
+    if not isinstance(values, list) or not values:
+        yield f"sweep.{key}: is not a list of values. Write {key}: [VALUE, ...]."
+        return
+    faults = dict.fromkeys(fault for value in values for fault in _override_faults(key, value))
+    yield from (f"sweep.{fault}" for fault in faults)
+
+
+def _override_faults(key: str, value: Any) -> Iterator[str]:
+    faults = list(faults_of(key, value, "sft"))
+    if not faults and key not in TENANT_KEYS:
+        where = "Set it once for all" if key in _SHARED_KEYS else "Remove it"
+        faults.append(f"{key}: cannot differ between tenants. {where}.")
+    yield from faults or _unsupported(key, value)
+
+
+def _unsupported(key: str, value: Any) -> Iterator[str]:
+    """Describe a key or a value that a single training takes and a bank does not."""
+    if key not in TENANT_KEYS and key not in _SHARED_KEYS:
+        yield f"{key}: is not supported with tenants. Remove it."
+    elif key in _VALUES and value not in _VALUES[key]:
+        yield f"{key}: {value} is not supported with tenants. Use {', '.join(map(str, _VALUES[key]))}."
+
+
+def _of_tenant(config: RunConfig, name: str, own: Mapping[str, Any]) -> RunConfig:
+    """The configuration of one tenant as a training of its own, in a folder of its name."""
+    void = {key for given in own for key in _REPLACED.get(given, ())} - own.keys()
+    values = {key: value for key, value in config.values.items() if key not in void}
+    values |= {key: value for key, value in own.items() if key not in OWN_KEYS}
+    values |= {"use_peft": True, "output_dir": f"{config.values.get('output_dir', 'trainer_output')}/{name}"}
+    void |= {"tenants", "sweep"}
+    ours = {key: None if key in void else own.get(key, value) for key, value in config.own.items()}
+    return replace(config, source=f"{config.source}, tenant {name}", values=values, own=ours)
+
+
+def _word(key: str, value: Any) -> str:
+    """A value as a part of a name: ``r8``, ``lr0.0001``, ``cosine``."""
+    text = re.sub(r"[^A-Za-z0-9_.-]+", "-", str(value)).strip("-.")[-40:]
+    return text if text[:1].isalpha() and isinstance(value, str) else _SHORT.get(key, key) + text

@@ -30,7 +30,6 @@ from shardwise.models.wrap import Sharding, replicated_mesh
 from shardwise.report.forecast import Forecast
 from shardwise.storage.names import HubOptions, redacted, without_secrets
 from shardwise.training import dataset_loading
-from shardwise.training import setup as trl_setup
 from shardwise.training.dataset_loading import AnyDataset
 from shardwise.training.run_config import RunConfig, TrainMethod
 from shardwise.tuning.modes import Freeze, Full, Lora, Tuning
@@ -386,13 +385,13 @@ def plan_run(config: RunConfig, *, ranks: int | None = None, nodes: int = 1, dev
         raise ConfigError("num_processes: is missing. Set it, or give --ranks.")
     replicas = config.own["dp_replicate_size"]
     on_one = RunConfig(config.source, config.method, config.values, {**config.own, "dp_replicate_size": 1})
-    arguments = trl_setup.parse(on_one)
+    arguments = parse(on_one)
     training = arguments.training
-    loaded: Any = trl_setup.model_options(arguments, config.method)
+    loaded: Any = model_options(arguments, config.method)
     options: PlanOptions = {key: value for key, value in loaded.items() if key not in ("options", "revision")}  # type: ignore[assignment]
     options |= {
         "hub": HubOptions(revision=arguments.model.model_revision),
-        "tuning": (tuning := trl_setup.tuning_of(arguments)),
+        "tuning": (tuning := tuning_of(arguments)),
         "nodes": nodes,
         "device": device,
         "optim": getattr(training.optim, "value", training.optim),

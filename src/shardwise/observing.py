@@ -1,4 +1,7 @@
-"""Phases of a process: marked by the code that knows them, recorded by an observer, if there is one."""
+"""Phases of a process, marked by the code that knows them, and the columns of what an observer records.
+
+:func:`shardwise.observe` records, :mod:`shardwise.pictures` reads and draws.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +40,11 @@ def phase(name: str) -> Iterator[None]:
     finally:
         for mark in observers:
             mark(None)
+
+
+FOLDER = "observed"
+
+STATUS = {"anonymous": b"RssAnon", "shared": b"RssShmem", "file": b"RssFile", "peak": b"VmHWM"}
+TRAFFIC = {"read": b"rchar", "written": b"wchar"}
+COLUMNS = ("t", *STATUS, "allocated", "reserved", "used", *TRAFFIC)
+"""Of a sample: seconds, and KiB."""

@@ -1,1 +1,0 @@
-"""Memory and phases of a process, recorded while it runs, and read back. Needs no torch."""
