@@ -14,7 +14,7 @@ from tests.bank.test_isolation import everything
 
 from shardwise.bank.passes import longest
 from shardwise.errors import DisagreementError, ShardwiseError
-from shardwise.models.torch_words import Gather
+from shardwise.models.gradients import Gather
 
 
 @pytest.fixture(scope="module")

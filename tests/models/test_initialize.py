@@ -9,15 +9,16 @@ from torch.distributed.tensor import Shard
 
 from shardwise.errors import CoverageError
 from shardwise.layout import LocalBox
-from shardwise.models import initialize
-from shardwise.models.initialize import Initialisers, Programmed, fill_from_program, unfit_programs
+from shardwise.models import initial_programs, initialize
+from shardwise.models.initial_programs import Programmed, fill_from_program
+from shardwise.models.initialize import Initialisers, unfit_programs
 from shardwise.models.view import boxes_at, look_inside
 from shardwise.tensors import Box, Strided, contiguous_strides
 
 
 def program_of(init, shape=(40, 50), dtype=torch.float32):
     tensor = Programmed.fresh(shape, dtype)
-    with torch.no_grad(), initialize.truncated_normal_as_one_step():
+    with torch.no_grad(), initial_programs.truncated_normal_as_one_step():
         init(tensor)
     return tensor.program
 

@@ -14,7 +14,7 @@ from transformers import core_model_loading as hf
 
 from shardwise.conversion import Stored, copies
 from shardwise.models import pretrained
-from shardwise.models.key_conversions import NotStructural, Recorded
+from shardwise.models.tracing import NotStructural, Recorded
 from shardwise.tensors import Box, DType
 
 RULES = {

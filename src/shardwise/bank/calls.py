@@ -30,7 +30,7 @@ from shardwise.bank.rows import (
 from shardwise.bank.tenant import Tenant
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.execution.world import World
-from shardwise.models.torch_words import forget_pass
+from shardwise.models.gradients import forget_pass
 from shardwise.models.view import root_of
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from shardwise.bank.rows import IGNORED, PassPlan, TenantRow
 from shardwise.bank.tenant import Tenant
 from shardwise.errors import DisagreementError, TrainingError
 from shardwise.execution.world import Stopped, World
-from shardwise.models.torch_words import Gather, gather_zeros, seeing_gathers
+from shardwise.models.gradients import Gather, gather_zeros, seeing_gathers
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from shardwise.models.build import ResizeVocab, resized, set_vocab_size, vocabul
 from shardwise.models.four_bit_base import put_base_into_four_bits
 from shardwise.models.four_bit_linear import Fp4, Mxfp4, Nf4, Quantization, is_mxfp4, of_transformers
 from shardwise.models.initialize import BufferRules
-from shardwise.models.key_conversions import bind
+from shardwise.models.pretrained import bind
 from shardwise.models.torch_words import TrainedDtype, require_trainable_dtype, to_torch
 from shardwise.models.view import layout_of, look_inside
 from shardwise.models.wrap import Sharding
@@ -183,9 +183,7 @@ def config_of(directory: Path, options: ModelOptions) -> PreTrainedConfig:
             overrides=overrides,
         )
     _forget_quantiser(config)
-    pretrained.choose_implementations(
-        config, options.get("attn_implementation"), options.get("experts_implementation")
-    )
+    build.choose_implementations(config, options.get("attn_implementation"), options.get("experts_implementation"))
     return config
 
 

@@ -33,8 +33,8 @@ from shardwise.integrations.accelerate_compat import (
     accelerator_module,
     fsdp_utils,
 )
+from shardwise.models.build import loading_door, placing_door
 from shardwise.models.gradients import average_replicated_gradients
-from shardwise.models.pretrained import loading_door, placing_door
 from shardwise.models.rebind import look_at
 from shardwise.models.view import is_sharded, look_inside, without_compile
 from shardwise.tuning.peft_compat import adapter_doors

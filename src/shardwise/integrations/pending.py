@@ -29,7 +29,7 @@ from shardwise.engines.outline import Outline, outline_of
 from shardwise.errors import CoverageError
 from shardwise.execution.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.models import pretrained
+from shardwise.models import build, pretrained
 from shardwise.models.torch_words import buffers_of, parameters_of, writes_to
 from shardwise.models.view import Held, look_inside
 from shardwise.storage.reading.local import LocalReader
@@ -122,11 +122,11 @@ def load_later(
 ) -> Any:
     """What takes the place of transformers' reading: under FSDP a model is left on meta, and its files noted."""
     is_ours = (
-        pretrained.loads_for_fsdp()
+        build.loads_for_fsdp()
         and state_dict is None
         and checkpoint_files
         and len({Path(file).parent for file in checkpoint_files}) == 1
-        and pretrained.is_plain_load(load_config)
+        and build.is_plain_load(load_config)
         and pretrained.is_pretrained(model)
         and all(tensor.is_meta for tensor in model.parameters())
     )
@@ -148,7 +148,7 @@ def load_later(
         if {*source.index.files} != {*names}:
             return original(model, state_dict, checkpoint_files, load_config, *others, **keywords)
         transforms = list(load_config.weight_mapping or ())
-        drawn = outline_of(model, source.index, pretrained.dtype_of_load(load_config), transforms)
+        drawn = outline_of(model, source.index, build.dtype_of_load(load_config), transforms)
         for sentence in drawn.bindings.faults:
             raise CoverageError(f"{folder}: {sentence}")
         _settle_ties(world, drawn, source, options)
@@ -195,7 +195,7 @@ def _settle_ties(world: World, drawn: Outline, source: OpenSource, options: Load
     pairs = drawn.ties_stored_twice()
     untied, _ = decide_ties(world, drawn, pairs, source, options)
     for name in untied:
-        pretrained.forget_tie(drawn.model, name)
+        build.forget_tie(drawn.model, name)
 
 
 def _left(model: Any, folder: Path, drawn: Outline, index: CheckpointIndex) -> Any:
@@ -220,7 +220,7 @@ def _left(model: Any, folder: Path, drawn: Outline, index: CheckpointIndex) -> A
                 tensors[id(item.tensor)] = (item.tensor, claims[0], writes_to(item.tensor))
                 pretrained.mark_initialized(item.tensor)
     _pending[model] = Pending(folder, index, tensors, drawn.transforms)
-    return pretrained.load_outcome(missing, set(drawn.bindings.unmatched.values()), mismatched)
+    return build.load_outcome(missing, set(drawn.bindings.unmatched.values()), mismatched)
 
 
 def _is_on_meta(held: Sequence[Held], name: str) -> bool:

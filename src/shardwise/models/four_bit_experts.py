@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwise.models import pretrained
 from shardwise.models.four_bit_linear import (
     COMPUTED_IN,
     KeptForm,
@@ -207,7 +206,7 @@ def are_experts_in_four_bits(module: nn.Module) -> TypeGuard[ExpertsInFourBits]:
 
 def stacks_of(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The stacked weights of a mixture's experts, by local name; none of any other module."""
-    if not pretrained.are_fused_experts(module) and fqn.rpartition(".")[2] != "experts":
+    if not are_fused_experts(module) and fqn.rpartition(".")[2] != "experts":
         return
     for name, parameter in parameters_of(module).items():
         if parameter is not None and parameter.ndim == 3 and parameter.is_floating_point():
@@ -219,13 +218,13 @@ def why_they_stay(module: nn.Module, stack: nn.Parameter, quantization: KeptForm
 
     ``is_stored``: the checkpoint has it in this very form.
     """
-    if not pretrained.are_fused_experts(module):
+    if not are_fused_experts(module):
         return "belongs to experts that are not computed one after the other in a way that is known"
     if stack.dtype not in COMPUTED_IN:
         return f"is of {stack.dtype}, of which nothing is packed"
     if module.is_transposed and not is_stored:
         return "is stored with what comes in before what comes out, so that no row is whole blocks"
-    if pretrained.are_parted_experts(module):
+    if are_parted_experts(module):
         return "belongs to experts that are on ranks of their own"
     if not is_stored and stack.shape[-1] % quantization.block_size:
         return f"has {stack.shape[-1]} columns, no multiple of the block of {quantization.block_size}"
@@ -260,10 +259,34 @@ def put_experts_into_four_bits(module: nn.Module, names: Mapping[str, KeptForm])
 
 @cache
 def _class(kind: Any) -> type[nn.Module]:
-    eager = staticmethod(pretrained.eager_experts(kind))
+    eager = staticmethod(eager_experts(kind))
     return type(f"{kind.__name__}InFourBits", (ExpertsInFourBits, kind), {"_eager": eager})
 
 
 def _without_values(kind: Any) -> nn.Module:
     made = _class(kind)
     return made.__new__(made)
+
+
+def are_fused_experts(module: nn.Module) -> bool:
+    """Whether this is what transformers makes of a mixture's experts: stacked weights, and one way to gate."""
+    facts = [getattr(module, fact, None) for fact in ("has_gate", "has_bias", "is_transposed")]
+    return None not in facts and hasattr(module, "_apply_gate")
+
+
+def eager_experts(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
+    """How a class of fused experts computes one after the other, whatever the config would have computed."""
+    forward: Any = kind.forward
+    found: Callable[..., torch.Tensor] = getattr(forward, "__wrapped__", forward)  # use_experts_implementation
+    return found
+
+
+def are_parted_experts(module: nn.Module) -> bool:
+    """Whether ranks have experts of their own."""
+    return bool(getattr(module, "_is_expert_parallel", False))
+
+
+def activated(experts: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """What fused experts make of the first product, (tokens, 2 * width) or (tokens, width): (tokens, width)."""
+    found: torch.Tensor = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+    return found

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings, Expression
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.models.build import Additions, RowNorms
 from shardwise.models.four_bit_experts import are_experts_in_four_bits, shown_as_numbers
 from shardwise.models.four_bit_linear import is_in_four_bits
+from shardwise.models.initialize import Additions, RowNorms
 from shardwise.models.selection import AdapterOnly, names_outside
 from shardwise.models.torch_words import TrainedDtype, parameters_of, trained_dtype_of
 from shardwise.models.view import Held, look_inside

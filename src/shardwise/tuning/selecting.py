@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings
 from shardwise.errors import ConfigError
 from shardwise.models import pretrained
-from shardwise.models.build import Additions
+from shardwise.models.initialize import Additions
 from shardwise.models.policies import listed_blocks
 
 if TYPE_CHECKING:
