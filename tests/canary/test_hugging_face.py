@@ -13,7 +13,7 @@ from transformers import trainer_utils
 
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER
 from shardwise.interchange import trainer_folder
-from shardwise.models import build, four_bit_experts, initial_programs, pretrained, revert
+from shardwise.models import build, four_bit_layers, initial_programs, pretrained, revert, tracing
 from shardwise.tuning import peft_compat
 
 SMALL = {
@@ -57,7 +57,7 @@ def test_conversion_objects(mixtral: transformers.PreTrainedModel) -> None:
     for number, (_, pattern) in enumerate(found.values()):
         assert pattern is not None
         sources.setdefault(pattern, []).append(torch.full((4, 8), float(number)))
-    made = pretrained.convert(converter, target, sources, mixtral)
+    made = tracing.convert(converter, target, sources, mixtral)
     assert set(made) == {target}
     assert made[target].shape == (2, 8, 8)
     assert made[target][:, ::4, 0].tolist() == [[0, 2], [1, 3]]  # expert by expert, gate before up
@@ -146,14 +146,14 @@ def test_layers_of_peft(llama: transformers.PreTrainedModel) -> None:
 
 
 def test_fused_experts(mixtral: transformers.PreTrainedModel) -> None:
-    (experts, *_) = [module for module in mixtral.modules() if four_bit_experts.are_fused_experts(module)]
-    assert not four_bit_experts.are_fused_experts(mixtral)
-    assert not four_bit_experts.are_parted_experts(experts)
+    (experts, *_) = [module for module in mixtral.modules() if four_bit_layers.are_fused_experts(module)]
+    assert not four_bit_layers.are_fused_experts(mixtral)
+    assert not four_bit_layers.are_parted_experts(experts)
     assert (experts.has_gate, experts.has_bias, experts.is_transposed) == (True, False, False)
     gate, up = torch.randn(3, 4), torch.randn(3, 4)
     expected = nn.functional.silu(gate) * up
-    torch.testing.assert_close(four_bit_experts.activated(experts, torch.cat([gate, up], 1)), expected)
-    eager = four_bit_experts.eager_experts(type(experts))
+    torch.testing.assert_close(four_bit_layers.activated(experts, torch.cat([gate, up], 1)), expected)
+    eager = four_bit_layers.eager_experts(type(experts))
     assert eager is not type(experts).forward
     assert not hasattr(eager, "__wrapped__")
 

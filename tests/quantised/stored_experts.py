@@ -19,7 +19,7 @@ import shardwise
 from shardwise.conversion.four_bit import quantise_rows
 from shardwise.conversion.nested_scales import nest
 from shardwise.models.four_bit_files import ABSMAX, constants_of
-from shardwise.models.four_bit_linear import Packing, to_transformers
+from shardwise.models.quantization import Packing, to_transformers
 from shardwise.options import LoadOptions, Nf4
 
 EXPERTS = 4

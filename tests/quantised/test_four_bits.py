@@ -17,7 +17,7 @@ from tests.quantised import four_bits, quantising
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import shardwise
-from shardwise.models.four_bit_linear import of_transformers
+from shardwise.models.quantization import of_transformers
 from shardwise.options import Fp4, Nf4
 
 CONFIG = Qwen3Config(

@@ -33,7 +33,7 @@ from shardwise.execution.saving_lock import new_token, require_lock
 from shardwise.execution.world import World
 from shardwise.execution.write import Emitter, write_by_owners
 from shardwise.models import revert
-from shardwise.models.four_bit_linear import is_in_four_bits
+from shardwise.models.four_bit_layers import is_in_four_bits
 from shardwise.models.torch_words import to_torch
 from shardwise.models.view import without_compile
 from shardwise.planning.load_plan import OnDiffering

@@ -1,19 +1,18 @@
 """Facts about a model that transformers knows, and the expressions that its renames make of a checkpoint's keys.
 
-This file, ``build`` and ``revert`` are the ones that use transformers' unexported names (checked with 5.17 and 5.23).
-One that is gone is an error when its file is imported; what each means is asserted by ``tests/canary``.
+This file, ``build`` and ``revert`` use transformers' unexported names (checked with 5.17 and 5.23). One that is
+gone is an error when its file is imported; what each means is asserted by ``tests/canary``.
 
-[Note: Keys] The order of steps is that of transformers' own loader (``convert_and_load_state_dict_in_model``): keys in
-natural order, all renames, at most one converter, the retry for keys that already are the model's, the base-model
-prefix. What differs: nothing is decided silently. Two keys for one tensor, gaps in a list of experts, and conversions
-that fail are reported.
+[Note: Keys] The order of steps is that of transformers' own loader (``convert_and_load_state_dict_in_model``): keys
+in natural order, all renames, at most one converter, the retry for keys that already are the model's, the
+base-model prefix. What differs: nothing is decided silently. Two keys for one tensor, gaps in a list of experts,
+and conversions that fail are reported.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -153,16 +152,6 @@ def rename_source_key(
         base_model_prefix=base_model_prefix,
         meta_state_dict=cast("dict[str, Any]", names),
     )
-
-
-def convert(converter: Any, target: str, sources: Mapping[str, list[torch.Tensor]], model: Any) -> dict[str, Any]:
-    """Run a converter on whole tensors, by source pattern; the outcome by full name."""
-    fresh = deepcopy(converter)
-    for pattern, tensors in sources.items():
-        for tensor in tensors:
-            fresh.add_tensor(target, pattern, pattern, tensor)
-    made = fresh.convert(target, model=model, config=getattr(model, "config", None))
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
 def models_of(auto_class: Any) -> Any:

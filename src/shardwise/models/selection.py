@@ -219,7 +219,7 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
 
 def _why_not(layer: Any, adapter: str, linear: Any) -> str:
     """Why a layer's adapter is no plain LoRA of a linear layer; "" where it is one."""
-    from shardwise.models.four_bit_linear import is_in_four_bits  # for a base in four bits alone
+    from shardwise.models.four_bit_layers import is_in_four_bits  # for a base in four bits alone
 
     base = layer.get_base_layer()
     is_linear = isinstance(layer, linear) or (hasattr(layer, "lora_A") and is_in_four_bits(base))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,6 @@ from shardwise.conversion import (
     substitute,
 )
 from shardwise.layout import ModelLayout
-from shardwise.models import pretrained
 from shardwise.models.torch_words import from_torch, to_torch, without_data
 from shardwise.tensors import numel
 
@@ -166,7 +166,7 @@ class _Tracer:
 
     def run(self, conversion: Conversion, tensor_of: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         sources = {pattern: [tensor_of(key) for key in keys] for pattern, keys in conversion.sources.items()}
-        return pretrained.convert(conversion.converter, conversion.target, sources, self.facade)
+        return tracing.convert(conversion.converter, conversion.target, sources, self.facade)
 
     def computed(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, Expression]:
         """The converter as one node that computes: shapes from a run on meta tensors, values when executed."""
@@ -376,3 +376,13 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.cat.default: _cat,
     aten.stack.default: _stack,
 }
+
+
+def convert(converter: Any, target: str, sources: Mapping[str, list[torch.Tensor]], model: Any) -> dict[str, Any]:
+    """Run a converter on whole tensors, by source pattern; the outcome by full name."""
+    fresh = deepcopy(converter)
+    for pattern, tensors in sources.items():
+        for tensor in tensors:
+            fresh.add_tensor(target, pattern, pattern, tensor)
+    made = fresh.convert(target, model=model, config=getattr(model, "config", None))
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}

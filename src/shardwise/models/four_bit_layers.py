@@ -1,4 +1,16 @@
-"""Turns fused experts, on meta, into ones whose stacked weights are in four bits; and knows them again.
+"""Linear layers and fused experts whose weights are in four bits: made of those on meta, and known again.
+
+[Note: A layer in four bits] The layer keeps its place, its name and its class's methods; its weight is a uint8
+parameter (out, in / 2), beside which its scales are, as the bytes of float32: a parameter ``weight_scales`` (out, 4
+* in / block) of uint8. Both are frozen, and sharded by rows in the group of the layer's block. FSDP2 casts floats
+to the dtype of the mixed precision, and leaves integers alone: that is why scales are bytes. Where bitsandbytes is
+installed the layer is one of its ``Linear4bit``, by which PEFT chooses its own 4-bit layers; what that class does
+with a ``quant_state`` is not used.
+
+Nested scales are codes, a uint8 parameter ``weight_scales`` (out, in / block); what they are scaled by is whole on
+every rank: the buffers ``weight_nested_scales`` (float32, one for 256) and ``weight_nested_offset`` (float32, one).
+While such a layer is loaded, its scales are there as they are for a moment, as ``weight_whole_scales``
+(``engines/nesting.py``).
 
 [Note: Experts in four bits] The module keeps its place, its name and its class's methods. A stack of weights
 (experts, out, in) is a uint8 parameter (experts, out, in / 2) of the same name, with its scales beside it, as the
@@ -12,13 +24,10 @@ they are not used here, whatever the config says.
 Scales are plain ones, also where those of linear layers are nested. Stacks that are stored as MXFP4 have their
 exponents as scales, (experts, out, in / 32). A stack that the model has as (experts, in, out) is kept as
 (experts, out, in / 2), too, as it is stored: blocks run along what comes in.
-
-A LoRA of PEFT's on a stack has its product added to that of the weight, instead of its matrices to the weight.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -28,16 +37,179 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwise.models.four_bit_linear import (
+from shardwise.conversion import Expression
+from shardwise.conversion.nested_scales import NESTED_BLOCK
+from shardwise.models.quantization import (
     COMPUTED_IN,
     KeptForm,
     KeptScales,
     Packing,
     form_name,
     frozen_bytes,
+    has_bitsandbytes,
     product,
+    unnested_scales,
 )
 from shardwise.models.torch_words import parameters_of
+
+WEIGHT = "weight"
+SCALES = "weight_scales"
+NESTED = "weight_nested_scales"
+OFFSET = "weight_nested_offset"
+WHOLE_SCALES = "weight_whole_scales"
+
+_SUFFIX = "InFourBits"
+
+
+class InFourBits:
+    """What a layer in four bits is beside a linear one; see [Note: A layer in four bits].
+
+    Attributes:
+        packing: how its weight is kept.
+        quantization: what was asked for.
+        whole_scales: while it is loaded, what its scales are read from before they are nested.
+    """
+
+    kept_as: ClassVar[str] = "four bits"
+
+    weight: nn.Parameter
+    weight_scales: nn.Parameter
+    weight_nested_scales: torch.Tensor
+    weight_nested_offset: torch.Tensor
+    bias: nn.Parameter | None
+    in_features: int
+    out_features: int
+    packing: Packing
+    quantization: KeptForm
+    compute_dtype: torch.dtype | None
+    whole_scales: tuple[Expression, ...]
+
+    def numbers(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The weight (out, in), of gathered parameters; in the dtype it had, if no other is given."""
+        return self.packing.numbers(self.weight, self.scales(), dtype or self.packing.dtype)
+
+    def scales(self) -> torch.Tensor:
+        """The scales, float32 (out, in / block), of gathered parameters."""
+        return self._kept_scales().floats(self.packing.form)
+
+    def scales_of(self, kept: torch.Tensor, row: int) -> torch.Tensor:
+        """The scales, float32, of rows of ``weight_scales``, the first of which is the matrix' ``row``-th."""
+        if not self.is_nested:
+            return kept.view(torch.float32)
+        start = row * (self.in_features // self.packing.block_size)
+        made: torch.Tensor = unnested_scales(kept, start, self.weight_nested_scales, self.weight_nested_offset)
+        return made
+
+    def _kept_scales(self) -> KeptScales:
+        if not self.is_nested:
+            return KeptScales(self.weight_scales)
+        return KeptScales(self.weight_scales, self.weight_nested_scales, self.weight_nested_offset)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether its scales are kept in a byte each."""
+        return self.quantization.double_quant
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        dtype = self.compute_dtype or rows.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return product(rows.to(dtype), self.weight, self._kept_scales(), bias, self.packing).to(rows.dtype)
+
+    def tell_peft(self) -> None:
+        """Put down what PEFT asks the weight of a 4-bit layer for, before it is sharded."""
+        self.weight.compress_statistics = self.is_nested  # type: ignore[attr-defined]
+        self.weight.quant_type = form_name(self.packing.form).lower()  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: Any) -> None:
+        """Of a copy: torch copies parameters without what is put on them."""
+        super().__setstate__(state)  # type: ignore[misc]
+        self.tell_peft()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Its class is made anew where it is read: of bitsandbytes there, if that is installed there."""
+        kind: type = type(self)
+        if kind is not _class():  # with FSDP2's in front
+            return super().__reduce_ex__(protocol)
+        return _without_values, (), self.__dict__
+
+    def extra_repr(self) -> str:
+        form, block = form_name(self.packing.form).lower(), self.packing.block_size
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"{form} in blocks of {block}"
+        )
+
+    def _apply(self, function: Any, recurse: bool = True) -> Any:  # noqa: FBT001, FBT002 - as torch has it
+        """What moves a model moves it all; a cast to another dtype passes over what numbers are made of."""
+        own: Any = self
+        floats = {name: own._buffers.pop(name) for name in (NESTED, OFFSET) if name in own._buffers}
+        super()._apply(function, recurse)  # type: ignore[misc]
+        for name, buffer in floats.items():
+            own._buffers[name] = function(buffer.view(torch.uint8)).view(buffer.dtype)
+        return self
+
+    _save_to_state_dict = nn.Module._save_to_state_dict
+    _load_from_state_dict = nn.Module._load_from_state_dict
+
+
+@cache
+def _class() -> type[nn.Linear]:
+    """The class of the layers: of bitsandbytes where that is installed, which PEFT asks for."""
+    if has_bitsandbytes():
+        from bitsandbytes.nn import Linear4bit
+
+        return type("Linear4bitInFourBits", (InFourBits, Linear4bit), {})
+    return type("LinearInFourBits", (InFourBits, nn.Linear), {})
+
+
+def _without_values() -> nn.Module:
+    kind = _class()
+    return kind.__new__(kind)
+
+
+def is_in_four_bits(module: nn.Module) -> TypeGuard[Any]:
+    """Whether a module is a layer in four bits."""
+    return isinstance(module, InFourBits)
+
+
+def why_it_stays(module: nn.Linear, quantization: KeptForm) -> str | None:
+    """Why a linear layer cannot be kept in four bits; None where it can."""
+    if module.weight.dtype not in COMPUTED_IN:
+        return f"is of {module.weight.dtype}, of which nothing is packed"
+    if module.in_features % quantization.block_size:
+        return f"has {module.in_features} columns, no multiple of the block of {quantization.block_size}"
+    return None
+
+
+def put_into_four_bits(module: nn.Linear, quantization: KeptForm) -> None:
+    """Make a linear layer on meta one whose weight is in four bits; in place, so that hooks and names stay."""
+    form, block, dtype = quantization.form, quantization.block_size, module.weight.dtype
+    rows, columns = module.weight.shape
+    is_nested = quantization.double_quant
+    weight = frozen_bytes(rows, columns // 2)
+    del module.weight
+    module.__class__ = _class()
+    layer: Any = module
+    layer.register_parameter(WEIGHT, weight)
+    blocks = columns // block
+    layer.register_parameter(SCALES, frozen_bytes(rows, blocks if is_nested else 4 * blocks))
+    if is_nested:
+        nested = torch.empty(-(-rows * blocks // NESTED_BLOCK), dtype=torch.float32, device="meta")
+        layer.register_buffer(NESTED, nested)
+        layer.register_buffer(OFFSET, torch.empty(1, dtype=torch.float32, device="meta"))
+    layer.packing = Packing(form, block, dtype)
+    layer.quantization = quantization
+    layer.compute_dtype = quantization.compute_dtype
+    layer.quant_state = None
+    layer.whole_scales = ()
+    layer.tell_peft()
+    for parameter in layer.parameters(recurse=False):
+        parameter.requires_grad_(False)
+
+
+# Both are operations of torch's, so that what compiles, or traces without values, knows their shapes and does not
+# look into them.
+
 
 _SCALES = "_scales"
 
@@ -48,14 +220,12 @@ class ExpertsInFourBits(nn.Module):
     Attributes:
         packings: how each stack in four bits is kept, by its local name.
         compute_dtype: of the products; None for that of what comes in.
-        deltas: LoRAs on stacks, by local name, while the module is called with them.
     """
 
     kept_as: ClassVar[str] = "four bits"
 
     packings: Mapping[str, Packing]
     compute_dtype: torch.dtype | None
-    deltas: dict[str, list[StackDelta]]
 
     _eager: Callable[..., torch.Tensor]
     """Of the class; computes expert by expert."""
@@ -63,9 +233,9 @@ class ExpertsInFourBits(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Its class is made anew where it is read."""
         _, _, kind, *_ = type(self).__mro__
-        if type(self) is not _class(kind):  # with FSDP2's in front
+        if type(self) is not _class_of_experts(kind):  # with FSDP2's in front
             return super().__reduce_ex__(protocol)
-        return _without_values, (kind,), self.__dict__
+        return _experts_without_values, (kind,), self.__dict__
 
     def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
         return type(self)._eager(_Lookalike(self), *args, **keywords)
@@ -75,18 +245,6 @@ class ExpertsInFourBits(nn.Module):
             f"{name} in {form_name(packing.form).lower()} in blocks of {packing.block_size}"
             for name, packing in self.packings.items()
         )
-
-
-@dataclass(frozen=True, slots=True)
-class StackDelta:
-    """A LoRA on a stack: ``scaling * rows @ first[expert] @ second[expert]`` is added to the product.
-
-    ``first`` is (experts, in, r), ``second`` (experts, r, out).
-    """
-
-    first: torch.Tensor
-    second: torch.Tensor
-    scaling: float
 
 
 class _Lookalike:
@@ -109,12 +267,9 @@ class _WeightsOfExperts:
 
     def __getitem__(self, expert: int | torch.Tensor) -> _WeightOfOne:
         packed, scales = (getattr(self.experts, local)[expert] for local in (self.name, scales_of(self.name)))
-        packing = self.experts.packings[self.name]
-        deltas = tuple(
-            StackDelta(delta.first[expert], delta.second[expert], delta.scaling)
-            for delta in self.experts.deltas.get(self.name, ())
+        return _WeightOfOne(
+            packed, KeptScales(scales), self.experts.packings[self.name], self.experts.compute_dtype
         )
-        return _WeightOfOne(packed, KeptScales(scales), packing, self.experts.compute_dtype, deltas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +280,6 @@ class _WeightOfOne:
     scales: KeptScales
     packing: Packing
     compute_dtype: torch.dtype | None
-    deltas: tuple[StackDelta, ...]
 
     @classmethod
     def __torch_function__(
@@ -144,47 +298,10 @@ class _WeightOfOne:
         """``rows (.., in) @ weight (out, in).T + bias``, in the dtype of ``rows``."""
         dtype = self.compute_dtype or rows.dtype
         own_bias = None if bias is None else bias.to(dtype)
-        own = rows.to(dtype)
-        found = product(own, self.packed, self.scales, own_bias, self.packing)
-        for delta in self.deltas:
-            found = found + delta.scaling * (own @ delta.first.to(dtype) @ delta.second.to(dtype))
-        return found.to(rows.dtype)
+        return product(rows.to(dtype), self.packed, self.scales, own_bias, self.packing).to(rows.dtype)
 
 
 _MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
-
-
-@contextlib.contextmanager
-def with_deltas(experts: ExpertsInFourBits, name: str, deltas: list[StackDelta]) -> Iterator[None]:
-    """Have a module of experts compute with LoRAs on a stack, in addition to any that are there."""
-    before = experts.deltas
-    experts.deltas = {**before, name: [*before.get(name, ()), *deltas]}
-    try:
-        yield
-    finally:
-        experts.deltas = before
-
-
-@contextlib.contextmanager
-def shown_as_numbers(model: nn.Module) -> Iterator[None]:
-    """Have the stacks in four bits of a model on meta be, for a while, tensors on meta of the numbers' shape.
-
-    PEFT puts a LoRA on a parameter by its shape and its dtype.
-    """
-    kept: list[tuple[dict[str, nn.Parameter], str, nn.Parameter]] = []
-    try:
-        for module in [module for module in model.modules() if are_experts_in_four_bits(module)]:
-            registry: Any = parameters_of(module)
-            for name, packing in module.packings.items():
-                stack = module.get_parameter(name)
-                *outer, half = stack.shape
-                numbers = torch.empty(*outer, 2 * half, dtype=packing.dtype, device="meta")
-                kept.append((registry, name, stack))
-                registry[name] = nn.Parameter(numbers.mT if packing.is_transposed else numbers, requires_grad=False)
-        yield
-    finally:
-        for registry, name, stack in kept:
-            registry[name] = stack
 
 
 def weight_of_expert(module: nn.Module, name: str, expert: int) -> Any:
@@ -249,22 +366,22 @@ def put_experts_into_four_bits(module: nn.Module, names: Mapping[str, KeptForm])
             scales_of(name), frozen_bytes(*outer, packing.scale_bytes * (columns // packing.block_size))
         )
     kind: Any = type(module)
-    module.__class__ = _class(kind)
+    module.__class__ = _class_of_experts(kind)
     experts: Any = module
-    experts.packings, experts.deltas = packings, {}
+    experts.packings = packings
     experts.compute_dtype = next(iter(names.values())).compute_dtype
     for parameter in module.parameters(recurse=False):
         parameter.requires_grad_(False)
 
 
 @cache
-def _class(kind: Any) -> type[nn.Module]:
+def _class_of_experts(kind: Any) -> type[nn.Module]:
     eager = staticmethod(eager_experts(kind))
     return type(f"{kind.__name__}InFourBits", (ExpertsInFourBits, kind), {"_eager": eager})
 
 
-def _without_values(kind: Any) -> nn.Module:
-    made = _class(kind)
+def _experts_without_values(kind: Any) -> nn.Module:
+    made = _class_of_experts(kind)
     return made.__new__(made)
 
 
