@@ -84,12 +84,6 @@ def test_a_lora_learns_as_on_bitsandbytes(plain, mesh, size, placement):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("scales", ["plain", "nested"])
-def test_a_live_model_is_packed_and_sharded(worlds, plain, scales):
-    assert worlds(2).run(four_bits.sharded_live, str(plain), scales) == [[]] * 2
-
-
-@pytest.mark.distributed
 @pytest.mark.parametrize(("mesh", "size", "scales"), [("flat", 3, "plain"), ("hsdp", 4, "nested")])
 def test_a_lora_is_merged_into_the_numbers(worlds, plain, mesh, size, scales):
     for told in worlds(size).run(four_bits.merged, str(plain), mesh, scales):

@@ -166,7 +166,7 @@ class _Tracer:
 
     def run(self, conversion: Conversion, tensor_of: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         sources = {pattern: [tensor_of(key) for key in keys] for pattern, keys in conversion.sources.items()}
-        return tracing.convert(conversion.converter, conversion.target, sources, self.facade)
+        return convert(conversion.converter, conversion.target, sources, self.facade)
 
     def computed(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, Expression]:
         """The converter as one node that computes: shapes from a run on meta tensors, values when executed."""
