@@ -40,7 +40,9 @@ def llama() -> transformers.PreTrainedModel:
 
 def test_conversion_objects(mixtral: transformers.PreTrainedModel) -> None:
     """A key of the hub's leads to a name and a converter's pattern; that runs on the tensors of all its keys."""
-    renamings, converters = pretrained.split_transforms(pretrained.conversion_transforms(mixtral, {"^old": "new"}))
+    transforms = pretrained.conversion_transforms(mixtral, {"^old": "new"})
+    renamings = [item for item in transforms if isinstance(item, pretrained.WeightRenaming)]
+    converters = [item for item in transforms if isinstance(item, pretrained.WeightConverter)]
     assert renamings[0].rename_source_key("old.weight")[0] == "new.weight"
     stem = "model.layers.1.block_sparse_moe.experts"
     names = dict(mixtral.state_dict())
@@ -78,16 +80,16 @@ def test_conversions_are_left_on_the_model_and_run_backwards(
 
 def test_ties_plans_and_lists_of_a_model(llama: transformers.PreTrainedModel) -> None:
     assert pretrained.declared_ties(llama) == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert revert.tie_targets(llama) == {"lm_head.weight"}
+    assert set(revert._get_tied_weight_keys(llama)) == {"lm_head.weight"}
     assert pretrained.no_split_classes(llama) == {"LlamaDecoderLayer"}
-    assert pretrained.base_model_prefix(llama) == "model"
+    assert llama.base_model_prefix == "model"
     assert pretrained.text_layers(llama) == 2
     assert pretrained.attention_of(llama) == "sdpa"
     config = transformers.T5Config(d_model=4, d_kv=2, d_ff=4, num_layers=1, num_heads=2, vocab_size=8)
-    kept = pretrained.dtype_plan(transformers.T5ForConditionalGeneration(config), torch.float16)
+    kept = pretrained.kept_dtypes(transformers.T5ForConditionalGeneration(config), torch.float16)
     name = "encoder.block.0.layer.1.DenseReluDense.wo.weight"
-    assert pretrained.planned_dtype(kept, name) is torch.float32
-    assert pretrained.planned_dtype(kept, name.replace("wo", "wi")) is None
+    assert kept(name) is torch.float32
+    assert kept(name.replace("wo", "wi")) is None
 
 
 def test_building_and_initialising(llama: transformers.PreTrainedModel) -> None:

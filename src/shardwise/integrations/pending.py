@@ -127,7 +127,6 @@ def load_later(
         and checkpoint_files
         and len({Path(file).parent for file in checkpoint_files}) == 1
         and build.is_plain_load(load_config)
-        and pretrained.is_pretrained(model)
         and all(tensor.is_meta for tensor in model.parameters())
     )
     if not is_ours:

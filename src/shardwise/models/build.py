@@ -185,7 +185,7 @@ def build_on_meta(
     try:
         with building_on_meta(dtype):
             model = model_class(config)
-            finish_building(model)
+            patch_output_recorders(model)
     except (AttributeError, TypeError, ValueError, ImportError) as error:
         raise ConfigError(
             f"{model_class.__name__} cannot be built from {type(config).__name__}: {error}"
@@ -223,12 +223,10 @@ def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, siblings: Mapping[st
     ``siblings`` maps its name to that one's. Tensors that are in neither mapping nor checkpoint keep the dtype
     they were built with.
     """
-    plan = pretrained.dtype_plan(model, dtype)
-    if not plan:
-        return
+    kept_dtype = pretrained.kept_dtypes(model, dtype)
     for item in look_inside(model):
         if item.kind.is_saved and item.fqn in siblings:
-            kept = pretrained.planned_dtype(plan, siblings[item.fqn])
+            kept = kept_dtype(siblings[item.fqn])
             if kept is not None and kept != item.tensor.dtype:
                 item.recast(kept)
 
@@ -344,11 +342,6 @@ def remote_model_class(reference: str, name_or_path: str, **hub: Any) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     return get_class_from_dynamic_module(reference, name_or_path, **hub)
-
-
-def finish_building(model: PreTrainedModel) -> None:
-    """What transformers does right after constructing a model."""
-    patch_output_recorders(model)
 
 
 def choose_implementations(

@@ -298,10 +298,9 @@ def _entries_of(kind: type[Optimizer], forms: tuple[tuple[str, bool], ...], ndim
     return frozenset(map(str, single.state[parameter]))
 
 
-_LISTS = frozenset(
-    ["base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas", "_schedulers"]
-)
-"""What torch's schedulers have for each group of the optimizer, or for each scheduler inside."""
+_LISTS = "base_lrs _last_lr min_lrs max_lrs base_momentums max_momentums lr_lambdas _schedulers"
+_TOLD = frozenset([*_LISTS.split(), "_scale_fn_custom"])
+"""Entries of torch's schedulers for each group of the optimizer, each scheduler inside, or a function."""
 
 _OF_VERSIONS = frozenset({"verbose", "_is_initial", "_get_lr_called_within_step"})
 """Entries that only some versions of torch have, and no rate depends on."""
@@ -318,24 +317,18 @@ def why_unlike(present: Mapping[str, Any], stored: object) -> str | None:
         if odd := sorted(map(str, names - _OF_VERSIONS)):
             return f"it {lacks} {odd[:8]}"
     for name, here in present.items():
-        there, plain = stored.get(name, here), str(name).rpartition(": ")[2]
-        if plain in _LISTS and isinstance(here, list):
-            fits = isinstance(there, (list, tuple)) and len(there) == len(here)
-            if not fits or (plain != "_schedulers" and not all(map(_is_like, here, there))):
-                return f"its {plain} do not fit the {len(here)} here: {there!r:.80}"
-            inner = [(mine, other) for mine, other in zip(here, there, strict=True) if plain == "_schedulers"]
-            if why := next((why for mine, other in inner if (why := why_unlike(mine, other))), None):
-                return f"of a scheduler in it, {why}"
-        elif plain == "_scale_fn_custom" and not _is_like(here, there):
-            return "it was made with a function of another kind"
-        elif type(here) in (int, float) and not _is_number(there):
-            return f"its {plain} is a {type(there).__name__}, and no number"
+        is_told = type(here) in (int, float) or str(name).rpartition(": ")[2] in _TOLD
+        if is_told and name in stored and not _is_like(here, stored[name]):
+            return f"its {name} does not fit the one here: {stored[name]!r:.80}"
     return None
 
 
 def _is_like(here: object, there: object) -> bool:
+    if isinstance(here, list):
+        is_list = isinstance(there, (list, tuple)) and len(there) == len(here)
+        return is_list and all(map(_is_like, here, there))  # type: ignore[call-overload]
     if isinstance(here, dict) and isinstance(there, dict):
-        return here.keys() == there.keys()
+        return why_unlike(here, there) is None
     return type(here) is type(there) or (_is_number(here) and _is_number(there))
 
 

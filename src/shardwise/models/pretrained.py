@@ -37,9 +37,10 @@ with KnownNames("transformers", "5.17 to 5.23"):
     from transformers.core_model_loading import (
         WeightConverter,
         WeightRenaming,
+        build_glob_alternation,
         dot_natural_key,
+        rename_source_key,
     )
-    from transformers.core_model_loading import rename_source_key as _rename_source_key
 
     for _owner, _names in (
         (hf_init, ("TORCH_INIT_FUNCTIONS", "guard_torch_init_functions", "no_init_weights")),
@@ -48,16 +49,6 @@ with KnownNames("transformers", "5.17 to 5.23"):
     ):
         for _name in _names:
             getattr(_owner, _name)
-
-
-def is_pretrained(module: nn.Module) -> bool:
-    """Whether this is a model of transformers, to which its rules apply."""
-    return isinstance(module, PreTrainedModel)
-
-
-def base_model_prefix(model: nn.Module) -> str | None:
-    """The prefix by which a head's checkpoint differs from its base model's."""
-    return model.base_model_prefix if isinstance(model, PreTrainedModel) else None
 
 
 def declared_ties(model: nn.Module) -> dict[str, str]:
@@ -105,9 +96,20 @@ def _text_config(model: nn.Module) -> object:
 
 
 def kept_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
-    """The dtype that a name is kept in, in a model of ``dtype``; None where nothing is said of it."""
-    plan = dtype_plan(model, dtype)
-    return lambda name: planned_dtype(plan, name)
+    """Return a function of a name: the dtype that it is kept in, in a model of ``dtype``; None where any will do.
+
+    The matching is transformers' own (``build_glob_alternation``: a search, ``*`` standing for anything).
+    """
+    plan = dict(model._get_dtype_plan(dtype))
+    if not plan:
+        return lambda _: None
+    alternation, by_group, _ = build_glob_alternation(list(plan))
+
+    def kept(name: str) -> torch.dtype | None:
+        found = alternation.search(name)
+        return plan[by_group[found.lastgroup]] if found and found.lastgroup else None
+
+    return kept
 
 
 def mark_loaded(model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
@@ -129,29 +131,6 @@ def conversion_transforms(model: nn.Module, key_mapping: Mapping[str, str] | Non
         with original_classes(model):
             return list(get_model_conversion_mapping(model, mapping))
     return [WeightRenaming(source, target) for source, target in (mapping or {}).items()]
-
-
-def split_transforms(transforms: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """(renames, converters), each in order."""
-    renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
-    return renamings, [item for item in transforms if isinstance(item, WeightConverter)]
-
-
-def rename_source_key(
-    key: str,
-    renamings: list[Any],
-    converters: list[Any],
-    base_model_prefix: str | None,
-    names: Mapping[str, object],
-) -> tuple[str, str | None]:
-    """The name a key leads to, and the source pattern of the converter that matched."""
-    return _rename_source_key(
-        source_key=key,
-        weight_renamings=renamings,
-        weight_converters=converters,
-        base_model_prefix=base_model_prefix,
-        meta_state_dict=cast("dict[str, Any]", names),
-    )
 
 
 def models_of(auto_class: Any) -> Any:
@@ -177,25 +156,6 @@ def ignore_patterns(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 # Building on meta
-
-
-def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Glob of names to the dtype they are kept in, for a model of ``dtype``."""
-    return dict(model._get_dtype_plan(dtype))
-
-
-def planned_dtype(plan: Mapping[str, torch.dtype], name: str) -> torch.dtype | None:
-    """The dtype a plan keeps this name in; None when it says nothing of it.
-
-    The matching is transformers' own (``build_glob_alternation``: a search, ``*`` standing for anything).
-    """
-    from transformers.core_model_loading import build_glob_alternation
-
-    if not plan:
-        return None
-    alternation, by_group, _ = build_glob_alternation(list(plan))
-    found = alternation.search(name)
-    return plan[by_group[found.lastgroup]] if found and found.lastgroup else None
 
 
 def tie(model: PreTrainedModel, missing: set[str], untied: set[str]) -> None:
@@ -297,14 +257,16 @@ def assign_keys(
     model: nn.Module, keys: Sequence[str], names: Mapping[str, object], transforms: Sequence[Any]
 ) -> Assignment:
     """Apply the renames to every key; ``names`` are the tensors the model saves."""
-    prefix = base_model_prefix(model)
-    renamings, converters = split_transforms(transforms)
+    prefix = model.base_model_prefix if isinstance(model, PreTrainedModel) else None
+    renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+    converters = [item for item in transforms if isinstance(item, WeightConverter)]
+    known = cast("dict[str, Any]", names)
     by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
     result = Assignment()
     for key in sorted(keys, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, names)
+        name, pattern = rename_source_key(key, renamings, converters, prefix, known)
         if name not in names and key in names:
-            name, pattern = rename_source_key(key, [], [], prefix, names)
+            name, pattern = rename_source_key(key, [], [], prefix, known)
         if name not in names:
             result.unmatched[key] = name
         elif pattern is None:

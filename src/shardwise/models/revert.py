@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Computed, Expression, Stored, WholeOperation
 from shardwise.errors import KnownNames
 from shardwise.layout import ModelLayout, TensorLayout
-from shardwise.models.pretrained import is_pretrained, quantised_parts
+from shardwise.models.pretrained import quantised_parts
 from shardwise.models.torch_words import (
     from_torch,
     original_class,
@@ -118,15 +118,17 @@ def names_in_file(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
     Where names of a transformers model share a tensor without being declared tied, it could not tie them again:
     each is saved.
     """
-    ignored = names_never_saved(model)
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     names = [name for name in tensor.names if name not in ignored]
     if len(names) < 2:
         return tuple(names)
-    targets = tie_targets(model)
+    if not isinstance(model, PreTrainedModel):
+        return tuple(names[:1])
+    targets = _get_tied_weight_keys(model)
     for name in sorted(names):
         if len(names) > 1 and any(re.search(pattern, name) for pattern in targets):
             names.remove(name)
-    return tuple(names) if is_pretrained(model) else tuple(names[:1])
+    return tuple(names)
 
 
 def _recorded(name: str, tensor: TensorLayout) -> Recorded:
@@ -242,13 +244,3 @@ def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) 
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-
-
-def names_never_saved(model: nn.Module) -> frozenset[str]:
-    """Names that a model's class leaves out when it is saved."""
-    return frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
-
-
-def tie_targets(model: nn.Module) -> frozenset[str]:
-    """Regexes, searched in names, of those that are declared tied to another by any module in a model."""
-    return frozenset(_get_tied_weight_keys(model)) if isinstance(model, PreTrainedModel) else frozenset()
