@@ -25,7 +25,6 @@ with KnownNames("transformers", "5.17 to 5.23"):
     from transformers.distributed.fsdp import is_fsdp_enabled
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.auto_factory import _get_model_class
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.monkey_patching import patch_output_recorders
     from transformers.utils.loading_report import LoadStateDictInfo
 
@@ -43,8 +42,7 @@ def read_config(
 ) -> PreTrainedConfig:
     """The model's config with ``overrides`` applied.
 
-    ``model_class`` reads it by a config class of its own, where it is a model class that has one for this type of
-    model, or for a type that transformers does not know.
+    A model class reads it by its own config class, as its ``from_pretrained`` does.
 
     Raises:
         ConfigError: when there is none, it cannot be read, or an override is unknown to it.
@@ -55,7 +53,7 @@ def read_config(
             "model's there or, in Python, pass config= (a distributed checkpoint has none of its own)"
         )
     try:
-        own: Any = own_config_class(model_class, directory)
+        own: Any = _config_class(model_class)
         keywords = {**overrides} if own else {**overrides, "trust_remote_code": trust_remote_code}
         config, unused = (own or AutoConfig).from_pretrained(directory, return_unused_kwargs=True, **keywords)
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -85,34 +83,17 @@ def resolve_class(
             return remote_model_class(remote, str(directory)), config
         return auto_model_class(config, model_class)
     if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
-        return model_class, _part_for(model_class, config)
+        kind = model_class.config_class or PreTrainedConfig
+        parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+        return model_class, next((part for part in parts if isinstance(part, kind)), config)
     raise ConfigError(f"model_class must be a model class or an Auto class of transformers, not {model_class!r}")
 
 
-def _part_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config, or that part of it which is of the kind that the class takes.
-
-    Raises:
-        ConfigError: several parts are.
-    """
-    kind = model_class.config_class
-    if kind is None or isinstance(config, kind):
-        return config
-    parts = [(name, part) for name, part in _parts_of(config) if isinstance(part, kind)]
-    if len(parts) > 1:
-        raise ConfigError(
-            f"{model_class.__name__} takes a {kind.__name__}, and {type(config).__name__} has several: "
-            f"{', '.join(name for name, _ in parts)}; pass config= with the one that is meant"
-        )
-    return parts[0][1] if parts else config
-
-
-def _parts_of(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if isinstance(part, PreTrainedConfig):
-            yield name, part
-            yield from ((f"{name}.{inner}", found) for inner, found in _parts_of(part))
+def _config_class(model_class: Any) -> type[PreTrainedConfig] | None:
+    """Return the config class of a model class; None where ``AutoConfig`` is to find it."""
+    is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
+    kind = model_class.config_class if is_model else None
+    return None if kind is PreTrainedConfig else kind
 
 
 def _class_from_config(
@@ -284,22 +265,6 @@ def resized(bindings: Bindings, names: set[str], size: int) -> Bindings:
         name: tuple(map(fitted, found)) if name in names else found for name, found in bindings.offers.items()
     }
     return replace(bindings, offers=offers)
-
-
-def own_config_class(model_class: Any, directory: Path) -> type[PreTrainedConfig] | None:
-    """The config class of a model class, where it reads the config in a folder and not the class that Auto knows.
-
-    Raises:
-        OSError: there is no config.
-    """
-    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
-        return None
-    kind = model_class.config_class
-    if kind is None or kind is PreTrainedConfig:
-        return None
-    content, _ = PreTrainedConfig.get_config_dict(directory)
-    named = content.get("model_type")
-    return kind if named == kind.model_type or named not in CONFIG_MAPPING else None
 
 
 def registered_model_class(config: PreTrainedConfig, names: Collection[str]) -> Any:
