@@ -28,9 +28,9 @@ from shardwise.models.four_bit_base import put_base_into_four_bits
 from shardwise.models.initialize import BufferRules
 from shardwise.models.pretrained import bind
 from shardwise.models.quantization import Fp4, Mxfp4, Nf4, Quantization, is_mxfp4, of_transformers
-from shardwise.models.torch_words import TrainedDtype, require_trainable_dtype, to_torch
+from shardwise.models.torch_words import to_torch
 from shardwise.models.view import layout_of, look_inside
-from shardwise.models.wrap import Sharding
+from shardwise.models.wrap import Sharding, TrainedDtype, require_trainable_dtype
 from shardwise.planning.load_memory import spare_tensors, stored_tensors
 from shardwise.planning.load_plan import Consent, OnMissing, OnUnexpected
 from shardwise.storage.names import HubOptions

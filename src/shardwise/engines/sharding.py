@@ -25,9 +25,8 @@ from shardwise.layout import TensorKind
 from shardwise.models import wrap
 from shardwise.models.policies import Classes, MinSize, NamedPolicy, WrapPolicy, group_parameters
 from shardwise.models.rebind import look_at, require_steps_shards
-from shardwise.models.torch_words import TrainedDtype, require_trainable_dtype
-from shardwise.models.view import Held, is_sharded, look_inside, refuse_unmovable, without_compile
-from shardwise.models.wrap import Sharding
+from shardwise.models.view import Held, is_sharded, look_inside, without_compile
+from shardwise.models.wrap import Sharding, TrainedDtype, refuse_unmovable, require_trainable_dtype
 from shardwise.planning.sources import ValuesFrom
 from shardwise.report.reports import ShardReport
 

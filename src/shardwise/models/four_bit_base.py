@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -64,19 +63,18 @@ class Chosen:
     absent: tuple[str, ...] = ()
 
 
-def choose_layers(
+def _choose(
     model: nn.Module,
     quantization: KeptForm,
-    offered: Callable[[str], bool],
-    stored: Mapping[str, tuple[FourBitForm, int]] = MappingProxyType({}),
+    wanted: Collection[str],
+    stored: Mapping[str, tuple[FourBitForm, int]],
     *,
-    must_match: bool = True,
+    must_match: bool,
 ) -> Chosen:
-    """The linear layers and the experts of a model on meta, tied, that are to be in four bits.
+    """Choose what of a model on meta, tied, is put into four bits: of the weights in ``wanted``, those that can be.
 
-    What computes logits stays, whatever is tied, routers, experts that are not computed one by one, what the
-    checkpoint does not hold (``offered`` is asked by the name of a weight), and what is named. ``stored`` are
-    stacks of experts that are taken as they are stored, by name, with their form and the size of their blocks.
+    What computes logits stays, whatever is tied, routers, experts that are not computed one by one, and what is
+    named. ``stored`` are stacks of experts that are taken as they are stored.
 
     Raises:
         ConfigError: something named matches nothing, or nothing is left; not without ``must_match``.
@@ -90,26 +88,26 @@ def choose_layers(
     stacks: dict[str, tuple[nn.Module, str]] = {}
     stay: dict[str, str] = {}
     matched: set[str] = set()
-    for item in _candidates(model, quantization, stored):
-        named = [pattern for pattern in quantization.stay if any(_matches(pattern, name) for name in item.names)]
+    for names, module, local, why in _candidates(model, quantization, stored):
+        named = [pattern for pattern in quantization.stay if any(_matches(pattern, name) for name in names)]
         matched.update(named)
-        told = item.names[-1]
+        told = names[-1]
         if named:
             stay[told] = "as asked for"
-        elif item.why is not None:
-            stay[told] = f"it {item.why}"
-        elif uses[id(item.module.get_parameter(item.local))] > 1:
+        elif why is not None:
+            stay[told] = f"it {why}"
+        elif uses[id(module.get_parameter(local))] > 1:
             stay[told] = "its weight is tied"
-        elif not offered(f"{item.names[0]}.{item.local}"):
+        elif f"{names[0]}.{local}" not in wanted:
             stay[told] = "the checkpoint does not hold it, or as numbers beside others in four bits"
-        elif isinstance(item.module, nn.Linear):
-            layers[told] = item.module
+        elif isinstance(module, nn.Linear):
+            layers[told] = module
         else:
-            stacks[told] = (item.module, item.local)
+            stacks[told] = (module, local)
     absent = tuple(pattern for pattern in quantization.stay if pattern not in matched)
-    if must_match and (wrong := list(absent)):
+    if must_match and absent:
         known = ", ".join(pattern for pattern, _ in collapse(sorted({*layers, *stacks, *stay}))[:8])
-        raise ConfigError(f"stay={wrong!r} matches no linear layer; there are {known}")
+        raise ConfigError(f"stay={list(absent)!r} matches no linear layer; there are {known}")
     if must_match and not layers and not stacks:
         raise ConfigError(
             f"nothing of {type(model).__name__} can be put into four bits"
@@ -118,26 +116,10 @@ def choose_layers(
     return Chosen(layers, stacks, stay, absent)
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A weight that may be put into four bits.
-
-    Attributes:
-        names: by which it is asked to stay: of its module, and its own where it is one of several in there.
-        module: that it is in, as ``local``.
-        why: it stays in any case; None where it need not.
-    """
-
-    names: tuple[str, ...]
-    module: nn.Module
-    local: str
-    why: str | None
-
-
 def _candidates(
     model: nn.Module, quantization: KeptForm, stored: Mapping[str, tuple[FourBitForm, int]]
-) -> Iterator[_Candidate]:
-    """All linear layers and stacks of experts."""
+) -> Iterator[tuple[tuple[str, ...], nn.Module, str, str | None]]:
+    """Yield all linear layers and stacks of experts: names to keep them by, module, local name, why they stay."""
     head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     last = next(reversed([name for name, _ in model.named_parameters()]), "").rpartition(".")[0]
     modules = dict(model.named_modules())
@@ -149,11 +131,11 @@ def _candidates(
                 why = "computes what comes out"
             elif name.endswith(_ROUTERS) and f"{name.rpartition('.')[0]}.experts" in modules:
                 why = "chooses experts"
-            yield _Candidate((name,), module, WEIGHT, why)
+            yield (name,), module, WEIGHT, why
         for local, stack in stacks_of(name, module):
             fqn = f"{name}.{local}"
             why = why_they_stay(module, stack, quantization, is_stored=fqn in stored)
-            yield _Candidate((name, fqn), module, local, why)
+            yield (name, fqn), module, local, why
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -185,7 +167,7 @@ def put_base_into_four_bits(
         config: the ``quantization_config`` of the checkpoint where the model is to have that.
 
     Raises:
-        ConfigError: as of :func:`choose_layers`.
+        ConfigError: something named matches nothing, or nothing is left.
     """
     stored = {
         name for name, claims in bindings.offers.items() if any(stored_form(item) is not None for item in claims)
@@ -193,14 +175,8 @@ def put_base_into_four_bits(
     stacks = _stored_stacks(model, bindings) if keeps_experts else {}
     wanted = stored | stacks.keys()
     if not wanted and config is None:
-        wanted = set(bindings.offers)
-    chosen = choose_layers(
-        model,
-        quantization,
-        lambda name: bool(bindings.offers.get(name)) and name in wanted,
-        stacks,
-        must_match=must_match,
-    )
+        wanted = {name for name, claims in bindings.offers.items() if claims}
+    chosen = _choose(model, quantization, wanted, stacks, must_match=must_match)
     if not chosen.layers and not chosen.stacks:
         return bindings, notes_of(chosen, quantization)
     for name, layer in chosen.layers.items():

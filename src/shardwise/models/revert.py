@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.conversion import Computed, Expression, Stored, WholeOperation
+from shardwise.conversion import Expression, Stored
 from shardwise.errors import KnownNames
 from shardwise.layout import ModelLayout, TensorLayout
 from shardwise.models.pretrained import quantised_parts
@@ -25,8 +25,8 @@ from shardwise.models.torch_words import (
     tree_map,
     without_data,
 )
-from shardwise.models.tracing import ModelFacade, NotStructural, Recorded
-from shardwise.tensors import DType, numel
+from shardwise.models.tracing import ModelFacade, NotStructural, Recorded, computed_whole
+from shardwise.tensors import DType
 
 with KnownNames("transformers", "5.17 to 5.23"):
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -100,16 +100,10 @@ def _computed(
         return backwards(dict(zip(names, values, strict=True)))
 
     inputs = tuple(Stored(name, item.shape, item.dtype) for name, item in zip(names, tensors, strict=True))
-    shapes = {key: tuple(tensor.shape) for key, tensor in made.items()}
-    dtypes = {key: from_torch(tensor.dtype, key) for key, tensor in made.items()}
     nbytes = sum(item.numel * item.dtype.itemsize for item in tensors)
-    nbytes += sum(numel(shape) * dtypes[key].itemsize for key, shape in shapes.items())
-    label = "a conversion of transformers'"
-    operation = WholeOperation(label, tuple(item.shape for item in inputs), shapes, function, nbytes)
-    return {
-        key: Output(key, dtypes[key], Computed(operation, key, shape, dtypes[key], inputs))
-        for key, shape in shapes.items()
-    }
+    nbytes += sum(tensor.numel() * tensor.itemsize for tensor in made.values())
+    found = computed_whole("a conversion of transformers'", inputs, made, function, nbytes)
+    return {key: Output(key, item.dtype, item) for key, item in found.items()}
 
 
 def names_in_file(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:

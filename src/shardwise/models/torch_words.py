@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from shardwise.errors import ConfigError, KnownNames, PlacementError
+from shardwise.errors import KnownNames, PlacementError
 from shardwise.tensors import DType
 
 with KnownNames("torch", "2.11 to 2.15"):
@@ -434,31 +434,3 @@ def splitting_dim(placement: Placement) -> int | None:
     if isinstance(placement, (Shard, _StridedShard)):
         return int(placement.dim)
     return None
-
-
-TrainedDtype: TypeAlias = torch.dtype | Literal["unchanged"]
-"""dtype of trained parameters, if it is wider than their own; ``"unchanged"`` leaves every parameter its dtype."""
-
-
-def require_trainable_dtype(dtype: object) -> None:
-    """Refuse a dtype that nothing can be trained in.
-
-    Raises:
-        ConfigError: it is no floating dtype of 16 bits or more.
-    """
-    if dtype != "unchanged" and not (
-        isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
-    ):
-        raise ConfigError(
-            f"trained dtype: {dtype!r} is no floating dtype of 16 bits or more. Pass torch.float32, or 'unchanged'."
-        )
-
-
-def trained_dtype_of(wanted: TrainedDtype, dtype: torch.dtype, requires_grad: bool) -> torch.dtype:  # noqa: FBT001
-    """Return the dtype a parameter is kept in: ``wanted`` if it is trained and ``wanted`` is wider, else its own.
-
-    8-bit floats and integers keep their dtype.
-    """
-    if isinstance(wanted, str) or not requires_grad or not dtype.is_floating_point or dtype.itemsize < 2:
-        return dtype
-    return wanted if torch.promote_types(dtype, wanted) == wanted else dtype

@@ -178,13 +178,24 @@ class _Tracer:
             return self.run(conversion, lambda key: values[key].to(dtype))
 
         inputs = tuple(self.stored[key] for key in keys)
-        outputs = {name: tuple(tensor.shape) for name, tensor in shapes.items()}
-        nbytes = sum(numel(item.shape) * item.dtype.itemsize for item in inputs)
-        operation = WholeOperation(
-            conversion.label, tuple(item.shape for item in inputs), outputs, function, _COMPUTING_FACTOR * nbytes
-        )
-        made = from_torch(dtype, conversion.target)
-        return {name: Computed(operation, name, shape, made, inputs) for name, shape in outputs.items()}
+        nbytes = _COMPUTING_FACTOR * sum(numel(item.shape) * item.dtype.itemsize for item in inputs)
+        return computed_whole(conversion.label, inputs, shapes, function, nbytes)
+
+
+def computed_whole(
+    label: str,
+    inputs: tuple[Stored, ...],
+    made: Mapping[str, torch.Tensor],
+    function: Callable[[Sequence[torch.Tensor]], Mapping[str, torch.Tensor]],
+    nbytes: int,
+) -> dict[str, Expression]:
+    """Return the results of a function of whole tensors, by name; ``made`` has their shapes and dtypes."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
+    operation = WholeOperation(label, tuple(item.shape for item in inputs), shapes, function, nbytes)
+    return {
+        name: Computed(operation, name, shape, from_torch(made[name].dtype, name), inputs)
+        for name, shape in shapes.items()
+    }
 
 
 class ModelFacade:

@@ -16,8 +16,9 @@ from shardwise.errors import ConfigError
 from shardwise.models import pretrained
 from shardwise.models.policies import listed_blocks
 from shardwise.models.selection import AdapterOnly, Selection
-from shardwise.models.torch_words import TrainedDtype, parameters_of, trained_dtype_of
+from shardwise.models.torch_words import parameters_of
 from shardwise.models.view import look_inside
+from shardwise.models.wrap import TrainedDtype, trained_dtype_of
 from shardwise.tuning import lora, peft_compat
 from shardwise.tuning.lora import Adapter, Tuned, matches, near
 
