@@ -317,9 +317,10 @@ def why_unlike(present: Mapping[str, Any], stored: object) -> str | None:
         if odd := sorted(map(str, names - _OF_VERSIONS)):
             return f"it {lacks} {odd[:8]}"
     for name, here in present.items():
-        is_told = type(here) in (int, float) or str(name).rpartition(": ")[2] in _TOLD
+        plain = str(name).rpartition(": ")[2]
+        is_told = type(here) in (int, float) or plain in _TOLD
         if is_told and name in stored and not _is_like(here, stored[name]):
-            return f"its {name} does not fit the one here: {stored[name]!r:.80}"
+            return f"its {plain} does not fit the one here: {stored[name]!r:.80}"
     return None
 
 

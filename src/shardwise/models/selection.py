@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -15,9 +15,6 @@ from shardwise.errors import ConfigError, PlacementError
 from shardwise.layout import ModelLayout
 from shardwise.models.torch_words import parameters_of
 from shardwise.models.view import Held, canonical, saved_names
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
