@@ -101,7 +101,7 @@ def plan_once(wanted: Shape) -> dict[str, float]:
     from shardwise.layout import Origin, TensorKind
     from shardwise.models import build, pretrained, wrap
     from shardwise.models.initialize import Initialisers
-    from shardwise.models.key_conversions import bind
+    from shardwise.models.pretrained import bind
     from shardwise.models.view import Held, layout_of, look_inside
     from shardwise.models.wrap import Sharding
     from shardwise.planning.load_memory import stored_tensors

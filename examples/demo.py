@@ -16,7 +16,7 @@ import click
 import yaml
 
 import shardwise
-from shardwise.cli.launch import fail, read_launch
+from shardwise.cli.launch import read_launch
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.execution.spawned import run_spawned
 
@@ -45,7 +45,7 @@ def main(*, out: Path, steps: int) -> None:
         prepare_folder(out)
         faults = run_demo(out, steps)
     except ShardwiseError as error:
-        fail(error)
+        raise click.ClickException(str(error)) from error
     click.echo(f"\n{'failed' if faults else 'done'} in {time.monotonic() - begun:.0f} s; everything is in {out}")
     for fault in faults:
         click.echo(f"error: {fault}", err=True)

@@ -14,7 +14,7 @@ from tests.bank.test_isolation import everything
 
 from shardwise.bank.calls import longest
 from shardwise.errors import DisagreementError, ShardwiseError
-from shardwise.models.torch_words import Gather
+from shardwise.models.gradients import Gather
 
 
 @pytest.mark.parametrize("backend", ["loop", "auto"], ids=["loop", "grouped"])

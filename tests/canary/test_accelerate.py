@@ -14,7 +14,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 
 from shardwise.integrations import accelerate_compat as compat
-from shardwise.models import pretrained
+from shardwise.models import build, pretrained
 from shardwise.tuning import peft_compat
 
 
@@ -105,22 +105,22 @@ def test_a_plugin_says_what_is_asked_of_it() -> None:
 def test_from_pretrained_fills_a_model_through_one_door(tmp_path: Path, monkeypatch) -> None:
     """The model is on meta, with nothing tied; what the outcome says is missing is tied, or initialised."""
     saved = llama(tmp_path)
-    owner, name = pretrained.loading_door()
+    owner, name = build.loading_door()
     original, seen = getattr(owner, name), []
 
     def door(model, state_dict, files, config, *others):
-        seen.append((state_dict, [Path(file).name for file in files], pretrained.is_plain_load(config)))
+        seen.append((state_dict, [Path(file).name for file in files], build.is_plain_load(config)))
         assert all(tensor.is_meta for tensor in model.parameters())
         assert model.lm_head.weight is not model.model.embed_tokens.weight
-        assert pretrained.dtype_of_load(config) is torch.bfloat16
+        assert build.dtype_of_load(config) is torch.bfloat16
         outcome, rest = original(model, state_dict, files, config, *others)
         assert outcome.missing_keys == {"lm_head.weight"}
-        same = pretrained.load_outcome({"lm_head.weight"}, set(), set())
+        same = build.load_outcome({"lm_head.weight"}, set(), set())
         assert vars(same).keys() == vars(outcome).keys()
         return same, rest
 
     monkeypatch.setattr(owner, name, staticmethod(door))
-    owner, name = pretrained.placing_door()
+    owner, name = build.placing_door()
     placing = vars(owner)[name]
 
     def place(model, missing, *others):
@@ -134,12 +134,12 @@ def test_from_pretrained_fills_a_model_through_one_door(tmp_path: Path, monkeypa
     assert seen == [(None, ["model.safetensors"], True)]
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(loaded.lm_head.weight, saved.lm_head.weight.bfloat16())
-    assert not pretrained.loads_for_fsdp()
+    assert not build.loads_for_fsdp()
 
 
 def test_a_tie_that_is_forgotten_stays_untied(tmp_path: Path) -> None:
     model = llama(tmp_path)
-    pretrained.forget_tie(model, "lm_head.weight")
+    build.forget_tie(model, "lm_head.weight")
     assert pretrained.declared_ties(model) == {}
 
 

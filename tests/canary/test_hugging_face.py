@@ -13,7 +13,7 @@ from transformers import trainer_utils
 
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER
 from shardwise.interchange import trainer_folder
-from shardwise.models import pretrained
+from shardwise.models import build, four_bit_layers, initial_programs, pretrained, revert, tracing
 from shardwise.tuning import peft_compat
 
 SMALL = {
@@ -40,7 +40,9 @@ def llama() -> transformers.PreTrainedModel:
 
 def test_conversion_objects(mixtral: transformers.PreTrainedModel) -> None:
     """A key of the hub's leads to a name and a converter's pattern; that runs on the tensors of all its keys."""
-    renamings, converters = pretrained.split_transforms(pretrained.conversion_transforms(mixtral, {"^old": "new"}))
+    transforms = pretrained.conversion_transforms(mixtral, {"^old": "new"})
+    renamings = [item for item in transforms if isinstance(item, pretrained.WeightRenaming)]
+    converters = [item for item in transforms if isinstance(item, pretrained.WeightConverter)]
     assert renamings[0].rename_source_key("old.weight")[0] == "new.weight"
     stem = "model.layers.1.block_sparse_moe.experts"
     names = dict(mixtral.state_dict())
@@ -57,7 +59,7 @@ def test_conversion_objects(mixtral: transformers.PreTrainedModel) -> None:
     for number, (_, pattern) in enumerate(found.values()):
         assert pattern is not None
         sources.setdefault(pattern, []).append(torch.full((4, 8), float(number)))
-    made = pretrained.convert(converter, target, sources, mixtral)
+    made = tracing.convert(converter, target, sources, mixtral)
     assert set(made) == {target}
     assert made[target].shape == (2, 8, 8)
     assert made[target][:, ::4, 0].tolist() == [[0, 2], [1, 3]]  # expert by expert, gate before up
@@ -69,34 +71,34 @@ def test_conversions_are_left_on_the_model_and_run_backwards(
 ) -> None:
     mixtral.save_pretrained(tmp_path)
     loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
-    used = pretrained.saved_conversions(loaded)
+    used = revert.saved_conversions(loaded)
     assert any(item.was_used() for item in used)
-    reverted = pretrained.revert(loaded, used, loaded.state_dict())
+    reverted = revert.revert_weight_conversion(loaded, loaded.state_dict())
     assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in reverted
-    assert pretrained.saved_conversions(mixtral), "a model that was not loaded has its class's own"
+    assert revert.saved_conversions(mixtral), "a model that was not loaded has its class's own"
 
 
 def test_ties_plans_and_lists_of_a_model(llama: transformers.PreTrainedModel) -> None:
     assert pretrained.declared_ties(llama) == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert pretrained.tie_targets(llama) == {"lm_head.weight"}
+    assert set(revert._get_tied_weight_keys(llama)) == {"lm_head.weight"}
     assert pretrained.no_split_classes(llama) == {"LlamaDecoderLayer"}
-    assert pretrained.base_model_prefix(llama) == "model"
+    assert llama.base_model_prefix == "model"
     assert pretrained.text_layers(llama) == 2
     assert pretrained.attention_of(llama) == "sdpa"
     config = transformers.T5Config(d_model=4, d_kv=2, d_ff=4, num_layers=1, num_heads=2, vocab_size=8)
-    kept = pretrained.dtype_plan(transformers.T5ForConditionalGeneration(config), torch.float16)
+    kept = pretrained.kept_dtypes(transformers.T5ForConditionalGeneration(config), torch.float16)
     name = "encoder.block.0.layer.1.DenseReluDense.wo.weight"
-    assert pretrained.planned_dtype(kept, name) is torch.float32
-    assert pretrained.planned_dtype(kept, name.replace("wo", "wi")) is None
+    assert kept(name) is torch.float32
+    assert kept(name.replace("wo", "wi")) is None
 
 
 def test_building_and_initialising(llama: transformers.PreTrainedModel) -> None:
-    with pretrained.building_on_meta(torch.bfloat16):
+    with build.building_on_meta(torch.bfloat16):
         built = transformers.LlamaForCausalLM(llama.config)
     assert {(tensor.is_meta, tensor.dtype) for tensor in built.parameters()} == {(True, torch.bfloat16)}
-    found, config = pretrained.auto_model_class(llama.config, transformers.AutoModelForCausalLM)
+    found, config = build.auto_model_class(llama.config, transformers.AutoModelForCausalLM)
     assert (found, config) == (transformers.LlamaForCausalLM, llama.config)
-    fresh = pretrained.built_without_weights(llama)
+    fresh = initial_programs.built_without_weights(llama)
     assert type(fresh) is type(llama)
     assert all(tensor.is_meta for tensor in fresh.parameters())
     rotary = dict(fresh.named_buffers())["model.rotary_emb.inv_freq"]
@@ -146,14 +148,14 @@ def test_layers_of_peft(llama: transformers.PreTrainedModel) -> None:
 
 
 def test_fused_experts(mixtral: transformers.PreTrainedModel) -> None:
-    (experts, *_) = [module for module in mixtral.modules() if pretrained.are_fused_experts(module)]
-    assert not pretrained.are_fused_experts(mixtral)
-    assert not pretrained.are_parted_experts(experts)
+    (experts, *_) = [module for module in mixtral.modules() if four_bit_layers.are_fused_experts(module)]
+    assert not four_bit_layers.are_fused_experts(mixtral)
+    assert not four_bit_layers.are_parted_experts(experts)
     assert (experts.has_gate, experts.has_bias, experts.is_transposed) == (True, False, False)
     gate, up = torch.randn(3, 4), torch.randn(3, 4)
     expected = nn.functional.silu(gate) * up
-    torch.testing.assert_close(pretrained.activated(experts, torch.cat([gate, up], 1)), expected)
-    eager = pretrained.eager_experts(type(experts))
+    torch.testing.assert_close(four_bit_layers.activated(experts, torch.cat([gate, up], 1)), expected)
+    eager = four_bit_layers.eager_experts(type(experts))
     assert eager is not type(experts).forward
     assert not hasattr(eager, "__wrapped__")
 

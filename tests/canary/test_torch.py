@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard, placement_types
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwise
+from shardwise.models import gradients
 from shardwise.models import torch_words as private
 
 
@@ -96,7 +97,7 @@ def test_who_exchanges_gradients_and_what_is_offloaded() -> None:
         module = nn.Linear(4, 4)
         fully_shard(module, mesh=init_device_mesh("cpu", (2,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
         assert all(private.is_offloaded(inner) for inner in private.fsdp_params(module).values())
-        exchanges = private.exchanges_gradients(module)
+        exchanges = gradients.exchanges_gradients(module)
         assert exchanges()
         assert isinstance(module, FSDPModule)
         module.set_requires_gradient_sync(False)
@@ -112,21 +113,21 @@ def test_what_is_gathered_and_when() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(8, 4))
         for module, kept in ((model[0], 2), (model[1], True), (model, True)):
             fully_shard(module, reshard_after_forward=kept)
-        groups = list(private._param_groups(model))
+        groups = list(private.param_groups(model))
         comms = [group._all_gather_comm for group in groups]
-        seen: list[private.Gather] = []
-        with private.seeing_gathers(model, seen.append):
+        seen: list[gradients.Gather] = []
+        with gradients.seeing_gathers(model, seen.append):
             model[1](model[0](torch.ones(2, 4, requires_grad=True)).repeat(1, 2)).sum().backward()
         told = [(gather.group, gather.numel, gather.is_of_all) for gather in seen]
         assert told == [(0, 5, True), (1, 9, True), (1, 9, True), (0, 10, False)]
         assert [group._all_gather_comm for group in groups] == comms
 
-        def refuse(gather: private.Gather) -> None:
+        def refuse(gather: gradients.Gather) -> None:
             raise ValueError("no more")
 
         for module in model:
             module.reshard()
-        with private.seeing_gathers(model, refuse), pytest.raises(ValueError, match="no more"):
+        with gradients.seeing_gathers(model, refuse), pytest.raises(ValueError, match="no more"):
             model[0](torch.ones(2, 4))
         asked: list[tuple[int, int, int]] = []
         for group in groups:
@@ -136,7 +137,7 @@ def test_what_is_gathered_and_when() -> None:
                     (output_tensor.numel(), int(input_tensor.count_nonzero()), group.size())
                 ),
             )
-        private.gather_zeros(model, seen[2:])
+        gradients.gather_zeros(model, seen[2:])
         assert asked == [(36, 0, 4), (20, 0, 2)]
 
 
@@ -154,12 +155,12 @@ def test_a_pass_that_was_broken_off_is_forgotten() -> None:
         def gathers(most: int | None = None) -> list[int]:
             seen: list[int] = []
 
-            def see(gather: private.Gather) -> None:
+            def see(gather: gradients.Gather) -> None:
                 if len(seen) == most:
                     broken_off()
                 seen.append(gather.group)
 
-            with private.seeing_gathers(model, see):
+            with gradients.seeing_gathers(model, see):
                 model(torch.ones(2, 4, requires_grad=True)).sum().backward()
             return seen
 
@@ -167,7 +168,7 @@ def test_a_pass_that_was_broken_off_is_forgotten() -> None:
             with model[1].register_forward_hook(hook):
                 gathers()
 
-        private.forget_pass(model)  # where there was none
+        gradients.forget_pass(model)  # where there was none
         expected = gathers()
         assert len(expected) == 5
         for fail in (
@@ -177,7 +178,7 @@ def test_a_pass_that_was_broken_off_is_forgotten() -> None:
         ):
             with pytest.raises(ValueError, match="no more"):
                 fail()
-            private.forget_pass(model)
+            gradients.forget_pass(model)
             assert {type(parameter) for parameter in model.parameters()} == {DTensor}
             assert gathers() == expected
 
@@ -216,12 +217,12 @@ def test_registries_and_hooks() -> None:
     assert [name for name in private.buffers_of(module) if private.is_temporary(module, name)] == ["brief"]
     private.parameters_of(module)["weight"] = None  # past the checks, and seen by the module
     assert module.weight is None
-    assert private.gradient_hooks(module.bias) == []
+    assert gradients.gradient_hooks(module.bias) == []
 
     def hook(_: torch.Tensor) -> None: ...
 
     module.bias.register_post_accumulate_grad_hook(hook)
-    assert private.gradient_hooks(module.bias) == [hook]
+    assert gradients.gradient_hooks(module.bias) == [hook]
 
 
 def test_kinds_of_modules() -> None:
@@ -253,8 +254,6 @@ def test_tensors() -> None:
     version = private.writes_to(tensor)
     tensor.add_(1)
     assert private.writes_to(tensor) == version + 1
-    private.multiply([tensor, tensor[:1]], 2.0)
-    assert tensor.tolist() == [8, 4, 4]
     private.copy_all([tensor], [torch.zeros(3)])
     assert tensor.tolist() == [0, 0, 0]
 

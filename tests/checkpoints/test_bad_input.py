@@ -121,7 +121,7 @@ MISFITS = {
     "other schedule": ("CoverageError", "schedulers: what is stored is not of a StepLR"),
     "schedule of more groups": (
         "CoverageError",
-        "of a LambdaLR (its base_lrs do not fit the 3 here",
+        "of a LambdaLR (its base_lrs does not fit the one here",
     ),
     "other model": ("CoverageError", "missing 2        0.weight"),
     "dtype": ("CoverageError", "embed.weight: stored (11, 6) F32, the model has (11, 6) BF16"),

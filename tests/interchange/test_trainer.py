@@ -95,17 +95,17 @@ def test_schedules_of_torch_go_on(tmp_path, kind):
 
 
 OTHER_SCHEDULES = {
-    "fewer: functions": r"than LambdaLR \(its base_lrs do not fit the 1 here",
-    "fewer: milestones": r"than MultiStepLR \(its base_lrs do not fit the 1 here",
-    "fewer: chained": r"than ChainedScheduler \(its _last_lr do not fit the 1 here",
-    "fewer: cyclic": r"than CyclicLR \(its max_lrs do not fit the 1 here",
-    "lambda": r"than LambdaLR \(its lr_lambdas do not fit",
-    "attributes": r"than LambdaLR \(its lr_lambdas do not fit",
-    "function": r"than CyclicLR \(it was made with a function of another kind\)",
-    "inner": r"than SequentialLR \(of a scheduler in it, it lacks \['gamma', 'milestones'\]\)",
-    "more": r"than SequentialLR \(its _schedulers do not fit the 2 here",
-    "damaged": r"than MultiStepLR \(its last_epoch is a str, and no number\)",
-    "rates": r"than MultiStepLR \(its base_lrs do not fit",
+    "fewer: functions": r"than LambdaLR \(its base_lrs does not fit the one here",
+    "fewer: milestones": r"than MultiStepLR \(its base_lrs does not fit the one here",
+    "fewer: chained": r"than ChainedScheduler \(its _last_lr does not fit the one here",
+    "fewer: cyclic": r"than CyclicLR \(its max_lrs does not fit the one here",
+    "lambda": r"than LambdaLR \(its lr_lambdas does not fit",
+    "attributes": r"than LambdaLR \(its lr_lambdas does not fit",
+    "function": r"than CyclicLR \(its _scale_fn_custom does not fit",
+    "inner": r"than SequentialLR \(its _schedulers does not fit",
+    "more": r"than SequentialLR \(its _schedulers does not fit the one here",
+    "damaged": r"than MultiStepLR \(its last_epoch does not fit",
+    "rates": r"than MultiStepLR \(its base_lrs does not fit",
     "mode": r"ReduceLROnPlateau refuses it \(ValueError: mode mean is unknown!\)",
     "no state": r"than LambdaLR \(it lacks \['_last_lr', ",
 }

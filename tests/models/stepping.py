@@ -1,8 +1,7 @@
-"""Passes of small models on ranks: blocks that are recomputed or compiled, gradients that are clipped."""
+"""Passes of small models on ranks: blocks that are recomputed, gradients that are clipped."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -184,27 +183,6 @@ def islands_recomputed() -> dict[str, Any]:
 
 def dropout_recomputed(every: int, offload: bool) -> dict[str, Any]:
     return recomputed(dropping, {"offload_policy": CPUOffloadPolicy()} if offload else {}, every)
-
-
-def compiled() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, changes in {
-        "eager": {},
-        "compiled": {},
-        "both": {"activation_checkpointing": True},
-    }.items():
-        model = sharded(qwen3(), **changes)
-        for block in model.model.layers if name != "eager" else ():
-            block.compile(backend="aot_eager")
-        facts = [stepped(model, share_of(batch(4, seed=seed))) for seed in range(2)]
-        copied = copy.deepcopy(qwen3()) if dist.is_initialized() else copy.deepcopy(model)
-        found[name] = {
-            "facts": facts,
-            "gradients": gradients(model),
-            "names": list(model.state_dict()),
-            "copied": sum(1 for _ in copied.parameters()),
-        }
-    return found
 
 
 # ── steps ─────────────────────────────────────────────────────────────────────────────────────────

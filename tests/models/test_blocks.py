@@ -1,4 +1,4 @@
-"""Blocks that are recomputed, or compiled by torch: the same numbers, the same names."""
+"""Blocks that are recomputed: the same numbers, the same names."""
 
 from __future__ import annotations
 
@@ -46,19 +46,6 @@ def test_recomputing_is_exact_when_sharded(worlds, every, offload):
 def test_recomputing_is_exact_with_groups_inside_of_blocks(worlds):
     for found in worlds(2).run(stepping.islands_recomputed):
         require_recomputed(found, 1)
-
-
-def require_compiled(found):
-    assert found["compiled"]["names"] == found["eager"]["names"] == found["both"]["names"]
-    for kind in ("compiled", "both"):
-        torch.testing.assert_close(found[kind]["facts"], found["eager"]["facts"], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(found[kind]["gradients"], found["eager"]["gradients"], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.distributed
-def test_compiled_blocks_are_the_same_when_sharded(worlds):
-    for found in worlds(2).run(stepping.compiled):
-        require_compiled(found)
 
 
 def test_a_copy_of_a_prepared_model_is_its_own():

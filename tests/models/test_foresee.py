@@ -69,7 +69,7 @@ def assert_as_foreseen(make, mesh, policy=None):
 
 def param_groups(model):
     """FSDP2's own groups; several modules may share one."""
-    return list({id(group): group for group in torch_words._param_groups(model)}.values())
+    return list({id(group): group for group in torch_words.param_groups(model)}.values())
 
 
 def specimen(name, dtype=torch.float32):

@@ -9,15 +9,16 @@ from torch.distributed.tensor import Shard
 
 from shardwise.errors import CoverageError
 from shardwise.layout import LocalBox
-from shardwise.models import initialize
-from shardwise.models.initialize import Initialisers, Programmed, fill_from_program, unfit_programs
+from shardwise.models import initial_programs
+from shardwise.models.initial_programs import Programmed, fill_from_program
+from shardwise.models.initialize import Initialisers, unfit_programs
 from shardwise.models.view import boxes_at, look_inside
 from shardwise.tensors import Box, Strided, contiguous_strides
 
 
 def program_of(init, shape=(40, 50), dtype=torch.float32):
     tensor = Programmed.fresh(shape, dtype)
-    with torch.no_grad(), initialize.truncated_normal_as_one_step():
+    with torch.no_grad(), initial_programs.truncated_normal_as_one_step():
         init(tensor)
     return tensor.program
 
@@ -46,7 +47,7 @@ INITS = {
 @pytest.mark.parametrize("block", [1 << 20, 64, 7])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_shards_are_parts_of_the_whole(name, block, dim, monkeypatch):
-    monkeypatch.setattr(initialize, "BLOCK_NUMEL", block)
+    monkeypatch.setattr(initial_programs, "BLOCK_NUMEL", block)
     program = program_of(INITS[name])
     assert program.is_elementwise
     whole = whole_value(program)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.models.optimizer_kind import why_unlike
+from shardwise.models.optimizer_state import why_unlike
 
 
 @pytest.mark.parametrize(

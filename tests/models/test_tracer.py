@@ -13,8 +13,8 @@ from tests.models import synthetic
 from transformers import core_model_loading as hf
 
 from shardwise.conversion import Stored, copies
-from shardwise.models import pretrained
-from shardwise.models.key_conversions import NotStructural, Recorded
+from shardwise.models import tracing
+from shardwise.models.tracing import NotStructural, Recorded
 from shardwise.tensors import Box, DType
 
 RULES = {
@@ -70,7 +70,7 @@ def hf_registry(key: str) -> list[Any]:
 def compare(converter: Any, sources: dict[str, list[torch.Tensor]], model: Any, rng: random.Random) -> int:
     """How many elements of random boxes agreed; an assertion where they do not, None-like 0 where it cannot run."""
     target = synthetic.literal(converter.target_patterns[0])
-    real = pretrained.convert(converter, target, sources, model)
+    real = tracing.convert(converter, target, sources, model)
     values = {
         f"{pattern}/{number}": value for pattern, found in sources.items() for number, value in enumerate(found)
     }
@@ -81,7 +81,7 @@ def compare(converter: Any, sources: dict[str, list[torch.Tensor]], model: Any, 
         ]
         for pattern, found in sources.items()
     }
-    traced = pretrained.convert(converter, target, recorded, model)
+    traced = tracing.convert(converter, target, recorded, model)
     assert traced.keys() == real.keys()
     compared = 0
     for name, value in real.items():
@@ -105,7 +105,7 @@ def agreements(converter: Any) -> int:
     compared = 0
     for sources, model in synthetic.trials(converter):
         try:
-            pretrained.convert(converter, synthetic.literal(converter.target_patterns[0]), sources, model)
+            tracing.convert(converter, synthetic.literal(converter.target_patterns[0]), sources, model)
         except Exception:
             continue
         compared += compare(converter, sources, model, rng)

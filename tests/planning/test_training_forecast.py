@@ -19,7 +19,7 @@ from shardwise.engines import forecasting
 from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.layout import MeshShape
 from shardwise.models.build import build_on_meta
-from shardwise.models.four_bit_linear import Nf4
+from shardwise.models.quantization import Nf4
 from shardwise.report.forecast import Forecast
 from shardwise.storage.policies import LOCAL
 from shardwise.tensors import DType

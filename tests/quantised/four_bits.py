@@ -235,24 +235,3 @@ def merged(folder: str, mesh: str, scales: str) -> dict[str, Any]:
         "numbers": max(relative(tensors[f"{name}.weight"], values) for name, values in bare.items()),
         "answers": relative(answers[0], answers[1]),
     }
-
-
-def sharded_live(folder: str, scales: str) -> list[str]:
-    """Layers of a model that was live on the first rank that are not as those that are read."""
-    kind = True if scales == "nested" else PLAIN
-    wanted = our_model(folder, "nf4", torch.bfloat16, "flat", kind)
-    is_first = torch.distributed.get_rank() == 0
-    with torch.device("cpu" if is_first else "meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-    if is_first:
-        model.load_state_dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict())
-    try:
-        shardwise.shard(model, quantization=Nf4() if is_first else None)
-    except shardwise.DisagreementError as error:
-        assert "quantization" in str(error)  # noqa: PT017 - and nothing has been packed
-    else:
-        raise AssertionError("ranks ask for different things")
-    report = shardwise.shard(model, quantization=Nf4(double_quant=kind, compute_dtype=torch.bfloat16))
-    assert "lm_head keeps its numbers" in str(report)
-    first, second = wanted.state_dict(), model.state_dict()
-    return [name for name in first if not torch.equal(whole(first[name]), whole(second[name]))]

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
-from tests.merging.adapters import save_adapter
 from tests.quantised import grouped, quantising
 from tests.quantised.test_loading import plain  # noqa: F401 - a fixture
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import shardwise
-from shardwise.options import Nf4
 
 QUIET = shardwise.options.LoadOptions(progress=False)
-UP = "model.layers.1.mlp.up_proj"
 
 
 @pytest.fixture(scope="module")
@@ -30,18 +27,11 @@ def quantised(plain, tmp_path_factory):  # noqa: F811
 
     def of(kind: str):
         if kind not in made:
-            folder = copied(plain, tmp_path_factory.mktemp("grouped") / "base")
+            folder = shutil.copytree(plain, tmp_path_factory.mktemp("grouped") / "base")
             made[kind] = folder, quantising.quantise(folder, kind, grouped.KINDS)
         return made[kind]
 
     return of
-
-
-def copied(folder: Path, out: Path) -> Path:
-    out.mkdir()
-    for file in folder.iterdir():
-        (out / file.name).write_bytes(file.read_bytes())
-    return out
 
 
 @pytest.mark.parametrize("budget", [1 << 14, 1 << 20])
@@ -210,36 +200,3 @@ def test_scales_that_are_not_finite_are_refused_by_name(of_packages, tmp_path):
     of_packages("awq", AWQ, put("scales", lambda found: found.masked_fill(found == found[0, 3], torch.inf)))
     with pytest.raises(shardwise.FormatError, match=r"layer\.scales.*a scale is NaN or infinite"):
         loaded(tmp_path)
-
-
-def test_an_adapter_is_merged_into_the_numbers(quantised, plain, tmp_path):  # noqa: F811
-    folder, numbers = quantised("awq")
-    whole = copied(plain, tmp_path / "whole")
-    for file in (*whole.glob("*.safetensors"), *whole.glob("*.index.json")):
-        file.unlink()
-    save_file(numbers, whole / "model.safetensors", metadata={"format": "pt"})
-    adapter = save_adapter(whole, tmp_path / "adapter", r=4, target_modules=["q_proj", "down_proj"])
-    for base, out in ((whole, "wanted"), (folder, "found")):
-        shardwise.merge_adapter(base, adapter, tmp_path / out, dtype="float32")
-    wanted, found = (
-        {key: value for file in (tmp_path / out).glob("*.safetensors") for key, value in load_file(file).items()}
-        for out in ("wanted", "found")
-    )
-    assert wanted.keys() == found.keys()
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-
-
-def test_a_lora_on_four_bits_of_awq(quantised, plain, tmp_path):  # noqa: F811
-    """The numbers are packed as those of a checkpoint of numbers are."""
-    folder, numbers = quantised("awq")
-    whole = copied(plain, tmp_path / "whole")
-    for file in (*whole.glob("*.safetensors"), *whole.glob("*.index.json")):
-        file.unlink()
-    save_file({key: tensor.bfloat16() for key, tensor in numbers.items()}, whole / "model.safetensors")
-    how = {"quantization": Nf4(block_size=32), "options": QUIET, "dtype": "bfloat16"}
-    how["tuning"] = shardwise.Lora(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=True))
-    wanted, found = (shardwise.from_pretrained(str(place), **how) for place in (whole, folder))
-    assert wanted.get_submodule(f"base_model.model.{UP}").weight.dtype is torch.uint8
-    first, second = wanted.state_dict(), found.state_dict()
-    assert first.keys() == second.keys()
-    assert [name for name in first if "lora" not in name and not torch.equal(first[name], second[name])] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,7 @@ def quantised(plain, tmp_path_factory):
     def of(kind: str):
         if kind not in made:
             folder = tmp_path_factory.mktemp("quantised")
-            for file in plain.iterdir():
-                (folder / file.name).write_bytes(file.read_bytes())
+            shutil.copytree(plain, folder, dirs_exist_ok=True)
             made[kind] = folder, quantising.quantise(folder, kind)
         return made[kind]
 
@@ -196,8 +196,7 @@ def refusal_of(folder: str) -> str:
 @pytest.mark.distributed
 def test_a_scale_that_is_none_is_the_same_error_on_all_ranks(worlds, quantised, tmp_path):
     folder, _ = quantised("fp8 blocks")
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     scales = load_file(tmp_path / "scales.safetensors")
     name = "model.layers.1.mlp.down_proj.weight_scale_inv"
     scales[name][-1, -1] = torch.nan
@@ -236,8 +235,7 @@ def test_the_plan_is_of_numbers(quantised, plain):
 )
 def test_another_quantiser(quantised, tmp_path, config, told):
     folder, _ = quantised("fp8 blocks")
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     content = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": config}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(shardwise.ShardwiseError, match=told):
@@ -253,8 +251,7 @@ def test_another_quantiser(quantised, tmp_path, config, told):
 )
 def test_a_half_of_a_pair(quantised, tmp_path, lost, told):
     folder, _ = quantised("fp8 blocks")
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     key = f"model.layers.0.self_attn.{lost}"
     file = tmp_path / index["weight_map"].pop(key)
@@ -268,8 +265,7 @@ def test_a_half_of_a_pair(quantised, tmp_path, lost, told):
 
 def test_scales_of_a_models_own_are_tensors_like_others(quantised, tmp_path):
     folder, _ = quantised("fp8 blocks")
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     index["weight_map"]["model.logit_scale"] = "more.safetensors"
     save_file({"model.logit_scale": torch.ones(())}, tmp_path / "more.safetensors", metadata={"format": "pt"})
@@ -280,8 +276,7 @@ def test_scales_of_a_models_own_are_tensors_like_others(quantised, tmp_path):
 
 def test_one_scale_where_the_config_says_blocks(quantised, tmp_path):
     folder, _ = quantised("fp8 of a tensor")
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     told = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 24]}}
     content = json.loads((tmp_path / "config.json").read_text()) | told
     (tmp_path / "config.json").write_text(json.dumps(content))

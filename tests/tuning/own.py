@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings
-from shardwise.tuning.lora import Adapter
+from shardwise.tuning.lora import Adapter, Tuned
 from shardwise.tuning.modes import Tuning
-from shardwise.tuning.selecting import Tuned
 
 
 @dataclass(frozen=True)

@@ -189,9 +189,9 @@ def test_an_adapter_of_a_tied_head_is_not_merged_as_if_it_were_none(tied: Path, 
     ("tuning", "safe", "told"),
     [
         (Lora(NARROW), False, ""),
-        (Lora(NARROW), True, "q_proj is sharded, and safe_merge=True sets another weight in its place"),
-        (Lora(DORA), False, "q_proj is sharded, and a variant of LoRA, such as DoRA, sets another"),
-        (Lora(NARROW, adapters="replicated"), False, "its adapter is whole on every rank; save the adapter"),
+        (Lora(NARROW), True, "q_proj is sharded; only a plain adapter that is sharded, too, can be merged"),
+        (Lora(DORA), False, "q_proj is sharded; only a plain adapter"),
+        (Lora(NARROW, adapters="replicated"), False, "can be merged into it; save the adapter"),
     ],
 )
 def test_peft_merges_into_shards_or_says_that_it_cannot(

@@ -160,16 +160,6 @@ def test_a_class_that_is_registered_is_found_by_its_name(own):
     assert truth.differences(truth.snapshot(model), truth.snapshot(small_qwen3())) == []
 
 
-def test_a_config_with_several_parts_of_the_kind_is_refused(qwen3):
-    class Two(Gemma3Config):
-        sub_configs = {"text_config": Gemma3TextConfig, "other_config": Gemma3TextConfig}  # noqa: RUF012
-
-    config = Two()
-    config.other_config = Gemma3TextConfig()
-    with pytest.raises(ConfigError, match=r"has several: text_config, other_config; pass config="):
-        shardwise.from_pretrained(qwen3, config=config, model_class=Gemma3TextModel)
-
-
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """``hub(folder)``: the hub has one repository, with a folder's files; returns the names downloaded so far."""

@@ -9,7 +9,8 @@ from tests.verbs import sharding
 
 import shardwise
 from shardwise.models.policies import Classes
-from shardwise.models.torch_words import SHARDS_INTEGERS, require_trainable_dtype
+from shardwise.models.torch_words import SHARDS_INTEGERS
+from shardwise.models.wrap import require_trainable_dtype
 
 pytestmark = pytest.mark.distributed
 

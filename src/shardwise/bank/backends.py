@@ -30,8 +30,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.bank.tenant import Tenant, TenantPair, expert_site
 from shardwise.errors import ConfigError, TrainingError
-from shardwise.models import pretrained
-from shardwise.models.four_bit_experts import weight_of_expert
+from shardwise.models import four_bit_layers
+from shardwise.models.four_bit_layers import weight_of_expert
 from shardwise.models.view import canonical
 from shardwise.tuning.sites import AdaptedSite, EmbeddingSite, ExpertsSite, LinearSite
 
@@ -428,13 +428,13 @@ _KNOWN = (*_UP, "down_proj")
 def require_fused_experts(name: str, module: nn.Module, parameter: str) -> str:
     """Return why the experts of a module cannot have adapters; "" if they can."""
     experts: Any = module
-    if parameter not in _KNOWN or not pretrained.are_fused_experts(module):
+    if parameter not in _KNOWN or not four_bit_layers.are_fused_experts(module):
         return (
             f"{name}.{parameter}: a parameter of a {type(module).__name__}, and only those of fused experts as "
             "transformers has them (gate_up_proj, up_proj, down_proj) can have adapters; take it out of "
             "target_parameters"
         )
-    if getattr(experts, "has_post_expert_norm", False) or pretrained.are_parted_experts(module):
+    if getattr(experts, "has_post_expert_norm", False) or four_bit_layers.are_parted_experts(module):
         return f"{name}: experts with norms of their own or on ranks of their own cannot have adapters yet"
     return ""
 
@@ -476,7 +476,7 @@ def adapted_experts(
         # Tokens of a tenant begin where its first token would be put.
         cuts = torch.searchsorted(own, torch.tensor(bounds, device=own.device)).tolist()
         hidden = _product(route, module, name, up, expert, hidden_states[own], cuts)
-        hidden = pretrained.activated(module, hidden)
+        hidden = four_bit_layers.activated(module, hidden)
         hidden = _product(route, module, name, "down_proj", expert, hidden, cuts)
         result = result.index_add(0, own, (hidden * weights).to(result.dtype))
     return route.note(name, adapt(route.anchor, result.detach(), result, [], SegmentLoop()))

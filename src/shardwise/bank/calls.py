@@ -31,7 +31,7 @@ from shardwise.bank.rows import (
 from shardwise.bank.tenant import Tenant
 from shardwise.errors import ConfigError, DisagreementError, ShardwiseError, TrainingError
 from shardwise.execution.world import Stopped, World
-from shardwise.models.torch_words import Gather, forget_pass, gather_zeros, seeing_gathers
+from shardwise.models.gradients import Gather, forget_pass, gather_zeros, seeing_gathers
 from shardwise.models.view import root_of
 
 T = TypeVar("T")

@@ -33,8 +33,7 @@ from shardwise.checkpoints.facts import digest_of
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.world import World
 from shardwise.formats.strict_json import parse_object
-from shardwise.models.optimizer_kind import class_name, unlike
-from shardwise.models.optimizer_state import set_group
+from shardwise.models.optimizer_state import class_name, set_group, unlike
 from shardwise.models.torch_words import in_memory, original_class
 from shardwise.models.view import canonical, look_inside
 from shardwise.planning.load_plan import Ignore, allows

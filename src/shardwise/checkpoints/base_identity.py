@@ -25,7 +25,7 @@ from torch import nn
 
 from shardwise.errors import DisagreementError, FormatError
 from shardwise.layout import LocalBox, TensorKind
-from shardwise.models.four_bit_linear import SCALES
+from shardwise.models.four_bit_layers import SCALES
 from shardwise.models.view import Held, local_boxes, local_tensor, strided_view
 from shardwise.planning.load_plan import allows
 from shardwise.planning.matching import OnFault

@@ -43,7 +43,7 @@ from shardwise.execution.progress import Clock
 from shardwise.execution.replicas import odd_circles, require_mode, settle_odd
 from shardwise.execution.replicas import tell as tell_of
 from shardwise.execution.world import World
-from shardwise.models.optimizer_kind import class_name
+from shardwise.models.optimizer_state import class_name
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import OnFault, Tolerance

@@ -11,7 +11,7 @@ from shardwise.checkpoints.opened import Opened
 from shardwise.checkpoints.state import REDUCED, KeyPath, Looked, Stateful, TrainState, adapter_settings, in_words
 from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.memory import collected_later
-from shardwise.models.optimizer_kind import by_parameter, unlike, why_unlike
+from shardwise.models.optimizer_state import by_parameter, unlike, why_unlike
 from shardwise.models.selection import Selection
 from shardwise.models.torch_words import in_memory
 from shardwise.planning.load_plan import allows

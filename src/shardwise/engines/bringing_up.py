@@ -33,9 +33,8 @@ from shardwise.storage.machine import file_space
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
 from shardwise.storage.reading.joined import Beside
 from shardwise.storage.reading.opening import OpenStorage, open_storage
-from shardwise.tuning.lora import Adapter
+from shardwise.tuning.lora import Adapter, Tuned
 from shardwise.tuning.modes import Full
-from shardwise.tuning.selecting import Tuned
 
 _CONFIGS = ("config.json", "generation_config.json")
 

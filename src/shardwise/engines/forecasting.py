@@ -37,8 +37,7 @@ from shardwise.report.forecast import Forecast
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.names import is_url
 from shardwise.tensors import DType
-from shardwise.tuning.lora import Adapter
-from shardwise.tuning.selecting import Tuned
+from shardwise.tuning.lora import Adapter, Tuned
 
 _STORED_TWICE = "stored twice, taken to be equal; a load compares them, and keeps both if they differ"
 

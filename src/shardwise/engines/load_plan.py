@@ -31,15 +31,21 @@ from shardwise.execution.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import ModelLayout, Origin, TensorKind
 from shardwise.models import pretrained
-from shardwise.models.build import NOTHING_ADDED, Additions
-from shardwise.models.initialize import BufferRules, ComputedBuffer, Initialisers, unfit_programs
+from shardwise.models.initialize import (
+    NOTHING_ADDED,
+    Additions,
+    BufferRules,
+    ComputedBuffer,
+    Initialisers,
+    unfit_programs,
+)
 from shardwise.models.view import Held, layout_of, look_inside, padded_numels, refuse_subclasses
 from shardwise.planning.load_memory import Available, Homes, forecast_rank
 from shardwise.planning.load_plan import Consent, Init, LoadPlan, ModelRules, plan_load
 from shardwise.report.reports import RankForecast
 
 if TYPE_CHECKING:
-    from shardwise.models.initialize import Program
+    from shardwise.models.initial_programs import Program
     from shardwise.planning.moves import Boxes
 
 SharedReads: TypeAlias = Literal["auto", "always", "never"]

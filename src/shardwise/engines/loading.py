@@ -24,10 +24,8 @@ from shardwise.execution.reading import Placer
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox, Origin, TensorKind, TensorLayout, first_rows, last_rows
 from shardwise.models import pretrained
-from shardwise.models.build import Additions, RowNorms
-from shardwise.models.initialize import BufferRules
-from shardwise.models.key_conversions import bind
-from shardwise.models.pretrained import mark_loaded
+from shardwise.models.initialize import Additions, BufferRules, RowNorms
+from shardwise.models.pretrained import bind, mark_loaded
 from shardwise.models.view import Held, layout_of, look_inside, meta_leftovers, strided_view, without_compile
 from shardwise.planning.load_memory import spare_tensors, stored_tensors
 from shardwise.planning.load_plan import (
@@ -349,7 +347,7 @@ def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int])
     for item in load.held:
         tensor = layout.by_name[item.fqn]
         if item.fqn in load.programs:
-            from shardwise.models.initialize import fill_from_program, program_of
+            from shardwise.models.initial_programs import fill_from_program, program_of
 
             program = load.programs[item.fqn]
             first = by_name[additions.copies.get(item.fqn, item.fqn)]  # a copy begins as what it is a copy of

@@ -36,7 +36,7 @@ from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_adapter_config
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
-from shardwise.models.key_conversions import assign_keys
+from shardwise.models.pretrained import assign_keys
 from shardwise.models.revert import Output
 from shardwise.models.selection import modules_of_columns, parameters_by_module
 from shardwise.models.torch_words import to_torch

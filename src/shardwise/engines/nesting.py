@@ -24,7 +24,7 @@ from shardwise.execution.world import World
 from shardwise.layout import ModelLayout
 from shardwise.models.four_bit_base import offered_in_four_bits
 from shardwise.models.four_bit_files import layout_in_numbers
-from shardwise.models.four_bit_linear import NESTED, OFFSET, SCALES, WHOLE_SCALES, is_in_four_bits
+from shardwise.models.four_bit_layers import NESTED, OFFSET, SCALES, WHOLE_SCALES, is_in_four_bits
 from shardwise.models.view import Held, canonical, local_boxes, local_tensor
 
 _AT_ONCE_BYTES = 32 << 20

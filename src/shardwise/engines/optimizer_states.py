@@ -26,8 +26,18 @@ from shardwise.execution.progress import Clock
 from shardwise.execution.replicas import as_bytes, equal_on_all
 from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
-from shardwise.models.optimizer_kind import by_parameter, class_name, entries_of, unlike
-from shardwise.models.optimizer_state import Given, copied, labelled, read, set_group, written_out
+from shardwise.models.optimizer_state import (
+    Given,
+    by_parameter,
+    class_name,
+    copied,
+    entries_of,
+    labelled,
+    read,
+    set_group,
+    unlike,
+    written_out,
+)
 from shardwise.models.rebind import Bound, Key, Scalar, keeps_reduced, label, look_at, state_like
 from shardwise.models.torch_words import in_memory, to_torch
 from shardwise.models.view import Held, look_inside, without_compile

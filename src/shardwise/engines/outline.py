@@ -25,20 +25,19 @@ from shardwise.layout import ModelLayout, Origin
 from shardwise.models import build, pretrained
 from shardwise.models.build import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
 from shardwise.models.four_bit_base import put_base_into_four_bits
-from shardwise.models.four_bit_linear import Fp4, Mxfp4, Nf4, Quantization, is_mxfp4, of_transformers
 from shardwise.models.initialize import BufferRules
-from shardwise.models.key_conversions import bind
-from shardwise.models.torch_words import TrainedDtype, require_trainable_dtype, to_torch
+from shardwise.models.pretrained import bind
+from shardwise.models.quantization import Fp4, Mxfp4, Nf4, Quantization, is_mxfp4, of_transformers
+from shardwise.models.torch_words import to_torch
 from shardwise.models.view import layout_of, look_inside
-from shardwise.models.wrap import Sharding
+from shardwise.models.wrap import Sharding, TrainedDtype, require_trainable_dtype
 from shardwise.planning.load_memory import spare_tensors, stored_tensors
 from shardwise.planning.load_plan import Consent, OnMissing, OnUnexpected
 from shardwise.storage.names import HubOptions
 from shardwise.tensors import DType
 from shardwise.tuning import peft_compat
-from shardwise.tuning.lora import Adapter, let_merge_in_four_bits, tune
-from shardwise.tuning.modes import ExistingLora, Freeze, Full, Lora, Tuning
-from shardwise.tuning.selecting import Tuned
+from shardwise.tuning.lora import Adapter, Tuned
+from shardwise.tuning.modes import ExistingLora, Freeze, Full, Lora, Tuning, tune
 
 
 class ModelOptions(TypedDict, total=False):
@@ -183,9 +182,7 @@ def config_of(directory: Path, options: ModelOptions) -> PreTrainedConfig:
             overrides=overrides,
         )
     _forget_quantiser(config)
-    pretrained.choose_implementations(
-        config, options.get("attn_implementation"), options.get("experts_implementation")
-    )
+    build.choose_implementations(config, options.get("attn_implementation"), options.get("experts_implementation"))
     return config
 
 
@@ -364,7 +361,6 @@ def base_in_four_bits(
     stored: Any = model.config.__dict__.pop("quantization_config", None)
     keeps_experts = wanted == "as_stored"
     if keeps_experts and is_mxfp4(stored):
-        let_merge_in_four_bits()
         return put_base_into_four_bits(model, bindings, Mxfp4(), keeps_experts=True, config=stored)
     if keeps_experts and stored is None:
         raise ConfigError(
@@ -385,7 +381,6 @@ def base_in_four_bits(
             f"quantization={_kind(wanted)}: the checkpoint has bytes of {kind}, as saved with names='internal'. "
             "Pass that, or leave it out."
         )
-    let_merge_in_four_bits()
     return put_base_into_four_bits(model, bindings, wanted, keeps_experts=keeps_experts, must_match=not is_stored)
 
 

@@ -32,8 +32,8 @@ from shardwise.execution.progress import Clock, ProgressBar
 from shardwise.execution.saving_lock import new_token, require_lock
 from shardwise.execution.world import World
 from shardwise.execution.write import Emitter, write_by_owners
-from shardwise.models import pretrained
-from shardwise.models.four_bit_linear import is_in_four_bits
+from shardwise.models import revert
+from shardwise.models.four_bit_layers import is_in_four_bits
 from shardwise.models.torch_words import to_torch
 from shardwise.models.view import without_compile
 from shardwise.planning.load_plan import OnDiffering
@@ -220,7 +220,7 @@ def _small_files(request: SaveRequest, plan: SavePlan) -> dict[str, bytes]:
         if isinstance(request.names, PeftNames):
             peft_compat.save_config(request.model, request.names.adapter, folder)
         else:
-            pretrained.save_small_files(request.model, _main_dtype(request, plan), Path(folder))
+            revert.save_small_files(request.model, _main_dtype(request, plan), Path(folder))
         tokenizer = request.tokenizer
         if tokenizer is not None:
             if not hasattr(tokenizer, "save_pretrained"):

@@ -23,16 +23,12 @@ from shardwise.execution.supply import Arrivals, compare, require_alike_models, 
 from shardwise.execution.world import World
 from shardwise.layout import TensorKind
 from shardwise.models import wrap
-from shardwise.models.four_bit_base import choose_to_pack, pack_model
-from shardwise.models.four_bit_linear import FourBit
 from shardwise.models.policies import Classes, MinSize, NamedPolicy, WrapPolicy, group_parameters
 from shardwise.models.rebind import look_at, require_steps_shards
-from shardwise.models.torch_words import TrainedDtype, require_trainable_dtype
-from shardwise.models.view import Held, is_sharded, look_inside, refuse_unmovable, without_compile
-from shardwise.models.wrap import Sharding
+from shardwise.models.view import Held, is_sharded, look_inside, without_compile
+from shardwise.models.wrap import Sharding, TrainedDtype, refuse_unmovable, require_trainable_dtype
 from shardwise.planning.sources import ValuesFrom
 from shardwise.report.reports import ShardReport
-from shardwise.tuning.lora import let_merge_in_four_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,6 @@ class ShardCall:
     values_from: ValuesFrom
     trained_dtype: TrainedDtype
     options: ShardOptions
-    quantization: FourBit | None = None
 
     def words(self, sharding: Sharding) -> str:
         """What of it ranks must have in common, with the sharding that has a mesh."""
@@ -81,26 +76,15 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
     options = call.options
     with clock.phase("agree"):
         settled = world.together(lambda: wrap.with_mesh(call.sharding, options.process_group))
-        world.require_equal(repr(call.quantization), "the quantization")
         held = world.together(lambda: look_inside(model))
         was_sharded = world.together(lambda: is_sharded(model, held))
         world.require_equal(was_sharded, "the state of the model (sharded already, or not)")
-        if was_sharded and call.quantization is not None:
-            raise ConfigError("quantization packs a model before it is sharded, and this one is; leave it out")
         bounds = world.together(lambda: look_at(call.optimizers, held))
         if was_sharded:
             return replace(_report(world, model, settled, clock), was_sharded=True)
         world.together(lambda: _refuse(model, held, settled, call.optimizers))
         world.require_equal(call.words(settled), "the list of arguments (mesh, policies, modes, budget)")
         require_alike_models(world, held, bounds)
-        notes: tuple[str, ...] = ()
-        if (kind := call.quantization) is not None:
-            chosen = world.together(lambda: choose_to_pack(model, kind, call.optimizers))
-            let_merge_in_four_bits()
-            held, bounds = [], []  # so that each weight is let go of when it has been packed
-            notes = world.together(lambda: pack_model(model, chosen, kind))
-            held = world.together(lambda: look_inside(model))
-            bounds = world.together(lambda: look_at(call.optimizers, held))
         found = survey(world, held, bounds, call.values_from, _nodes(world, options))
     with clock.phase("compare"):
         supply = compare(world, found, held, bounds, call.values_from, call.trained_dtype)
@@ -125,7 +109,6 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
         cast=supply.cast,
         differed=supply.differed,
         rebound=tuple(bound.count() for bound in bounds),
-        notes=notes,
     )
 
 
@@ -204,7 +187,6 @@ def shard(
     optimizers: Sequence[Optimizer] = (),
     values_from: ValuesFrom = "any",
     trained_dtype: TrainedDtype = "unchanged",
-    quantization: FourBit | None = None,
     options: ShardOptions = ShardOptions(),
 ) -> ShardReport:
     """Shard a model in place with ``fully_shard``, whatever state it is in, and bind its optimizers to the shards.
@@ -229,8 +211,6 @@ def shard(
         optimizers: those that were made of the model's parameters, on every rank in the same order.
         values_from: whose values count.
         trained_dtype: ``torch.float32`` keeps trained parameters in a wider dtype.
-        quantization: ``Nf4(...)`` or ``Fp4(...)`` puts linear layers and experts into four bits first, in place:
-            those with values are packed, those on meta are by ``load``.
         options: budget, process group, machines, patience.
 
     Raises:
@@ -240,14 +220,13 @@ def shard(
         DisagreementError: ranks have different models, optimizers, arguments, or values where they must not.
         RankLostError: a rank has been lost.
 
-    Every error is the same on every rank. All but the last come before anything is changed; where values differ
-    that must not, what ``quantization`` packs has been packed by then.
+    Every error is the same on every rank. All but the last come before anything is changed.
     """
-    asked = ShardCall(sharding, optimizers, values_from, trained_dtype, options, quantization)
+    asked = ShardCall(sharding, optimizers, values_from, trained_dtype, options)
 
     def look() -> nn.Module:
         given = {"model": model, "sharding": sharding, "values_from": values_from}
-        given |= {"trained_dtype": trained_dtype, "quantization": quantization, "options": options}
+        given |= {"trained_dtype": trained_dtype, "options": options}
         require_meant(hints_of(shard), given)
         require_trainable_dtype(trained_dtype)
         return without_compile(model)

@@ -21,7 +21,7 @@ from shardwise.execution.patience import Patience
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin
 from shardwise.models import four_bit_files
-from shardwise.models.four_bit_linear import SCALES, WEIGHT, is_in_four_bits
+from shardwise.models.four_bit_layers import SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.revert import Output, revert
 from shardwise.models.selection import (
     Adapted,

@@ -19,9 +19,9 @@ from shardwise.layout import TensorKind
 from shardwise.models import wrap
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.rebind import Bound, Key, Scalar, state_like
-from shardwise.models.torch_words import TrainedDtype, sets_grad_dtype, take_after, trained_dtype_of
+from shardwise.models.torch_words import sets_grad_dtype, take_after
 from shardwise.models.view import Held, boxes_of_ranks, look_inside
-from shardwise.models.wrap import Sharding
+from shardwise.models.wrap import Sharding, TrainedDtype, trained_dtype_of
 from shardwise.planning.sources import (
     NOBODY,
     Item,

@@ -28,12 +28,14 @@ from shardwise.execution.renames import as_renamed, leads_nowhere
 from shardwise.execution.world import World
 from shardwise.formats.accelerate_names import MODEL
 from shardwise.integrations import accelerate_compat as compat
-from shardwise.integrations import pending
+from shardwise.integrations import (
+    pending,
+)
 from shardwise.interchange import accelerate_writing as writing
 from shardwise.interchange.accelerate_folder import LinkedFolder, WorkFolder, keep_newest, newest_in, state_saved
 from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
+from shardwise.models.build import loading_door, placing_door
 from shardwise.models.gradients import average_replicated_gradients, clip_gradients
-from shardwise.models.pretrained import loading_door, placing_door
 from shardwise.models.rebind import look_at
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.models.view import is_sharded, look_inside, without_compile

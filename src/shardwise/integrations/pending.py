@@ -39,7 +39,7 @@ from shardwise.execution.progress import Clock
 from shardwise.execution.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.integrations import accelerate_compat as compat
-from shardwise.models import pretrained
+from shardwise.models import build, pretrained
 from shardwise.models.rebind import Bound, look_at, require_steps_shards
 from shardwise.models.torch_words import buffers_of, parameters_of, writes_to
 from shardwise.models.view import look_inside, without_compile
@@ -125,12 +125,11 @@ def load_later(
 ) -> Any:
     """Replace transformers' reading: under FSDP a model is left on meta, and its files noted."""
     is_ours = (
-        pretrained.loads_for_fsdp()
+        build.loads_for_fsdp()
         and state_dict is None
         and checkpoint_files
         and len({Path(file).parent for file in checkpoint_files}) == 1
-        and pretrained.is_plain_load(load_config)
-        and pretrained.is_pretrained(model)
+        and build.is_plain_load(load_config)
         and all(tensor.is_meta for tensor in model.parameters())
     )
     if not is_ours:
@@ -151,13 +150,13 @@ def load_later(
         if {*source.index.files} != {*names}:
             return original(model, state_dict, checkpoint_files, load_config, *others, **keywords)
         transforms = list(load_config.weight_mapping or ())
-        drawn = outline_of(model, source.index, pretrained.dtype_of_load(load_config), transforms)
+        drawn = outline_of(model, source.index, build.dtype_of_load(load_config), transforms)
         for sentence in drawn.bindings.faults:
             raise CoverageError(f"{folder}: {sentence}")
         # Both names of a tie may be stored, and what transformers compares is on meta.
         untied, _ = decide_ties(world, drawn, drawn.ties_stored_twice(), source, options)
         for name in untied:
-            pretrained.forget_tie(drawn.model, name)
+            build.forget_tie(drawn.model, name)
     return _left(model, folder, drawn, source.index), None
 
 
@@ -221,7 +220,7 @@ def _left(model: Any, folder: Path, drawn: Outline, index: CheckpointIndex) -> A
                 tensors[id(item.tensor)] = (item.tensor, claims[0], writes_to(item.tensor))
                 pretrained.mark_initialized(item.tensor)
     _pending[model] = Pending(folder, index, tensors, drawn.transforms)
-    return pretrained.load_outcome(missing, set(drawn.bindings.unmatched.values()), mismatched)
+    return build.load_outcome(missing, set(drawn.bindings.unmatched.values()), mismatched)
 
 
 USE = "ACCELERATE_USE_FSDP"

@@ -20,7 +20,7 @@ from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.distributed import read_metadata
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
-from shardwise.models.key_conversions import assign_keys
+from shardwise.models.pretrained import assign_keys
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.save_plan import Saved
 from shardwise.storage.contract import StorageReader

@@ -20,7 +20,7 @@ from shardwise.execution.torch_saves import load_plain
 from shardwise.execution.world import World
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, SavedKind
 from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS
-from shardwise.models.optimizer_kind import why_unlike
+from shardwise.models.optimizer_state import why_unlike
 from shardwise.storage.reading.local import LocalReader
 
 STATE_FILE = "trainer_state.json"

@@ -24,7 +24,6 @@ from shardwise.models.policies import Classes, MinSize, WrapPolicy
 _MAX_BYTES = 1_000_000
 
 _RESHARDS: Final = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
-_STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _PRECISIONS: Final = {"no": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _MEANINGLESS: Final = {
@@ -37,32 +36,27 @@ _MEANINGLESS: Final = {
 }
 """Keys that nothing is made of, and why."""
 
+_REFUSED: Final = {
+    **dict.fromkeys(("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"), "FSDP on TPUs is another one"),
+    "ignored_modules": "modules cannot be left out of sharding",
+    "deepspeed_config": "only FSDP2 is done here",
+    "megatron_lm_config": "only FSDP2 is done here",
+}
+"""Keys that cannot be honored where they are set, and why."""
+
 _FSDP_KEYS: Final[Mapping[str, Any]] = {
-    **dict.fromkeys((*_MEANINGLESS, "cpu_ram_efficient_loading"), object),
+    **dict.fromkeys((*_MEANINGLESS, *_REFUSED, "cpu_ram_efficient_loading", "xla_fsdp_settings"), object),
     **dict.fromkeys(("offload_params", "cpu_offload", "activation_checkpointing"), bool),
-    **dict.fromkeys(("activation_checkpointing_offload", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"), bool),
+    **dict.fromkeys(("activation_checkpointing_offload", "reshard_after_forward"), bool),
     **dict.fromkeys(("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap"), object),
-    **dict.fromkeys(("min_num_params", "ignored_modules", "mixed_precision_policy", "xla_fsdp_settings"), object),
-    "reshard_after_forward": bool,
+    **dict.fromkeys(("min_num_params", "mixed_precision_policy"), object),
     "version": ("1", "2"),
-    "sharding_strategy": _STRATEGIES,
+    # FSDP1 numbers them, too; without sharding there would be nothing to do
+    "sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
     "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
-    "state_dict_type": ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"),
+    "state_dict_type": ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
 }
 """Keys of FSDP, without their prefix: ``bool``, one of these words (or its number, from 1), or any value."""
-
-_OTHER_KEYS: Final = frozenset(
-    {
-        *("compute_environment", "debug", "distributed_type", "downcast_bf16", "dynamo_config"),
-        *("enable_cpu_affinity", "fsdp", "fsdp_config", "fp8_config", "gpu_ids", "machine_rank"),
-        *("main_process_ip", "main_process_port", "main_training_function", "mixed_precision", "num_machines"),
-        *("num_processes", "rdzv_backend", "same_network", "tpu_env", "tpu_use_cluster", "tpu_use_sudo"),
-        *("use_cpu", "parallelism_config", "mpirun_config", "deepspeed_config", "megatron_lm_config"),
-        *("commands", "command_file", "tpu_name", "tpu_zone", "use_xpu", "ipex_config"),
-        *("gradient_accumulation_steps", "gradient_clipping"),
-    }
-)
-"""Keys of accelerate that are not of FSDP."""
 
 
 def read_accelerate_config(
@@ -106,93 +100,67 @@ class _Reading:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
-        self.fsdp: dict[str, Any] = {}
         self.faults: list[str] = []
         self.notes: list[str] = []
-        self._collect()
-        self._refuse_other_kinds()
-
-    def _collect(self) -> None:
-        nested = self.values.get("fsdp_config") or {}
+        self.fsdp: dict[str, Any] = {}
+        nested = values.get("fsdp_config") or {}
         if isinstance(nested, (str, os.PathLike)):
             nested = _read_file(Path(nested))
         if not isinstance(nested, Mapping):
             self.faults.append(f"fsdp_config={nested!r}: it must be keys with values, or the path of a JSON file")
             nested = {}
-        own = {key: value for key, value in self.values.items() if key.removeprefix("fsdp_") in _FSDP_KEYS}
+        own = {key: value for key, value in values.items() if _is_of_fsdp(key)}
         for key, value in {**own, **nested}.items():
-            plain = key.removeprefix("fsdp_")
-            if plain not in _FSDP_KEYS:
-                self.faults.append(f"fsdp_config.{key}: no such key{_near(plain, _FSDP_KEYS)}")
-            elif self.fsdp.setdefault(plain, value) != value:
-                self.faults.append(
-                    f"{key}={value!r} and {plain}={self.fsdp[plain]!r} are one key; give one of them"
-                )
-        legacy = self.values.get("fsdp")
-        if legacy is None:  # else they are the Trainer's arguments, of which most concern other things
-            unknown = [key for key in self.values if key not in own and key not in _OTHER_KEYS]
-            self.faults += [f"{key}: no such key{_near(key, _OTHER_KEYS)}" for key in unknown]
-        self._add_words(legacy)
-        self.fsdp = {key: self._typed(key, value) for key, value in self.fsdp.items() if value is not None}
-
-    def _add_words(self, legacy: Any) -> None:
-        """Add the keys that the Trainer's ``fsdp`` means, which is true, or words."""
-        if not legacy:
-            return
-        words = (
-            [] if legacy is True else legacy.split() if isinstance(legacy, str) else [str(word) for word in legacy]
-        )
-        strategies = [word for word in words if word.upper() in _STRATEGIES]
-        if strange := set(words) - {*strategies, "offload", "auto_wrap"}:
-            known = ", ".join(map(str.lower, _STRATEGIES))
-            self.faults.append(f"fsdp={legacy!r}: {', '.join(strange)} is none of {known}, offload, auto_wrap")
-        if len(strategies) > 1:
-            self.faults.append(f"fsdp={legacy!r}: {' and '.join(strategies)} contradict each other")
-        is_sized = str(self.fsdp.get("min_num_params") or 0) != "0" and legacy is not True
-        wrap = "SIZE_BASED_WRAP" if is_sized else "TRANSFORMER_BASED_WRAP"
-        meant = {"auto_wrap_policy": wrap, **({"version": 2} if legacy is True else {})}
-        meant |= {"sharding_strategy": strategies[0]} if strategies else {}
-        meant |= {"offload_params": True} if "offload" in words else {}
-        self.fsdp = {**meant, **self.fsdp}
-
-    def _typed(self, key: str, value: Any) -> Any:
-        """Return a value as a bool or one of the words of its key."""
-        kind = _FSDP_KEYS[key]
-        text = str(value).rpartition(".")[2].upper()
-        if key == "reshard_after_forward" and text in _STRATEGIES:
-            return _RESHARDS.get(text, value)
-        if kind is bool:
-            if text in ("TRUE", "1", "YES", "ON", "FALSE", "0", "NO", "OFF"):
-                return text in ("TRUE", "1", "YES", "ON")
-            self.faults.append(f"{key}={value!r}: it must be true or false")
-        elif kind is not object:
-            if text.isdecimal() and 1 <= int(text) <= len(kind):
-                return kind[int(text) - 1]
-            if text in kind:
-                return text
-            self.faults.append(f"{key}={value!r}: it must be one of {', '.join(kind)}{_near(text, kind)}")
-        return value if kind is object else None
-
-    def _refuse_other_kinds(self) -> None:
-        """Refuse what is not FSDP2, or has no equivalent in it."""
-        kind = str(self.values.get("distributed_type", "FSDP")).rpartition(".")[2].upper()
+            self._take(key.removeprefix("fsdp_"), key, value)
+        self.fsdp = {**self._words(values.get("fsdp")), **self.fsdp}
+        kind = str(values.get("distributed_type", "FSDP")).rpartition(".")[2].upper()
         if kind not in ("FSDP", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "NO"):
             self.faults.append(f"distributed_type={kind}: this is not FSDP, and only FSDP2 is done here")
         elif kind != "FSDP" and not self.fsdp:
             self.faults.append(
                 f"distributed_type={kind}: nothing in it says how the model is sharded; run accelerate config"
             )
-        for other in ("deepspeed_config", "megatron_lm_config"):
-            if self.values.get(other):
-                self.faults.append(f"{other}: only FSDP2 is done here")
-        if any(self.fsdp.get(key) for key in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")):
-            self.faults.append("xla=True: FSDP on TPUs is another one; only FSDP2 is done here")
-        if "NO_SHARD" in (self.fsdp.get("sharding_strategy"), self.fsdp.get("reshard_after_forward")):
-            self.faults.append("sharding_strategy=NO_SHARD: nothing would be sharded; use DistributedDataParallel")
-        if self.fsdp.get("state_dict_type") == "LOCAL_STATE_DICT":
-            self.faults.append("state_dict_type=LOCAL_STATE_DICT: FSDP2 has none; take SHARDED_STATE_DICT")
-        if self.fsdp.get("ignored_modules") not in (None, "", [], "None"):
-            self.faults.append("ignored_modules: modules cannot be left out of sharding; take it away")
+
+    def _take(self, plain: str, key: str, value: Any) -> None:
+        """Put down a value as a bool, as one of the words of its key, or as it is."""
+        if plain not in _FSDP_KEYS:
+            self.faults.append(f"{key}: no such key{_near(plain, _FSDP_KEYS)}")
+            return
+        kind, text = _FSDP_KEYS[plain], str(value).rpartition(".")[2].upper()
+        if plain == "reshard_after_forward" and text in _RESHARDS:
+            value = _RESHARDS[text]
+        elif plain in _REFUSED and value not in (None, "", [], {}, "None", False):
+            self.faults.append(f"{key}={value!r}: {_REFUSED[plain]}. Take it out.")
+        elif kind is bool and value is not None:
+            value = yaml.safe_load(str(value).lower())
+            if not isinstance(value, bool):
+                self.faults.append(f"{key}={value!r}: it must be true or false")
+        elif isinstance(kind, tuple) and value is not None:
+            word = kind[int(text) - 1] if text.isdecimal() and 1 <= int(text) <= len(kind) else text
+            if word not in kind or word == "NO_SHARD":
+                words = [known for known in kind if known != "NO_SHARD"]
+                self.faults.append(f"{key}={value!r}: it must be one of {', '.join(words)}{_near(text, kind)}")
+            value = word
+        if value is not None and self.fsdp.setdefault(plain, value) != value:
+            self.faults.append(f"{key}={value!r} and {plain}={self.fsdp[plain]!r} are one key; give one of them")
+
+    def _words(self, legacy: Any) -> dict[str, Any]:
+        """Return the keys that the Trainer's ``fsdp`` means, which is true, or words."""
+        if not legacy:
+            return {}
+        words = [] if legacy is True else legacy.split() if isinstance(legacy, str) else [str(it) for it in legacy]
+        strategies = [word.upper() for word in words if word.upper() in _RESHARDS]
+        strange = set(words) - {"offload", "auto_wrap"} - {word.lower() for word in strategies}
+        if strange or len(strategies) > 1:
+            known = ", ".join(map(str.lower, _RESHARDS))
+            self.faults.append(f"fsdp={legacy!r}: it must be one of {known}, and may have offload and auto_wrap")
+        is_sized = str(self.fsdp.get("min_num_params") or 0) != "0" and legacy is not True
+        return {
+            "auto_wrap_policy": "SIZE_BASED_WRAP" if is_sized else "TRANSFORMER_BASED_WRAP",
+            **({"version": "2"} if legacy is True else {}),
+            **({"sharding_strategy": strategies[0]} if strategies else {}),
+            **({"offload_params": True} if "offload" in words else {}),
+        }
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a Sharding but for its mesh."""
@@ -201,12 +169,16 @@ class _Reading:
         offloads: dict[str, Any] = {
             key: self.fsdp[key] for key in ("offload_params", "cpu_offload") if key in self.fsdp
         }
+        strategy = self.fsdp.get("sharding_strategy")
+        reshards = {key: self.fsdp[key] for key in ("reshard_after_forward",) if key in self.fsdp}
+        if strategy in _RESHARDS:
+            reshards[f"sharding_strategy={strategy}, which has it"] = _RESHARDS[strategy]
         return {
             "wrap": self._wrap(),
             # accelerate computes, reduces and returns in one dtype
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype),
             "offload_policy": CPUOffloadPolicy() if self._one_of(offloads, default=False) else OffloadPolicy(),
-            "reshard_after_forward": self._reshards(),
+            "reshard_after_forward": bool(self._one_of(reshards, default=True)),
             "activation_checkpointing": bool(self.fsdp.get("activation_checkpointing")),
         }
 
@@ -234,15 +206,23 @@ class _Reading:
         return next(iter(given.values()), default)
 
     def _wrap(self) -> WrapPolicy:
-        names, numel = self._class_names(), self.fsdp.get("min_num_params")
-        default = "TRANSFORMER_BASED_WRAP" if names else "SIZE_BASED_WRAP" if numel else "NO_WRAP"
-        policy = self.fsdp.get("auto_wrap_policy") or default
-        if names and policy != "TRANSFORMER_BASED_WRAP":
-            self.faults.append(
-                f"transformer_layer_cls_to_wrap={','.join(names)} contradicts auto_wrap_policy={policy}"
+        names = tuple(
+            dict.fromkeys(
+                name.strip()
+                for key in ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap")
+                for value in (self.fsdp.get(key) or (),)
+                for name in (value.split(",") if isinstance(value, str) else map(str, value))
             )
-        if numel not in (None, 0, "0") and policy != "SIZE_BASED_WRAP":
-            self.faults.append(f"min_num_params={numel} contradicts auto_wrap_policy={policy}")
+        )
+        numel = self.fsdp.get("min_num_params")
+        default = "TRANSFORMER_BASED_WRAP" if names else "SIZE_BASED_WRAP" if numel else "NO_WRAP"
+        policy = self.fsdp.get("auto_wrap_policy", default)
+        for key, value, wanted in (
+            ("transformer_layer_cls_to_wrap", ",".join(names), "TRANSFORMER_BASED_WRAP"),
+            ("min_num_params", 0 if numel == "0" else numel, "SIZE_BASED_WRAP"),
+        ):
+            if value and policy != wanted:
+                self.faults.append(f"{key}={value} contradicts auto_wrap_policy={policy}")
         if policy == "TRANSFORMER_BASED_WRAP":
             return Classes(names) if names else "no_split_modules"
         try:
@@ -252,25 +232,6 @@ class _Reading:
             count = 0
         return MinSize(count) if count > 0 else "whole_model"
 
-    def _class_names(self) -> tuple[str, ...]:
-        found: list[str] = []
-        for key in ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap"):
-            value = self.fsdp.get(key) or ()
-            parts = value.split(",") if isinstance(value, str) else value
-            if not isinstance(parts, (list, tuple, set)) or not all(isinstance(part, str) for part in parts):
-                self.faults.append(f"{key}={value!r}: it must be names of classes, with commas or in a list")
-                continue
-            found += [
-                name for part in (sorted(parts) if isinstance(parts, set) else parts) if (name := part.strip())
-            ]
-        return tuple(dict.fromkeys(found))
-
-    def _reshards(self) -> bool:
-        strategy = self.fsdp.get("sharding_strategy")
-        given = {"reshard_after_forward": self.fsdp.get("reshard_after_forward")}
-        given |= {f"sharding_strategy={strategy}, which has it": _RESHARDS.get(str(strategy))}
-        return bool(self._one_of({key: value for key, value in given.items() if value is not None}, default=True))
-
     def _dtype(self) -> torch.dtype | None:
         """Return the dtype that is computed, reduced and returned in; None for float32."""
         given = {
@@ -278,9 +239,7 @@ class _Reading:
             "mixed_precision_policy": self.fsdp.get("mixed_precision_policy"),
             **{flag: flag for flag in ("bf16", "fp16") if self.values.get(flag) is True},
         }
-        words = {
-            key: "no" if value is False else str(value).lower() for key, value in given.items() if value is not None
-        }
+        words = {key: str(value or "no").lower() for key, value in given.items() if value is not None}
         for key, word in words.items():
             if word not in _PRECISIONS:
                 self.faults.append(f"{key}={given[key]!r}: it must be one of {', '.join(_PRECISIONS)}")
@@ -289,26 +248,21 @@ class _Reading:
 
     def replicas(self) -> int:
         """Return the number of copies of the sharded model (HSDP)."""
-        section = self.values.get("parallelism_config") or {}
-        if not isinstance(section, Mapping):
-            self.faults.append(f"parallelism_config={section!r}: it must be keys with values")
-            section = {}
-        given = {str(key).removeprefix("parallelism_config_"): value for key, value in section.items()}
-        sizes = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+        given = {
+            str(key).removeprefix("parallelism_config_"): value
+            for key, value in (self.values.get("parallelism_config") or {}).items()
+        }
         for key, value in given.items():
-            if key in sizes and value is not None and (not str(value).isdecimal() or int(value) < 1):
+            if key.endswith("_size") and value is not None and (not str(value).isdecimal() or int(value) < 1):
                 self.faults.append(f"parallelism_config.{key}={value!r}: it must be 1 or more")
-            elif key not in sizes and not key.startswith(("cp_", "sp_", "tp_")):
-                self.faults.append(f"parallelism_config.{key}: no such key{_near(key, sizes)}")
-        replicas, shards, *others = (int(given[key]) if str(given.get(key)).isdecimal() else 1 for key in sizes)
-        for name, size in zip(sizes[2:], others, strict=True):
-            if size > 1:
+            elif key in ("tp_size", "cp_size", "sp_size") and int(value or 1) > 1:
                 self.faults.append(
-                    f"{name}={size}: only shards and replicas are made here; apply it to the model, then "
+                    f"{key}={value}: only shards and replicas are made here; apply it to the model, then "
                     "fully_shard, and call shardwise.load"
                 )
+        replicas, shards = (int(given.get(key) or 1) for key in ("dp_replicate_size", "dp_shard_size"))
         ranks = self.values.get("num_processes")
-        if shards * replicas > 1 and given.get("dp_shard_size") and ranks not in (None, -1, shards * replicas):
+        if shards > 1 and ranks not in (None, -1, shards * replicas):
             self.faults.append(
                 f"num_processes={ranks} contradicts dp_replicate_size={replicas} times dp_shard_size={shards}"
             )
@@ -320,6 +274,11 @@ class _Reading:
                 "(one for each), or parallelism_config.dp_replicate_size"
             )
         return max(replicas, machines)
+
+
+def _is_of_fsdp(key: str) -> bool:
+    is_named = key.startswith("fsdp") and key not in ("fsdp", "fsdp_config")
+    return is_named or key in _FSDP_KEYS
 
 
 def _near(name: str, known: Collection[str]) -> str:

@@ -1,23 +1,40 @@
-"""A transformers model on meta, as ``from_pretrained`` would build it."""
+"""A transformers model on meta, as ``from_pretrained`` builds it; the functions by which transformers fills one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 import transformers
-from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from shardwise.conversion import Bindings, Expression, Hole, concat, slice_dim
-from shardwise.errors import ConfigError, FormatError
+from shardwise.errors import ConfigError, FormatError, KnownNames
 from shardwise.models import pretrained
+from shardwise.models.initialize import NewRows
+from shardwise.models.pretrained import models_of
 from shardwise.models.torch_words import to_torch
 from shardwise.models.view import Held, look_inside
 from shardwise.tensors.dtypes import DType
+
+with KnownNames("transformers", "5.17 to 5.23"):
+    from transformers.distributed.fsdp import is_fsdp_enabled
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.auto_factory import _get_model_class
+    from transformers.monkey_patching import patch_output_recorders
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    for _name in [
+        "_from_config",
+        "get_init_context",
+        "_load_pretrained_model",
+        "_move_missing_keys_from_meta_to_device",
+    ]:
+        getattr(PreTrainedModel, _name)
 
 
 def read_config(
@@ -25,8 +42,7 @@ def read_config(
 ) -> PreTrainedConfig:
     """The model's config with ``overrides`` applied.
 
-    ``model_class`` reads it by a config class of its own, where it is a model class that has one for this type of
-    model, or for a type that transformers does not know.
+    A model class reads it by its own config class, as its ``from_pretrained`` does.
 
     Raises:
         ConfigError: when there is none, it cannot be read, or an override is unknown to it.
@@ -37,7 +53,7 @@ def read_config(
             "model's there or, in Python, pass config= (a distributed checkpoint has none of its own)"
         )
     try:
-        own: Any = pretrained.own_config_class(model_class, directory)
+        own: Any = _config_class(model_class)
         keywords = {**overrides} if own else {**overrides, "trust_remote_code": trust_remote_code}
         config, unused = (own or AutoConfig).from_pretrained(directory, return_unused_kwargs=True, **keywords)
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -64,37 +80,20 @@ def resolve_class(
     if pretrained.models_of(model_class) is not None:
         remote = (getattr(config, "auto_map", None) or {}).get(model_class.__name__)
         if remote is not None and trust_remote_code:
-            return pretrained.remote_model_class(remote, str(directory)), config
-        return pretrained.auto_model_class(config, model_class)
+            return remote_model_class(remote, str(directory)), config
+        return auto_model_class(config, model_class)
     if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
-        return model_class, _part_for(model_class, config)
+        kind = model_class.config_class or PreTrainedConfig
+        parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+        return model_class, next((part for part in parts if isinstance(part, kind)), config)
     raise ConfigError(f"model_class must be a model class or an Auto class of transformers, not {model_class!r}")
 
 
-def _part_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config, or that part of it which is of the kind that the class takes.
-
-    Raises:
-        ConfigError: several parts are.
-    """
-    kind = model_class.config_class
-    if kind is None or isinstance(config, kind):
-        return config
-    parts = [(name, part) for name, part in _parts_of(config) if isinstance(part, kind)]
-    if len(parts) > 1:
-        raise ConfigError(
-            f"{model_class.__name__} takes a {kind.__name__}, and {type(config).__name__} has several: "
-            f"{', '.join(name for name, _ in parts)}; pass config= with the one that is meant"
-        )
-    return parts[0][1] if parts else config
-
-
-def _parts_of(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if isinstance(part, PreTrainedConfig):
-            yield name, part
-            yield from ((f"{name}.{inner}", found) for inner, found in _parts_of(part))
+def _config_class(model_class: Any) -> type[PreTrainedConfig] | None:
+    """Return the config class of a model class; None where ``AutoConfig`` is to find it."""
+    is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
+    kind = model_class.config_class if is_model else None
+    return None if kind is PreTrainedConfig else kind
 
 
 def _class_from_config(
@@ -106,12 +105,12 @@ def _class_from_config(
         (auto_map[auto] for auto in ("AutoModelForCausalLM", "AutoModel", *auto_map) if auto in auto_map), None
     )
     if own is not None and trust_remote_code:
-        return pretrained.remote_model_class(own, str(directory)), config
+        return remote_model_class(own, str(directory)), config
     for name in names:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found, config
-    if (registered := pretrained.registered_model_class(config, names)) is not None:
+    if (registered := registered_model_class(config, names)) is not None:
         return registered, config
     if own is not None:
         raise ConfigError(
@@ -165,9 +164,9 @@ def build_on_meta(
         FormatError: when the checkpoint's ``generation_config.json`` cannot be read.
     """
     try:
-        with pretrained.building_on_meta(dtype):
+        with building_on_meta(dtype):
             model = model_class(config)
-            pretrained.finish_building(model)
+            patch_output_recorders(model)
     except (AttributeError, TypeError, ValueError, ImportError) as error:
         raise ConfigError(
             f"{model_class.__name__} cannot be built from {type(config).__name__}: {error}"
@@ -205,18 +204,12 @@ def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, siblings: Mapping[st
     ``siblings`` maps its name to that one's. Tensors that are in neither mapping nor checkpoint keep the dtype
     they were built with.
     """
-    plan = pretrained.dtype_plan(model, dtype)
-    if not plan:
-        return
+    kept_dtype = pretrained.kept_dtypes(model, dtype)
     for item in look_inside(model):
         if item.kind.is_saved and item.fqn in siblings:
-            kept = pretrained.planned_dtype(plan, siblings[item.fqn])
+            kept = kept_dtype(siblings[item.fqn])
             if kept is not None and kept != item.tensor.dtype:
                 item.recast(kept)
-
-
-NewRows: TypeAlias = Literal["initialized", "mean"]
-"""Values of new rows of an embedding: as the model's class initializes it, or the mean of the stored rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,54 +267,104 @@ def resized(bindings: Bindings, names: set[str], size: int) -> Bindings:
     return replace(bindings, offers=offers)
 
 
-@dataclass(frozen=True, slots=True)
-class RowNorms:
-    """A vector that begins as the norm of each row of a matrix (the magnitude of DoRA).
+def registered_model_class(config: PreTrainedConfig, names: Collection[str]) -> Any:
+    """A class of one of these names that a user has registered for a config with an Auto class, if there is one."""
+    for auto_class in list(vars(modeling_auto).values()):
+        own = getattr(models_of(auto_class), "_extra_content", {})
+        found = own.get(type(config)) if isinstance(own, dict) else None
+        if found is not None and found.__name__ in names:
+            return found
+    return None
 
-    ``of`` maps some whole rows to their values; any rows give what all of them would give there.
+
+@contextlib.contextmanager
+def building_on_meta(dtype: torch.dtype) -> Iterator[None]:
+    """The contexts in which ``from_pretrained`` builds a model: on meta, of this dtype, nothing tied yet."""
+    with contextlib.ExitStack() as stack:
+        for context in PreTrainedModel.get_init_context(dtype, False, False, None):
+            stack.enter_context(context)
+        yield
+
+
+def auto_model_class(config: PreTrainedConfig, auto_class: Any) -> tuple[Any, PreTrainedConfig]:
+    """The class an Auto class stands for with this config, and the config that class takes (as Auto does it).
+
+    Raises:
+        ConfigError: when the Auto class does not know the config.
     """
+    mapping = auto_class._model_mapping
+    if type(config) not in mapping:
+        raise ConfigError(f"{auto_class.__name__} has no model for {type(config).__name__}")
+    found = _get_model_class(config, mapping)
+    text = config.sub_configs.get("text_config")
+    if text is not None and getattr(found, "config_class", None) == text:
+        return found, config.get_text_config()
+    return found, config
 
-    matrix: str
-    of: Callable[[torch.Tensor], torch.Tensor]
+
+def remote_model_class(reference: str, name_or_path: str, **hub: Any) -> Any:
+    """The class of a checkpoint that brings its own code. Runs that code: only with the user's consent."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    return get_class_from_dynamic_module(reference, name_or_path, **hub)
 
 
-def _nothing() -> None:
-    pass
+def choose_implementations(
+    config: PreTrainedConfig,
+    attention: str | Mapping[str, str] | None,
+    experts: str | Mapping[str, str] | None,
+) -> None:
+    """Have a config, and those in it, name how attention and experts are computed; None leaves it to the model."""
+    if attention is not None:
+        config._attn_implementation = attention  # type: ignore[assignment]
+    if experts is not None:
+        config._experts_implementation = experts  # type: ignore[assignment]
 
 
-@dataclass(frozen=True)
-class Additions:
-    """What was added to a model; by default nothing.
+def loading_door() -> tuple[Any, str]:
+    """The class and the name of the function by which ``from_pretrained`` fills a model that is on meta.
 
-    Attributes:
-        base: the model of transformers inside, whose class's rules count; None for the model itself.
-        known_as: names in the model to those in the base, by which users and the base's class know the tensors. A
-            copy is known as what it is a copy of. What was added has no such name.
-        initialised: names of what ``initialise`` writes.
-        initialise: runs the initialisers of what was added, on whatever tensors are in its place.
-        copies: names of parameters that begin with the values of others, to the others' names.
-        norms: names of vectors that begin as the norms of a matrix' rows.
-        new_rows: how rows begin that the checkpoint lacks, of tensors of which it has the others.
-        nested: names of what scales of weights in four bits become, once these have been read whole.
+    It is given the model, a state dict or None, the files or None, and a config of the load.
     """
-
-    base: nn.Module | None = None
-    known_as: Mapping[str, str] = field(default_factory=dict)
-    initialised: frozenset[str] = frozenset()
-    initialise: Callable[[], None] = _nothing
-    copies: Mapping[str, str] = field(default_factory=dict)
-    norms: Mapping[str, RowNorms] = field(default_factory=dict)
-    new_rows: NewRows = "initialized"
-    nested: frozenset[str] = frozenset()
-
-    @property
-    def begun(self) -> frozenset[str]:
-        """Names of the tensors whose values come from the tuning, rather than from a checkpoint or the base."""
-        return self.initialised.union(self.norms, self.nested)
-
-    def begun_elsewhere(self) -> Additions:
-        """The same, where all values of what was added come from a checkpoint."""
-        return replace(self, initialised=frozenset(), norms={})
+    return PreTrainedModel, "_load_pretrained_model"
 
 
-NOTHING_ADDED = Additions()
+def placing_door() -> tuple[Any, str]:
+    """The class and the name of the function by which what no file has gets memory, to be initialised.
+
+    It is given the model, the names of what is missing, and more. Under FSDP it treats the first rank and others
+    apart, and in transformers 5.17 gives all of a model memory on the others.
+    """
+    return PreTrainedModel, "_move_missing_keys_from_meta_to_device"
+
+
+def loads_for_fsdp() -> bool:
+    """Whether ``from_pretrained`` is to leave ranks without weights, for FSDP to bring (by the environment)."""
+    return bool(is_fsdp_enabled())
+
+
+def is_plain_load(config: Any) -> bool:
+    """Whether a load is neither quantised, nor dealt to devices by a map or a mesh."""
+    return not config.is_quantized and config.device_map is None and config.device_mesh is None
+
+
+def dtype_of_load(config: Any) -> torch.dtype:
+    """The dtype in which a model is loaded."""
+    return config.dtype or torch.get_default_dtype()
+
+
+def load_outcome(missing: set[str], unexpected: set[str], mismatched: set[tuple[str, Any, Any]]) -> Any:
+    """What a load tells of itself, from which transformers goes on: ties, initialises, reports."""
+    return LoadStateDictInfo(
+        missing_keys=missing,
+        unexpected_keys=unexpected,
+        mismatched_keys=mismatched,
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+
+
+def forget_tie(model: PreTrainedModel, target: str) -> None:
+    """Have a name that is declared tied stay untied."""
+    model.all_tied_weights_keys.pop(target, None)

@@ -31,20 +31,8 @@ from shardwise.layout import (
     WorldLayout,
 )
 from shardwise.models.policies import Group, WrapPolicy, group_parameters, shard_dim
-from shardwise.models.torch_words import (
-    FakeTensorMode,
-    TorchDispatchMode,
-    storage_key,
-    tree_leaves,
-)
-from shardwise.models.view import (
-    Held,
-    boxes_at,
-    local_boxes,
-    look_inside,
-    placement_in_words,
-    tensor_layout,
-)
+from shardwise.models.torch_words import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
+from shardwise.models.view import Held, boxes_at, local_boxes, look_inside, placement_in_words, tensor_layout
 from shardwise.tensors import contiguous_strides
 
 

@@ -4,48 +4,41 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationMethod
 
 from shardwise.conversion import Bindings, Expression, permute
-from shardwise.conversion.four_bit import quantise_rows
-from shardwise.conversion.nested_scales import nest
 from shardwise.conversion.packed import nested_as_stored, packed, stored_form, stored_rows
 from shardwise.errors import ConfigError
-from shardwise.models.four_bit_experts import (
-    are_experts_in_four_bits,
-    put_experts_into_four_bits,
-    scales_of,
-    stacks_of,
-    why_they_stay,
-)
-from shardwise.models.four_bit_linear import (
+from shardwise.models.four_bit_layers import (
     NESTED,
     OFFSET,
     SCALES,
     WEIGHT,
     WHOLE_SCALES,
-    FourBit,
+    are_experts_in_four_bits,
+    is_in_four_bits,
+    put_experts_into_four_bits,
+    put_into_four_bits,
+    scales_of,
+    stacks_of,
+    why_it_stays,
+    why_they_stay,
+)
+from shardwise.models.quantization import (
     KeptForm,
     Packing,
     form_name,
     has_bitsandbytes,
-    is_in_four_bits,
     is_mxfp4,
     of_form,
-    put_into_four_bits,
     to_transformers,
-    why_it_stays,
 )
-from shardwise.models.selection import has_adapters
 from shardwise.models.torch_words import from_torch, original_class, parameters_of
 from shardwise.report.names import collapse
 from shardwise.tensors import Code, DType, FourBitForm
@@ -70,19 +63,18 @@ class Chosen:
     absent: tuple[str, ...] = ()
 
 
-def choose_layers(
+def _choose(
     model: nn.Module,
     quantization: KeptForm,
-    offered: Callable[[str], bool],
-    stored: Mapping[str, tuple[FourBitForm, int]] = MappingProxyType({}),
+    wanted: Collection[str],
+    stored: Mapping[str, tuple[FourBitForm, int]],
     *,
-    must_match: bool = True,
+    must_match: bool,
 ) -> Chosen:
-    """The linear layers and the experts of a model on meta, tied, that are to be in four bits.
+    """Choose what of a model on meta, tied, is put into four bits: of the weights in ``wanted``, those that can be.
 
-    What computes logits stays, whatever is tied, routers, experts that are not computed one by one, what the
-    checkpoint does not hold (``offered`` is asked by the name of a weight), and what is named. ``stored`` are
-    stacks of experts that are taken as they are stored, by name, with their form and the size of their blocks.
+    What computes logits stays, whatever is tied, routers, experts that are not computed one by one, and what is
+    named. ``stored`` are stacks of experts that are taken as they are stored.
 
     Raises:
         ConfigError: something named matches nothing, or nothing is left; not without ``must_match``.
@@ -96,26 +88,26 @@ def choose_layers(
     stacks: dict[str, tuple[nn.Module, str]] = {}
     stay: dict[str, str] = {}
     matched: set[str] = set()
-    for item in _candidates(model, quantization, stored):
-        named = [pattern for pattern in quantization.stay if any(_matches(pattern, name) for name in item.names)]
+    for names, module, local, why in _candidates(model, quantization, stored):
+        named = [pattern for pattern in quantization.stay if any(_matches(pattern, name) for name in names)]
         matched.update(named)
-        told = item.names[-1]
+        told = names[-1]
         if named:
             stay[told] = "as asked for"
-        elif item.why is not None:
-            stay[told] = f"it {item.why}"
-        elif uses[id(item.module.get_parameter(item.local))] > 1:
+        elif why is not None:
+            stay[told] = f"it {why}"
+        elif uses[id(module.get_parameter(local))] > 1:
             stay[told] = "its weight is tied"
-        elif not offered(f"{item.names[0]}.{item.local}"):
+        elif f"{names[0]}.{local}" not in wanted:
             stay[told] = "the checkpoint does not hold it, or as numbers beside others in four bits"
-        elif isinstance(item.module, nn.Linear):
-            layers[told] = item.module
+        elif isinstance(module, nn.Linear):
+            layers[told] = module
         else:
-            stacks[told] = (item.module, item.local)
+            stacks[told] = (module, local)
     absent = tuple(pattern for pattern in quantization.stay if pattern not in matched)
-    if must_match and (wrong := list(absent)):
+    if must_match and absent:
         known = ", ".join(pattern for pattern, _ in collapse(sorted({*layers, *stacks, *stay}))[:8])
-        raise ConfigError(f"stay={wrong!r} matches no linear layer; there are {known}")
+        raise ConfigError(f"stay={list(absent)!r} matches no linear layer; there are {known}")
     if must_match and not layers and not stacks:
         raise ConfigError(
             f"nothing of {type(model).__name__} can be put into four bits"
@@ -124,26 +116,10 @@ def choose_layers(
     return Chosen(layers, stacks, stay, absent)
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A weight that may be put into four bits.
-
-    Attributes:
-        names: by which it is asked to stay: of its module, and its own where it is one of several in there.
-        module: that it is in, as ``local``.
-        why: it stays in any case; None where it need not.
-    """
-
-    names: tuple[str, ...]
-    module: nn.Module
-    local: str
-    why: str | None
-
-
 def _candidates(
     model: nn.Module, quantization: KeptForm, stored: Mapping[str, tuple[FourBitForm, int]]
-) -> Iterator[_Candidate]:
-    """All linear layers and stacks of experts."""
+) -> Iterator[tuple[tuple[str, ...], nn.Module, str, str | None]]:
+    """Yield all linear layers and stacks of experts: names to keep them by, module, local name, why they stay."""
     head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     last = next(reversed([name for name, _ in model.named_parameters()]), "").rpartition(".")[0]
     modules = dict(model.named_modules())
@@ -155,11 +131,11 @@ def _candidates(
                 why = "computes what comes out"
             elif name.endswith(_ROUTERS) and f"{name.rpartition('.')[0]}.experts" in modules:
                 why = "chooses experts"
-            yield _Candidate((name,), module, WEIGHT, why)
+            yield (name,), module, WEIGHT, why
         for local, stack in stacks_of(name, module):
             fqn = f"{name}.{local}"
             why = why_they_stay(module, stack, quantization, is_stored=fqn in stored)
-            yield _Candidate((name, fqn), module, local, why)
+            yield (name, fqn), module, local, why
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -191,7 +167,7 @@ def put_base_into_four_bits(
         config: the ``quantization_config`` of the checkpoint where the model is to have that.
 
     Raises:
-        ConfigError: as of :func:`choose_layers`.
+        ConfigError: something named matches nothing, or nothing is left.
     """
     stored = {
         name for name, claims in bindings.offers.items() if any(stored_form(item) is not None for item in claims)
@@ -199,14 +175,8 @@ def put_base_into_four_bits(
     stacks = _stored_stacks(model, bindings) if keeps_experts else {}
     wanted = stored | stacks.keys()
     if not wanted and config is None:
-        wanted = set(bindings.offers)
-    chosen = choose_layers(
-        model,
-        quantization,
-        lambda name: bool(bindings.offers.get(name)) and name in wanted,
-        stacks,
-        must_match=must_match,
-    )
+        wanted = {name for name, claims in bindings.offers.items() if claims}
+    chosen = _choose(model, quantization, wanted, stacks, must_match=must_match)
     if not chosen.layers and not chosen.stacks:
         return bindings, notes_of(chosen, quantization)
     for name, layer in chosen.layers.items():
@@ -355,110 +325,3 @@ def _kept(layer: Any, numbers: Expression, name: str) -> dict[str, Expression]:
         return {WEIGHT: parts.packed, SCALES: parts.codes, NESTED: parts.nested, OFFSET: parts.offset}
     weight, scales = packed(numbers, form, block, rounds_to=from_torch(layer.packing.dtype, name))
     return {WEIGHT: weight, (WHOLE_SCALES if layer.is_nested else SCALES): scales}
-
-
-_SHOWN = 20
-
-
-def choose_to_pack(model: nn.Module, quantization: FourBit, optimizers: Sequence[Optimizer]) -> Chosen:
-    """What of a model that is not sharded is put into four bits. Changes nothing.
-
-    Memory: a byte for each number of a weight.
-
-    Raises:
-        ConfigError: the model has adapters already, or an optimizer has what is packed; values are not finite; as
-            of ``choose_layers``.
-    """
-    if has_adapters(model):
-        raise ConfigError(
-            "quantization packs what adapters are put on; call shard before them, or from_pretrained with both"
-        )
-    chosen = choose_layers(model, quantization, lambda _name: True)
-    trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
-    weights = {f"{name}.{WEIGHT}": layer.weight for name, layer in chosen.layers.items()}
-    weights |= {fqn: module.get_parameter(local) for fqn, (module, local) in chosen.stacks.items()}
-    faults = [
-        fault
-        for name, weight in weights.items()
-        if (fault := _why_not(weight, is_trained=id(weight) in trained, name=name))
-    ]
-    if faults:
-        raise ConfigError("the model cannot be put into four bits:\n  " + "\n  ".join(faults[:_SHOWN]))
-    return chosen
-
-
-def _why_not(weight: torch.Tensor, *, is_trained: bool, name: str) -> str | None:
-    if is_trained:
-        return (
-            f"{name} is in an optimizer, and not trained in four bits; make the optimizer of what is, after shard"
-        )
-    if weight.is_meta:
-        return None
-    bad = (~weight.detach().isfinite()).flatten(0, -2).any(-1).nonzero()
-    return f"{name}: row {int(bad[0])} has values that are not finite" if len(bad) else None
-
-
-def pack_model(model: nn.Module, chosen: Chosen, quantization: FourBit) -> tuple[str, ...]:
-    """Put what has been chosen of a model into four bits, in place; what stays, in words.
-
-    A weight with values is packed at once, on the CPU, one after the other; one on meta gets its bytes by ``load``.
-
-    Memory: one weight as float32, beside the model.
-    """
-    for layer in chosen.layers.values():
-        weight = layer.weight.detach()
-        put_into_four_bits(layer, quantization)
-        if not weight.is_meta:
-            _give_values(layer, weight, quantization)
-    stacks: dict[nn.Module, dict[str, FourBit]] = {}
-    for module, local in chosen.stacks.values():
-        stacks.setdefault(module, {})[local] = quantization
-    for module, kinds in stacks.items():
-        values = {local: getattr(module, local).detach() for local in kinds}
-        put_experts_into_four_bits(module, kinds)
-        for local, weight in values.items():
-            if not weight.is_meta:
-                packed, raw = _packed(weight, quantization)
-                _install(module, {local: packed, scales_of(local): raw}, weight.device)
-    if isinstance(model, PreTrainedModel):
-        mark_in_four_bits(model, to_transformers(quantization, tuple(sorted(chosen.stay)), model.dtype))
-    return notes_of(chosen, quantization)
-
-
-def pack_again(layer: Any, numbers: torch.Tensor) -> None:
-    """Put other numbers (out, in) into a layer in four bits that is not sharded.
-
-    Raises:
-        ConfigError: some are not finite; the layer is as it was.
-    """
-    if why := _why_not(numbers, is_trained=False, name="the merged weight"):
-        raise ConfigError(f"it cannot be put into four bits: {why}")
-    _give_values(layer, numbers, layer.quantization)
-
-
-def _give_values(layer: Any, weight: torch.Tensor, quantization: FourBit) -> None:
-    packed, raw = _packed(weight, quantization)
-    values = {WEIGHT: packed, SCALES: raw}
-    if layer.is_nested:
-        codes, nested, offset = nest(raw.view(torch.float32))
-        values[SCALES] = codes
-        layer.register_buffer(NESTED, nested.to(weight.device))
-        layer.register_buffer(OFFSET, offset.reshape(1).to(weight.device))
-    _install(layer, values, weight.device)
-
-
-def _packed(weight: torch.Tensor, quantization: FourBit) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed bytes, and the bytes of scales."""
-    numbers = weight.cpu().contiguous()
-    *outer, columns = numbers.shape
-    packed = torch.empty(*outer, columns // 2, dtype=torch.uint8)
-    scales = torch.empty(*outer, columns // quantization.block_size, dtype=torch.float32)
-    quantise_rows(numbers, quantization.block_size, quantization.form, packed, scales)
-    return packed, scales.view(torch.uint8)
-
-
-def _install(module: nn.Module, values: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    for name, value in values.items():
-        made = nn.Parameter(value.to(device), requires_grad=False)
-        made.__dict__.update(module.get_parameter(name).__dict__)  # what PEFT asks a weight for
-        module.register_parameter(name, made)

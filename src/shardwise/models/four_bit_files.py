@@ -21,8 +21,16 @@ from shardwise.conversion import Stored, reshape
 from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers
 from shardwise.errors import ConfigError
 from shardwise.layout import ModelLayout, TensorKind, TensorLayout
-from shardwise.models.four_bit_experts import are_experts_in_four_bits, scales_of
-from shardwise.models.four_bit_linear import NESTED, OFFSET, SCALES, WEIGHT, Packing, is_in_four_bits
+from shardwise.models.four_bit_layers import (
+    NESTED,
+    OFFSET,
+    SCALES,
+    WEIGHT,
+    are_experts_in_four_bits,
+    is_in_four_bits,
+    scales_of,
+)
+from shardwise.models.quantization import Packing
 from shardwise.models.revert import Output
 from shardwise.models.torch_words import from_torch
 from shardwise.models.view import Held, Slot

@@ -1,9 +1,15 @@
-"""Gradient clipping by the norm over all ranks, for parameters of any placement."""
+"""Gradients of a sharded model: clipped by one norm, averaged where parameters are whole; FSDP2's passes.
+
+The second file, beside ``torch_words``, that uses torch's unexported names: those of FSDP2's groups.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import ConfigError
 from shardwise.models import torch_words
+from shardwise.models.torch_words import param_groups
 from shardwise.models.view import canonical, few, local_tensor
 
 
@@ -39,7 +46,7 @@ def clip_gradients(
         dist.all_reduce(total, group=group)
     norm = math.sqrt(square) if math.isfinite(square := total.item()) else square
     if math.isfinite(norm) and norm + _TINY > max_norm:
-        torch_words.multiply([gradient for _, gradient in found], max_norm / (norm + _TINY))
+        torch._foreach_mul_([gradient for _, gradient in found], max_norm / (norm + _TINY))
     return norm
 
 
@@ -73,7 +80,7 @@ def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     been told not to exchange gradients (``set_requires_gradient_sync(False)``): they add up on each rank then,
     until it does.
     """
-    average = Averaging(mesh, torch_words.exchanges_gradients(model))
+    average = Averaging(mesh, exchanges_gradients(model))
     for parameter in model.parameters():
         is_alone = parameter.requires_grad and parameter.numel() and not isinstance(parameter, DTensor)
         if is_alone and not is_averaged(parameter):
@@ -100,7 +107,7 @@ class Averaging:
 
 def is_averaged(parameter: nn.Parameter) -> bool:
     """Whether :func:`average_replicated_gradients` takes care of a parameter's gradient."""
-    return any(isinstance(hook, Averaging) for hook in torch_words.gradient_hooks(parameter))
+    return any(isinstance(hook, Averaging) for hook in gradient_hooks(parameter))
 
 
 def require_synchronised(model: nn.Module, ranks: int) -> None:
@@ -148,3 +155,105 @@ def require_synchronised(model: nn.Module, ranks: int) -> None:
             f"{few(elsewhere)}: trained on a mesh that has not all of the {ranks} ranks. Shard the model on a "
             "mesh of all ranks, with an axis for replicas."
         )
+
+
+def exchanges_gradients(model: nn.Module) -> Callable[[], bool]:
+    """A function that tells whether FSDP2 will exchange gradients of a model in the backward pass that is going on.
+
+    (Of all ranks: with two axes also over the one that replicates.)
+    """
+    group = next(param_groups(model), None)
+    return lambda: group is None or bool(group.reduce_grads and group.all_reduce_grads)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Of a group of parameters: how many numbers each rank gives, and whether all ranks that shard them do.
+
+    (Not all do in the backward pass where ``reshard_after_forward`` is a number.)
+    """
+
+    group: int
+    numel: int
+    dtype: torch.dtype
+    is_of_all: bool
+
+
+@contextlib.contextmanager
+def seeing_gathers(model: nn.Module, see: Callable[[Gather], None]) -> Iterator[None]:
+    """In the block ``see`` is called before FSDP2 gathers a group of parameters.
+
+    What it raises breaks off the pass that wanted the group, which is then as before.
+    """
+    groups = list(param_groups(model))
+    before = [group._all_gather_comm for group in groups]
+    for number, group in enumerate(groups):
+        group._all_gather_comm = _SeenGathers(group, number, see)
+    try:
+        yield
+    finally:
+        for group, comm in zip(groups, before, strict=True):
+            group._all_gather_comm = comm
+
+
+class _SeenGathers:
+    """In place of what gathers a group of parameters; torch's protocol ``AllGather``."""
+
+    def __init__(self, group: Any, number: int, see: Callable[[Gather], None]) -> None:
+        self._comm, self._all = group._all_gather_comm, group.mesh_info.shard_process_group
+        self._number, self._see = number, see
+
+    def allocate(self, *args: Any, **keywords: Any) -> Any:
+        return self._comm.allocate(*args, **keywords)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:  # noqa: FBT001, FBT002
+        self._see(Gather(self._number, input_tensor.numel(), input_tensor.dtype, group is self._all))
+        return self._comm(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+
+
+def gather_zeros(model: nn.Module, gathers: Sequence[Gather]) -> None:
+    """Take part in gathers, as a pass would, giving zeros; what comes is thrown away. Collective: yes."""
+    groups = list(param_groups(model))
+    for each in gathers:
+        group = groups[each.group]
+        comm = group._all_gather_comm
+        ranks = (group.mesh_info if each.is_of_all else group.post_forward_mesh_info).shard_process_group
+        output = comm.allocate((each.numel * ranks.size(),), dtype=each.dtype, device=group.device)
+        own = output.narrow(0, each.numel * ranks.rank(), each.numel).zero_()
+        comm(output_tensor=output, input_tensor=own, group=ranks)
+
+
+def forget_pass(root: Any) -> None:
+    """Have FSDP2 forget a pass that was broken off: what is gathered, and what it waits for. Collective: no.
+
+    ``FSDPModule.reset_iter_state`` does it from torch 2.13 on.
+
+    Args:
+        root: the outermost ``FSDPModule``.
+    """
+    state = root._get_fsdp_state()
+    if state._is_root is None:  # no pass has begun, and there is nothing yet to put back
+        return
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    shared, idle = state._comm_ctx, type(state._training_state).IDLE
+    if shared.all_gather_state is not None:
+        state._device_handle.current_stream().wait_event(shared.all_gather_state.event)
+        shared.all_gather_state = None
+    shared.post_forward_order.clear()
+    for each in state._state_ctx.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = idle
+    for group in param_groups(root):
+        group.finalize_backward()
+        group._partial_reduce_output = None
+        group._training_state = idle  # else ``reshard`` keeps, after a forward pass, what the backward pass wants
+        group.reshard()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def gradient_hooks(parameter: torch.Tensor) -> list[object]:
+    """What ``register_post_accumulate_grad_hook`` has been given."""
+    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())

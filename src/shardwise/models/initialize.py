@@ -13,27 +13,84 @@ whole tensor instead, one tensor at a time, within the budget.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from shardwise.errors import CoverageError
-from shardwise.layout import LocalBox, Origin, TensorKind
+from shardwise.layout import Origin, TensorKind
 from shardwise.models import pretrained
-from shardwise.models.build import NOTHING_ADDED, Additions
-from shardwise.models.torch_words import buffers_of, tree_leaves, tree_map_only, without_data, writes_to
-from shardwise.models.view import Held, attributes_on_meta, strided_view
-from shardwise.tensors import contiguous_strides
+from shardwise.models.torch_words import buffers_of, tree_leaves, tree_map_only, writes_to
+from shardwise.models.view import Held, attributes_on_meta
+
+if TYPE_CHECKING:
+    from shardwise.models.initial_programs import Program
 
 BufferRules = Mapping[str, Callable[[nn.Module], torch.Tensor]]
 """Glob of buffer names to a callable that computes the buffer of the module it is given."""
+
+
+NewRows: TypeAlias = Literal["initialized", "mean"]
+"""Values of new rows of an embedding: as the model's class initializes it, or the mean of the stored rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowNorms:
+    """A vector that begins as the norm of each row of a matrix (the magnitude of DoRA).
+
+    ``of`` maps some whole rows to their values; any rows give what all of them would give there.
+    """
+
+    matrix: str
+    of: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Additions:
+    """What was added to a model; by default nothing.
+
+    Attributes:
+        base: the model of transformers inside, whose class's rules count; None for the model itself.
+        known_as: names in the model to those in the base, by which users and the base's class know the tensors. A
+            copy is known as what it is a copy of. What was added has no such name.
+        initialised: names of what ``initialise`` writes.
+        initialise: runs the initialisers of what was added, on whatever tensors are in its place.
+        copies: names of parameters that begin with the values of others, to the others' names.
+        norms: names of vectors that begin as the norms of a matrix' rows.
+        new_rows: how rows begin that the checkpoint lacks, of tensors of which it has the others.
+        nested: names of what scales of weights in four bits become, once these have been read whole.
+    """
+
+    base: nn.Module | None = None
+    known_as: Mapping[str, str] = field(default_factory=dict)
+    initialised: frozenset[str] = frozenset()
+    initialise: Callable[[], None] = _nothing
+    copies: Mapping[str, str] = field(default_factory=dict)
+    norms: Mapping[str, RowNorms] = field(default_factory=dict)
+    new_rows: NewRows = "initialized"
+    nested: frozenset[str] = frozenset()
+
+    @property
+    def begun(self) -> frozenset[str]:
+        """Names of the tensors whose values come from the tuning, rather than from a checkpoint or the base."""
+        return self.initialised.union(self.norms, self.nested)
+
+    def begun_elsewhere(self) -> Additions:
+        """The same, where all values of what was added come from a checkpoint."""
+        return replace(self, initialised=frozenset(), norms={})
+
+
+NOTHING_ADDED = Additions()
 
 
 @contextlib.contextmanager
@@ -111,6 +168,8 @@ class Initialisers:
         Raises:
             CoverageError: when no initialiser writes it, which cannot be foreseen where one could not be traced.
         """
+        from shardwise.models.initial_programs import seed_of
+
         whole = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype, device="cpu")
         untouched = writes_to(whole)
         with _own_random_state(seed_of(seed, item.fqn, 0)), stand_ins(self.held, {item.fqn: whole}):
@@ -151,8 +210,10 @@ class Initialisers:
             slots = attributes_on_meta(outer)
             if not slots:
                 continue
+            from shardwise.models.initial_programs import built_without_weights
+
             with torch.device("cpu"):
-                fresh = pretrained.built_without_weights(outer)
+                fresh = built_without_weights(outer)
             for slot in slots:
                 value = getattr(fresh.get_submodule(slot.fqn.rpartition(".")[0]), slot.name)
                 if any(isinstance(item, torch.Tensor) and item.is_meta for item in tree_leaves(value)):
@@ -189,6 +250,8 @@ class Initialisers:
     def _traced(self, names: Collection[str], run: Callable[[], None]) -> dict[str, Program]:
         if not names:
             return {}
+        from shardwise.models.initial_programs import Programmed, truncated_normal_as_one_step
+
         chosen = {
             item.fqn: Programmed.fresh(tuple(item.tensor.shape), item.tensor.dtype)
             for item in self.held
@@ -283,235 +346,3 @@ def _own_random_state(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
-
-
-aten = torch.ops.aten
-
-BLOCK_NUMEL = 1 << 20
-"""Elements of a block that is seeded by itself. Part of the result: changing it changes initial values."""
-
-
-@dataclass(frozen=True, slots=True)
-class _InPlaceStep:
-    """An in-place operation on the flat elements ``start <= i < stop`` of the tensor."""
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    start: int
-    stop: int
-
-
-@dataclass(slots=True)
-class Program:
-    """What an initialiser does to one tensor. ``is_elementwise`` is False when it did more than can be replayed."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    steps: list[_InPlaceStep] = field(default_factory=list)
-    is_elementwise: bool = True
-
-    def add(self, step: _InPlaceStep, *, overwrites: bool) -> None:
-        if overwrites and step.stop - step.start == math.prod(self.shape):
-            self.steps.clear()
-        self.steps.append(step)
-
-
-class Programmed(torch.Tensor):
-    """A tensor without data that records the in-place operations done to it, or to some of its first rows."""
-
-    program: Program
-    rows: tuple[int, int]
-
-    @staticmethod
-    def __new__(cls, program: Program, shape: Sequence[int], rows: tuple[int, int]) -> Programmed:
-        made: Programmed = without_data(cls, shape, program.dtype)
-        made.program = program
-        made.rows = rows
-        return made
-
-    @classmethod
-    def fresh(cls, shape: Sequence[int], dtype: torch.dtype) -> Programmed:
-        program = Program(tuple(shape), dtype)
-        return cls(program, shape, (0, shape[0] if shape else 1))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "generator"}
-        target = args[0] if args and isinstance(args[0], Programmed) else None
-        others = [item for item in tree_leaves((args[1:], kwargs)) if isinstance(item, torch.Tensor)]
-        if target is not None and func in _SAME:
-            return target
-        if target is not None and func in _ROWS and target.ndim == len(target.program.shape):
-            return _take_rows(target, func, *args[1:])
-        replayable = func in _OVERWRITES or func in _UPDATES
-        if target is not None and replayable and not any(isinstance(item, Programmed) for item in others):
-            target.record(func, args[1:], kwargs)
-            return target
-        # Something else: its values are not followed, only its shapes, so that the initialiser can go on.
-        for item in tree_leaves((args, kwargs)):
-            if isinstance(item, Programmed):
-                item.program.is_elementwise = False
-        args, kwargs = tree_map_only(
-            Programmed, lambda item: torch.empty(item.shape, dtype=item.dtype, device="meta"), (args, kwargs)
-        )
-        return func(*args, **kwargs)
-
-    def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        row = math.prod(self.program.shape[1:])
-        if args and isinstance(args[0], torch.Tensor):
-            # The values may be random, drawn by the initialiser itself; they are to follow from the FQN.
-            self.program.is_elementwise = False
-            args = (args[0].expand(self.shape).reshape(-1), *args[1:])
-        step = _InPlaceStep(func, args, kwargs, self.rows[0] * row, self.rows[1] * row)
-        self.program.add(step, overwrites=func in _OVERWRITES or func is _TRUNCATED_NORMAL)
-
-
-_SAME = {aten.detach.default, aten.alias.default}
-_ROWS = {aten.select.int, aten.slice.Tensor}
-_OVERWRITES = {
-    aten.normal_.default,
-    aten.uniform_.default,
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    aten.zero_.default,
-    aten.copy_.default,
-    aten.exponential_.default,
-    aten.log_normal_.default,
-}
-_TRUNCATED_NORMAL = nn.init.trunc_normal_
-_RANDOM = {
-    _TRUNCATED_NORMAL,
-    aten.normal_.default,
-    aten.uniform_.default,
-    aten.exponential_.default,
-    aten.log_normal_.default,
-}
-_UPDATES = {
-    aten.add_.Scalar,
-    aten.add_.Tensor,
-    aten.sub_.Scalar,
-    aten.sub_.Tensor,
-    aten.mul_.Scalar,
-    aten.mul_.Tensor,
-    aten.div_.Scalar,
-    aten.div_.Tensor,
-    aten.pow_.Scalar,
-    aten.clamp_.default,
-    aten.clamp_min_.default,
-    aten.clamp_max_.default,
-    aten.erfinv_.default,
-    aten.exp_.default,
-    aten.log_.default,
-    aten.neg_.default,
-    aten.sqrt_.default,
-}
-
-
-def _take_rows(target: Programmed, func: Any, *args: Any) -> Any:
-    """A view of some rows, where it is one; recorded steps on it count from its first row."""
-    dim = args[0] if args else 0
-    first, last = target.rows
-    if dim == 0 and func is aten.select.int:
-        row = first + args[1] % (last - first)
-        return Programmed(target.program, target.shape[1:], (row, row + 1))
-    if dim == 0 and (len(args) < 4 or args[3] == 1):
-        start, stop, _ = slice(*args[1:3]).indices(last - first)
-        return Programmed(target.program, (max(stop - start, 0), *target.shape[1:]), (first + start, first + stop))
-    target.program.is_elementwise = False
-    return func(torch.empty(target.shape, dtype=target.dtype, device="meta"), *args)
-
-
-def fill_from_program(
-    program: Program, local: torch.Tensor, boxes: Sequence[LocalBox], *, seed: int, fqn: str
-) -> None:
-    """Compute the values of this rank's boxes into ``local``. Memory: one block of ``BLOCK_NUMEL`` elements."""
-    for item in boxes:
-        for start, flat, where in _pieces(program.shape, item):
-            block = _block(program, start, seed, fqn)
-            target = strided_view(local, item.local)
-            if isinstance(where, slice):
-                target.view(-1)[where] = block[flat].to(local.device)
-            else:
-                target[where] = block[flat].to(local.device)
-
-
-def _pieces(shape: tuple[int, ...], item: LocalBox) -> Iterator[tuple[int, Any, Any]]:
-    """(first element of a block, which of its elements, where in the box they go), block by block."""
-    box = item.box
-    strides = contiguous_strides(shape)
-    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    if item.local.is_contiguous and box.sizes[1:] == shape[1:]:
-        last = first + box.numel
-        for start in range(first - first % BLOCK_NUMEL, last, BLOCK_NUMEL):
-            low, high = max(first, start), min(last, start + BLOCK_NUMEL)
-            yield start, slice(low - start, high - start), slice(low - first, high - first)
-        return
-    last = first + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True)) + 1
-    for start in range(first - first % BLOCK_NUMEL, last, BLOCK_NUMEL):
-        flat = torch.arange(start, min(start + BLOCK_NUMEL, math.prod(shape)), device="cpu")
-        inside = torch.ones_like(flat, dtype=torch.bool)
-        places: list[torch.Tensor] = []
-        for offset, size, bound, stride in zip(box.offsets, box.sizes, shape, strides, strict=True):
-            place = flat // stride % bound - offset
-            inside &= (place >= 0) & (place < size)
-            places.append(place)
-        yield start, flat[inside] - start, tuple(place[inside] for place in places)
-
-
-def _block(program: Program, start: int, seed: int, fqn: str) -> torch.Tensor:
-    stop = min(start + BLOCK_NUMEL, math.prod(program.shape))
-    block = torch.zeros(stop - start, dtype=program.dtype, device="cpu")
-    generator = torch.Generator().manual_seed(seed_of(seed, fqn, start // BLOCK_NUMEL))
-    for step in program.steps:
-        low, high = max(step.start, start), min(step.stop, stop)
-        if low < high:
-            args = step.args
-            if args and isinstance(args[0], torch.Tensor):
-                args = (args[0][low - step.start : high - step.start], *args[1:])
-            extra = {"generator": generator} if step.func in _RANDOM else {}
-            step.func(block[low - start : high - start], *args, **step.kwargs, **extra)
-    return block
-
-
-def seed_of(seed: int, fqn: str, block: int) -> int:
-    """The seed of one block of a tensor."""
-    digest = hashlib.sha256(f"{seed}/{fqn}/{block}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
-@contextlib.contextmanager
-def truncated_normal_as_one_step() -> Iterator[None]:
-    """Let ``trunc_normal_`` be recorded as a whole: it draws until nothing is rejected, which needs values."""
-
-    def record(
-        tensor: torch.Tensor,
-        mean: float = 0.0,
-        std: float = 1.0,
-        a: float = -2.0,
-        b: float = 2.0,
-        generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        if not isinstance(tensor, Programmed):
-            return _TRUNCATED_NORMAL(tensor, mean, std, a, b, generator)
-        tensor.record(_TRUNCATED_NORMAL, (mean, std, a, b), {})
-        return tensor
-
-    with pretrained.init_function("trunc_normal_", record):
-        nn.init.trunc_normal_ = record
-        try:
-            yield
-        finally:
-            nn.init.trunc_normal_ = _TRUNCATED_NORMAL
-
-
-def program_of(whole: torch.Tensor) -> Program:
-    """The program that copies a tensor already computed."""
-    step = _InPlaceStep(aten.copy_.default, (whole.reshape(-1),), {}, 0, whole.numel())
-    return Program(tuple(whole.shape), whole.dtype, [step])

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import (
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
 
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.models import pretrained
@@ -227,51 +221,6 @@ def _large_enough(model: nn.Module, numel: int) -> list[str]:
 
     left_of("", model)
     return [name for name, _ in model.named_modules() if name in found]
-
-
-def as_policy(given: Any) -> Any:
-    """Convert classes, functions and policies of torch's FSDP1, or partials of them, into a policy of ours.
-
-    A class, or several: the modules of these. ``transformer_auto_wrap_policy`` with its classes likewise, without:
-    those that the model declares. ``size_based_auto_wrap_policy``: by size. Other values are returned as they are.
-
-    Raises:
-        ConfigError: a partial of torch's that cannot be honoured.
-    """
-    function, keywords = given, {}
-    if isinstance(given, functools.partial):
-        if given.args:
-            raise ConfigError(f"wrap is a functools.partial with {len(given.args)} positional arguments; name them")
-        function, keywords = given.func, dict(given.keywords)
-    options: tuple[tuple[Any, str], ...] = (
-        (transformer_auto_wrap_policy, "transformer_layer_cls"),
-        (size_based_auto_wrap_policy, "min_num_params"),
-        (lambda_auto_wrap_policy, "lambda_fn"),
-    )
-    option = next((option for known, option in options if function is known), None)
-    if option is None:
-        return _as_classes(given)
-    value = keywords.pop(option, None)
-    if left := {name: value for name, value in keywords.items() if value is not None}:
-        raise ConfigError(f"wrap: {function.__name__} has {left}, which is not known; name the classes to wrap")
-    if function is size_based_auto_wrap_policy:
-        return MinSize(int(value or inspect.signature(function).parameters[option].default))
-    if function is lambda_auto_wrap_policy:
-        if not callable(value):
-            raise ConfigError(f"lambda_fn={value!r} must be a function of a module")
-        return Matching(value)
-    found = "no_split_modules" if value is None and function is given else _as_classes(value)
-    if not isinstance(found, str | Classes):
-        raise ConfigError(f"transformer_layer_cls={value!r} must be a set of classes, as in {{LlamaDecoderLayer}}")
-    return found
-
-
-def _as_classes(given: Any) -> Any:
-    """Convert classes of modules, in a fixed order, or a function; other values are returned as they are."""
-    kinds = given if isinstance(given, (set, frozenset, list, tuple)) else (given,)
-    if kinds and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
-        return Classes(tuple(sorted(kind.__name__ for kind in kinds)))
-    return Matching(given) if callable(given) and not isinstance(given, type) else given
 
 
 MAX_PADDING = 1.1

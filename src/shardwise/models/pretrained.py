@@ -1,66 +1,54 @@
-"""The one file that knows transformers' unexported functions and attributes, and what transformers says of a model.
+"""Facts about a model that transformers knows, and the expressions that its renames make of a checkpoint's keys.
 
-Checked with transformers 5.17 and 5.23. When a release moves one of these names, this file is what changes:
-one that is gone is an error when it is imported, and what each means is asserted by ``tests/canary``.
+This file, ``build`` and ``revert`` use transformers' unexported names (checked with 5.17 and 5.23). One that is
+gone is an error when its file is imported; what each means is asserted by ``tests/canary``.
+
+[Note: Keys] The order of steps is that of transformers' own loader (``convert_and_load_state_dict_in_model``): keys
+in natural order, all renames, at most one converter, the retry for keys that already are the model's, the
+base-model prefix. What differs: nothing is decided silently. Two keys for one tensor, gaps in a list of experts,
+and conversions that fail are reported.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
-from pathlib import Path
-from typing import Any, cast
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from shardwise.errors import ConfigError, KnownNames
-from shardwise.models.torch_words import original_class, original_classes, parameters_of
+from shardwise.conversion import Bindings, Expression, Stored, key_of, substitute
+from shardwise.errors import KnownNames
+from shardwise.layout import ModelLayout
+from shardwise.models.torch_words import original_classes, to_torch
+
+if TYPE_CHECKING:
+    from shardwise.models.tracing import Conversion
+
 
 with KnownNames("transformers", "5.17 to 5.23"):
     from transformers import initialization as hf_init
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
-        PrefixChange,
         WeightConverter,
         WeightRenaming,
+        build_glob_alternation,
         dot_natural_key,
-        revert_weight_conversion,
+        rename_source_key,
     )
-    from transformers.core_model_loading import rename_source_key as _rename_source_key
-    from transformers.distributed.fsdp import is_fsdp_enabled
-    from transformers.dynamic_module_utils import custom_object_save
-    from transformers.modeling_utils import _get_tied_weight_keys
-    from transformers.models.auto import modeling_auto
-    from transformers.models.auto.auto_factory import _get_model_class
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.monkey_patching import patch_output_recorders
-    from transformers.utils.loading_report import LoadStateDictInfo
 
     for _owner, _names in (
         (hf_init, ("TORCH_INIT_FUNCTIONS", "guard_torch_init_functions", "no_init_weights")),
-        (PreTrainedModel, ("_from_config", "_get_dtype_plan", "_no_split_modules", "get_init_context")),
+        (PreTrainedModel, ("_get_dtype_plan", "_no_split_modules", "initialize_weights", "tie_weights")),
         (PreTrainedModel, ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected")),
-        (PreTrainedModel, ("_keys_to_ignore_on_save", "initialize_weights", "is_remote_code", "tie_weights")),
-        (PreTrainedModel, ("_load_pretrained_model", "_move_missing_keys_from_meta_to_device")),
     ):
         for _name in _names:
             getattr(_owner, _name)
-
-__all__ = ["dot_natural_key"]
-
-
-def is_pretrained(module: nn.Module) -> bool:
-    """Whether this is a model of transformers, to which its rules apply."""
-    return isinstance(module, PreTrainedModel)
-
-
-def base_model_prefix(model: nn.Module) -> str | None:
-    """The prefix by which a head's checkpoint differs from its base model's."""
-    return model.base_model_prefix if isinstance(model, PreTrainedModel) else None
 
 
 def declared_ties(model: nn.Module) -> dict[str, str]:
@@ -108,9 +96,20 @@ def _text_config(model: nn.Module) -> object:
 
 
 def kept_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
-    """The dtype that a name is kept in, in a model of ``dtype``; None where nothing is said of it."""
-    plan = dtype_plan(model, dtype)
-    return lambda name: planned_dtype(plan, name)
+    """Return a function of a name: the dtype that it is kept in, in a model of ``dtype``; None where any will do.
+
+    The matching is transformers' own (``build_glob_alternation``: a search, ``*`` standing for anything).
+    """
+    plan = dict(model._get_dtype_plan(dtype))
+    if not plan:
+        return lambda _: None
+    alternation, by_group, _ = build_glob_alternation(list(plan))
+
+    def kept(name: str) -> torch.dtype | None:
+        found = alternation.search(name)
+        return plan[by_group[found.lastgroup]] if found and found.lastgroup else None
+
+    return kept
 
 
 def mark_loaded(model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
@@ -132,39 +131,6 @@ def conversion_transforms(model: nn.Module, key_mapping: Mapping[str, str] | Non
         with original_classes(model):
             return list(get_model_conversion_mapping(model, mapping))
     return [WeightRenaming(source, target) for source, target in (mapping or {}).items()]
-
-
-def split_transforms(transforms: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """(renames, converters), each in order."""
-    renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
-    return renamings, [item for item in transforms if isinstance(item, WeightConverter)]
-
-
-def rename_source_key(
-    key: str,
-    renamings: list[Any],
-    converters: list[Any],
-    base_model_prefix: str | None,
-    names: Mapping[str, object],
-) -> tuple[str, str | None]:
-    """The name a key leads to, and the source pattern of the converter that matched."""
-    return _rename_source_key(
-        source_key=key,
-        weight_renamings=renamings,
-        weight_converters=converters,
-        base_model_prefix=base_model_prefix,
-        meta_state_dict=cast("dict[str, Any]", names),
-    )
-
-
-def convert(converter: Any, target: str, sources: Mapping[str, list[torch.Tensor]], model: Any) -> dict[str, Any]:
-    """Run a converter on whole tensors, by source pattern; the outcome by full name."""
-    fresh = deepcopy(converter)
-    for pattern, tensors in sources.items():
-        for tensor in tensors:
-            fresh.add_tensor(target, pattern, pattern, tensor)
-    made = fresh.convert(target, model=model, config=getattr(model, "config", None))
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
 def models_of(auto_class: Any) -> Any:
@@ -192,88 +158,6 @@ def ignore_patterns(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]
 # Building on meta
 
 
-def own_config_class(model_class: Any, directory: Path) -> type[PreTrainedConfig] | None:
-    """The config class of a model class, where it reads the config in a folder and not the class that Auto knows.
-
-    Raises:
-        OSError: there is no config.
-    """
-    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
-        return None
-    kind = model_class.config_class
-    if kind is None or kind is PreTrainedConfig:
-        return None
-    content, _ = PreTrainedConfig.get_config_dict(directory)
-    named = content.get("model_type")
-    return kind if named == kind.model_type or named not in CONFIG_MAPPING else None
-
-
-def registered_model_class(config: PreTrainedConfig, names: Collection[str]) -> Any:
-    """A class of one of these names that a user has registered for a config with an Auto class, if there is one."""
-    for auto_class in list(vars(modeling_auto).values()):
-        own = getattr(models_of(auto_class), "_extra_content", {})
-        found = own.get(type(config)) if isinstance(own, dict) else None
-        if found is not None and found.__name__ in names:
-            return found
-    return None
-
-
-@contextlib.contextmanager
-def building_on_meta(dtype: torch.dtype) -> Iterator[None]:
-    """The contexts in which ``from_pretrained`` builds a model: on meta, of this dtype, nothing tied yet."""
-    with contextlib.ExitStack() as stack:
-        for context in PreTrainedModel.get_init_context(dtype, False, False, None):
-            stack.enter_context(context)
-        yield
-
-
-def auto_model_class(config: PreTrainedConfig, auto_class: Any) -> tuple[Any, PreTrainedConfig]:
-    """The class an Auto class stands for with this config, and the config that class takes (as Auto does it).
-
-    Raises:
-        ConfigError: when the Auto class does not know the config.
-    """
-    mapping = auto_class._model_mapping
-    if type(config) not in mapping:
-        raise ConfigError(f"{auto_class.__name__} has no model for {type(config).__name__}")
-    found = _get_model_class(config, mapping)
-    text = config.sub_configs.get("text_config")
-    if text is not None and getattr(found, "config_class", None) == text:
-        return found, config.get_text_config()
-    return found, config
-
-
-def remote_model_class(reference: str, name_or_path: str, **hub: Any) -> Any:
-    """The class of a checkpoint that brings its own code. Runs that code: only with the user's consent."""
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    return get_class_from_dynamic_module(reference, name_or_path, **hub)
-
-
-def finish_building(model: PreTrainedModel) -> None:
-    """What transformers does right after constructing a model."""
-    patch_output_recorders(model)
-
-
-def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Glob of names to the dtype they are kept in, for a model of ``dtype``."""
-    return dict(model._get_dtype_plan(dtype))
-
-
-def planned_dtype(plan: Mapping[str, torch.dtype], name: str) -> torch.dtype | None:
-    """The dtype a plan keeps this name in; None when it says nothing of it.
-
-    The matching is transformers' own (``build_glob_alternation``: a search, ``*`` standing for anything).
-    """
-    from transformers.core_model_loading import build_glob_alternation
-
-    if not plan:
-        return None
-    alternation, by_group, _ = build_glob_alternation(list(plan))
-    found = alternation.search(name)
-    return plan[by_group[found.lastgroup]] if found and found.lastgroup else None
-
-
 def tie(model: PreTrainedModel, missing: set[str], untied: set[str]) -> None:
     """Tie as ``from_pretrained`` does once it knows which names the checkpoint lacks.
 
@@ -296,89 +180,10 @@ def attention_of(model: nn.Module) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def choose_implementations(
-    config: PreTrainedConfig,
-    attention: str | Mapping[str, str] | None,
-    experts: str | Mapping[str, str] | None,
-) -> None:
-    """Have a config, and those in it, name how attention and experts are computed; None leaves it to the model."""
-    if attention is not None:
-        config._attn_implementation = attention  # type: ignore[assignment]
-    if experts is not None:
-        config._experts_implementation = experts  # type: ignore[assignment]
-
-
-def saved_conversions(model: nn.Module) -> list[Any]:
-    """The renames and converters to run backwards for saving: those that loading used, else the class's own.
-
-    As in ``revert_weight_conversion``: a model that was not loaded has no legacy names, and no prefix to restore.
-    """
-    if not isinstance(model, PreTrainedModel):
-        return []
-    used = getattr(model, "_weight_conversions", None)
-    if used is not None:
-        return list(used)
-    with original_classes(model):
-        found = get_model_conversion_mapping(model, add_legacy=False)
-    return [item for item in found if not isinstance(item, PrefixChange)]
-
-
-def revert(model: Any, transforms: Sequence[Any], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Run conversions backwards: a state dict as its checkpoint has it. ``model`` is what converters may ask."""
-    if not transforms:
-        return dict(values)
-    holder: Any = _WithConversions(model, transforms)
-    return dict(revert_weight_conversion(holder, dict(values)))
-
-
-class _WithConversions:
-    """A model with these conversions left on it by loading."""
-
-    def __init__(self, model: Any, transforms: Sequence[Any]) -> None:
-        self._model = model
-        self._weight_conversions = list(transforms)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
 def quantised_parts(config: Any) -> list[Any]:
     """The config and its parts, such as ``text_config``, as far as these have a ``quantization_config``."""
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     return [part for part in parts if getattr(part, "quantization_config", None) is not None]
-
-
-def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
-    """What ``save_pretrained`` writes beside the weights: config, generation config, and code of the model's own.
-
-    ``dtype`` is what the config is to name. A quantised checkpoint's ``quantization_config`` is left out where a
-    model has been made of its numbers. The model's own config is not touched. Nothing for other modules.
-    """
-    if not isinstance(model, PreTrainedModel):
-        return
-    kind: Any = original_class(model)
-    config: Any = deepcopy(model.config)
-    config.architectures = [kind.__name__]
-    if dtype is not None:
-        config.dtype = str(dtype).removeprefix("torch.")
-    if not getattr(model, "is_quantized", False):
-        for part in quantised_parts(config):
-            del part.quantization_config
-    if kind.is_remote_code():
-        custom_object_save(model, str(folder), config=config)
-    config.save_pretrained(folder)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
-
-
-def names_never_saved(model: nn.Module) -> frozenset[str]:
-    """Names that a model's class leaves out when it is saved."""
-    return frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
-
-
-def tie_targets(model: nn.Module) -> frozenset[str]:
-    """Regexes, searched in names, of those that are declared tied to another by any module in a model."""
-    return frozenset(_get_tied_weight_keys(model)) if isinstance(model, PreTrainedModel) else frozenset()
 
 
 def fsdp_plan(model: nn.Module) -> dict[str, str]:
@@ -399,15 +204,12 @@ def mark_sharded(model: nn.Module) -> None:
 # Initialising
 
 
-def outermost_pretrained(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
+def outermost_pretrained(model: nn.Module, prefix: str = "") -> list[tuple[str, PreTrainedModel]]:
     """The transformers models in a module that no other of them contains, with their prefixes."""
     if isinstance(model, PreTrainedModel):
-        return [("", model)]
-    found: list[tuple[str, PreTrainedModel]] = []
-    for prefix, module in model.named_modules():
-        if isinstance(module, PreTrainedModel) and not any(prefix.startswith(f"{outer}.") for outer, _ in found):
-            found.append((prefix, module))
-    return found
+        return [(prefix.removesuffix("."), model)]
+    inside = [outermost_pretrained(child, f"{prefix}{name}.") for name, child in model.named_children()]
+    return [found for each in inside for found in each]
 
 
 def mark_initialized(tensor: torch.Tensor) -> None:
@@ -439,99 +241,95 @@ def not_initialising() -> contextlib.AbstractContextManager[None]:
     return hf_init.no_init_weights()
 
 
-def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Another model of the same class and config: parameters on meta, all else as the constructor computes it.
-
-    Memory: buffers, and the address space of one parameter at a time; no parameter's memory is touched.
-    """
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        if parameter is not None:
-            parameters_of(module)[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-
-    model_class: Any = original_class(model)
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
-    try:
-        with not_initialising():
-            fresh: PreTrainedModel = model_class._from_config(model.config)
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-    return fresh
-
-
-def are_fused_experts(module: nn.Module) -> bool:
-    """Whether this is what transformers makes of a mixture's experts: stacked weights, and one way to gate."""
-    facts = [getattr(module, fact, None) for fact in ("has_gate", "has_bias", "is_transposed")]
-    return None not in facts and hasattr(module, "_apply_gate")
-
-
-def eager_experts(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
-    """How a class of fused experts computes one after the other, whatever the config would have computed."""
-    forward: Any = kind.forward
-    found: Callable[..., torch.Tensor] = getattr(forward, "__wrapped__", forward)  # use_experts_implementation
-    return found
-
-
-def are_parted_experts(module: nn.Module) -> bool:
-    """Whether ranks have experts of their own."""
-    return bool(getattr(module, "_is_expert_parallel", False))
-
-
-def activated(experts: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """What fused experts make of the first product, (tokens, 2 * width) or (tokens, width): (tokens, width)."""
-    found: torch.Tensor = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
-    return found
-
-
 # Loading later
 
 
-def loading_door() -> tuple[Any, str]:
-    """The class and the name of the function by which ``from_pretrained`` fills a model that is on meta.
+@dataclass
+class Assignment:
+    """Where each key goes: ``plain`` maps model names to keys, ``conversions`` first targets to conversions."""
 
-    It is given the model, a state dict or None, the files or None, and a config of the load.
+    plain: dict[str, list[str]] = field(default_factory=dict)
+    conversions: dict[str, Conversion] = field(default_factory=dict)
+    unmatched: dict[str, str] = field(default_factory=dict)
+
+
+def assign_keys(
+    model: nn.Module, keys: Sequence[str], names: Mapping[str, object], transforms: Sequence[Any]
+) -> Assignment:
+    """Apply the renames to every key; ``names`` are the tensors the model saves."""
+    prefix = model.base_model_prefix if isinstance(model, PreTrainedModel) else None
+    renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+    converters = [item for item in transforms if isinstance(item, WeightConverter)]
+    known = cast("dict[str, Any]", names)
+    by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
+    result = Assignment()
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, known)
+        if name not in names and key in names:
+            name, pattern = rename_source_key(key, [], [], prefix, known)
+        if name not in names:
+            result.unmatched[key] = name
+        elif pattern is None:
+            result.plain.setdefault(name, []).append(key)
+        else:
+            from shardwise.models.tracing import Conversion  # for models whose weights are converted alone
+
+            conversion = result.conversions.setdefault(name, Conversion(name, by_pattern[pattern]))
+            conversion.sources.setdefault(pattern, []).append(key)
+    return result
+
+
+def bind(
+    model: nn.Module,
+    stored: Mapping[str, Expression],
+    layout: ModelLayout,
+    transforms: Sequence[Any],
+    dtype_of: Callable[[str], torch.dtype] | None = None,
+    spare: Mapping[str, Expression] = MappingProxyType({}),
+) -> Bindings:
+    """Every expression the checkpoint offers for the model's tensors, under ``transforms``.
+
+    ``stored`` are the checkpoint's tensors by key: leaves, or what is composed of leaves; ``spare`` are further
+    ones, which are taken where they lead to a tensor of the model, and passed over where not.
+    ``dtype_of`` tells the dtype in which a conversion that computes is to run, by the first tensor it makes; the
+    default is that tensor's dtype in ``layout``.
     """
-    return PreTrainedModel, "_load_pretrained_model"
+    names = {name: tensor for tensor in layout.saved() for name in tensor.names}
+    assignment = assign_keys(model, list(stored), names, transforms)
+    ends = {name.rpartition(".")[2] for name in names}
+    if wanted := [key for key in spare if key.rpartition(".")[2] in ends]:
+        stored = {**stored, **spare}
+        for name, keys in assign_keys(model, wanted, names, transforms).plain.items():
+            assignment.plain.setdefault(name, []).extend(keys)
+    offers = {name: [stored[key] for key in keys] for name, keys in assignment.plain.items()}
+    leaders = {name: name for name in assignment.plain}
+    unmatched = dict(assignment.unmatched)
+    faults: dict[str, list[str]] = {}
+    if assignment.conversions:
+        from shardwise.models.tracing import trace_conversions
 
-
-def placing_door() -> tuple[Any, str]:
-    """The class and the name of the function by which what no file has gets memory, to be initialised.
-
-    It is given the model, the names of what is missing, and more. Under FSDP it treats the first rank and others
-    apart, and in transformers 5.17 gives all of a model memory on the others.
-    """
-    return PreTrainedModel, "_move_missing_keys_from_meta_to_device"
-
-
-def loads_for_fsdp() -> bool:
-    """Whether ``from_pretrained`` is to leave ranks without weights, for FSDP to bring (by the environment)."""
-    return bool(is_fsdp_enabled())
-
-
-def is_plain_load(config: Any) -> bool:
-    """Whether a load is neither quantised, nor dealt to devices by a map or a mesh."""
-    return not config.is_quantized and config.device_map is None and config.device_mesh is None
-
-
-def dtype_of_load(config: Any) -> torch.dtype:
-    """The dtype in which a model is loaded."""
-    return config.dtype or torch.get_default_dtype()
-
-
-def load_outcome(missing: set[str], unexpected: set[str], mismatched: set[tuple[str, Any, Any]]) -> Any:
-    """What a load tells of itself, from which transformers goes on: ties, initialises, reports."""
-    return LoadStateDictInfo(
-        missing_keys=missing,
-        unexpected_keys=unexpected,
-        mismatched_keys=mismatched,
-        error_msgs=[],
-        conversion_errors={},
-        skipped_pp_keys=set(),
+        # Conversions are traced on tensors as they are known by key, and what these are composed of is put in
+        # afterwards.
+        leaves = {key: Stored(key, item.shape, item.dtype) for key, item in stored.items()}
+        composed = {key for key, item in stored.items() if key_of(item) is None}
+        dtypes = dtype_of or (lambda name: to_torch(layout.by_name[name].dtype))
+        for conversion, made, why in trace_conversions(
+            model, layout, leaves, dtypes, assignment.conversions.values()
+        ):
+            if why:
+                faults[why] = conversion.targets
+            for name, expression in made.items():
+                if name in names:
+                    is_composed = not composed.isdisjoint(conversion.keys)
+                    found = substitute(expression, stored) if is_composed else expression
+                    offers.setdefault(name, []).append(found)
+                    leaders[name] = conversion.target
+                else:
+                    unmatched.update(dict.fromkeys(conversion.keys, name))
+    return Bindings(
+        offers={name: tuple(found) for name, found in offers.items()},
+        leaders=leaders,
+        unmatched=unmatched,
+        faults=faults,
+        strays={name: stored[key] for key, name in assignment.unmatched.items()},
     )
-
-
-def forget_tie(model: PreTrainedModel, target: str) -> None:
-    """Have a name that is declared tied stay untied."""
-    model.all_tied_weights_keys.pop(target, None)

@@ -1,22 +1,41 @@
-"""From a model's tensors to its checkpoint's: transformers' conversions run backwards, on recorded tensors."""
+"""Saving a model of transformers: its conversions run backwards on recorded tensors, names, and small files."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from shardwise.conversion import Computed, Expression, Stored, WholeOperation
+from shardwise.conversion import Expression, Stored
+from shardwise.errors import KnownNames
 from shardwise.layout import ModelLayout, TensorLayout
-from shardwise.models import pretrained
-from shardwise.models.key_conversions import ModelFacade, NotStructural, Recorded
-from shardwise.models.pretrained import is_pretrained
-from shardwise.models.torch_words import from_torch, to_torch, tree_map, without_data
-from shardwise.tensors import DType, numel
+from shardwise.models.pretrained import quantised_parts
+from shardwise.models.torch_words import (
+    from_torch,
+    original_class,
+    original_classes,
+    to_torch,
+    tree_map,
+    without_data,
+)
+from shardwise.models.tracing import ModelFacade, NotStructural, Recorded, computed_whole
+from shardwise.tensors import DType
+
+with KnownNames("transformers", "5.17 to 5.23"):
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+    from transformers.dynamic_module_utils import custom_object_save
+    from transformers.modeling_utils import _get_tied_weight_keys
+
+    for _name in ("_keys_to_ignore_on_save", "is_remote_code"):
+        getattr(PreTrainedModel, _name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +63,11 @@ def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = Fals
     tensors under their own names. The layout's boxes play no role.
     """
     names = {name: tensor for tensor in layout.saved() for name in names_in_file(model, tensor)}
-    transforms = [] if internal_names else pretrained.saved_conversions(model)
-    facade = ModelFacade(model, layout)
+    transforms = [] if internal_names else saved_conversions(model)
+    facade: Any = ModelFacade(model, layout, transforms)
 
     def backwards(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return pretrained.revert(facade, transforms, values)
+        return dict(revert_weight_conversion(facade, dict(values)) if transforms else values)
 
     def recorded(chosen: Iterable[str]) -> dict[str, torch.Tensor]:
         return {name: _recorded(name, names[name]) for name in chosen}
@@ -81,16 +100,10 @@ def _computed(
         return backwards(dict(zip(names, values, strict=True)))
 
     inputs = tuple(Stored(name, item.shape, item.dtype) for name, item in zip(names, tensors, strict=True))
-    shapes = {key: tuple(tensor.shape) for key, tensor in made.items()}
-    dtypes = {key: from_torch(tensor.dtype, key) for key, tensor in made.items()}
     nbytes = sum(item.numel * item.dtype.itemsize for item in tensors)
-    nbytes += sum(numel(shape) * dtypes[key].itemsize for key, shape in shapes.items())
-    label = "a conversion of transformers'"
-    operation = WholeOperation(label, tuple(item.shape for item in inputs), shapes, function, nbytes)
-    return {
-        key: Output(key, dtypes[key], Computed(operation, key, shape, dtypes[key], inputs))
-        for key, shape in shapes.items()
-    }
+    nbytes += sum(tensor.numel() * tensor.itemsize for tensor in made.values())
+    found = computed_whole("a conversion of transformers'", inputs, made, function, nbytes)
+    return {key: Output(key, item.dtype, item) for key, item in found.items()}
 
 
 def names_in_file(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
@@ -99,15 +112,17 @@ def names_in_file(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
     Where names of a transformers model share a tensor without being declared tied, it could not tie them again:
     each is saved.
     """
-    ignored = pretrained.names_never_saved(model)
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     names = [name for name in tensor.names if name not in ignored]
     if len(names) < 2:
         return tuple(names)
-    targets = pretrained.tie_targets(model)
+    if not isinstance(model, PreTrainedModel):
+        return tuple(names[:1])
+    targets = _get_tied_weight_keys(model)
     for name in sorted(names):
         if len(names) > 1 and any(re.search(pattern, name) for pattern in targets):
             names.remove(name)
-    return tuple(names) if is_pretrained(model) else tuple(names[:1])
+    return tuple(names)
 
 
 def _recorded(name: str, tensor: TensorLayout) -> Recorded:
@@ -185,3 +200,41 @@ def _groups(
     for name in names:
         members.setdefault(find(name), []).append(name)
     return [(tuple(members.get(group, [])), tuple(found)) for group, found in keys.items()]
+
+
+def saved_conversions(model: nn.Module) -> list[Any]:
+    """The renames and converters to run backwards for saving: those that loading used, else the class's own.
+
+    As in ``revert_weight_conversion``: a model that was not loaded has no legacy names, and no prefix to restore.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return []
+    used = getattr(model, "_weight_conversions", None)
+    if used is not None:
+        return list(used)
+    with original_classes(model):
+        found = get_model_conversion_mapping(model, add_legacy=False)
+    return [item for item in found if not isinstance(item, PrefixChange)]
+
+
+def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
+    """What ``save_pretrained`` writes beside the weights: config, generation config, and code of the model's own.
+
+    ``dtype`` is what the config is to name. A quantised checkpoint's ``quantization_config`` is left out where a
+    model has been made of its numbers. The model's own config is not touched. Nothing for other modules.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    kind: Any = original_class(model)
+    config: Any = deepcopy(model.config)
+    config.architectures = [kind.__name__]
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    if not getattr(model, "is_quantized", False):
+        for part in quantised_parts(config):
+            del part.quantization_config
+    if kind.is_remote_code():
+        custom_object_save(model, str(folder), config=config)
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -15,9 +15,6 @@ from shardwise.errors import ConfigError, PlacementError
 from shardwise.layout import ModelLayout
 from shardwise.models.torch_words import parameters_of
 from shardwise.models.view import Held, canonical, saved_names
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +216,7 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
 
 def _why_not(layer: Any, adapter: str, linear: Any) -> str:
     """Why a layer's adapter is no plain LoRA of a linear layer; "" where it is one."""
-    from shardwise.models.four_bit_linear import is_in_four_bits  # for a base in four bits alone
+    from shardwise.models.four_bit_layers import is_in_four_bits  # for a base in four bits alone
 
     base = layer.get_base_layer()
     is_linear = isinstance(layer, linear) or (hasattr(layer, "lora_A") and is_in_four_bits(base))

@@ -1,4 +1,4 @@
-"""The one file that knows torch's unexported names; torch's accelerators and dtypes.
+"""torch's unexported names, accelerators and dtypes (of FSDP2's passes: ``gradients``).
 
 Checked with torch 2.11, 2.13 and 2.15. What each unexported name means is asserted by ``tests/canary``; one that is
 gone is an error when this file is imported.
@@ -13,10 +13,9 @@ import contextlib
 import ctypes
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from shardwise.errors import ConfigError, KnownNames, PlacementError
+from shardwise.errors import KnownNames, PlacementError
 from shardwise.tensors import DType
 
 with KnownNames("torch", "2.11 to 2.15"):
@@ -311,10 +310,10 @@ def keep_forever(group: Any) -> None:
 
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Any]:
     """Each sharded parameter with the ``FSDPParam`` that manages it."""
-    return {param.sharded_param: param for group in _param_groups(model) for param in group.fsdp_params}
+    return {param.sharded_param: param for group in param_groups(model) for param in group.fsdp_params}
 
 
-def _param_groups(model: nn.Module) -> Iterator[Any]:
+def param_groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
@@ -322,113 +321,6 @@ def _param_groups(model: nn.Module) -> Iterator[Any]:
                 yield from state._fsdp_param_groups
             elif state._fsdp_param_group is not None:  # torch < 2.13 has one group for a module
                 yield state._fsdp_param_group
-
-
-def exchanges_gradients(model: nn.Module) -> Callable[[], bool]:
-    """A function that tells whether FSDP2 will exchange gradients of a model in the backward pass that is going on.
-
-    (Of all ranks: with two axes also over the one that replicates.)
-    """
-    group = next(_param_groups(model), None)
-    return lambda: group is None or bool(group.reduce_grads and group.all_reduce_grads)
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Of a group of parameters: how many numbers each rank gives, and whether all ranks that shard them do.
-
-    (Not all do in the backward pass where ``reshard_after_forward`` is a number.)
-    """
-
-    group: int
-    numel: int
-    dtype: torch.dtype
-    is_of_all: bool
-
-
-@contextlib.contextmanager
-def seeing_gathers(model: nn.Module, see: Callable[[Gather], None]) -> Iterator[None]:
-    """In the block ``see`` is called before FSDP2 gathers a group of parameters.
-
-    What it raises breaks off the pass that wanted the group, which is then as before.
-    """
-    groups = list(_param_groups(model))
-    before = [group._all_gather_comm for group in groups]
-    for number, group in enumerate(groups):
-        group._all_gather_comm = _SeenGathers(group, number, see)
-    try:
-        yield
-    finally:
-        for group, comm in zip(groups, before, strict=True):
-            group._all_gather_comm = comm
-
-
-class _SeenGathers:
-    """In place of what gathers a group of parameters; torch's protocol ``AllGather``."""
-
-    def __init__(self, group: Any, number: int, see: Callable[[Gather], None]) -> None:
-        self._comm, self._all = group._all_gather_comm, group.mesh_info.shard_process_group
-        self._number, self._see = number, see
-
-    def allocate(self, *args: Any, **keywords: Any) -> Any:
-        return self._comm.allocate(*args, **keywords)
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:  # noqa: FBT001, FBT002
-        self._see(Gather(self._number, input_tensor.numel(), input_tensor.dtype, group is self._all))
-        return self._comm(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
-
-
-def gather_zeros(model: nn.Module, gathers: Sequence[Gather]) -> None:
-    """Take part in gathers, as a pass would, giving zeros; what comes is thrown away. Collective: yes."""
-    groups = list(_param_groups(model))
-    for each in gathers:
-        group = groups[each.group]
-        comm = group._all_gather_comm
-        ranks = (group.mesh_info if each.is_of_all else group.post_forward_mesh_info).shard_process_group
-        output = comm.allocate((each.numel * ranks.size(),), dtype=each.dtype, device=group.device)
-        own = output.narrow(0, each.numel * ranks.rank(), each.numel).zero_()
-        comm(output_tensor=output, input_tensor=own, group=ranks)
-
-
-def forget_pass(root: Any) -> None:
-    """Have FSDP2 forget a pass that was broken off: what is gathered, and what it waits for. Collective: no.
-
-    ``FSDPModule.reset_iter_state`` does it from torch 2.13 on.
-
-    Args:
-        root: the outermost ``FSDPModule``.
-    """
-    state = root._get_fsdp_state()
-    if state._is_root is None:  # no pass has begun, and there is nothing yet to put back
-        return
-    if hasattr(root, "reset_iter_state"):
-        root.reset_iter_state()
-        return
-    shared, idle = state._comm_ctx, type(state._training_state).IDLE
-    if shared.all_gather_state is not None:
-        state._device_handle.current_stream().wait_event(shared.all_gather_state.event)
-        shared.all_gather_state = None
-    shared.post_forward_order.clear()
-    for each in state._state_ctx.all_states:
-        each._modules_to_run_forward.clear()
-        each._training_state = idle
-    for group in _param_groups(root):
-        group.finalize_backward()
-        group._partial_reduce_output = None
-        group._training_state = idle  # else ``reshard`` keeps, after a forward pass, what the backward pass wants
-        group.reshard()
-    state._state_ctx.iter_forward_root = None
-    state._state_ctx.post_backward_final_callback_queued = False
-
-
-def gradient_hooks(parameter: torch.Tensor) -> list[object]:
-    """What ``register_post_accumulate_grad_hook`` has been given."""
-    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
-
-
-def multiply(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    """In place, in few kernels."""
-    torch._foreach_mul_(list(tensors), factor)
 
 
 def is_offloaded(fsdp_param: Any) -> bool:
@@ -536,31 +428,3 @@ def splitting_dim(placement: Placement) -> int | None:
     if isinstance(placement, (Shard, _StridedShard)):
         return int(placement.dim)
     return None
-
-
-TrainedDtype: TypeAlias = torch.dtype | Literal["unchanged"]
-"""dtype of trained parameters, if it is wider than their own; ``"unchanged"`` leaves every parameter its dtype."""
-
-
-def require_trainable_dtype(dtype: object) -> None:
-    """Refuse a dtype that nothing can be trained in.
-
-    Raises:
-        ConfigError: it is no floating dtype of 16 bits or more.
-    """
-    if dtype != "unchanged" and not (
-        isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
-    ):
-        raise ConfigError(
-            f"trained dtype: {dtype!r} is no floating dtype of 16 bits or more. Pass torch.float32, or 'unchanged'."
-        )
-
-
-def trained_dtype_of(wanted: TrainedDtype, dtype: torch.dtype, requires_grad: bool) -> torch.dtype:  # noqa: FBT001
-    """Return the dtype a parameter is kept in: ``wanted`` if it is trained and ``wanted`` is wider, else its own.
-
-    8-bit floats and integers keep their dtype.
-    """
-    if isinstance(wanted, str) or not requires_grad or not dtype.is_floating_point or dtype.itemsize < 2:
-        return dtype
-    return wanted if torch.promote_types(dtype, wanted) == wanted else dtype

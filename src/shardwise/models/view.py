@@ -378,35 +378,6 @@ def computing_device(parameter: torch.Tensor) -> torch.device:
     return parameter.device
 
 
-def refuse_unmovable(held: Sequence[Held]) -> None:
-    """Raise for parameters whose values cannot be handed over as they are.
-
-    Raises:
-        PlacementError: naming parameters of subclasses, whose values are not all in the tensor; with gradients,
-            which would be lost; or that share memory without being one parameter, and would be one no more.
-    """
-    parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
-    faults = [
-        f"{item.fqn} is a {type(item.tensor).__name__}: shard the model before it is quantised or wrapped"
-        for item in parameters
-        if type(item.tensor) is not nn.Parameter
-    ]
-    with_gradient = [item.fqn for item in parameters if item.tensor.grad is not None]
-    if with_gradient:
-        faults.append(f"{few(with_gradient)}: a gradient would be lost; take the step, or call zero_grad()")
-    at: dict[object, str] = {}
-    for item in parameters:
-        if type(item.tensor) is nn.Parameter and not item.tensor.is_meta and item.tensor.numel():
-            other = at.setdefault(_memory(item.tensor), item.fqn)
-            if other != item.fqn:
-                faults.append(
-                    f"{item.fqn} and {other} are two parameters that share memory, and would each become its own; "
-                    "make them one parameter, by assigning it to both modules"
-                )
-    if faults:
-        raise PlacementError("the model cannot be sharded as it is:\n  " + "\n  ".join(faults[:20]))
-
-
 def refuse_subclasses(held: Sequence[Held]) -> None:
     """Raise for tensors on meta that are of a subclass: what gets memory is a plain tensor, without its hooks.
 
@@ -424,16 +395,6 @@ def refuse_subclasses(held: Sequence[Held]) -> None:
             "behaviour (FSDP2's all-gather hooks, say) would be lost when it gets memory; load plain parameters, "
             "and convert the model afterwards"
         )
-
-
-def _memory(tensor: torch.Tensor) -> object:
-    return (
-        tensor.device,
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tensor.stride(),
-    )
 
 
 def few(names: Sequence[str]) -> str:

@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp.wrap import (
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
 from shardwise.errors import ConfigError, PlacementError
+from shardwise.layout import TensorKind
 from shardwise.models import pretrained
-from shardwise.models.policies import Grouping, WrapPolicy, as_policy, group_parameters, repeated_blocks, shard_dim
+from shardwise.models.policies import (
+    Classes,
+    Grouping,
+    Matching,
+    MinSize,
+    WrapPolicy,
+    group_parameters,
+    repeated_blocks,
+    shard_dim,
+)
 from shardwise.models.torch_words import accelerator, has_collectives
-from shardwise.models.view import canonical
+from shardwise.models.view import Held, canonical, few
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +53,7 @@ class Sharding:
     whatever the groups are, and without a mesh too.
 
     ``wrap`` may also be a class of modules or several, a policy of torch's for FSDP1 (or a partial of one), or a
-    function of a module: see :func:`~shardwise.models.policies.as_policy`.
+    function of a module: see :func:`~shardwise.models.wrap.as_policy`.
     """
 
     mesh: DeviceMesh | None = None
@@ -319,3 +335,115 @@ def _twice(name: str) -> str:
         f"{name} recomputes activations by itself (its gradient_checkpointing is on), and would once more by "
         "activation_checkpointing=True; take one: turn the model's own off, or pass False"
     )
+
+
+def as_policy(given: Any) -> Any:
+    """Convert classes, functions and policies of torch's FSDP1, or partials of them, into a policy of ours.
+
+    A class, or several: the modules of these. ``transformer_auto_wrap_policy`` with its classes likewise, without:
+    those that the model declares. ``size_based_auto_wrap_policy``: by size. Other values are returned as they are.
+
+    Raises:
+        ConfigError: a partial of torch's that cannot be honoured.
+    """
+    function, keywords = given, {}
+    if isinstance(given, functools.partial):
+        if given.args:
+            raise ConfigError(f"wrap is a functools.partial with {len(given.args)} positional arguments; name them")
+        function, keywords = given.func, dict(given.keywords)
+    options: tuple[tuple[Any, str], ...] = (
+        (transformer_auto_wrap_policy, "transformer_layer_cls"),
+        (size_based_auto_wrap_policy, "min_num_params"),
+        (lambda_auto_wrap_policy, "lambda_fn"),
+    )
+    option = next((option for known, option in options if function is known), None)
+    if option is None:
+        return _as_classes(given)
+    value = keywords.pop(option, None)
+    if left := {name: value for name, value in keywords.items() if value is not None}:
+        raise ConfigError(f"wrap: {function.__name__} has {left}, which is not known; name the classes to wrap")
+    if function is size_based_auto_wrap_policy:
+        return MinSize(int(value or inspect.signature(function).parameters[option].default))
+    if function is lambda_auto_wrap_policy:
+        if not callable(value):
+            raise ConfigError(f"lambda_fn={value!r} must be a function of a module")
+        return Matching(value)
+    found = "no_split_modules" if value is None and function is given else _as_classes(value)
+    if not isinstance(found, str | Classes):
+        raise ConfigError(f"transformer_layer_cls={value!r} must be a set of classes, as in {{LlamaDecoderLayer}}")
+    return found
+
+
+def _as_classes(given: Any) -> Any:
+    """Convert classes of modules, in a fixed order, or a function; other values are returned as they are."""
+    kinds = given if isinstance(given, (set, frozenset, list, tuple)) else (given,)
+    if kinds and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
+        return Classes(tuple(sorted(kind.__name__ for kind in kinds)))
+    return Matching(given) if callable(given) and not isinstance(given, type) else given
+
+
+def refuse_unmovable(held: Sequence[Held]) -> None:
+    """Raise for parameters whose values cannot be handed over as they are.
+
+    Raises:
+        PlacementError: naming parameters of subclasses, whose values are not all in the tensor; with gradients,
+            which would be lost; or that share memory without being one parameter, and would be one no more.
+    """
+    parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
+    faults = [
+        f"{item.fqn} is a {type(item.tensor).__name__}: shard the model before it is quantised or wrapped"
+        for item in parameters
+        if type(item.tensor) is not nn.Parameter
+    ]
+    with_gradient = [item.fqn for item in parameters if item.tensor.grad is not None]
+    if with_gradient:
+        faults.append(f"{few(with_gradient)}: a gradient would be lost; take the step, or call zero_grad()")
+    at: dict[object, str] = {}
+    for item in parameters:
+        if type(item.tensor) is nn.Parameter and not item.tensor.is_meta and item.tensor.numel():
+            other = at.setdefault(_memory(item.tensor), item.fqn)
+            if other != item.fqn:
+                faults.append(
+                    f"{item.fqn} and {other} are two parameters that share memory, and would each become its own; "
+                    "make them one parameter, by assigning it to both modules"
+                )
+    if faults:
+        raise PlacementError("the model cannot be sharded as it is:\n  " + "\n  ".join(faults[:20]))
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    return (
+        tensor.device,
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+    )
+
+
+TrainedDtype: TypeAlias = torch.dtype | Literal["unchanged"]
+"""dtype of trained parameters, if it is wider than their own; ``"unchanged"`` leaves every parameter its dtype."""
+
+
+def require_trainable_dtype(dtype: object) -> None:
+    """Refuse a dtype that nothing can be trained in.
+
+    Raises:
+        ConfigError: it is no floating dtype of 16 bits or more.
+    """
+    if dtype != "unchanged" and not (
+        isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
+    ):
+        raise ConfigError(
+            f"trained dtype: {dtype!r} is no floating dtype of 16 bits or more. Pass torch.float32, or 'unchanged'."
+        )
+
+
+def trained_dtype_of(wanted: TrainedDtype, dtype: torch.dtype, requires_grad: bool) -> torch.dtype:  # noqa: FBT001
+    """Return the dtype a parameter is kept in: ``wanted`` if it is trained and ``wanted`` is wider, else its own.
+
+    8-bit floats and integers keep their dtype.
+    """
+    if isinstance(wanted, str) or not requires_grad or not dtype.is_floating_point or dtype.itemsize < 2:
+        return dtype
+    return wanted if torch.promote_types(dtype, wanted) == wanted else dtype

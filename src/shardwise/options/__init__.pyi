@@ -8,11 +8,11 @@ from shardwise.engines.streaming import StreamOptions as StreamOptions
 from shardwise.execution.agreed import StateOptions as StateOptions
 from shardwise.execution.patience import Patience as Patience
 from shardwise.models.build import ResizeVocab as ResizeVocab
-from shardwise.models.four_bit_linear import Fp4 as Fp4
-from shardwise.models.four_bit_linear import Nf4 as Nf4
 from shardwise.models.policies import Classes as Classes
 from shardwise.models.policies import Matching as Matching
 from shardwise.models.policies import MinSize as MinSize
+from shardwise.models.quantization import Fp4 as Fp4
+from shardwise.models.quantization import Nf4 as Nf4
 from shardwise.models.selection import AdapterOnly as AdapterOnly
 from shardwise.models.selection import MergedAdapter as MergedAdapter
 from shardwise.planning.load_plan import Ignore as Ignore

@@ -232,7 +232,6 @@ class ShardReport(MovedReport):
         replicated: parameters that are whole on every rank.
         tied: further names of shared parameters, with the first name.
         rebound: for each optimizer, how many parameters and values of state it was bound to.
-        notes: what was put into four bits, and what stays as it is, in sentences.
         seconds: by phase, in order: agree, compare, wrap, exchange, finish.
     """
 
@@ -249,7 +248,6 @@ class ShardReport(MovedReport):
     replicated: tuple[str, ...] = ()
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rebound: tuple[tuple[int, int], ...] = hidden(default=())
-    notes: tuple[str, ...] = row("note", default=())
 
     def headline(self) -> Iterator[str]:
         if self.was_sharded:

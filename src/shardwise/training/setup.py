@@ -23,8 +23,8 @@ from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.outline import PretrainedOptions
 from shardwise.errors import ConfigError
 from shardwise.integrations import ShardwiseTrainer, for_trainer
-from shardwise.models.four_bit_linear import Fp4, Nf4
 from shardwise.models.policies import Classes, MinSize, WrapPolicy
+from shardwise.models.quantization import Fp4, Nf4
 from shardwise.models.torch_words import accelerator
 from shardwise.models.wrap import Sharding, replicated_mesh
 from shardwise.report.forecast import Forecast

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings, Expression
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.models.build import Additions, RowNorms
-from shardwise.models.four_bit_experts import are_experts_in_four_bits, shown_as_numbers
-from shardwise.models.four_bit_linear import is_in_four_bits
+from shardwise.models.four_bit_layers import are_experts_in_four_bits
+from shardwise.models.initialize import Additions, RowNorms
 from shardwise.models.selection import AdapterOnly, names_outside
-from shardwise.models.torch_words import TrainedDtype, parameters_of, trained_dtype_of
 from shardwise.models.view import Held, look_inside
 from shardwise.tuning import peft_compat
-from shardwise.tuning.selecting import Tuned, matches, near
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-    from shardwise.tuning.modes import Tuning
 
 
 _SHOWN = 8
@@ -129,45 +123,28 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
     modules = [module_name for module_name, _ in base.named_modules()]
     parameters = [parameter_name for parameter_name, _ in base.named_parameters()]
     try:
-        with shown_as_numbers(base):
-            model = peft_compat.inject(base, config, name, starts_anew=adapter is None)
+        model = peft_compat.inject(base, config, name, starts_anew=adapter is None)
     except ConfigError:
         everything = peft_compat.AdaptedNames(tuple(modules), tuple(parameters), tuple(modules))
         _require_all_matched(config, everything, modules, parameters)  # where a name is at fault, with the nearest
         raise
+    for layer_name, layer in peft_compat.layers(model):
+        if are_experts_in_four_bits(layer.get_base_layer()):
+            raise ConfigError(
+                f"{layer_name}: target_parameters names experts in four bits, and a LoRA of PEFT's needs numbers. "
+                'Pass quantization=Nf4(stay=("experts",)), or train them in a bank.'
+            )
     found = peft_compat.targets_of(model, name)
     # Of "all-linear" a stored config names every layer, also excluded ones; its tensors are all matched.
     if adapter is not None:
         found = replace(found, modules=tuple(modules))
     _require_all_matched(config, found, modules, parameters)
-    if any(are_experts_in_four_bits(module) for _, module in base.named_modules()):
-        from shardwise.tuning.four_bit_layers import put_on_experts  # PEFT is slow to import
-
-        put_on_experts(layer for _, layer in peft_compat.layers(model))
     return model
-
-
-@cache
-def let_merge_in_four_bits() -> None:
-    """Have layers of LoRA that are put around weights in four bits merge as such, whoever puts them there.
-
-    Once in a process. Such a layer has the other as ``base_layer``, before it looks at the config.
-    """
-    register_module_module_registration_hook(_put_around)
-
-
-def _put_around(layer: nn.Module, name: str, inside: nn.Module | None) -> None:
-    if name == "base_layer" and inside is not None and is_in_four_bits(inside):
-        from shardwise.tuning.four_bit_layers import let_merge  # PEFT is slow to import
-
-        let_merge(layer)
 
 
 def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
     """Raises ConfigError where a LoRA needs numbers of what is in four bits."""
-    packed = [
-        name for name, module in base.named_modules() if is_in_four_bits(module) or are_experts_in_four_bits(module)
-    ]
+    packed = [name for name, module in base.named_modules() if hasattr(module, "kept_as")]
     if packed and config.use_dora:
         raise ConfigError(
             f"use_dora needs norms of rows of numbers, which weights in four bits are not ({packed[0]}); leave out "
@@ -281,66 +258,39 @@ def replicated(made: Tuned) -> Tuned:
     return replace(made, stays_whole=dict.fromkeys(made.additions.begun, "adapters are replicated"))
 
 
-def tune(
-    base: PreTrainedModel,
-    bindings: Bindings,
-    tuning: Tuning,
-    trained: TrainedDtype,
-    *,
-    adapters: Mapping[str, Adapter],
-    casts_to: torch.dtype | None = None,
-) -> Tuned:
-    """Make a model on meta ready to be trained as ``tuning`` says; it is tied already, and not yet sharded.
+def matches(name: str, wanted: str) -> bool:
+    """Whether a module's name is, or ends with, the one wanted."""
+    return name == wanted or name.endswith(f".{wanted}")
 
-    Args:
-        base: the model; it is changed.
-        bindings: what the checkpoint offers for it.
-        tuning: what is trained.
-        trained: in which dtype that is kept.
-        adapters: by name, those that the tuning starts from.
-        casts_to: the dtype in which everything computes; None for each parameter's own.
 
-    Raises:
-        ConfigError: something named matches nothing, or cannot be honoured.
-        CoverageError: an existing adapter does not fit the model.
+def near(wanted: str, known: Iterable[str]) -> str:
+    """The nearest of some names, as the end of a sentence: their last parts, or more where ``wanted`` has more."""
+    parts = wanted.count(".") + 1
+    ends = {".".join(name.split(".")[-parts:]) for name in known if name}
+    ends = {end for end in ends if not end.isdigit()}
+    found = difflib.get_close_matches(wanted, sorted(ends), n=3, cutoff=0.4)
+    nearest = f"; the nearest are {', '.join(found)}" if found else ""
+    return nearest or f"; there are {', '.join(sorted(ends)[:12])}"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A model on meta that is ready to be sharded, and what is known of how it will be filled.
+
+    Attributes:
+        model: what the user gets; PEFT's model, where there is an adapter.
+        base: the model of transformers, to which ``fully_shard`` is applied.
+        bindings: what the checkpoint offers, under the names that tensors have in ``model``.
+        additions: what was put in.
+        stays_whole: names of parameters that are to stay whole on every rank, with the reason.
+        whole: these parameters themselves, once their dtypes are settled.
+        notes: sentences for the report.
     """
-    made = tuning.prepare(base, bindings, adapters)
-    _recast(made.model, trained, casts_to)
-    if not made.stays_whole:
-        return made
-    parameters = {
-        name: item.tensor
-        for item in look_inside(made.model)
-        if isinstance(item.tensor, nn.Parameter)
-        for name in item.names
-    }
-    return replace(made, whole={parameters[name]: reason for name, reason in made.stays_whole.items()})
 
-
-def _recast(model: nn.Module, trained: TrainedDtype, casts_to: torch.dtype | None) -> None:
-    """Give what is trained the dtype it is to be kept in, still on meta.
-
-    Raises:
-        ConfigError: a module would compute with parameters of two dtypes.
-    """
-    for item in look_inside(model):
-        tensor = item.tensor
-        if not isinstance(tensor, nn.Parameter):
-            continue
-        dtype = trained_dtype_of(trained, tensor.dtype, tensor.requires_grad)
-        if dtype != tensor.dtype:
-            item.recast(dtype)
-    if casts_to is None:
-        _require_one_dtype(model)
-
-
-def _require_one_dtype(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        own = {local: parameter for local, parameter in parameters_of(module).items() if parameter is not None}
-        kinds = {(parameter.dtype, parameter.requires_grad) for parameter in own.values()}
-        if len({dtype for dtype, _ in kinds}) > 1 and len({is_trained for _, is_trained in kinds}) > 1:
-            words = ", ".join(f"{local} {parameter.dtype}" for local, parameter in own.items())
-            raise ConfigError(
-                f"{name} would compute with parameters of two dtypes ({words}), of which only some are trained; "
-                "pass Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=...)), or trained='unchanged'"
-            )
+    model: nn.Module
+    base: PreTrainedModel
+    bindings: Bindings
+    additions: Additions = field(default_factory=Additions)
+    stays_whole: Mapping[str, str] = field(default_factory=dict)
+    whole: Mapping[nn.Parameter, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()

@@ -1,22 +1,29 @@
-"""What of a model is trained, as types: all of it, some of its layers, or an adapter beside it."""
+"""Tunings: all of a model is trained, some of its layers, or an adapter; which parameters that are."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.conversion import Bindings
 from shardwise.errors import ConfigError
+from shardwise.models import pretrained
+from shardwise.models.policies import listed_blocks
+from shardwise.models.selection import AdapterOnly, Selection
+from shardwise.models.torch_words import parameters_of
+from shardwise.models.view import look_inside
+from shardwise.models.wrap import TrainedDtype, trained_dtype_of
+from shardwise.tuning import lora, peft_compat
+from shardwise.tuning.lora import Adapter, Tuned, matches, near
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from transformers import PreTrainedModel
-
-    from shardwise.conversion import Bindings
-    from shardwise.models.selection import Selection
-    from shardwise.tuning.lora import Adapter
-    from shardwise.tuning.selecting import Tuned
 
 
 class Tuning:
@@ -51,8 +58,6 @@ class Tuning:
             ConfigError: something named matches nothing, or cannot be honoured.
             CoverageError: an adapter does not fit the model.
         """
-        from shardwise.tuning.selecting import Tuned
-
         return Tuned(base, base, bindings)
 
 
@@ -96,7 +101,6 @@ class Freeze(Tuning):
             raise ConfigError("Freeze() trains nothing; pass trainable_layers=n (the last n), or extra_modules")
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
-        from shardwise.tuning.selecting import Tuned, freeze
 
         freeze(base, self)
         return Tuned(base, base, bindings)
@@ -132,18 +136,12 @@ class _LoraTuning(Tuning):
             )
 
     def saves(self) -> Selection:
-        from shardwise.models.selection import AdapterOnly
-
         return AdapterOnly(self.adapter)
 
     def in_words(self, adapters: Mapping[str, Adapter]) -> str:
-        from shardwise.tuning import peft_compat
-
         return repr((peft_compat.in_words(self._config(adapters)), self.adapter, self.adapters))
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:
-        from shardwise.tuning import lora, peft_compat
-
         found, config = adapters.get(self.adapter), self._config(adapters)
         peft_compat.require_supported(config, starts_anew=found is None)
         made = lora.with_lora(base, bindings, config, self.adapter, found)
@@ -187,3 +185,158 @@ class ExistingLora(_LoraTuning):
 
     def folders(self) -> Mapping[str, str | os.PathLike[str]]:
         return {self.adapter: self.directory}
+
+
+def freeze(model: nn.Module, mode: Freeze) -> None:
+    """Set ``requires_grad`` of every parameter.
+
+    Raises:
+        ConfigError: a name that matches nothing, with the nearest that would; more layers than there are.
+    """
+    blocks = _layers(model) if mode.trainable_layers else []
+    count = abs(mode.trainable_layers)
+    if count > len(blocks):
+        raise ConfigError(f"trainable_layers={mode.trainable_layers}: {type(model).__name__} has {len(blocks)}")
+    chosen = blocks[-count:] if mode.trainable_layers > 0 else blocks[:count]
+    modules = dict(model.named_modules())
+    trained = [modules[name] for name in chosen]
+    if mode.trainable_modules:
+        trained = _inside(modules, chosen, mode.trainable_modules)
+    everywhere = _layers(model, may_lack=True)
+    trained += _outside(modules, everywhere, mode.extra_modules)
+    # A parameter that the class itself keeps frozen stays so.
+    wanted = {parameter for module in trained for parameter in module.parameters() if parameter.requires_grad}
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in wanted)
+    if not wanted:
+        raise ConfigError(f"{mode} trains nothing of {type(model).__name__}: what it names has no parameters")
+
+
+def _layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
+    """Names of the model's layers, in order: of several lists, that of the text model's decoder.
+
+    Raises:
+        ConfigError: there is no such list, or several that could be meant.
+    """
+    decoder, wanted = pretrained.text_decoder(model), pretrained.text_layers(model)
+    prefix = next((f"{name}." for name, module in model.named_modules() if name and module is decoder), "")
+    lists: dict[str, list[str]] = {}
+    for name in listed_blocks(model):
+        lists.setdefault(name.rpartition(".")[0], []).append(name)
+    for name, module in decoder.named_children():
+        if isinstance(module, nn.ModuleList) and len(module) == wanted:  # also one layer, or each of another class
+            lists.setdefault(prefix + name, [f"{prefix}{name}.{index}" for index in range(wanted)])
+    of_decoder = {name: members for name, members in lists.items() if name.startswith(prefix)}
+    own = {name: members for name, members in of_decoder.items() if "." not in name.removeprefix(prefix)}
+    nearest = [own, of_decoder] if pretrained.has_other_parts(model) else [own, of_decoder, lists]
+    if pretrained.is_encoder_decoder(model):
+        nearest = [lists]  # the last layers are the decoder's, and the first ones the encoder's
+    else:
+        nearest = [{name: near[name] for name in near if len(near[name]) == wanted} for near in nearest] + nearest
+    for candidates in nearest:
+        if len(candidates) == 1:
+            return next(iter(candidates.values()))
+    if may_lack:
+        return [name for members in lists.values() for name in members]
+    if not lists:
+        raise ConfigError(f"{type(model).__name__} has no list of layers; name what is trained as extra_modules")
+    raise ConfigError(
+        f"{type(model).__name__} has several lists of layers ({', '.join(lists)}), and which are the language "
+        "model's is not known; name what is trained of them as extra_modules"
+    )
+
+
+def _inside(modules: dict[str, nn.Module], blocks: Sequence[str], names: Sequence[str]) -> list[nn.Module]:
+    parts = [
+        (name.removeprefix(f"{block}."), module)
+        for name, module in modules.items()
+        for block in blocks
+        if name.startswith(f"{block}.")
+    ]
+    return _named("trainable_modules: no module of the layers", parts, names)
+
+
+def _outside(modules: dict[str, nn.Module], blocks: Sequence[str], names: Sequence[str]) -> list[nn.Module]:
+    full = [name for name in names if name in modules]  # a full name is never ambiguous
+    parts = [
+        (name, module)
+        for name, module in modules.items()
+        if name and not any(f"{name}.".startswith(f"{block}.") for block in blocks)
+    ]
+    others = [name for name in names if name not in modules]
+    return [modules[name] for name in full] + _named(
+        "extra_modules: no module outside of the layers", parts, others
+    )
+
+
+def _named(none: str, parts: Sequence[tuple[str, nn.Module]], names: Sequence[str]) -> list[nn.Module]:
+    """Return the modules with these names. Raises ConfigError for a name that matches nothing."""
+    for wanted in names:
+        if not any(matches(name, wanted) for name, _ in parts):
+            raise ConfigError(f"{none} is named {wanted!r}{near(wanted, [name for name, _ in parts])}")
+    return [module for name, module in parts if any(matches(name, wanted) for wanted in names)]
+
+
+def tune(
+    base: PreTrainedModel,
+    bindings: Bindings,
+    tuning: Tuning,
+    trained: TrainedDtype,
+    *,
+    adapters: Mapping[str, Adapter],
+    casts_to: torch.dtype | None = None,
+) -> Tuned:
+    """Make a model on meta ready to be trained as ``tuning`` says; it is tied already, and not yet sharded.
+
+    Args:
+        base: the model; it is changed.
+        bindings: what the checkpoint offers for it.
+        tuning: what is trained.
+        trained: in which dtype that is kept.
+        adapters: by name, those that the tuning starts from.
+        casts_to: the dtype in which everything computes; None for each parameter's own.
+
+    Raises:
+        ConfigError: something named matches nothing, or cannot be honoured.
+        CoverageError: an existing adapter does not fit the model.
+    """
+    made = tuning.prepare(base, bindings, adapters)
+    _recast(made.model, trained, casts_to)
+    if not made.stays_whole:
+        return made
+    parameters = {
+        name: item.tensor
+        for item in look_inside(made.model)
+        if isinstance(item.tensor, nn.Parameter)
+        for name in item.names
+    }
+    return replace(made, whole={parameters[name]: reason for name, reason in made.stays_whole.items()})
+
+
+def _recast(model: nn.Module, trained: TrainedDtype, casts_to: torch.dtype | None) -> None:
+    """Give what is trained the dtype it is to be kept in, still on meta.
+
+    Raises:
+        ConfigError: a module would compute with parameters of two dtypes.
+    """
+    for item in look_inside(model):
+        tensor = item.tensor
+        if not isinstance(tensor, nn.Parameter):
+            continue
+        dtype = trained_dtype_of(trained, tensor.dtype, tensor.requires_grad)
+        if dtype != tensor.dtype:
+            item.recast(dtype)
+    if casts_to is None:
+        _require_one_dtype(model)
+
+
+def _require_one_dtype(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        own = {local: parameter for local, parameter in parameters_of(module).items() if parameter is not None}
+        kinds = {(parameter.dtype, parameter.requires_grad) for parameter in own.values()}
+        if len({dtype for dtype, _ in kinds}) > 1 and len({is_trained for _, is_trained in kinds}) > 1:
+            words = ", ".join(f"{local} {parameter.dtype}" for local, parameter in own.items())
+            raise ConfigError(
+                f"{name} would compute with parameters of two dtypes ({words}), of which only some are trained; "
+                "pass Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=...)), or trained='unchanged'"
+            )

@@ -12,7 +12,7 @@ import dataclasses
 import importlib.util
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, KnownNames
 from shardwise.models import pretrained
-from shardwise.models.four_bit_linear import is_in_four_bits
+from shardwise.models.four_bit_layers import is_in_four_bits
 from shardwise.models.torch_words import original_class
 
 if TYPE_CHECKING:
@@ -185,42 +185,29 @@ def _require_in_place(tuner: Any, *, safe_merge: bool) -> None:
     """
     for name, layer in layers(tuner):
         base = layer.get_base_layer()
-        if is_in_four_bits(base) or not any(isinstance(each, DTensor) for each in base.parameters(recurse=False)):
+        if is_in_four_bits(base):
+            raise ConfigError(f"{name} is in four bits, and nothing is merged into it in its place; {_INSTEAD}")
+        if not any(isinstance(each, DTensor) for each in base.parameters(recurse=False)):
             continue
         own = [getattr(*found) for adapter in layer.r for found in matrices(layer, adapter)]
-        if not all(isinstance(each, DTensor) for each in own):
-            why = "its adapter is whole on every rank"
-        elif safe_merge:
-            why = "safe_merge=True sets another weight in its place"
-        elif layer.lora_variant:
-            why = "a variant of LoRA, such as DoRA, sets another weight in its place"
-        else:
-            continue
-        raise ConfigError(f"{name} is sharded, and {why}; {_INSTEAD}")
+        if safe_merge or layer.lora_variant or not all(isinstance(each, DTensor) for each in own):
+            raise ConfigError(
+                f"{name} is sharded; only a plain adapter that is sharded, too, can be merged into it; {_INSTEAD}"
+            )
 
 
 _INSTEAD = "save the adapter by shardwise.save_adapter, and merge the files by shardwise.merge_adapter"
-
-
-def to_merge(layer: Any, adapters: Sequence[str] | None) -> list[str]:
-    """Of these adapters, or of those that are active, the ones that are not merged into a layer yet."""
-    from peft.tuners.tuners_utils import check_adapters_to_merge
-
-    return list(check_adapters_to_merge(layer, None if adapters is None else list(adapters)))
 
 
 def _require_names() -> None:
     with KnownNames("peft", "0.20 or 0.21"):
         from peft.tuners import tuners_utils
         from peft.tuners.lora import LoraLayer
-        from peft.tuners.lora.layer import ParamWrapper
         from peft.utils.other import ModulesToSaveWrapper
 
         for owner, names in (
             (LoraLayer, "get_base_layer reset_lora_parameters"),
-            (ParamWrapper, "_activate_lora"),
             (ModulesToSaveWrapper, "forward"),
-            (tuners_utils, "check_adapters_to_merge"),
             (tuners_utils.BaseTuner, "merge_adapter _unload_and_optionally_merge"),
         ):
             for name in names.split():

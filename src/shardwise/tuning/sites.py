@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings
 from shardwise.errors import ConfigError
 from shardwise.layout import LocalBox
-from shardwise.models.initialize import Initialisers, Program, fill_from_program, program_of
+from shardwise.models.initial_programs import Program, fill_from_program, program_of
+from shardwise.models.initialize import Initialisers
 from shardwise.models.view import Held, look_inside
 from shardwise.tensors import Box, Strided, contiguous_strides
 from shardwise.tuning import peft_compat

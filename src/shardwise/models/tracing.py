@@ -1,9 +1,4 @@
-"""From checkpoint keys to expressions: transformers' renames and conversions, run on recorded tensors.
-
-The order of steps is that of transformers' own loader (``convert_and_load_state_dict_in_model``): keys in natural
-order, all renames, at most one converter, the retry for keys that already are the model's, the base-model prefix.
-What differs: nothing is decided silently. Two keys for one tensor, gaps in a list of experts, and conversions that
-fail are reported.
+"""Transformers' conversions, run on recorded tensors.
 
 [Note: Memo] A model has a few kinds of layers, repeated many times. A converter is traced once for each
 combination of converter, name with the numbers masked, and source shapes; equal layers get the same expression
@@ -14,23 +9,21 @@ is traced by itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.conversion import (
-    Bindings,
     Computed,
     Expression,
     Stored,
     WholeOperation,
     computes,
     concat,
-    key_of,
     permute,
     reshape,
     slice_dim,
@@ -38,15 +31,14 @@ from shardwise.conversion import (
     substitute,
 )
 from shardwise.layout import ModelLayout
-from shardwise.models import pretrained
-from shardwise.models.pretrained import base_model_prefix
 from shardwise.models.torch_words import from_torch, to_torch, without_data
 from shardwise.tensors import numel
 
-_NUMBER = re.compile(r"(\d+)")
-
 _COMPUTING_FACTOR = 2
 """Memory of a conversion that computes, over the bytes of its inputs: these, and what it makes of them."""
+
+
+_NUMBER = re.compile(r"(\d+)")
 
 
 @dataclass
@@ -73,113 +65,27 @@ class Conversion:
         return [self.target.replace(first, pattern) for pattern in patterns]
 
 
-@dataclass
-class Assignment:
-    """Where each key goes: ``plain`` maps model names to keys, ``conversions`` first targets to conversions."""
-
-    plain: dict[str, list[str]] = field(default_factory=dict)
-    conversions: dict[str, Conversion] = field(default_factory=dict)
-    unmatched: dict[str, str] = field(default_factory=dict)
-
-
-def assign_keys(
-    model: nn.Module, keys: Sequence[str], names: Mapping[str, object], transforms: Sequence[Any]
-) -> Assignment:
-    """Apply the renames to every key; ``names`` are the tensors the model saves."""
-    prefix = base_model_prefix(model)
-    renamings, converters = pretrained.split_transforms(transforms)
-    by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
-    result = Assignment()
-    for key in sorted(keys, key=pretrained.dot_natural_key):
-        name, pattern = pretrained.rename_source_key(key, renamings, converters, prefix, names)
-        if name not in names and key in names:
-            name, pattern = pretrained.rename_source_key(key, [], [], prefix, names)
-        if name not in names:
-            result.unmatched[key] = name
-        elif pattern is None:
-            result.plain.setdefault(name, []).append(key)
-        else:
-            conversion = result.conversions.setdefault(name, Conversion(name, by_pattern[pattern]))
-            conversion.sources.setdefault(pattern, []).append(key)
-    return result
-
-
-def bind(
+def trace_conversions(
     model: nn.Module,
-    stored: Mapping[str, Expression],
     layout: ModelLayout,
-    transforms: Sequence[Any],
-    dtype_of: Callable[[str], torch.dtype] | None = None,
-    spare: Mapping[str, Expression] = MappingProxyType({}),
-) -> Bindings:
-    """Every expression the checkpoint offers for the model's tensors, under ``transforms``.
-
-    ``stored`` are the checkpoint's tensors by key: leaves, or what is composed of leaves; ``spare`` are further
-    ones, which are taken where they lead to a tensor of the model, and passed over where not.
-    ``dtype_of`` tells the dtype in which a conversion that computes is to run, by the first tensor it makes; the
-    default is that tensor's dtype in ``layout``.
-    """
-    names = {name: tensor for tensor in layout.saved() for name in tensor.names}
-    # Conversions are traced on tensors as they are known by key, and what these are composed of is put in
-    # afterwards.
-    leaves = {key: _known_by(key, item) for key, item in stored.items()}
-    composed = {key for key, item in stored.items() if key_of(item) is None}
-    assignment = assign_keys(model, list(stored), names, transforms)
-    ends = {name.rpartition(".")[2] for name in names}
-    if wanted := [key for key in spare if key.rpartition(".")[2] in ends]:
-        stored = {**stored, **spare}
-        for name, keys in assign_keys(model, wanted, names, transforms).plain.items():
-            assignment.plain.setdefault(name, []).extend(keys)
-    offers = {name: [stored[key] for key in keys] for name, keys in assignment.plain.items()}
-    leaders = {name: name for name in assignment.plain}
-    unmatched = dict(assignment.unmatched)
-    faults: dict[str, list[str]] = {}
-    tracer = _Tracer(model, layout, leaves, dtype_of or (lambda name: to_torch(layout.by_name[name].dtype)))
-    for conversion in assignment.conversions.values():
-        try:
-            made = _made(tracer, conversion)
-        except _ConversionFault as fault:
-            faults[str(fault)] = conversion.targets
+    stored: Mapping[str, Stored],
+    dtype_of: Callable[[str], torch.dtype],
+    conversions: Iterable[Conversion],
+) -> Iterator[tuple[Conversion, dict[str, Expression], str]]:
+    """Yield each conversion with the expressions that it makes by name, or with the reason why it makes none."""
+    tracer = _Tracer(model, layout, stored, dtype_of)
+    for conversion in conversions:
+        if why := _index_gap(conversion):
+            yield conversion, {}, why
             continue
-        for name, expression in made.items():
-            if name in names:
-                is_composed = not composed.isdisjoint(conversion.keys)
-                offers.setdefault(name, []).append(substitute(expression, stored) if is_composed else expression)
-                leaders[name] = conversion.target
-            else:
-                unmatched.update(dict.fromkeys(conversion.keys, name))
-    return Bindings(
-        offers={name: tuple(found) for name, found in offers.items()},
-        leaders=leaders,
-        unmatched=unmatched,
-        faults=faults,
-        strays={name: stored[key] for key, name in assignment.unmatched.items()},
-    )
-
-
-class _ConversionFault(Exception):
-    """Why a conversion cannot be made of this checkpoint, in a sentence."""
-
-
-def _made(tracer: _Tracer, conversion: Conversion) -> dict[str, Expression]:
-    """What a conversion makes, by name.
-
-    Raises:
-        _ConversionFault: keys are absent, or the converter raised whatever it did: told with all other faults.
-    """
-    if gap := _index_gap(conversion):
-        raise _ConversionFault(gap)
-    try:
-        return tracer.trace(conversion)
-    except Exception as error:
-        keys = conversion.keys
-        several = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-        what = f"{conversion.target} from {keys[0]}{several} by {conversion.label}"
-        raise _ConversionFault(f"{what}: {error}") from error
-
-
-def _known_by(key: str, item: Expression) -> Stored:
-    return Stored(key, item.shape, item.dtype)
+        try:
+            made = tracer.trace(conversion)
+        except Exception as error:  # whatever a converter raises is reported with all other faults
+            keys = conversion.keys
+            several = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            yield conversion, {}, f"{conversion.target} from {keys[0]}{several} by {conversion.label}: {error}"
+        else:
+            yield conversion, made, ""
 
 
 def _index_gap(conversion: Conversion) -> str | None:
@@ -260,7 +166,7 @@ class _Tracer:
 
     def run(self, conversion: Conversion, tensor_of: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         sources = {pattern: [tensor_of(key) for key in keys] for pattern, keys in conversion.sources.items()}
-        return pretrained.convert(conversion.converter, conversion.target, sources, self.facade)
+        return convert(conversion.converter, conversion.target, sources, self.facade)
 
     def computed(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, Expression]:
         """The converter as one node that computes: shapes from a run on meta tensors, values when executed."""
@@ -272,21 +178,33 @@ class _Tracer:
             return self.run(conversion, lambda key: values[key].to(dtype))
 
         inputs = tuple(self.stored[key] for key in keys)
-        outputs = {name: tuple(tensor.shape) for name, tensor in shapes.items()}
-        nbytes = sum(numel(item.shape) * item.dtype.itemsize for item in inputs)
-        operation = WholeOperation(
-            conversion.label, tuple(item.shape for item in inputs), outputs, function, _COMPUTING_FACTOR * nbytes
-        )
-        made = from_torch(dtype, conversion.target)
-        return {name: Computed(operation, name, shape, made, inputs) for name, shape in outputs.items()}
+        nbytes = _COMPUTING_FACTOR * sum(numel(item.shape) * item.dtype.itemsize for item in inputs)
+        return computed_whole(conversion.label, inputs, shapes, function, nbytes)
+
+
+def computed_whole(
+    label: str,
+    inputs: tuple[Stored, ...],
+    made: Mapping[str, torch.Tensor],
+    function: Callable[[Sequence[torch.Tensor]], Mapping[str, torch.Tensor]],
+    nbytes: int,
+) -> dict[str, Expression]:
+    """Return the results of a function of whole tensors, by name; ``made`` has their shapes and dtypes."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
+    operation = WholeOperation(label, tuple(item.shape for item in inputs), shapes, function, nbytes)
+    return {
+        name: Computed(operation, name, shape, from_torch(made[name].dtype, name), inputs)
+        for name, shape in shapes.items()
+    }
 
 
 class ModelFacade:
     """What converters may ask of a model: shapes by canonical name, whatever wraps or shards the model."""
 
-    def __init__(self, model: nn.Module, layout: ModelLayout) -> None:
+    def __init__(self, model: nn.Module, layout: ModelLayout, conversions: Sequence[Any] = ()) -> None:
         self._model = model
         self._layout = layout
+        self._weight_conversions = list(conversions)
 
     def get_parameter(self, name: str) -> torch.Tensor:
         tensor = self._layout.by_name.get(name)
@@ -469,3 +387,13 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.cat.default: _cat,
     aten.stack.default: _stack,
 }
+
+
+def convert(converter: Any, target: str, sources: Mapping[str, list[torch.Tensor]], model: Any) -> dict[str, Any]:
+    """Run a converter on whole tensors, by source pattern; the outcome by full name."""
+    fresh = deepcopy(converter)
+    for pattern, tensors in sources.items():
+        for tensor in tensors:
+            fresh.add_tensor(target, pattern, pattern, tensor)
+    made = fresh.convert(target, model=model, config=getattr(model, "config", None))
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}

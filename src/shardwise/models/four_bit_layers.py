@@ -1,0 +1,409 @@
+"""Linear layers and fused experts whose weights are in four bits: made of those on meta, and known again.
+
+[Note: A layer in four bits] The layer keeps its place, its name and its class's methods; its weight is a uint8
+parameter (out, in / 2), beside which its scales are, as the bytes of float32: a parameter ``weight_scales`` (out, 4
+* in / block) of uint8. Both are frozen, and sharded by rows in the group of the layer's block. FSDP2 casts floats
+to the dtype of the mixed precision, and leaves integers alone: that is why scales are bytes. Where bitsandbytes is
+installed the layer is one of its ``Linear4bit``, by which PEFT chooses its own 4-bit layers; what that class does
+with a ``quant_state`` is not used.
+
+Nested scales are codes, a uint8 parameter ``weight_scales`` (out, in / block); what they are scaled by is whole on
+every rank: the buffers ``weight_nested_scales`` (float32, one for 256) and ``weight_nested_offset`` (float32, one).
+While such a layer is loaded, its scales are there as they are for a moment, as ``weight_whole_scales``
+(``engines/nesting.py``).
+
+[Note: Experts in four bits] The module keeps its place, its name and its class's methods. A stack of weights
+(experts, out, in) is a uint8 parameter (experts, out, in / 2) of the same name, with its scales beside it, as the
+bytes of float32: ``<name>_scales`` (experts, out, 4 * in / block). Both are frozen, and sharded in the group of the
+module's block as other parameters are. What computes is the class's own forward pass, expert by expert: instead of
+the module it is given what looks like it, whose stacks give the weight of one expert at a time; and that is bytes,
+until ``linear`` multiplies by it. So of all experts one is there as numbers, and nothing of it is kept for the way
+back but its bytes. Products of all experts at once (``experts_implementation``) would need all of their numbers;
+they are not used here, whatever the config says.
+
+Scales are plain ones, also where those of linear layers are nested. Stacks that are stored as MXFP4 have their
+exponents as scales, (experts, out, in / 32). A stack that the model has as (experts, in, out) is kept as
+(experts, out, in / 2), too, as it is stored: blocks run along what comes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise.conversion import Expression
+from shardwise.conversion.nested_scales import NESTED_BLOCK
+from shardwise.models.quantization import (
+    COMPUTED_IN,
+    KeptForm,
+    KeptScales,
+    Packing,
+    form_name,
+    frozen_bytes,
+    has_bitsandbytes,
+    product,
+    unnested_scales,
+)
+from shardwise.models.torch_words import parameters_of
+
+WEIGHT = "weight"
+SCALES = "weight_scales"
+NESTED = "weight_nested_scales"
+OFFSET = "weight_nested_offset"
+WHOLE_SCALES = "weight_whole_scales"
+
+_SUFFIX = "InFourBits"
+
+
+class InFourBits:
+    """What a layer in four bits is beside a linear one; see [Note: A layer in four bits].
+
+    Attributes:
+        packing: how its weight is kept.
+        quantization: what was asked for.
+        whole_scales: while it is loaded, what its scales are read from before they are nested.
+    """
+
+    kept_as: ClassVar[str] = "four bits"
+
+    weight: nn.Parameter
+    weight_scales: nn.Parameter
+    weight_nested_scales: torch.Tensor
+    weight_nested_offset: torch.Tensor
+    bias: nn.Parameter | None
+    in_features: int
+    out_features: int
+    packing: Packing
+    quantization: KeptForm
+    compute_dtype: torch.dtype | None
+    whole_scales: tuple[Expression, ...]
+
+    def numbers(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The weight (out, in), of gathered parameters; in the dtype it had, if no other is given."""
+        return self.packing.numbers(self.weight, self.scales(), dtype or self.packing.dtype)
+
+    def scales(self) -> torch.Tensor:
+        """The scales, float32 (out, in / block), of gathered parameters."""
+        return self._kept_scales().floats(self.packing.form)
+
+    def scales_of(self, kept: torch.Tensor, row: int) -> torch.Tensor:
+        """The scales, float32, of rows of ``weight_scales``, the first of which is the matrix' ``row``-th."""
+        if not self.is_nested:
+            return kept.view(torch.float32)
+        start = row * (self.in_features // self.packing.block_size)
+        made: torch.Tensor = unnested_scales(kept, start, self.weight_nested_scales, self.weight_nested_offset)
+        return made
+
+    def _kept_scales(self) -> KeptScales:
+        if not self.is_nested:
+            return KeptScales(self.weight_scales)
+        return KeptScales(self.weight_scales, self.weight_nested_scales, self.weight_nested_offset)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether its scales are kept in a byte each."""
+        return self.quantization.double_quant
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        dtype = self.compute_dtype or rows.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return product(rows.to(dtype), self.weight, self._kept_scales(), bias, self.packing).to(rows.dtype)
+
+    def tell_peft(self) -> None:
+        """Put down what PEFT asks the weight of a 4-bit layer for, before it is sharded."""
+        self.weight.compress_statistics = self.is_nested  # type: ignore[attr-defined]
+        self.weight.quant_type = form_name(self.packing.form).lower()  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: Any) -> None:
+        """Of a copy: torch copies parameters without what is put on them."""
+        super().__setstate__(state)  # type: ignore[misc]
+        self.tell_peft()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Its class is made anew where it is read: of bitsandbytes there, if that is installed there."""
+        kind: type = type(self)
+        if kind is not _class():  # with FSDP2's in front
+            return super().__reduce_ex__(protocol)
+        return _without_values, (), self.__dict__
+
+    def extra_repr(self) -> str:
+        form, block = form_name(self.packing.form).lower(), self.packing.block_size
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"{form} in blocks of {block}"
+        )
+
+    def _apply(self, function: Any, recurse: bool = True) -> Any:  # noqa: FBT001, FBT002 - as torch has it
+        """What moves a model moves it all; a cast to another dtype passes over what numbers are made of."""
+        own: Any = self
+        floats = {name: own._buffers.pop(name) for name in (NESTED, OFFSET) if name in own._buffers}
+        super()._apply(function, recurse)  # type: ignore[misc]
+        for name, buffer in floats.items():
+            own._buffers[name] = function(buffer.view(torch.uint8)).view(buffer.dtype)
+        return self
+
+    _save_to_state_dict = nn.Module._save_to_state_dict
+    _load_from_state_dict = nn.Module._load_from_state_dict
+
+
+@cache
+def _class() -> type[nn.Linear]:
+    """The class of the layers: of bitsandbytes where that is installed, which PEFT asks for."""
+    if has_bitsandbytes():
+        from bitsandbytes.nn import Linear4bit
+
+        return type("Linear4bitInFourBits", (InFourBits, Linear4bit), {})
+    return type("LinearInFourBits", (InFourBits, nn.Linear), {})
+
+
+def _without_values() -> nn.Module:
+    kind = _class()
+    return kind.__new__(kind)
+
+
+def is_in_four_bits(module: nn.Module) -> TypeGuard[Any]:
+    """Whether a module is a layer in four bits."""
+    return isinstance(module, InFourBits)
+
+
+def why_it_stays(module: nn.Linear, quantization: KeptForm) -> str | None:
+    """Why a linear layer cannot be kept in four bits; None where it can."""
+    if module.weight.dtype not in COMPUTED_IN:
+        return f"is of {module.weight.dtype}, of which nothing is packed"
+    if module.in_features % quantization.block_size:
+        return f"has {module.in_features} columns, no multiple of the block of {quantization.block_size}"
+    return None
+
+
+def put_into_four_bits(module: nn.Linear, quantization: KeptForm) -> None:
+    """Make a linear layer on meta one whose weight is in four bits; in place, so that hooks and names stay."""
+    form, block, dtype = quantization.form, quantization.block_size, module.weight.dtype
+    rows, columns = module.weight.shape
+    is_nested = quantization.double_quant
+    weight = frozen_bytes(rows, columns // 2)
+    del module.weight
+    module.__class__ = _class()
+    layer: Any = module
+    layer.register_parameter(WEIGHT, weight)
+    blocks = columns // block
+    layer.register_parameter(SCALES, frozen_bytes(rows, blocks if is_nested else 4 * blocks))
+    if is_nested:
+        nested = torch.empty(-(-rows * blocks // NESTED_BLOCK), dtype=torch.float32, device="meta")
+        layer.register_buffer(NESTED, nested)
+        layer.register_buffer(OFFSET, torch.empty(1, dtype=torch.float32, device="meta"))
+    layer.packing = Packing(form, block, dtype)
+    layer.quantization = quantization
+    layer.compute_dtype = quantization.compute_dtype
+    layer.quant_state = None
+    layer.whole_scales = ()
+    layer.tell_peft()
+    for parameter in layer.parameters(recurse=False):
+        parameter.requires_grad_(False)
+
+
+# Both are operations of torch's, so that what compiles, or traces without values, knows their shapes and does not
+# look into them.
+
+
+_SCALES = "_scales"
+
+
+class ExpertsInFourBits(nn.Module):
+    """What experts in four bits are beside fused ones; see [Note: Experts in four bits].
+
+    Attributes:
+        packings: how each stack in four bits is kept, by its local name.
+        compute_dtype: of the products; None for that of what comes in.
+    """
+
+    kept_as: ClassVar[str] = "four bits"
+
+    packings: Mapping[str, Packing]
+    compute_dtype: torch.dtype | None
+
+    _eager: Callable[..., torch.Tensor]
+    """Of the class; computes expert by expert."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Its class is made anew where it is read."""
+        _, _, kind, *_ = type(self).__mro__
+        if type(self) is not _class_of_experts(kind):  # with FSDP2's in front
+            return super().__reduce_ex__(protocol)
+        return _experts_without_values, (kind,), self.__dict__
+
+    def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        return type(self)._eager(_Lookalike(self), *args, **keywords)
+
+    def extra_repr(self) -> str:
+        return ", ".join(
+            f"{name} in {form_name(packing.form).lower()} in blocks of {packing.block_size}"
+            for name, packing in self.packings.items()
+        )
+
+
+class _Lookalike:
+    """A module of experts whose stacks in four bits give the weights of single experts."""
+
+    def __init__(self, experts: ExpertsInFourBits) -> None:
+        self._experts = experts
+
+    def __getattr__(self, name: str) -> Any:
+        experts = self._experts
+        return _WeightsOfExperts(experts, name) if name in experts.packings else getattr(experts, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightsOfExperts:
+    """The weights of all experts, one of which can be taken."""
+
+    experts: ExpertsInFourBits
+    name: str
+
+    def __getitem__(self, expert: int | torch.Tensor) -> _WeightOfOne:
+        packed, scales = (getattr(self.experts, local)[expert] for local in (self.name, scales_of(self.name)))
+        return _WeightOfOne(
+            packed, KeptScales(scales), self.experts.packings[self.name], self.experts.compute_dtype
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightOfOne:
+    """The weight of one expert: ``torch.nn.functional.linear`` takes it, or ``@`` where it is transposed."""
+
+    packed: torch.Tensor
+    scales: KeptScales
+    packing: Packing
+    compute_dtype: torch.dtype | None
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _types: Any, args: tuple[Any, ...] = (), keywords: Mapping[str, Any] | None = None
+    ) -> torch.Tensor:
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(keywords or {})
+        weight = given.get("weight")
+        if isinstance(weight, cls) and function in (_MATMUL if weight.packing.is_transposed else (F.linear,)):
+            return weight.product(given["input"], given.get("bias"))
+        raise TypeError(
+            f"weights of experts in four bits are multiplied as their class does it, not by {function.__name__}(); "
+            'leave them as they are: quantization=Nf4(stay=("experts",)), or "dequantize"'
+        )
+
+    def product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``rows (.., in) @ weight (out, in).T + bias``, in the dtype of ``rows``."""
+        dtype = self.compute_dtype or rows.dtype
+        own_bias = None if bias is None else bias.to(dtype)
+        return product(rows.to(dtype), self.packed, self.scales, own_bias, self.packing).to(rows.dtype)
+
+
+_MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
+
+def weight_of_expert(module: nn.Module, name: str, expert: int) -> Any:
+    """The weight of one expert, of gathered parameters: a tensor, or what is multiplied like one."""
+    if are_experts_in_four_bits(module) and name in module.packings:
+        return _WeightsOfExperts(module, name)[expert]
+    return getattr(module, name)[expert]
+
+
+def scales_of(name: str) -> str:
+    """The local name of the scales of a stack."""
+    return f"{name}{_SCALES}"
+
+
+def are_experts_in_four_bits(module: nn.Module) -> TypeGuard[ExpertsInFourBits]:
+    """Whether a module is one of experts of which some weights are in four bits."""
+    return isinstance(module, ExpertsInFourBits)
+
+
+def stacks_of(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The stacked weights of a mixture's experts, by local name; none of any other module."""
+    if not are_fused_experts(module) and fqn.rpartition(".")[2] != "experts":
+        return
+    for name, parameter in parameters_of(module).items():
+        if parameter is not None and parameter.ndim == 3 and parameter.is_floating_point():
+            yield name, parameter
+
+
+def why_they_stay(module: nn.Module, stack: nn.Parameter, quantization: KeptForm, *, is_stored: bool) -> str | None:
+    """Why a stack of weights cannot be kept in four bits; None where it can.
+
+    ``is_stored``: the checkpoint has it in this very form.
+    """
+    if not are_fused_experts(module):
+        return "belongs to experts that are not computed one after the other in a way that is known"
+    if stack.dtype not in COMPUTED_IN:
+        return f"is of {stack.dtype}, of which nothing is packed"
+    if module.is_transposed and not is_stored:
+        return "is stored with what comes in before what comes out, so that no row is whole blocks"
+    if are_parted_experts(module):
+        return "belongs to experts that are on ranks of their own"
+    if not is_stored and stack.shape[-1] % quantization.block_size:
+        return f"has {stack.shape[-1]} columns, no multiple of the block of {quantization.block_size}"
+    return None
+
+
+def put_experts_into_four_bits(module: nn.Module, names: Mapping[str, KeptForm]) -> None:
+    """Keep stacks of a module on meta in four bits; in place, so that hooks and names stay.
+
+    ``names`` are those of the stacks, each with how it is to be kept.
+    """
+    packings: dict[str, Packing] = {}
+    for name, quantization in names.items():
+        stack: nn.Parameter = getattr(module, name)
+        is_transposed = bool(module.is_transposed)
+        *outer, columns = stack.mT.shape if is_transposed else stack.shape
+        packing = Packing(quantization.form, quantization.block_size, stack.dtype, is_transposed)
+        packings[name] = packing
+        delattr(module, name)
+        module.register_parameter(name, frozen_bytes(*outer, columns // 2))
+        module.register_parameter(
+            scales_of(name), frozen_bytes(*outer, packing.scale_bytes * (columns // packing.block_size))
+        )
+    kind: Any = type(module)
+    module.__class__ = _class_of_experts(kind)
+    experts: Any = module
+    experts.packings = packings
+    experts.compute_dtype = next(iter(names.values())).compute_dtype
+    for parameter in module.parameters(recurse=False):
+        parameter.requires_grad_(False)
+
+
+@cache
+def _class_of_experts(kind: Any) -> type[nn.Module]:
+    eager = staticmethod(eager_experts(kind))
+    return type(f"{kind.__name__}InFourBits", (ExpertsInFourBits, kind), {"_eager": eager})
+
+
+def _experts_without_values(kind: Any) -> nn.Module:
+    made = _class_of_experts(kind)
+    return made.__new__(made)
+
+
+def are_fused_experts(module: nn.Module) -> bool:
+    """Whether this is what transformers makes of a mixture's experts: stacked weights, and one way to gate."""
+    facts = [getattr(module, fact, None) for fact in ("has_gate", "has_bias", "is_transposed")]
+    return None not in facts and hasattr(module, "_apply_gate")
+
+
+def eager_experts(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
+    """How a class of fused experts computes one after the other, whatever the config would have computed."""
+    forward: Any = kind.forward
+    found: Callable[..., torch.Tensor] = getattr(forward, "__wrapped__", forward)  # use_experts_implementation
+    return found
+
+
+def are_parted_experts(module: nn.Module) -> bool:
+    """Whether ranks have experts of their own."""
+    return bool(getattr(module, "_is_expert_parallel", False))
+
+
+def activated(experts: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """What fused experts make of the first product, (tokens, 2 * width) or (tokens, width): (tokens, width)."""
+    found: torch.Tensor = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+    return found
