@@ -10,8 +10,7 @@ from tests.conversion.test_four_bit import DTYPES, dequantised, quantised, same
 from tests.harness.world import run_world
 from tests.peers import use_peers
 
-from shardwise.conversion.four_bit import BLOCKS
-from shardwise.conversion.nested_scales import dynamic_numbers, nest, unnest
+from shardwise.conversion.four_bit import BLOCKS, dynamic_numbers, nest, unnest
 from shardwise.tensors import Form4
 
 

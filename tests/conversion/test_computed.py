@@ -11,18 +11,16 @@ from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower
 from tests.conversion.scaled import scaled, scales_of
 
-from shardwise.conversion import (
-    Stored,
+from shardwise.conversion import computed as room
+from shardwise.conversion.computed import (
     aligned_blocks,
     computed_leaves,
     computes,
-    concat,
     leaf_boxes,
     pieces,
     smallest_block_bytes,
-    stack,
 )
-from shardwise.conversion import views as room
+from shardwise.conversion.expression import Stored, concat, stack
 from shardwise.tensors import Box, DType
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import check_expression
 
-from shardwise.conversion import Stored, concat, copies, permute, reshape, slice_dim, stack
+from shardwise.conversion.computed import copies
+from shardwise.conversion.expression import Stored, concat, permute, reshape, slice_dim, stack
 from shardwise.tensors import Box, DType, Strided
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, random_box, view
 
-from shardwise.conversion import Region, apart, covering_box, pieces
+from shardwise.conversion.computed import apart, covering_box, pieces
+from shardwise.conversion.expression import Region
 from shardwise.tensors import Box, Strided, row_blocks
 
 

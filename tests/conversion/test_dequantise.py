@@ -10,20 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.conversion import (
-    Expression,
-    Region,
-    Stored,
-    compute_tasks,
-    computes,
-    copies_and_computed,
-    permute,
-    reshape,
-    stored_leaves,
-)
 from shardwise.conversion import dequantise as room
-from shardwise.conversion.computed import Computed
+from shardwise.conversion.computed import Computed, compute_tasks, computes, copies_and_computed
 from shardwise.conversion.dequantise import decoded, dequantised
+from shardwise.conversion.expression import Expression, Region, Stored, permute, reshape, stored_leaves
 from shardwise.errors import FormatError
 from shardwise.tensors import Box, Code, DType, Strided
 

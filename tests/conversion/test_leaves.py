@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, view
 
-from shardwise.conversion import (
+from shardwise.conversion.computed import copies
+from shardwise.conversion.expression import (
     Concat,
     Expression,
     Hole,
@@ -19,7 +20,6 @@ from shardwise.conversion import (
     Stack,
     Stored,
     concat,
-    copies,
     permute,
     reshape,
     rows_stored,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.test_four_bit import same
 
-from shardwise.conversion.nested_scales import dynamic_numbers, nest, nest_about, nested_codes, offset_of, unnest
+from shardwise.conversion.four_bit import dynamic_numbers, nest, nest_about, nested_codes, offset_of, unnest
 
 
 @given(st.integers(1, 900), st.integers(0, 99), st.integers(-8, 8), st.data())

@@ -11,9 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.conversion.test_leaves import evaluated as moved
 
-from shardwise.conversion import Expression, Stored, concat, permute, reshape, slice_dim, stack
 from shardwise.conversion.computed import Computed
 from shardwise.conversion.dequantise import POWERS, dequantised
+from shardwise.conversion.expression import Expression, Stored, concat, permute, reshape, slice_dim, stack
 from shardwise.conversion.four_bit import dequantise_rows
 from shardwise.conversion.packed import (
     as_bytes,

@@ -12,9 +12,10 @@ from tests.conversion.test_dequantise import part
 from tests.conversion.test_four_bit import quantised as by_kernel
 from tests.conversion.test_four_bit import same
 
-from shardwise.conversion import Computed, ComputeTask, Stored, smallest_block_bytes
+from shardwise.conversion.computed import Computed, ComputeTask, smallest_block_bytes
+from shardwise.conversion.expression import Stored
 from shardwise.conversion.four_bit import scales_in
-from shardwise.conversion.quantise import quantised
+from shardwise.conversion.packed import quantised
 from shardwise.errors import FormatError
 from shardwise.tensors import Box, DType, Form4
 

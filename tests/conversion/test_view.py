@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.conversion import Expression, Stored, copies, view
+from shardwise.conversion.computed import copies, view
+from shardwise.conversion.expression import Expression, Stored
 from shardwise.tensors import Box, DType, Strided
 
 

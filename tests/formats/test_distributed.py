@@ -30,11 +30,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.checkpoint_index import Joined, View, Whole
-from shardwise.formats.nested_dicts import tiling
+from shardwise.formats.contract import Joined, View, Whole
+from shardwise.formats.joining import tiling
 from shardwise.formats.opening import open_checkpoint
-from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.remote_reader import RemoteReader
+from shardwise.storage.reading import LocalReader
+from shardwise.storage.remote import RemoteReader
 from shardwise.tensors import Box
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from shardwise.conversion import Computed, ComputedBlock, Expression, aligned_blocks
+from shardwise.conversion.computed import Computed, ComputedBlock, aligned_blocks
+from shardwise.conversion.expression import Expression
 from shardwise.errors import ConfigError
-from shardwise.formats.checkpoint_index import CheckpointIndex, Coded, Composed
-from shardwise.formats.contract import QuantisedForm
+from shardwise.formats.contract import CheckpointIndex, Coded, Composed, QuantisedForm
 from shardwise.storage.contract import StorageReader
 from shardwise.tensors import Box, DType
 

@@ -10,9 +10,8 @@ import pytest
 from tests.harness.memory_storage import MemoryReader
 
 from shardwise.errors import ConfigError, FormatError
-from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
-from shardwise.formats.opening import open_checkpoint
-from shardwise.formats.quantisation import as_the_model_has_it, form_of
+from shardwise.formats.contract import CheckpointIndex, TensorEntry
+from shardwise.formats.opening import as_the_model_has_it, form_of, open_checkpoint
 from shardwise.formats.quantised import dequantised_index
 from shardwise.tensors import DType, Form4, numel
 

@@ -13,7 +13,7 @@ import pytest
 from tests.harness import HttpStore, HttpStoreProcess
 from tests.harness.http_store import Status
 
-from shardwise.storage.reading.remote_reader import RemoteReader
+from shardwise.storage.remote import RemoteReader
 
 CONTENT = bytes(range(256)) * 4
 

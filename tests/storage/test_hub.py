@@ -15,8 +15,8 @@ import pytest
 from huggingface_hub import constants, errors
 
 from shardwise.errors import StorageError
-from shardwise.storage.hub import commit_of, note_commit, resolve
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, WantedFiles, is_local
+from shardwise.storage.remote import commit_of, note_commit, resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -16,9 +16,8 @@ from tests.harness.http_store import Redirect, Status
 from shardwise.errors import StorageError
 from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.names import HubOptions
-from shardwise.storage.reading.hub_files import named_commit
-from shardwise.storage.reading.opening import open_storage
-from shardwise.storage.reading.remote_reader import RemoteReader
+from shardwise.storage.reading import open_storage
+from shardwise.storage.remote import RemoteReader, named_commit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WEIGHTS = file_with("a", "b", nbytes=1000)

@@ -10,11 +10,9 @@ import pytest
 from tests.harness import HttpStore
 
 from shardwise.errors import StorageError
-from shardwise.storage.hub import resolve
 from shardwise.storage.names import HubOptions, is_local, is_url, redacted, split_file, without_secrets
-from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.opening import open_storage
-from shardwise.storage.reading.remote_reader import RemoteReader
+from shardwise.storage.reading import LocalReader, open_storage
+from shardwise.storage.remote import RemoteReader, resolve
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "https://host", "HF://org/name", "abfs+x.y-1://c", "memory://"])

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
+from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.formats.quantised import dequantised_index
 from shardwise.models.build import build_on_meta
 from shardwise.tensors import DType

@@ -25,7 +25,7 @@ from shardwise.checkpoints.base_identity import (
 )
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.world import World
-from shardwise.formats.strict_json import parse_object
+from shardwise.formats.contract import parse_object
 from shardwise.models.optimizer_kind import class_name, unlike
 from shardwise.models.torch_words import original_class
 from shardwise.models.view import canonical, look_inside

@@ -13,12 +13,12 @@ import click
 
 from shardwise.cli.launch import fail, print_table
 from shardwise.errors import FormatError, ShardwiseError
-from shardwise.formats.checkpoint_index import CheckpointIndex, StoredTensor
+from shardwise.formats.contract import CheckpointIndex, StoredTensor
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardwise.report.names import collapse, in_bytes
-from shardwise.storage.hub import resolve
 from shardwise.storage.names import HubOptions, shown
+from shardwise.storage.remote import resolve
 
 _CONFIG_FACTS = ("architectures", "model_type", "dtype", "tie_word_embeddings", "transformers_weights")
 _MAX_CONFIG_BYTES = 10_000_000

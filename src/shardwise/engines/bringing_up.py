@@ -23,7 +23,7 @@ from shardwise.execution.audit import are_equal
 from shardwise.execution.progress import Clock, ProgressBar, require_same_settings
 from shardwise.execution.reading import Placer
 from shardwise.execution.world import OddRanks, World
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.models import pretrained, wrap
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.wrap import Sharding
@@ -31,8 +31,7 @@ from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import file_space
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
-from shardwise.storage.reading.joined import Beside
-from shardwise.storage.reading.opening import OpenStorage, open_storage
+from shardwise.storage.reading import Beside, OpenStorage, open_storage
 from shardwise.tuning.lora import Adapter
 from shardwise.tuning.modes import Full
 from shardwise.tuning.selecting import Tuned

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.formats.contract import listed
-from shardwise.formats.distributed import METADATA
+from shardwise.formats.joining import METADATA
 from shardwise.storage.names import shown
 
 

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar, Final
 
-from shardwise.formats.checkpoint_index import Whole
-from shardwise.tensors import Code, DType, Form4
+from shardwise.errors import FormatError
+from shardwise.formats.contract import (
+    CheckpointIndex,
+    Composed,
+    FormatFaults,
+    QuantisedForm,
+    TensorEntry,
+    Whole,
+    parse_object,
+    unknown_form,
+)
+from shardwise.storage.contract import StorageReader
+from shardwise.storage.names import shown
+from shardwise.tensors import Code, DType, Form4, numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +177,386 @@ class GroupedIntegers:
         values, zeros, scales = (Whole(to(item.key)) for item in (self.values, self.zeros, self.scales))
         numbers = None if self.numbers is None else Whole(to(self.numbers.key))
         return replace(self, values=values, zeros=zeros, scales=scales, numbers=numbers)
+
+
+ABSMAX = ".absmax"
+QUANT_MAP = ".quant_map"
+NESTED_ABSMAX = ".nested_absmax"
+NESTED_MAP = ".nested_quant_map"
+QUANT_STATE = ".quant_state.bitsandbytes__"
+
+_DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
+_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_MOST_STATE_BYTES = 1 << 16
+_READERS = 8
+_NESTED_BLOCK = 256
+_BYTES_OF_MAP = 4 * 256
+_MOST_OFFSET = 3.4e38
+"""A float32, nearly; an integer of JSON may be too large for any float."""
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Companions:
+    """What lies beside packed bytes.
+
+    Attributes:
+        form: what four bits stand for, by the name of the JSON.
+        entries: by the end of their keys; ``state`` is the JSON.
+    """
+
+    form: Form4
+    state: TensorEntry
+    entries: Mapping[str, TensorEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedFourBits:
+    """Four bits as bitsandbytes packs them; each weight says how."""
+
+    is_kept: bool = True
+
+    def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+        return with_four_bits(reader, index)
+
+
+def bitsandbytes(config: Mapping[str, Any]) -> QuantisedForm:
+    """That of bitsandbytes' ``quantization_config``.
+
+    Raises:
+        ConfigError: it is not of four bits.
+    """
+    if config.get("load_in_4bit") or config.get("_load_in_4bit"):
+        return _PackedFourBits()
+    raise unknown_form(f"quant_method {shown(repr(config.get('quant_method')))}")
+
+
+def with_four_bits(reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+    """The same checkpoint with numbers in place of packed bytes and what lies beside them.
+
+    Raises:
+        FormatError: naming what is half there, or makes no sense.
+        StorageError: it cannot be read.
+    """
+    faults: list[str] = []
+    found = {key: beside for key in index.entries if (beside := _companions_of(index, key)) is not None}
+    with ThreadPoolExecutor(_READERS) as readers:
+        read = readers.map(lambda beside: _small(reader, beside), found.values())
+        texts = dict(zip(found, read, strict=True))
+    composed: dict[str, Composed] = {}
+    used: set[str] = set()
+    for key, beside in found.items():
+        used |= {beside.state.key, *(entry.key for entry in beside.entries.values())}
+        try:
+            composed[key] = _composed(index.entries[key], beside, texts[key])
+        except FormatError as error:
+            faults.append(f"{shown(key)}: {error}")
+    ends = (ABSMAX, QUANT_MAP, NESTED_ABSMAX, NESTED_MAP)
+    faults += [
+        f"{shown(key)} belongs to packed bytes that are not stored, or not whole"
+        for key in index.entries
+        if key not in used and (key.endswith(ends) or QUANT_STATE in key)
+    ]
+    if faults:
+        told = "\n  ".join([*faults[:_SHOWN], *([f"and {len(faults) - _SHOWN} more"] if faults[_SHOWN:] else [])])
+        raise FormatError(f"{index.root}: weights in four bits do not go with what lies beside them:\n  {told}")
+    kept = {entry for item in composed.values() if isinstance(item.part, FourBits) for entry in item.part.keys}
+    entries = {key: entry for key, entry in index.entries.items() if key not in used or key in kept}
+    return replace(
+        index,
+        entries=entries | {key: _as_bytes(entries[key]) for key in composed},
+        composed={**index.composed, **composed},
+    )
+
+
+def _as_bytes(entry: TensorEntry) -> TensorEntry:
+    """The same bytes, whatever dtype they are stored under (``bnb_4bit_quant_storage``)."""
+    return replace(entry, dtype=DType.U8, shape=(entry.nbytes,))
+
+
+def _companions_of(index: CheckpointIndex, key: str) -> _Companions | None:
+    """What lies beside an entry, where it is packed bytes."""
+    for form in Form4:
+        state = index.entries.get(f"{key}{QUANT_STATE}{form.value}")
+        if state is not None:
+            ends = (ABSMAX, QUANT_MAP, NESTED_ABSMAX, NESTED_MAP)
+            entries = {end: index.entries[f"{key}{end}"] for end in ends if f"{key}{end}" in index.entries}
+            return _Companions(form, state, entries)
+    return None
+
+
+def _small(reader: StorageReader, beside: _Companions) -> Mapping[str, bytes]:
+    """The bytes of what is small: the JSON as "", and maps by the end of their keys; none of what is too large."""
+    wanted = {
+        "": beside.state,
+        **{end: beside.entries[end] for end in (QUANT_MAP, NESTED_MAP) if end in beside.entries},
+    }
+    return {
+        end: reader.read(entry.file, entry.start, entry.stop)
+        for end, entry in wanted.items()
+        if entry.nbytes <= _MOST_STATE_BYTES
+    }
+
+
+def _composed(values: TensorEntry, beside: _Companions, texts: Mapping[str, bytes]) -> Composed:
+    """The numbers that packed bytes stand for.
+
+    Raises:
+        FormatError: what lies beside them makes no sense.
+    """
+    if "" not in texts:
+        raise FormatError(f"its quant_state has {beside.state.nbytes} bytes, more than any")
+    told = parse_object(texts[""], what="its quant_state")
+    shape, block = _shape_in(told), told.get("blocksize")
+    if block not in _BLOCK_SIZES or not isinstance(block, int):
+        raise FormatError(f"its quant_state has blocks of {shown(repr(block))}")
+    if told.get("quant_type") != beside.form.value:
+        raise FormatError(f"its quant_state says {shown(repr(told.get('quant_type')))}, not {beside.form.value}")
+    if values.nbytes != -(-numel(shape) // 2):
+        raise FormatError(f"it has {values.nbytes} bytes, and its quant_state the shape {shape}")
+    _require_map(texts, QUANT_MAP, beside.form.numbers)
+    scales, blocks = beside.entries.get(ABSMAX), -(-numel(shape) // block)
+    if scales is None:
+        raise FormatError("it has no absmax")
+    if numel(scales.shape) != blocks:
+        raise FormatError(f"its absmax has {numel(scales.shape)} scales, and {shape} in blocks of {block} {blocks}")
+    nested = None
+    if NESTED_ABSMAX in beside.entries or NESTED_MAP in beside.entries or scales.dtype is DType.U8:
+        nested = _nested(beside, texts, told, scales)
+    elif scales.dtype is not DType.F32:
+        raise FormatError(f"its absmax is {scales.dtype.label}, and not F32")
+    dtype = _DTYPES.get(str(told.get("dtype")))
+    if dtype is None:
+        raise FormatError(f"its quant_state has the dtype {shown(repr(told.get('dtype')))}")
+    return Composed(
+        dtype, shape, FourBits(Whole(values.key), Whole(scales.key), shape, block, beside.form, dtype, nested)
+    )
+
+
+def _nested(
+    beside: _Companions, texts: Mapping[str, bytes], told: Mapping[str, object], scales: TensorEntry
+) -> Nested:
+    found, offset = beside.entries.get(NESTED_ABSMAX), told.get("nested_offset")
+    if found is None or NESTED_MAP not in beside.entries or scales.dtype is not DType.U8:
+        raise FormatError("its scales are nested, and only a part of what belongs to that is stored")
+    if isinstance(offset, bool) or not isinstance(offset, int | float) or not abs(offset) <= _MOST_OFFSET:
+        raise FormatError(f"its quant_state has the nested_offset {shown(repr(offset))}")
+    if told.get("nested_blocksize") != _NESTED_BLOCK:
+        raise FormatError(
+            f"its scales are nested in blocks of {shown(repr(told.get('nested_blocksize')))}, not 256"
+        )
+    if found.dtype is not DType.F32 or numel(found.shape) != -(-numel(scales.shape) // _NESTED_BLOCK):
+        raise FormatError(f"its nested_absmax is {found.dtype.label} {found.shape}")
+    numbers = texts.get(NESTED_MAP, b"")
+    if beside.entries[NESTED_MAP].dtype is not DType.F32 or len(numbers) != _BYTES_OF_MAP:
+        raise FormatError("its nested_quant_map has not 256 float32")
+    return Nested(Whole(found.key), float(offset), struct.unpack("<256f", numbers))
+
+
+def _shape_in(told: Mapping[str, object]) -> tuple[int, ...]:
+    shape = told.get("shape")
+    if isinstance(shape, list) and 2 <= len(shape) <= 3 and all(type(n) is int and 0 < n < 1 << 40 for n in shape):
+        return tuple(shape)
+    raise FormatError(f"its quant_state has the shape {shown(repr(shape))}")
+
+
+def _require_map(texts: Mapping[str, bytes], end: str, numbers: Sequence[float]) -> None:
+    if texts.get(end) != struct.pack(f"<{len(numbers)}f", *numbers):
+        raise FormatError(f"its {end[1:]} is not there, or not the one that is known: other numbers would come out")
+
+
+_VALUES: Final = "qweight"
+_ZEROS: Final = "qzeros"
+_SCALES: Final = "scales"
+_GROUPS: Final = "g_idx"
+_WEIGHT: Final = "weight"
+
+_SCALE_DTYPES: Final = (DType.F16, DType.BF16, DType.F32)
+_WORD: Final = 32
+_ALL: Final = -1
+"""In place of the size of a group: all inputs."""
+
+_MOST_GROUP_BYTES: Final = 4 << 20
+_FAULTS: Final = "quantised layers whose tensors do not go together"
+
+
+@dataclass(frozen=True, slots=True)
+class _LayersInWords:
+    """How the layers of a checkpoint are stored.
+
+    Attributes:
+        sizes: bits of an integer, and inputs of a group, that layers have.
+        in_rows: words are of inputs, as those of GPTQ.
+        is_less_one: zero points are stored less 1.
+    """
+
+    sizes: frozenset[tuple[int, int]]
+    in_rows: bool = False
+    is_less_one: bool = False
+    is_kept: bool = False
+
+    def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+        found = {key: dict[str, TensorEntry]() for key in index.entries if _last(key) == _VALUES}
+        faults, composed, entries = FormatFaults(index.root), dict(index.composed), dict(index.entries)
+        for key, entry in index.entries.items():
+            layer = f"{key.removesuffix(_last(key))}{_VALUES}"
+            if layer in found:
+                found[layer][_last(key)] = entry
+            elif _last(key) in (_ZEROS, _GROUPS):
+                faults.add(_FAULTS, f"{shown(key)}: no {_VALUES} is stored that it belongs to")
+        with ThreadPoolExecutor(_READERS) as readers:
+            groups = dict(
+                zip(found, readers.map(lambda parts: _groups_in(reader, parts), found.values()), strict=True)
+            )
+        for key, parts in found.items():
+            try:
+                part = self._part(parts, groups[key])
+            except FormatError as error:
+                faults.add(_FAULTS, f"{shown(key)}: {error}")
+                continue
+            composed[f"{key.removesuffix(_VALUES)}{_WEIGHT}"] = Composed(part.dtype, part.shape, part)
+            for name in (_VALUES, _ZEROS):
+                entries[parts[name].key] = _words_as_bytes(parts[name])
+            if part.numbers is None and _GROUPS in parts:
+                del entries[parts[_GROUPS].key]
+        faults.raise_if_any()
+        return replace(index, entries=entries, composed=composed)
+
+    def _part(self, parts: Mapping[str, TensorEntry], groups: bytes | None) -> GroupedIntegers:
+        """Raises FormatError where what is stored of a layer makes no sense."""
+        if _WEIGHT in parts:
+            raise FormatError(f"{_WEIGHT} is stored, too")
+        for name, dtypes in ((_VALUES, (DType.I32,)), (_ZEROS, (DType.I32,)), (_SCALES, _SCALE_DTYPES)):
+            if name not in parts:
+                raise FormatError(f"{name} is not stored")
+            if parts[name].dtype not in dtypes or len(parts[name].shape) != 2 or not parts[name].numel:
+                wanted = ", ".join(dtype.label for dtype in dtypes)
+                raise FormatError(f"{name} is {_told(parts[name])}. It should be a matrix of {wanted}.")
+        values, zeros, scales = (parts[name] for name in (_VALUES, _ZEROS, _SCALES))
+        made = (self._fitting(values.shape, zeros.shape, scales.shape, *size) for size in self.sizes)
+        fitting = {found for found in made if found is not None}
+        if len(fitting) != 1:
+            sizes = " or ".join(f"{bits} bits in groups of {size}" for bits, size in sorted(self.sizes))
+            raise FormatError(
+                f"it is {values.shape}, {_ZEROS} {zeros.shape} and {_SCALES} {scales.shape}, which is "
+                f"{'more than one' if fitting else 'none'} of what quantization_config says: {sizes}"
+            )
+        ((bits, group, shape),) = fitting
+        return GroupedIntegers(
+            Whole(values.key),
+            Whole(zeros.key),
+            Whole(scales.key),
+            shape,
+            group,
+            scales.dtype,
+            bits,
+            self.in_rows,
+            self.is_less_one,
+            self._numbers(parts.get(_GROUPS), groups, shape[1], group),
+        )
+
+    def _fitting(
+        self, values: tuple[int, ...], zeros: tuple[int, ...], scales: tuple[int, ...], bits: int, size: int
+    ) -> tuple[int, int, tuple[int, int]] | None:
+        """Bits, the inputs of a group, and the shape (out, in) of a layer; None where it is not of these sizes."""
+        per_word = _WORD // bits
+        out, columns = (values[1], values[0] * per_word) if self.in_rows else (values[1] * per_word, values[0])
+        group = columns if size == _ALL else size
+        count = -(-columns // group)
+        fits = zeros == (count, out // per_word) and scales == (count, out) and out % per_word == 0
+        return (bits, group, (out, columns)) if fits else None
+
+    def _numbers(self, entry: TensorEntry | None, groups: bytes | None, columns: int, group: int) -> Whole | None:
+        """The group of each input, where it is stored and is another than its place says.
+
+        Raises:
+            FormatError: it makes no sense.
+        """
+        if entry is None:
+            return None
+        if groups is None or not self.in_rows or entry.shape != (columns,):
+            raise FormatError(f"{_GROUPS} is {_told(entry)}. GPTQ has I32 ({columns},), and AWQ none.")
+        if groups == _by_place(columns, group) or not any(groups):
+            return None
+        numbers, count = struct.unpack(f"<{columns}i", groups), -(-columns // group)
+        if min(numbers) < 0 or max(numbers) >= count:
+            raise FormatError(
+                f"{_GROUPS} has groups {min(numbers)} to {max(numbers)}, and there are scales for 0 to {count - 1}"
+            )
+        return Whole(entry.key)
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _told(entry: TensorEntry) -> str:
+    return f"{entry.dtype.label} {entry.shape}"
+
+
+def _words_as_bytes(words: TensorEntry) -> TensorEntry:
+    """The same words as bytes, of which each has the lower ones first."""
+    return replace(words, dtype=DType.U8, shape=(words.shape[0], 4 * words.shape[1]))
+
+
+def _groups_in(reader: StorageReader, parts: Mapping[str, TensorEntry]) -> bytes | None:
+    """What is stored as the groups of inputs; None where that is nothing, or not such groups."""
+    entry = parts.get(_GROUPS)
+    if entry is None or entry.dtype is not DType.I32 or not 0 < entry.nbytes <= _MOST_GROUP_BYTES:
+        return None
+    return reader.read(entry.file, entry.start, entry.stop)
+
+
+@lru_cache(maxsize=8)
+def _by_place(columns: int, group: int) -> bytes:
+    """The groups of inputs that are in groups one after the other."""
+    return struct.pack(f"<{columns}i", *(column // group for column in range(columns)))
+
+
+def _sizes(config: Mapping[str, Any], what: str, known: Collection[int]) -> tuple[int, int]:
+    """Bits and inputs of a group, as a config says.
+
+    Raises:
+        ConfigError: there are none, or these are not known.
+    """
+    bits = config.get("bits", config.get("w_bit"))
+    size = config.get("group_size", config.get("q_group_size", 128))
+    if type(bits) is not int or bits not in known:
+        raise unknown_form(f"{what} of bits={shown(repr(bits))}")
+    if type(size) is not int or (size != _ALL and (size < 1 or size % 8)):
+        raise unknown_form(f"{what} with group_size={shown(repr(size))}")
+    return bits, size
+
+
+def awq(config: Mapping[str, Any]) -> QuantisedForm:
+    """The form of AWQ's ``quantization_config``.
+
+    Raises:
+        ConfigError: it is one that is not known here: not of 4 bits, or not ``version: gemm``.
+    """
+    version = config.get("version") or config.get("format") or config.get("checkpoint_format") or "gemm"
+    if str(version).lower() != "gemm" or config.get("backend") == "llm-awq":
+        raise unknown_form(f"AWQ with version={shown(repr(version))}, and only 'gemm' is read")
+    return _LayersInWords(frozenset({_sizes(config, "AWQ", (4,))}))
+
+
+def gptq(config: Mapping[str, Any]) -> QuantisedForm:
+    """The form of GPTQ's ``quantization_config``.
+
+    Raises:
+        ConfigError: it is one that is not known here: not of 4 or 8 bits, or not ``gptq`` or ``gptq_v2``.
+    """
+    version = config.get("checkpoint_format") or config.get("format") or "gptq"
+    if version not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
+        raise unknown_form(
+            f"GPTQ with checkpoint_format={shown(repr(version))}, and only gptq and gptq_v2 are read"
+        )
+    if config.get("pack_dtype", "int32") != "int32":
+        raise unknown_form(f"GPTQ with pack_dtype={shown(repr(config['pack_dtype']))}")
+    rules = config.get("dynamic") or {}
+    if not isinstance(rules, Mapping) or not all(isinstance(rule, Mapping) for rule in rules.values()):
+        raise unknown_form(f"GPTQ with dynamic={shown(repr(rules))}")
+    told = [config, *({**config, **rule} for name, rule in rules.items() if not name.startswith("-:"))]
+    sizes = frozenset(_sizes(item, "GPTQ", (4, 8)) for item in told)
+    return _LayersInWords(sizes, in_rows=True, is_less_one=version == "gptq")

@@ -5,21 +5,22 @@ A format is one object that answers :class:`CheckpointFormat`, and a line in the
 :class:`IndexSoFar`; :mod:`shardwise.formats.joining` puts there what is made of views and chunks.
 
 A checkpoint of any format may be quantised. Which of its tensors belong together then is told by a
-:class:`QuantisedForm`, and a line in the table of :mod:`shardwise.formats.quantisation`.
+:class:`QuantisedForm`, and a line in the table of :mod:`shardwise.formats.opening`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NoReturn, Protocol, TypeAlias
 
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.formats.checkpoint_index import CheckpointIndex, Composed, TensorEntry
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
+from shardwise.tensors import ByteRange, DType, Strided, coalesce, numel
 
 LISTED = 20
 """How many names, or faults of one kind, a message lists."""
@@ -225,3 +226,197 @@ def is_there(reader: StorageReader, name: str) -> bool:
             return False
         raise
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A stored tensor: the bytes ``start <= i < stop`` of ``file``, row-major, little-endian."""
+
+    key: str
+    dtype: DType
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    stop: int
+
+    @property
+    def range(self) -> ByteRange:
+        return ByteRange(self.start, self.stop)
+
+    @property
+    def numel(self) -> int:
+        return numel(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An entry, by key, as it is."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Elements of an entry that is a flat run of them."""
+
+    key: str
+    strided: Strided
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Parts one after the other along a dimension."""
+
+    parts: tuple[ComposedPart, ...]
+    dim: int
+
+
+class Coded(Protocol):
+    """Numbers that are stored in few bits, with scales: plain data of a quantised form.
+
+    ``planning.load_memory`` has a table of what makes an expression of it, by ``kind``.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of all entries that it is made of."""
+        ...
+
+    def moved(self, to: Callable[[str], str]) -> Coded:
+        """The same of entries whose keys are ``to`` of those that they were."""
+        ...
+
+
+ComposedPart: TypeAlias = Whole | View | Joined | Coded
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A tensor that is made of entries."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    part: ComposedPart
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint, and the entries that it is made of: one, for most."""
+
+    key: str
+    dtype: DType
+    shape: tuple[int, ...]
+    entries: tuple[TensorEntry, ...]
+
+    @property
+    def numel(self) -> int:
+        return numel(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its own elements; those of its entries may be more."""
+        return self.numel * self.dtype.bits // 8
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """All that a checkpoint stores, without a byte of its tensors. Plain data: ranks send it to each other.
+
+    ``files`` are the files with tensors in name order, with their sizes in bytes; ``entries`` what lies in one run,
+    by key, file by file in the order of their bytes; ``metadata`` that of the files' headers and of the index file,
+    whose values count where both have one. ``composed`` are the tensors that are made of several entries, or of
+    parts of one; these entries are no tensors by themselves. ``wrapper`` is where in a nest of dicts the model was
+    found, as in "model"; ``ignored`` is what else was there, which is not loaded. ``quantised`` is the
+    ``quant_method`` of a checkpoint that is. ``spare`` are entries that are loaded into a model that has a tensor
+    of that name, and ignored otherwise.
+    """
+
+    root: str
+    files: Mapping[str, int]
+    entries: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str]
+    layout: str
+    composed: Mapping[str, Composed] = field(default_factory=dict)
+    wrapper: str = ""
+    ignored: tuple[str, ...] = ()
+    quantised: str = ""
+    spare: frozenset[str] = frozenset()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors, those that several share counted once, headers not counted."""
+        by_file = defaultdict(list)
+        for entry in self.entries.values():
+            by_file[entry.file].append(entry.range)
+        return sum(item.nbytes for ranges in by_file.values() for item in coalesce(ranges, max_gap_bytes=0))
+
+    def is_scaled(self, key: str) -> bool:
+        """Whether a tensor is stored in few bits, with scales: its dtype is that of the numbers."""
+        return key in self.composed and not isinstance(self.composed[key].part, Whole | View | Joined)
+
+    def tensors(self) -> list[StoredTensor]:
+        """Every tensor, in the order of the entries; composed ones last."""
+        parts = {key for item in self.composed.values() for key in entries_of(item.part)}
+        simple = [
+            StoredTensor(key, entry.dtype, entry.shape, (entry,))
+            for key, entry in self.entries.items()
+            if key not in parts and key not in self.spare
+        ]
+        return simple + [
+            StoredTensor(key, item.dtype, item.shape, tuple(self.entries[part] for part in entries_of(item.part)))
+            for key, item in self.composed.items()
+        ]
+
+
+def entries_of(part: ComposedPart) -> Iterator[str]:
+    """The keys of the entries that a part of a tensor is made of."""
+    match part:
+        case Whole(key) | View(key):
+            yield key
+        case Joined(parts):
+            for inner in parts:
+                yield from entries_of(inner)
+        case _:
+            yield from part.keys
+
+
+def parse_object(text: bytes, *, what: str) -> dict[str, object]:
+    """The JSON object in ``text``; ``what`` names it in messages (file and part of it).
+
+    Stricter than :func:`json.loads`: UTF-8 only, no key twice in one object, no NaN or Infinity, no lone
+    surrogates in names. A :class:`FormatError` for all else, never another exception.
+    """
+    try:
+        value = json.loads(
+            text.decode("utf-8"), object_pairs_hook=_object_of_distinct_keys, parse_constant=_refuse_constant
+        )
+    except (ValueError, RecursionError) as error:  # not UTF-8, too deep, our own refusals, integers of many digits
+        raise _fault(what, f"it is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise _fault(what, f"it is a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def _fault(what: str, cause: str) -> FormatError:
+    return FormatError(f"{what}: {cause}; the file is damaged or of another format: download or write it again")
+
+
+def _object_of_distinct_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result: dict[str, object] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {shown(key)} occurs twice")
+        key.encode()  # lone surrogates raise
+        result[key] = value
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -8,29 +8,41 @@ lies what ``torch.save`` made of the chunk. Source of the layout: torch's ``dist
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.nested_dicts import (
+from shardwise.formats.contract import (
+    CheckpointFormat,
+    CheckpointIndex,
+    FileSelection,
+    FormatFaults,
+    IndexSoFar,
+)
+from shardwise.formats.joining import (
     MAX_DEPTH,
     MAX_DIMS,
+    METADATA,
     Chunk,
     FoundTensor,
-    Path,
+    KeyPath,
     WrapperChoice,
+    add_ignored,
+    add_tensors,
     choose_model,
+    distributed_folders,
+    no_model,
+    where_models_are,
 )
-from shardwise.formats.pickles import Record, read_pickle
-from shardwise.formats.torch_file import each, read_torch_tensor
-from shardwise.formats.torch_values import DISTRIBUTED_METADATA
+from shardwise.formats.pickles import DISTRIBUTED_METADATA, Record, read_pickle
+from shardwise.formats.torch_files import each, read_torch_file, read_torch_tensor
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown, why_unsafe
 from shardwise.tensors import Box, ByteRange, DType
 
-METADATA = ".metadata"
 SUFFIX = ".distcp"
 MAX_METADATA_BYTES = 500_000_000
 """The longest metadata that is read: of some three million chunks."""
@@ -64,10 +76,10 @@ class DistributedMetadata:
     were, with numbers where there were lists, of all that is there.
     """
 
-    tensors: Mapping[Path, SavedTensor]
-    others: tuple[tuple[Path, str], ...]
-    objects: Mapping[Path, ChunkPlace] = field(default_factory=dict)
-    levels: Mapping[Path, tuple[str | int, ...]] = field(default_factory=dict)
+    tensors: Mapping[KeyPath, SavedTensor]
+    others: tuple[tuple[KeyPath, str], ...]
+    objects: Mapping[KeyPath, ChunkPlace] = field(default_factory=dict)
+    levels: Mapping[KeyPath, tuple[str | int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +89,7 @@ class DistributedFiles:
     files: Mapping[str, int]
     tensors: tuple[FoundTensor, ...]
     choice: WrapperChoice
-    others: tuple[tuple[Path, str], ...]
+    others: tuple[tuple[KeyPath, str], ...]
 
 
 def read_metadata(reader: StorageReader, folder: str = "") -> DistributedMetadata:
@@ -93,7 +105,7 @@ def read_metadata(reader: StorageReader, folder: str = "") -> DistributedMetadat
 def read_distributed(
     reader: StorageReader,
     folder: str = "",
-    choose: Callable[[Collection[Path]], WrapperChoice | None] = choose_model,
+    choose: Callable[[Collection[KeyPath]], WrapperChoice | None] = choose_model,
     metadata: DistributedMetadata | None = None,
 ) -> DistributedFiles | None:
     """The model in ``folder`` (empty, or ending in a slash) of a storage; None where it holds an optimizer only.
@@ -188,10 +200,10 @@ class _Parser:
         places = self.places(self.mapping(fields.get("storage_data"), "storage_data"))
         paths = fields.get("planner_data")
         paths = paths if isinstance(paths, dict) else {}
-        tensors: dict[Path, SavedTensor] = {}
-        others: list[tuple[Path, str]] = []
-        objects: dict[Path, ChunkPlace] = {}
-        levels: dict[Path, tuple[str | int, ...]] = {}
+        tensors: dict[KeyPath, SavedTensor] = {}
+        others: list[tuple[KeyPath, str]] = []
+        objects: dict[KeyPath, ChunkPlace] = {}
+        levels: dict[KeyPath, tuple[str | int, ...]] = {}
         known: set[tuple[object, ...]] = set()
         for key, item in described.items():
             if not isinstance(key, str) or not isinstance(item, Record):
@@ -308,7 +320,7 @@ class _Parser:
             self.refuse(f"{shown(key)} has no dtype that can be loaded")
         return dtype
 
-    def path(self, key: str, given: object) -> Path:
+    def path(self, key: str, given: object) -> KeyPath:
         """The keys that lead to a tensor: told by the planner, which flattens nested dicts; else the key alone.
 
         Joined by dots they are ``key``, so that no two tensors have one path.
@@ -318,3 +330,105 @@ class _Parser:
         names = tuple(str(part) for part in given if isinstance(part, str | int))
         # What a planner of another kind says is not believed: joined, the names are the key.
         return names if ".".join(names) == key else (key,)
+
+
+_LAYOUT: Final = "torch distributed checkpoint"
+_MODEL_FOLDERS = ("pytorch_model_fsdp_*", "model", "distributed_checkpoint")
+
+
+class _DistributedFolders:
+    usual = ()
+    probed = (METADATA,)
+    endings = ()
+    looked_for = (METADATA,)
+
+    def is_named(self, name: str) -> bool:
+        return name.rpartition("/")[2] == METADATA
+
+    def select(
+        self,
+        reader: StorageReader,  # noqa: ARG002 - as any format
+        name: str,
+        faults: FormatFaults,  # noqa: ARG002
+    ) -> FileSelection:
+        return FileSelection(_LAYOUT, [], folder=name.removesuffix(METADATA))
+
+    def find(
+        self,
+        reader: StorageReader,
+        names: Sequence[str],
+        faults: FormatFaults,  # noqa: ARG002 - as any format
+    ) -> FileSelection | None:
+        if METADATA in names:
+            return FileSelection(_LAYOUT, [])
+        models = [
+            folder
+            for folder in distributed_folders(names)
+            if any(fnmatchcase(folder, pattern) for pattern in _MODEL_FOLDERS)
+        ]
+        if len(models) == 1:
+            return FileSelection(_LAYOUT, [], folder=f"{models[0]}/")
+        chunks = [name for name in names if name.endswith(SUFFIX) and name.count("/") <= 1]
+        if not chunks and not distributed_folders(names):
+            return None
+        if any("/" not in name for name in chunks):
+            text = (
+                f"{reader.root}: there are {sum('/' not in name for name in chunks)} {SUFFIX} files, but no "
+                f"{METADATA}, which says what is in them and is written last, by rank 0"
+            )
+            remedy = f"copy {METADATA} here from the machine of rank 0, or take a save that was completed"
+        else:
+            text = f"{reader.root}: no weights found, but folders of torch.distributed.checkpoint"
+            remedy = f"the folders with {SUFFIX} files lack their {METADATA}: take a save that was completed"
+        raise FormatError(f"{text}\n{where_models_are(reader, names) or remedy}")
+
+    def hints(self, names: Sequence[str]) -> list[str]:  # noqa: ARG002 - as any format
+        return []
+
+    def read(
+        self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
+    ) -> None:
+        contents = read_distributed(reader, selection.folder)
+        if contents is None:
+            raise no_model(reader, f"{selection.folder}{METADATA}")
+        found.files.update(contents.files)
+        add_ignored(contents.others, contents.choice, found)
+        add_tensors(contents.tensors, contents.choice, found, faults)
+
+
+FORMAT: Final[CheckpointFormat] = _DistributedFolders()
+
+
+def open_state(
+    reader: StorageReader, file: str | None = None, metadata: DistributedMetadata | None = None
+) -> CheckpointIndex:
+    """All tensors of a folder of ``torch.distributed.checkpoint``, an optimizer's too, under whole paths.
+
+    Or those of one ``file`` of ``torch.save``. The folder's ``metadata`` are read where they are not given.
+    Raises as :func:`open_checkpoint`.
+    """
+    faults, found = FormatFaults(reader.root), IndexSoFar()
+    if file is not None:
+        saved = read_torch_file(reader, file)
+        found.files[saved.file] = saved.file_nbytes
+        add_tensors(saved.tensors, WrapperChoice((), ()), found, faults)
+        faults.raise_if_any()
+        return CheckpointIndex(reader.root, found.files, found.entries, {}, "torch file", found.composed)
+    metadata = read_metadata(reader) if metadata is None else metadata
+    contents = read_distributed(reader, choose=lambda _: WrapperChoice((), ()), metadata=metadata)
+    assert contents is not None
+    found.files.update(contents.files)
+    for place in metadata.objects.values():
+        found.files.setdefault(place.file, reader.size(place.file))
+    add_tensors(contents.tensors, contents.choice, found, faults)
+    faults.raise_if_any()
+    layout = "torch distributed checkpoint"
+    return CheckpointIndex(reader.root, found.files, found.entries, {}, layout, found.composed)
+
+
+def holds_optimizer(reader: StorageReader) -> bool:
+    """Whether a folder of ``torch.distributed.checkpoint`` has an optimizer's state and no model."""
+    if METADATA not in reader.list():
+        return False
+    tensors = read_metadata(reader).tensors
+    return bool(tensors) and choose_model(tensors) is None

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardwise.errors import ConfigError, FormatError
-from shardwise.formats.safetensors_header import FileHeader, read_header
-from shardwise.formats.strict_json import parse_object
+from shardwise.formats.contract import parse_object
+from shardwise.formats.safetensors_files import FileHeader, read_header
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 

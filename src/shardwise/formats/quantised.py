@@ -17,9 +17,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 from shardwise.errors import ConfigError, FormatError
-from shardwise.formats.checkpoint_index import CheckpointIndex, Composed, TensorEntry, Whole
 from shardwise.formats.coded import Scaled, Zeros
-from shardwise.formats.contract import OF_ACTIVATIONS, QuantisedForm, names_beside, unknown_form
+from shardwise.formats.contract import (
+    OF_ACTIVATIONS,
+    CheckpointIndex,
+    Composed,
+    QuantisedForm,
+    TensorEntry,
+    Whole,
+    names_beside,
+    unknown_form,
+)
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Code, DType, numel

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.conversion import Expression
+from shardwise.conversion.expression import Expression
 from shardwise.engines.model_states import set_values
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.execution.agreed import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
@@ -28,7 +28,7 @@ from shardwise.models.rebind import Bound, look_at, require_steps_shards
 from shardwise.models.view import look_inside, without_compile
 from shardwise.planning.load_plan import Ignore
 from shardwise.planning.matching import Tolerance
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading import LocalReader
 
 _awaited: weakref.WeakKeyDictionary[nn.Module, list[Awaited]] = weakref.WeakKeyDictionary()
 """What models wait for that are being prepared: once they are wrapped, their parameters are other objects."""

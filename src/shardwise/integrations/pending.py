@@ -21,19 +21,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.conversion import Expression
+from shardwise.conversion.expression import Expression
 from shardwise.engines.bringing_up import decide_ties
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.opening import OpenSource, read_index
 from shardwise.engines.outline import Outline, outline_of
 from shardwise.errors import CoverageError
 from shardwise.execution.world import World
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.models import pretrained
 from shardwise.models.torch_words import buffers_of, parameters_of, writes_to
 from shardwise.models.view import Held, look_inside
-from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.opening import OpenStorage
+from shardwise.storage.reading import LocalReader, OpenStorage
 from shardwise.tuning import peft_compat
 
 

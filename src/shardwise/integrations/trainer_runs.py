@@ -33,7 +33,7 @@ from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
 from shardwise.interchange.trainer_folder import STATE_FILE, TrainerFolder
 from shardwise.planning import fingerprints
 from shardwise.planning.commit import on_its_way
-from shardwise.storage.writing.folders_writer import FoldersWriter, folders_in, remove_files
+from shardwise.storage.writing import FoldersWriter, folders_in, remove_files
 
 FACTS_FILE = "shardwise.trainer.json"
 BEGUN_FILE = "shardwise.begun"

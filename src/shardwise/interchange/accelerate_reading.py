@@ -45,7 +45,7 @@ from shardwise.formats.accelerate_names import (
     WholeFile,
     find,
 )
-from shardwise.formats.distributed import METADATA
+from shardwise.formats.joining import METADATA
 from shardwise.interchange.accelerate_writing import beside_trained
 from shardwise.models.optimizer_state import Given, ParameterOrder, read, with_names
 from shardwise.models.rebind import label
@@ -55,7 +55,7 @@ from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import Ignore
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.report.reports import StateReport
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading import LocalReader
 
 _MOST_DIGITS = 10
 """Of the number of a parameter; what is longer is a name."""

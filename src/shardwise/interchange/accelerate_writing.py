@@ -29,7 +29,7 @@ from shardwise.planning.commit import WrittenFiles
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import FileForm, require_file_form
 from shardwise.report.save_reports import FilesReport
-from shardwise.storage.writing.folders_writer import FoldersWriter
+from shardwise.storage.writing import FoldersWriter
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from shardwise.execution.world import World
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, SavedKind
 from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS
 from shardwise.models.optimizer_kind import why_unlike
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading import LocalReader
 
 STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILE = "optimizer.pt"

@@ -12,7 +12,8 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from shardwise.conversion import Bindings, Expression, Hole, concat, slice_dim
+from shardwise.conversion.computed import Bindings
+from shardwise.conversion.expression import Expression, Hole, concat, slice_dim
 from shardwise.errors import ConfigError, FormatError
 from shardwise.models import pretrained
 from shardwise.models.torch_words import to_torch

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationMethod
 
-from shardwise.conversion import Bindings, Expression, permute
-from shardwise.conversion.four_bit import quantise_rows
-from shardwise.conversion.nested_scales import nest
+from shardwise.conversion.computed import Bindings
+from shardwise.conversion.expression import Expression, permute
+from shardwise.conversion.four_bit import nest, quantise_rows
 from shardwise.conversion.packed import nested_as_stored, packed, stored_form, stored_rows
 from shardwise.errors import ConfigError
 from shardwise.models.four_bit_experts import (

@@ -22,13 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.conversion import (
-    Bindings,
-    Computed,
+from shardwise.conversion.computed import Bindings, Computed, WholeOperation, computes
+from shardwise.conversion.expression import (
     Expression,
     Stored,
-    WholeOperation,
-    computes,
     concat,
     key_of,
     permute,

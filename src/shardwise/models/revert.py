@@ -10,7 +10,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from shardwise.conversion import Computed, Expression, Stored, WholeOperation
+from shardwise.conversion.computed import Computed, WholeOperation
+from shardwise.conversion.expression import Expression, Stored
 from shardwise.layout import ModelLayout, TensorLayout
 from shardwise.models import pretrained
 from shardwise.models.key_conversions import ModelFacade, NotStructural, Recorded

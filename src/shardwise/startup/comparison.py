@@ -20,12 +20,12 @@ import numpy as np
 from shardwise.errors import ConfigError, FormatError, ShardwiseError, StorageError
 from shardwise.execution.memory import host_memory
 from shardwise.execution.spawned import RanksLateError
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
 from shardwise.observing.observer import Floats, PhaseSpan, RankRecord, RunRecord, read_run
 from shardwise.pictures import PageSection, Panel, Table, draw_panels, draw_report
 from shardwise.report.names import in_bytes
-from shardwise.storage.hub import resolve
+from shardwise.storage.remote import resolve
 
 OURS = "shardwise"
 PHASES = LOAD, WRAP, OPTIMIZER = "load", "wrap", "optimizer"

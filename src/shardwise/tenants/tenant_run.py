@@ -24,7 +24,7 @@ from shardwise.engines.save_plan import SaveOptions
 from shardwise.errors import ConfigError, FormatError, TrainingError
 from shardwise.execution.collectives import naming_the_lost
 from shardwise.execution.world import World
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.writing import open_writer
 from shardwise.tenants.tenant_configs import read_tenants
 from shardwise.tenants.tenant_rows import MicroBatch, StepOrder, TokenBudget, TokenizedRows, tokenized
 from shardwise.training import setup as trl_setup

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 
-from shardwise.conversion import Bindings, Expression
+from shardwise.conversion.computed import Bindings
+from shardwise.conversion.expression import Expression
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.models.build import Additions, RowNorms
 from shardwise.models.four_bit_experts import are_experts_in_four_bits, shown_as_numbers

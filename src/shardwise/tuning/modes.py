@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
-    from shardwise.conversion import Bindings
+    from shardwise.conversion.computed import Bindings
     from shardwise.models.selection import Selection
     from shardwise.tuning.lora import Adapter
     from shardwise.tuning.selecting import Tuned

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.conversion import Bindings
+from shardwise.conversion.computed import Bindings
 from shardwise.errors import ConfigError
 from shardwise.models import pretrained
 from shardwise.models.build import Additions
