@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.conversion.computed import copies, view
-from shardwise.conversion.expression import Expression, Stored
+from shardwise.conversion.computed import copies
+from shardwise.conversion.expression import Expression, Stored, view
 from shardwise.tensors import Box, DType, Strided
 
 

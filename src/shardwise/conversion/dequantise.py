@@ -32,21 +32,17 @@ _STRIP_ELEMENTS = 1 << 18
 """What is evaluated at once, within a core's cache or nearly so. With less, several threads would wait for each
 other between any two steps, more often than it is worth."""
 
-_GROUP_BYTES = 16
-"""Of memory for the group of a column, as it is stored and as an index."""
-
 _STRIP_BYTES = 12
 """Of memory for each element of a strip: its number, a scale where each needs its own, and an index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dequantise:
-    """``out[i, j] = (codes[i, j] - zeros[i // unit[0], group(j)]) * scales[i // unit[0], group(j)]``, in float32.
+    """``out[i, j] = (codes[i, j] - zeros[i // unit[0], j // unit[1]]) * scales[i // unit[0], j // unit[1]]``.
 
-    ``group(j)`` is ``j // unit[1]``, or what an input says; the same for any number of dimensions. Indices are
-    those of the whole tensor, so that any part of it has the scales that are its own. Blocks at the end of a
-    dimension may be smaller than the unit. Inputs are codes, scales, and those of the last three that there are,
-    in their order.
+    Computed in float32; the same for any number of dimensions. Indices are those of the whole tensor, so that any
+    part of it has the scales that are its own. Blocks at the end of a dimension may be smaller than the unit.
+    Inputs are codes, scales, and those of the last two that there are, in their order.
 
     Attributes:
         shape: of the result.
@@ -56,7 +52,6 @@ class Dequantise:
             formats; 255 is NaN).
         overall: of an input with one number for the whole tensor: scales are multiplied by it to this power.
         has_zeros: an input has a zero point for each scale.
-        has_groups: an input has the block for each index of the last dimension.
         rounds_to: each result is rounded to this dtype, before it is cast to any other: F32, BF16 or F16.
     """
 
@@ -66,7 +61,6 @@ class Dequantise:
     has_exponents: bool = False
     overall: int = 0
     has_zeros: bool = False
-    has_groups: bool = False
     rounds_to: DType = DType.F32
     label: str = "dequantising"
 
@@ -79,10 +73,8 @@ class Dequantise:
                 needs.append(Box((0,), (1,)))
             if self.has_zeros:
                 needs.append(needs[1])
-            if self.has_groups:
-                needs.append(Box(box.offsets[-1:], box.sizes[-1:]))
             scales = needs[1].numel if self.unit else 0
-            yield ComputedBlock(tuple(needs), {_OUT: box}, self._nbytes(box.numel, scales, box.sizes[-1]))
+            yield ComputedBlock(tuple(needs), {_OUT: box}, self._nbytes(box.numel, scales))
 
     @property
     def _whole_bytes(self) -> Shape:
@@ -96,32 +88,20 @@ class Dequantise:
     def _scales_of(self, box: Box) -> Box:
         starts = [at // size for at, size in zip(box.offsets, self.unit, strict=True)]
         stops = [-(-(at + size) // unit) for at, size, unit in zip(box.offsets, box.sizes, self.unit, strict=True)]
-        if self.has_groups:
-            starts[-1], stops[-1] = 0, self._group_count
         return Box(tuple(starts), tuple(b - a for a, b in zip(starts, stops, strict=True)))
-
-    @property
-    def _group_count(self) -> int:
-        return -(-self.shape[-1] // self.unit[-1])
 
     @property
     def _a_scale(self) -> int:
         """Bytes of memory that a scale takes: three times itself, and its zero point as often."""
         return 24 if self.has_zeros else 12
 
-    def _nbytes(self, elements: int, scales: int, columns: int) -> int:
-        """Of a block: stored, its numbers as float32, its scales, their groups twice, and what a strip takes."""
-        groups = _GROUP_BYTES * columns if self.has_groups else 0
-        return 5 * elements + self._a_scale * scales + groups + _STRIP_BYTES * min(elements, _STRIP_ELEMENTS)
+    def _nbytes(self, elements: int, scales: int) -> int:
+        """Of a block: stored, its numbers as float32, its scales, and what a strip takes."""
+        return 5 * elements + self._a_scale * scales + _STRIP_BYTES * min(elements, _STRIP_ELEMENTS)
 
     def _most_elements(self, most_bytes: int) -> int:
         """Of a block of at most so many bytes, whose rows are whole or of which each is of one row."""
-        an_element = 5
-        if self.has_groups:  # a part of a row has the scales of all of it
-            most_bytes = max(0, most_bytes - self._a_scale * self._group_count)
-            an_element += self._a_scale + _GROUP_BYTES
-        elif self.unit:
-            an_element += -(-self._a_scale // self.unit[-1])
+        an_element = 5 - (-self._a_scale // self.unit[-1] if self.unit else 0)
         small = most_bytes // (an_element + _STRIP_BYTES)
         if small < _STRIP_ELEMENTS:
             return small
@@ -133,21 +113,18 @@ class Dequantise:
         return {_OUT: numbers}
 
     def evaluate_into(self, block: ComputedBlock, values: Sequence[Any], outputs: Mapping[str, Any]) -> None:
-        """Raises :class:`BadValues` for scales that are not finite, a number for all that is 0, and groups."""
+        """Raises :class:`BadValues` for scales that are not finite, and a number for all that is 0."""
         box = block.gives[_OUT]
-        stored, factors, zeros, groups = self._inputs(values)
+        stored, factors, zeros = self._inputs(values)
         table = _numbers_by_byte(self.code, stored)
         for strip in aligned_blocks([box], self.shape, self._whole_bytes, _STRIP_ELEMENTS):
             part = _part(stored, self._bytes_of(strip), self._bytes_of(box))
             numbers = table.index_select(0, part.int().view(-1)).view(strip.sizes)
-            mine = (
-                None if groups is None else groups.narrow(0, strip.offsets[-1] - box.offsets[-1], strip.sizes[-1])
-            )
             if zeros is not None:
-                by_block, spread = self._spread(numbers, self._of_strip(zeros, strip, box), strip, mine)
+                by_block, spread = self._spread(numbers, self._of_strip(zeros, strip, box), strip)
                 by_block.sub_(spread)
             if factors is not None:
-                by_block, spread = self._spread(numbers, self._of_strip(factors, strip, box), strip, mine)
+                by_block, spread = self._spread(numbers, self._of_strip(factors, strip, box), strip)
                 by_block.mul_(spread)
             _part(outputs[_OUT], strip, box).copy_(self._rounded(numbers))
 
@@ -160,11 +137,11 @@ class Dequantise:
             case _:
                 return numbers
 
-    def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
-        """The codes; scales and zero points as float32, and groups, or None."""
+    def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """The codes; scales and zero points as float32, or None."""
         stored, *rest = values
         if not self.unit:
-            return stored, None, None, None
+            return stored, None, None
         scales, *rest = rest
         factors = scales.float()
         if self.has_exponents and not scales.is_floating_point():
@@ -185,25 +162,16 @@ class Dequantise:
             raise BadValues(
                 "a zero point is NaN or infinite. Download or write the checkpoint again.", 2 + bool(self.overall)
             )
-        groups = rest.pop(0).long() if self.has_groups else None
-        if groups is not None and bool(((groups < 0) | (groups >= self._group_count)).any()):
-            raise BadValues(
-                f"groups of columns are {int(groups.min())} to {int(groups.max())}, and there are scales for 0 to "
-                f"{self._group_count - 1}. Download or write the checkpoint again.",
-                len(values) - 1,
-            )
-        return stored, factors, zeros, groups
+        return stored, factors, zeros
 
     def _of_strip(self, scales: Any, strip: Box, box: Box) -> Any:
         return _part(scales, self._scales_of(strip), self._scales_of(box))
 
-    def _spread(self, numbers: Any, scales: Any, box: Box, groups: Any) -> tuple[Any, Any]:
+    def _spread(self, numbers: Any, scales: Any, box: Box) -> tuple[Any, Any]:
         """Numbers by block, and a scale (or a zero point) of each, of shapes that go together."""
         *outer, last = range(len(box.sizes))
         for dim in outer:
             scales = self._repeated(scales, dim, box)
-        if groups is not None:
-            return numbers, scales.index_select(last, groups)
         unit, at, width = self.unit[last], box.offsets[last], box.sizes[last]
         if at % unit == 0 and width % unit == 0:
             return numbers.view(*box.sizes[:-1], width // unit, unit), scales.unsqueeze(-1)
@@ -286,34 +254,24 @@ def dequantised(
             as many groups as columns.
     """
     shape, unit = tuple(shape), tuple(unit)
-    codes = _bytes(values, shape, code)
     counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
-    operation = Dequantise(
-        shape,
-        unit,
-        code,
-        has_exponents,
-        0 if overall is None else overall[1],
-        zeros is not None,
-        groups is not None,
-        rounds_to,
-    )
-    sources = [codes]
-    for found in (scales, zeros):
-        if found is not None and numel(found.shape) != numel(counts):
-            raise ValueError(f"{found} has {found.shape}, and blocks of {unit} want {counts}")
-    sources.append(reshape(scales, counts))
-    if overall is not None:
-        sources.append(reshape(overall[0], (1,)))
-    if zeros is not None:
-        sources.append(reshape(zeros, counts))
+    beside = [reshape(scales, counts), *([] if zeros is None else [reshape(zeros, counts)])]
     if groups is not None:
-        if numel(groups.shape) != shape[-1]:
-            raise ValueError(
-                f"{groups} has {groups.shape}, and one group for each of {shape[-1]} columns is wanted"
-            )
-        sources.append(reshape(groups, shape[-1:]))
-    return Computed(operation, _OUT, shape, rounds_to, tuple(sources))
+        beside = [_by_column(found, reshape(groups, shape[-1:])) for found in beside]
+        unit = (*unit[:-1], 1)
+    if overall is not None:
+        beside.insert(1, reshape(overall[0], (1,)))
+    power = 0 if overall is None else overall[1]
+    operation = Dequantise(shape, unit, code, has_exponents, power, zeros is not None, rounds_to)
+    sources = (_bytes(values, shape, code), *beside)
+    return Computed(operation, _OUT, shape, rounds_to, sources)
+
+
+def _by_column(found: Expression, groups: Expression) -> Expression:
+    """A scale, or a zero point, for each index of the last dimension, of those of its blocks."""
+    *outer, count = found.shape
+    rows = _rows(permute(reshape(found, (numel(outer), count)), (1, 0)), groups)
+    return reshape(permute(rows, (1, 0)), (*outer, groups.shape[0]))
 
 
 def _bytes(values: Expression, shape: Sequence[int], code: Code) -> Expression:
@@ -352,7 +310,7 @@ class AddToWords:
 
 @dataclass(frozen=True, slots=True)
 class ChosenRows:
-    """``out[i, j] = rows[numbers[i], j]``, as float32.
+    """``out[i, j] = rows[numbers[i], j]``; floats as float32, integers as they are.
 
     Attributes:
         count: of the rows.
@@ -384,13 +342,14 @@ class ChosenRows:
                 f"{self.count - 1}. Download or write the checkpoint again.",
                 1,
             )
-        return {_OUT: rows.float().index_select(0, numbers.long())}
+        return {_OUT: (rows.float() if rows.is_floating_point() else rows).index_select(0, numbers.long())}
 
 
 def _rows(source: Expression, numbers: Expression) -> Expression:
     """See :class:`ChosenRows`; ``source`` is (count, columns), ``numbers`` are integers (rows,)."""
     shape = (numbers.shape[0], source.shape[1])
-    return Computed(ChosenRows(source.shape[0], shape), _OUT, shape, DType.F32, (source, numbers))
+    dtype = DType.F32 if source.dtype.kind == "float" else source.dtype
+    return Computed(ChosenRows(source.shape[0], shape), _OUT, shape, dtype, (source, numbers))
 
 
 def columns_in_words(

@@ -329,15 +329,6 @@ def nested_codes(absmax: Any, start: int, nested: Any, offset: Any) -> Any:
     return codes
 
 
-def unnest(codes: Any, start: int, nested: Any, offset: Any) -> Any:
-    """The scales (float32) that codes stand for, the first of which is the weight's ``start``-th."""
-    scales = codes.new_empty(0).float().new_empty(codes.shape)
-    flat = scales.view(-1).numpy()
-    np.take(_dynamic_numbers(), codes.detach().reshape(-1).numpy(), out=flat, mode="clip")
-    np.multiply(flat, _by_scale(nested, start, flat.size), out=flat)
-    return scales.add_(offset)
-
-
 def _check_scales(absmax: Any) -> None:
     if absmax.dtype != absmax.new_empty(0).float().dtype or not absmax.isfinite().all():
         raise ValueError(f"scales are float32 and finite; these are {absmax.dtype}, or not finite")

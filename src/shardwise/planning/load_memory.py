@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from shardwise._face import found_at
-from shardwise.conversion.computed import Computed, SmallestBlocks, computed_leaves, computes, view
-from shardwise.conversion.expression import Expression, Stored, concat, rows_stored, stored_leaves
+from shardwise.conversion.computed import Computed, SmallestBlocks, computed_leaves, computes
+from shardwise.conversion.expression import Expression, Stored, concat, rows_stored, stored_leaves, view
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.formats.contract import CheckpointIndex, ComposedPart, Joined, View, Whole
 from shardwise.layout import LocalBox, Spread, TensorKind, TensorLayout
