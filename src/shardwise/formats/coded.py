@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 from shardwise.errors import FormatError
 from shardwise.formats.contract import (
@@ -17,6 +16,8 @@ from shardwise.formats.contract import (
     QuantisedForm,
     TensorEntry,
     Whole,
+    contents,
+    entries_of,
     parse_object,
     unknown_form,
 )
@@ -68,26 +69,6 @@ class Scaled:
 
     kind: ClassVar[str] = "scaled"
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        overall = None if self.overall is None else self.overall[0]
-        zeros = None if self.zeros is None else self.zeros.values
-        further = (part.key for part in (overall, zeros, self.groups) if part is not None)
-        return (self.values.key, self.scales.key, *further)
-
-    def moved(self, to: Callable[[str], str]) -> Scaled:
-        def there(part: Whole) -> Whole:
-            return Whole(to(part.key))
-
-        return replace(
-            self,
-            values=there(self.values),
-            scales=there(self.scales),
-            overall=None if self.overall is None else (there(self.overall[0]), self.overall[1]),
-            zeros=None if self.zeros is None else replace(self.zeros, values=there(self.zeros.values)),
-            groups=None if self.groups is None else there(self.groups),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Nested:
@@ -128,14 +109,6 @@ class FourBits:
 
     kind: ClassVar[str] = "four bits"
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return (self.values.key, self.scales.key, *([] if self.nested is None else [self.nested.scales.key]))
-
-    def moved(self, to: Callable[[str], str]) -> FourBits:
-        nested = None if self.nested is None else replace(self.nested, scales=Whole(to(self.nested.scales.key)))
-        return replace(self, values=Whole(to(self.values.key)), scales=Whole(to(self.scales.key)), nested=nested)
-
 
 @dataclass(frozen=True, slots=True)
 class GroupedIntegers:
@@ -168,33 +141,23 @@ class GroupedIntegers:
 
     kind: ClassVar[str] = "grouped"
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        beside = () if self.numbers is None else (self.numbers.key,)
-        return (self.values.key, self.zeros.key, self.scales.key, *beside)
-
-    def moved(self, to: Callable[[str], str]) -> GroupedIntegers:
-        values, zeros, scales = (Whole(to(item.key)) for item in (self.values, self.zeros, self.scales))
-        numbers = None if self.numbers is None else Whole(to(self.numbers.key))
-        return replace(self, values=values, zeros=zeros, scales=scales, numbers=numbers)
-
 
 ABSMAX = ".absmax"
 QUANT_MAP = ".quant_map"
 NESTED_ABSMAX = ".nested_absmax"
 NESTED_MAP = ".nested_quant_map"
 QUANT_STATE = ".quant_state.bitsandbytes__"
+_ENDS = (ABSMAX, QUANT_MAP, NESTED_ABSMAX, NESTED_MAP)
 
 _DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _MOST_STATE_BYTES = 1 << 16
-_READERS = 8
 _NESTED_BLOCK = 256
 _BYTES_OF_MAP = 4 * 256
 _MOST_OFFSET = 3.4e38
 """A float32, nearly; an integer of JSON may be too large for any float."""
 
-_SHOWN = 5
+_FOUR_BIT_FAULTS: Final = "weights in four bits that do not go with what lies beside them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +166,29 @@ class _Companions:
 
     Attributes:
         form: what four bits stand for, by the name of the JSON.
-        entries: by the end of their keys; ``state`` is the JSON.
+        state: the JSON.
+        entries: by the end of their keys.
     """
 
     form: Form4
     state: TensorEntry
     entries: Mapping[str, TensorEntry]
+
+    @classmethod
+    def of(cls, index: CheckpointIndex, key: str) -> Self | None:
+        """What lies beside an entry, where it is packed bytes."""
+        for form in Form4:
+            state = index.entries.get(f"{key}{QUANT_STATE}{form.value}")
+            if state is not None:
+                entries = {end: index.entries[f"{key}{end}"] for end in _ENDS if f"{key}{end}" in index.entries}
+                return cls(form, state, entries)
+        return None
+
+    @property
+    def small(self) -> list[TensorEntry]:
+        """What is read of it."""
+        maps = [self.entries[end] for end in (QUANT_MAP, NESTED_MAP) if end in self.entries]
+        return [entry for entry in (self.state, *maps) if entry.nbytes <= _MOST_STATE_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +198,26 @@ class _PackedFourBits:
     is_kept: bool = True
 
     def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
-        return with_four_bits(reader, index)
+        faults, composed, used = FormatFaults(index.root), dict[str, Composed](), set[str]()
+        found = {key: beside for key in index.entries if (beside := _Companions.of(index, key)) is not None}
+        texts = contents(reader, [entry for beside in found.values() for entry in beside.small])
+        for key, beside in found.items():
+            used |= {beside.state.key, *(entry.key for entry in beside.entries.values())}
+            try:
+                composed[key] = _composed(index.entries[key], beside, texts)
+            except FormatError as error:
+                faults.add(_FOUR_BIT_FAULTS, f"{shown(key)}: {error}")
+        for key in index.entries:
+            if key not in used and (key.endswith(_ENDS) or QUANT_STATE in key):
+                faults.add(
+                    _FOUR_BIT_FAULTS, f"{shown(key)} belongs to packed bytes that are not stored, or not whole"
+                )
+        faults.raise_if_any()
+        kept = {entry for item in composed.values() for entry in entries_of(item.part)}
+        entries = {key: entry for key, entry in index.entries.items() if key not in used or key in kept}
+        # Bytes, whatever dtype they are stored under (``bnb_4bit_quant_storage``).
+        flat = {key: replace(entries[key], dtype=DType.U8, shape=(entries[key].nbytes,)) for key in composed}
+        return replace(index, entries=entries | flat, composed={**index.composed, **composed})
 
 
 def bitsandbytes(config: Mapping[str, Any]) -> QuantisedForm:
@@ -232,82 +231,15 @@ def bitsandbytes(config: Mapping[str, Any]) -> QuantisedForm:
     raise unknown_form(f"quant_method {shown(repr(config.get('quant_method')))}")
 
 
-def with_four_bits(reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
-    """The same checkpoint with numbers in place of packed bytes and what lies beside them.
-
-    Raises:
-        FormatError: naming what is half there, or makes no sense.
-        StorageError: it cannot be read.
-    """
-    faults: list[str] = []
-    found = {key: beside for key in index.entries if (beside := _companions_of(index, key)) is not None}
-    with ThreadPoolExecutor(_READERS) as readers:
-        read = readers.map(lambda beside: _small(reader, beside), found.values())
-        texts = dict(zip(found, read, strict=True))
-    composed: dict[str, Composed] = {}
-    used: set[str] = set()
-    for key, beside in found.items():
-        used |= {beside.state.key, *(entry.key for entry in beside.entries.values())}
-        try:
-            composed[key] = _composed(index.entries[key], beside, texts[key])
-        except FormatError as error:
-            faults.append(f"{shown(key)}: {error}")
-    ends = (ABSMAX, QUANT_MAP, NESTED_ABSMAX, NESTED_MAP)
-    faults += [
-        f"{shown(key)} belongs to packed bytes that are not stored, or not whole"
-        for key in index.entries
-        if key not in used and (key.endswith(ends) or QUANT_STATE in key)
-    ]
-    if faults:
-        told = "\n  ".join([*faults[:_SHOWN], *([f"and {len(faults) - _SHOWN} more"] if faults[_SHOWN:] else [])])
-        raise FormatError(f"{index.root}: weights in four bits do not go with what lies beside them:\n  {told}")
-    kept = {entry for item in composed.values() if isinstance(item.part, FourBits) for entry in item.part.keys}
-    entries = {key: entry for key, entry in index.entries.items() if key not in used or key in kept}
-    return replace(
-        index,
-        entries=entries | {key: _as_bytes(entries[key]) for key in composed},
-        composed={**index.composed, **composed},
-    )
-
-
-def _as_bytes(entry: TensorEntry) -> TensorEntry:
-    """The same bytes, whatever dtype they are stored under (``bnb_4bit_quant_storage``)."""
-    return replace(entry, dtype=DType.U8, shape=(entry.nbytes,))
-
-
-def _companions_of(index: CheckpointIndex, key: str) -> _Companions | None:
-    """What lies beside an entry, where it is packed bytes."""
-    for form in Form4:
-        state = index.entries.get(f"{key}{QUANT_STATE}{form.value}")
-        if state is not None:
-            ends = (ABSMAX, QUANT_MAP, NESTED_ABSMAX, NESTED_MAP)
-            entries = {end: index.entries[f"{key}{end}"] for end in ends if f"{key}{end}" in index.entries}
-            return _Companions(form, state, entries)
-    return None
-
-
-def _small(reader: StorageReader, beside: _Companions) -> Mapping[str, bytes]:
-    """The bytes of what is small: the JSON as "", and maps by the end of their keys; none of what is too large."""
-    wanted = {
-        "": beside.state,
-        **{end: beside.entries[end] for end in (QUANT_MAP, NESTED_MAP) if end in beside.entries},
-    }
-    return {
-        end: reader.read(entry.file, entry.start, entry.stop)
-        for end, entry in wanted.items()
-        if entry.nbytes <= _MOST_STATE_BYTES
-    }
-
-
 def _composed(values: TensorEntry, beside: _Companions, texts: Mapping[str, bytes]) -> Composed:
     """The numbers that packed bytes stand for.
 
     Raises:
         FormatError: what lies beside them makes no sense.
     """
-    if "" not in texts:
+    if beside.state.key not in texts:
         raise FormatError(f"its quant_state has {beside.state.nbytes} bytes, more than any")
-    told = parse_object(texts[""], what="its quant_state")
+    told = parse_object(texts[beside.state.key], what="its quant_state")
     shape, block = _shape_in(told), told.get("blocksize")
     if block not in _BLOCK_SIZES or not isinstance(block, int):
         raise FormatError(f"its quant_state has blocks of {shown(repr(block))}")
@@ -315,7 +247,9 @@ def _composed(values: TensorEntry, beside: _Companions, texts: Mapping[str, byte
         raise FormatError(f"its quant_state says {shown(repr(told.get('quant_type')))}, not {beside.form.value}")
     if values.nbytes != -(-numel(shape) // 2):
         raise FormatError(f"it has {values.nbytes} bytes, and its quant_state the shape {shape}")
-    _require_map(texts, QUANT_MAP, beside.form.numbers)
+    known = struct.pack(f"<{len(beside.form.numbers)}f", *beside.form.numbers)
+    if QUANT_MAP not in beside.entries or texts.get(beside.entries[QUANT_MAP].key) != known:
+        raise FormatError("its quant_map is not there, or not the one that is known: other numbers would come out")
     scales, blocks = beside.entries.get(ABSMAX), -(-numel(shape) // block)
     if scales is None:
         raise FormatError("it has no absmax")
@@ -348,7 +282,7 @@ def _nested(
         )
     if found.dtype is not DType.F32 or numel(found.shape) != -(-numel(scales.shape) // _NESTED_BLOCK):
         raise FormatError(f"its nested_absmax is {found.dtype.label} {found.shape}")
-    numbers = texts.get(NESTED_MAP, b"")
+    numbers = texts.get(beside.entries[NESTED_MAP].key, b"")
     if beside.entries[NESTED_MAP].dtype is not DType.F32 or len(numbers) != _BYTES_OF_MAP:
         raise FormatError("its nested_quant_map has not 256 float32")
     return Nested(Whole(found.key), float(offset), struct.unpack("<256f", numbers))
@@ -359,11 +293,6 @@ def _shape_in(told: Mapping[str, object]) -> tuple[int, ...]:
     if isinstance(shape, list) and 2 <= len(shape) <= 3 and all(type(n) is int and 0 < n < 1 << 40 for n in shape):
         return tuple(shape)
     raise FormatError(f"its quant_state has the shape {shown(repr(shape))}")
-
-
-def _require_map(texts: Mapping[str, bytes], end: str, numbers: Sequence[float]) -> None:
-    if texts.get(end) != struct.pack(f"<{len(numbers)}f", *numbers):
-        raise FormatError(f"its {end[1:]} is not there, or not the one that is known: other numbers would come out")
 
 
 _VALUES: Final = "qweight"
@@ -405,13 +334,13 @@ class _LayersInWords:
                 found[layer][_last(key)] = entry
             elif _last(key) in (_ZEROS, _GROUPS):
                 faults.add(_FAULTS, f"{shown(key)}: no {_VALUES} is stored that it belongs to")
-        with ThreadPoolExecutor(_READERS) as readers:
-            groups = dict(
-                zip(found, readers.map(lambda parts: _groups_in(reader, parts), found.values()), strict=True)
-            )
+        stored = [parts[_GROUPS] for parts in found.values() if _GROUPS in parts]
+        groups = contents(
+            reader, [item for item in stored if item.dtype is DType.I32 and 0 < item.nbytes <= _MOST_GROUP_BYTES]
+        )
         for key, parts in found.items():
             try:
-                part = self._part(parts, groups[key])
+                part = self._part(parts, groups)
             except FormatError as error:
                 faults.add(_FAULTS, f"{shown(key)}: {error}")
                 continue
@@ -423,7 +352,7 @@ class _LayersInWords:
         faults.raise_if_any()
         return replace(index, entries=entries, composed=composed)
 
-    def _part(self, parts: Mapping[str, TensorEntry], groups: bytes | None) -> GroupedIntegers:
+    def _part(self, parts: Mapping[str, TensorEntry], groups: Mapping[str, bytes]) -> GroupedIntegers:
         """Raises FormatError where what is stored of a layer makes no sense."""
         if _WEIGHT in parts:
             raise FormatError(f"{_WEIGHT} is stored, too")
@@ -467,7 +396,9 @@ class _LayersInWords:
         fits = zeros == (count, out // per_word) and scales == (count, out) and out % per_word == 0
         return (bits, group, (out, columns)) if fits else None
 
-    def _numbers(self, entry: TensorEntry | None, groups: bytes | None, columns: int, group: int) -> Whole | None:
+    def _numbers(
+        self, entry: TensorEntry | None, texts: Mapping[str, bytes], columns: int, group: int
+    ) -> Whole | None:
         """The group of each input, where it is stored and is another than its place says.
 
         Raises:
@@ -475,6 +406,7 @@ class _LayersInWords:
         """
         if entry is None:
             return None
+        groups = texts.get(entry.key)
         if groups is None or not self.in_rows or entry.shape != (columns,):
             raise FormatError(f"{_GROUPS} is {_told(entry)}. GPTQ has I32 ({columns},), and AWQ none.")
         if groups == _by_place(columns, group) or not any(groups):
@@ -498,14 +430,6 @@ def _told(entry: TensorEntry) -> str:
 def _words_as_bytes(words: TensorEntry) -> TensorEntry:
     """The same words as bytes, of which each has the lower ones first."""
     return replace(words, dtype=DType.U8, shape=(words.shape[0], 4 * words.shape[1]))
-
-
-def _groups_in(reader: StorageReader, parts: Mapping[str, TensorEntry]) -> bytes | None:
-    """What is stored as the groups of inputs; None where that is nothing, or not such groups."""
-    entry = parts.get(_GROUPS)
-    if entry is None or entry.dtype is not DType.I32 or not 0 < entry.nbytes <= _MOST_GROUP_BYTES:
-        return None
-    return reader.read(entry.file, entry.start, entry.stop)
 
 
 @lru_cache(maxsize=8)

@@ -14,13 +14,16 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NoReturn, Protocol, TypeAlias
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import ByteRange, DType, Strided, coalesce, numel
+
+T = TypeVar("T")
 
 LISTED = 20
 """How many names, or faults of one kind, a message lists."""
@@ -103,27 +106,19 @@ class IndexSoFar:
 
 
 class CheckpointFormat(Protocol):
-    """One kind of checkpoint. Files are strangers': what contradicts the format is a fault, or a FormatError."""
+    """One kind of checkpoint. Files are strangers': what contradicts the format is a fault, or a FormatError.
 
-    @property
-    def usual(self) -> tuple[str, ...]:
-        """Names that mean a checkpoint wherever they are, first choice first: of a single file, of an index."""
-        ...
+    Attributes:
+        usual: names that mean a checkpoint wherever they are, first choice first: of a single file, of an index.
+        probed: names that are tried besides, after the usual ones of all formats, where a storage does not list.
+        endings: of the names of files that may be asked for by name, for messages.
+        looked_for: what :meth:`find` looks for, for messages.
+    """
 
-    @property
-    def probed(self) -> tuple[str, ...]:
-        """Names that are tried besides, after the usual ones of all formats, where a storage does not list."""
-        ...
-
-    @property
-    def endings(self) -> tuple[str, ...]:
-        """How the names of files end that may be asked for by name, for messages."""
-        ...
-
-    @property
-    def looked_for(self) -> tuple[str, ...]:
-        """What :meth:`find` looks for, for messages."""
-        ...
+    usual: ClassVar[tuple[str, ...]] = ()
+    probed: ClassVar[tuple[str, ...]] = ()
+    endings: ClassVar[tuple[str, ...]] = ()
+    looked_for: ClassVar[tuple[str, ...]] = ()
 
     def is_named(self, name: str) -> bool:
         """Whether a file of this name is of this format, or an index of its files."""
@@ -133,17 +128,17 @@ class CheckpointFormat(Protocol):
         """The files of a checkpoint that is asked for by the name of one, which is there."""
         ...
 
-    def find(self, reader: StorageReader, names: Sequence[str], faults: FormatFaults) -> FileSelection | None:
-        """The files of a checkpoint among ``names``, where there is no usual one; None where there are none.
+    def find(self, _reader: StorageReader, _names: Sequence[str], _faults: FormatFaults) -> FileSelection | None:
+        """The files of a checkpoint among the names, where there is no usual one; None where there are none.
 
         Raises:
             FormatError: there are some, and they cannot be chosen from, or are only a part.
         """
-        ...
+        return None
 
-    def hints(self, names: Sequence[str]) -> list[str]:
+    def hints(self, _names: Sequence[str]) -> list[str]:
         """Sentences on files at the top of a folder in which no format has found a checkpoint."""
-        ...
+        return []
 
     def read(
         self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
@@ -276,22 +271,14 @@ class Joined:
 
 
 class Coded(Protocol):
-    """Numbers that are stored in few bits, with scales: plain data of a quantised form.
+    """Numbers that are stored in few bits, with scales: plain data of a quantised form, a dataclass.
 
-    ``planning.load_memory`` has a table of what makes an expression of it, by ``kind``.
+    The entries that it is made of are fields, or in fields, as :class:`Whole`. ``planning.load_memory`` has a table
+    of what makes an expression of it, by ``kind``.
     """
 
     @property
     def kind(self) -> str: ...
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Of all entries that it is made of."""
-        ...
-
-    def moved(self, to: Callable[[str], str]) -> Coded:
-        """The same of entries whose keys are ``to`` of those that they were."""
-        ...
 
 
 ComposedPart: TypeAlias = Whole | View | Joined | Coded
@@ -375,16 +362,37 @@ class CheckpointIndex:
         ]
 
 
-def entries_of(part: ComposedPart) -> Iterator[str]:
+def entries_of(part: object) -> Iterator[str]:
     """The keys of the entries that a part of a tensor is made of."""
     match part:
         case Whole(key) | View(key):
             yield key
-        case Joined(parts):
-            for inner in parts:
+        case tuple():
+            for inner in part:
                 yield from entries_of(inner)
-        case _:
-            yield from part.keys
+        case _ if is_dataclass(part):
+            for item in fields(part):
+                yield from entries_of(getattr(part, item.name))
+
+
+def moved(part: T, to: Callable[[str], str]) -> T:
+    """The same part of entries whose keys are ``to`` of those that they were."""
+    made: Any = part
+    match part:
+        case Whole(key) | View(key):
+            made = replace(part, key=to(key))
+        case tuple():
+            made = tuple(moved(inner, to) for inner in part)
+        case _ if is_dataclass(part) and not isinstance(part, type):
+            made = replace(part, **{item.name: moved(getattr(part, item.name), to) for item in fields(part)})
+    return cast(T, made)
+
+
+def contents(reader: StorageReader, entries: Sequence[TensorEntry]) -> dict[str, bytes]:
+    """The bytes of small entries by key, many read at once."""
+    with ThreadPoolExecutor(max(8, reader.policy.concurrency)) as pool:
+        read = pool.map(lambda entry: reader.read(entry.file, entry.start, entry.stop), entries)
+        return {entry.key: content for entry, content in zip(entries, read, strict=True)}
 
 
 def parse_object(text: bytes, *, what: str) -> dict[str, object]:

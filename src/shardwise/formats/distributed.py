@@ -336,10 +336,8 @@ _LAYOUT: Final = "torch distributed checkpoint"
 _MODEL_FOLDERS = ("pytorch_model_fsdp_*", "model", "distributed_checkpoint")
 
 
-class _DistributedFolders:
-    usual = ()
+class _DistributedFolders(CheckpointFormat):
     probed = (METADATA,)
-    endings = ()
     looked_for = (METADATA,)
 
     def is_named(self, name: str) -> bool:
@@ -381,9 +379,6 @@ class _DistributedFolders:
             text = f"{reader.root}: no weights found, but folders of torch.distributed.checkpoint"
             remedy = f"the folders with {SUFFIX} files lack their {METADATA}: take a save that was completed"
         raise FormatError(f"{text}\n{where_models_are(reader, names) or remedy}")
-
-    def hints(self, names: Sequence[str]) -> list[str]:  # noqa: ARG002 - as any format
-        return []
 
     def read(
         self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults

@@ -24,6 +24,7 @@ from shardwise.formats.contract import (
     View,
     Whole,
     listed,
+    moved,
     parse_object,
 )
 from shardwise.storage.contract import FilePlaces, StorageReader
@@ -136,23 +137,13 @@ def beside(first: CheckpointIndex, second: CheckpointIndex, folder: str) -> Chec
         inside(key): replace(entry, key=inside(key), file=inside(entry.file))
         for key, entry in second.entries.items()
     }
-    composed = {inside(key): replace(item, part=_moved(item.part, inside)) for key, item in second.composed.items()}
+    composed = {inside(key): replace(item, part=moved(item.part, inside)) for key, item in second.composed.items()}
     return replace(
         first,
         files={**first.files, **{inside(file): nbytes for file, nbytes in second.files.items()}},
         entries={**first.entries, **entries},
         composed={**first.composed, **composed},
     )
-
-
-def _moved(part: ComposedPart, inside: Callable[[str], str]) -> ComposedPart:
-    match part:
-        case Whole(key) | View(key):
-            return replace(part, key=inside(key))
-        case Joined(parts):
-            return replace(part, parts=tuple(_moved(inner, inside) for inner in parts))
-        case _:
-            return part.moved(inside)
 
 
 MAX_INDEX_BYTES = 100_000_000

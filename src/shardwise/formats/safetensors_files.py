@@ -107,9 +107,8 @@ _INDEXES = re.compile(r".*\.safetensors\.index(\.[^./]+)?\.json")
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
 
 
-class _SafetensorsFiles:
+class _SafetensorsFiles(CheckpointFormat):
     usual = ("model.safetensors", _USUAL_INDEX)
-    probed = ()
     endings = (_WEIGHTS, _INDEX)
     looked_for = (f"another *{_INDEX}", f"*{_WEIGHTS}")
 
@@ -136,9 +135,6 @@ class _SafetensorsFiles:
             return None
         _check_numbering(files, faults)
         return FileSelection("single file" if len(files) == 1 else "several files without an index", files)
-
-    def hints(self, names: Sequence[str]) -> list[str]:  # noqa: ARG002 - as any format
-        return []
 
     def read(
         self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults

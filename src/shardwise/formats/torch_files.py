@@ -45,11 +45,9 @@ _INDEXES = re.compile(r".*\.bin\.index(\.[^./]+)?\.json")
 _OF_ONE_RANK = re.compile(r"pytorch_model_fsdp.*_rank\d+\.bin")
 
 
-class _TorchFiles:
+class _TorchFiles(CheckpointFormat):
     usual = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-    probed = ()
     endings = (*_WEIGHTS, _INDEX)
-    looked_for = ()
 
     def is_named(self, name: str) -> bool:
         return name.endswith(_WEIGHTS) or _INDEXES.fullmatch(name) is not None
@@ -58,14 +56,6 @@ class _TorchFiles:
         if _INDEXES.fullmatch(name):
             return select_indexed(reader, name, _WEIGHTS[0], "indexed torch files", faults)
         return FileSelection("torch file", [name])
-
-    def find(
-        self,
-        reader: StorageReader,  # noqa: ARG002 - as any format
-        names: Sequence[str],  # noqa: ARG002
-        faults: FormatFaults,  # noqa: ARG002
-    ) -> FileSelection | None:
-        return None  # what has no usual name may be an optimizer's, or anything
 
     def hints(self, names: Sequence[str]) -> list[str]:
         found: list[str] = []
