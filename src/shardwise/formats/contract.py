@@ -24,6 +24,7 @@ from shardwise.storage.names import shown
 from shardwise.tensors import ByteRange, DType, Strided, coalesce, numel
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 LISTED = 20
 """How many names, or faults of one kind, a message lists."""
@@ -388,11 +389,18 @@ def moved(part: T, to: Callable[[str], str]) -> T:
     return cast(T, made)
 
 
+def each(reader: StorageReader, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """The results for all items, many at once where every read is a wait."""
+    if not reader.policy.is_remote:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(reader.policy.concurrency) as pool:
+        return list(pool.map(function, items))
+
+
 def contents(reader: StorageReader, entries: Sequence[TensorEntry]) -> dict[str, bytes]:
-    """The bytes of small entries by key, many read at once."""
-    with ThreadPoolExecutor(max(8, reader.policy.concurrency)) as pool:
-        read = pool.map(lambda entry: reader.read(entry.file, entry.start, entry.stop), entries)
-        return {entry.key: content for entry, content in zip(entries, read, strict=True)}
+    """The bytes of small entries by key."""
+    read = each(reader, lambda entry: reader.read(entry.file, entry.start, entry.stop), entries)
+    return {entry.key: content for entry, content in zip(entries, read, strict=True)}
 
 
 def parse_object(text: bytes, *, what: str) -> dict[str, object]:

@@ -21,6 +21,7 @@ from shardwise.formats.contract import (
     FileSelection,
     FormatFaults,
     IndexSoFar,
+    each,
 )
 from shardwise.formats.joining import (
     MAX_DEPTH,
@@ -38,7 +39,7 @@ from shardwise.formats.joining import (
     where_models_are,
 )
 from shardwise.formats.pickles import DISTRIBUTED_METADATA, Record, read_pickle
-from shardwise.formats.torch_files import each, read_torch_file, read_torch_tensor
+from shardwise.formats.torch_files import read_torch_file, read_torch_tensor
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown, why_unsafe
 from shardwise.tensors import Box, ByteRange, DType

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,6 +22,7 @@ from shardwise.formats.contract import (
     TensorEntry,
     View,
     Whole,
+    each,
     listed,
     moved,
     parse_object,
@@ -30,8 +30,6 @@ from shardwise.formats.contract import (
 from shardwise.storage.contract import FilePlaces, StorageReader
 from shardwise.storage.names import shown, why_unsafe
 from shardwise.tensors import Box, ByteRange, DType, Strided, numel
-
-_HEADER_THREADS = 8
 
 T = TypeVar("T")
 
@@ -47,11 +45,8 @@ def read_each(
         except (FormatError, StorageError) as error:
             return error
 
-    # Threads because of networks, where a checkpoint of hundreds of files is hundreds of waits.
-    with ThreadPoolExecutor(max(_HEADER_THREADS, reader.policy.concurrency)) as pool:
-        results = list(pool.map(attempt, files))
     sound: list[T] = []
-    for result in results:
+    for result in each(reader, attempt, files):
         if isinstance(result, FormatError | StorageError):
             faults.add_error("damaged files", result)
         else:

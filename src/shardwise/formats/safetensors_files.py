@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Final, NoReturn, TypeGuard
+from typing import Final, TypeGuard
 
 from shardwise.errors import FormatError
 from shardwise.formats.contract import (
@@ -239,7 +239,7 @@ def read_header(reader: StorageReader, file: str) -> FileHeader:
     file_nbytes = reader.size(file)
     if file_nbytes < _LENGTH_BYTES:
         what = "is empty" if file_nbytes == 0 else f"has {file_nbytes} bytes"
-        _refuse(file, f"the file {what}, a safetensors file has at least {_LENGTH_BYTES}")
+        raise _refusal(file, f"the file {what}, a safetensors file has at least {_LENGTH_BYTES}")
     first = reader.read(file, 0, min(file_nbytes, _FIRST_READ_BYTES))
     header_nbytes = int.from_bytes(first[:_LENGTH_BYTES], "little")
     _check_header_length(file, file_nbytes, header_nbytes)
@@ -257,164 +257,108 @@ def parse_header(file: str, file_nbytes: int, header: bytes) -> FileHeader:
     """
     _check_header_length(file, file_nbytes, len(header))
     fields = parse_object(header, what=f"{shown(file)}: header")
-    metadata = _metadata(file, fields.pop("__metadata__", None))
     data_start = _LENGTH_BYTES + len(header)
-    entries = [_entry(file, key, field, data_start, file_nbytes) for key, field in fields.items()]
-    entries.sort(key=lambda entry: (entry.start, entry.stop))
-    _check_tiling(file, entries, data_start, file_nbytes)
+    try:
+        metadata = _metadata(fields.pop("__metadata__", None))
+        entries = [_entry(file, key, field, data_start, file_nbytes) for key, field in fields.items()]
+        entries.sort(key=lambda entry: (entry.start, entry.stop))
+        _check_tiling(entries, data_start, file_nbytes)
+    except ValueError as error:
+        raise _refusal(file, str(error)) from None
     return FileHeader(file, file_nbytes, data_start, metadata, tuple(entries))
 
 
 def _check_header_length(file: str, file_nbytes: int, header_nbytes: int) -> None:
+    announced = f"a header of {header_nbytes} bytes is announced"
     if header_nbytes > MAX_HEADER_BYTES:
-        _refuse(file, f"a header of {header_nbytes} bytes is announced, {MAX_HEADER_BYTES} is the limit")
+        raise _refusal(file, f"{announced}, {MAX_HEADER_BYTES} is the limit")
     if _LENGTH_BYTES + header_nbytes > file_nbytes:
-        _refuse(
-            file,
-            f"a header of {header_nbytes} bytes is announced, but the file ends after {file_nbytes} bytes",
-        )
+        raise _refusal(file, f"{announced}, but the file ends after {file_nbytes} bytes")
 
 
-def _metadata(file: str, value: object) -> dict[str, str]:
+def _metadata(value: object) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        _refuse(file, f"__metadata__ is a {type(value).__name__}, not an object of strings")
+        raise ValueError(f"__metadata__ is a {type(value).__name__}, not an object of strings")
     for key, text in value.items():
         if not isinstance(text, str):
-            _refuse(file, f"__metadata__ has a {type(text).__name__} under {shown(key)}, not a string")
+            raise ValueError(f"__metadata__ has a {type(text).__name__} under {shown(key)}, not a string")
     return value
 
 
 def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int) -> TensorEntry:
+    """The tensor that a field of the header describes. Raises ValueError for what it cannot be."""
+    name = f"tensor {shown(key)}"
     if not isinstance(field, dict):
-        _refuse(file, f"tensor {shown(key)} is described by a {type(field).__name__}, not an object")
-    dtype = _dtype(file, key, field.get("dtype"))
-    shape = _shape(file, key, field.get("shape"))
-    start, stop = _offsets(file, key, field.get("data_offsets"))
-    _check_size(file, key, dtype, shape, stop - start)
-    if data_start + stop > file_nbytes:
-        _refuse(
-            file,
-            f"tensor {shown(key)} reaches to byte {data_start + stop}, but the file ends after {file_nbytes} "
-            f"bytes: {data_start + stop - file_nbytes} are missing",
-        )
-    return TensorEntry(key, dtype, shape, file, data_start + start, data_start + stop)
-
-
-def _dtype(file: str, key: str, value: object) -> DType:
-    dtype = dtype_named(value) if isinstance(value, str) else None
+        raise ValueError(f"{name} is described by a {type(field).__name__}, not an object")
+    kind, shape, offsets = (field.get(part) for part in ("dtype", "shape", "data_offsets"))
+    dtype = dtype_named(kind) if isinstance(kind, str) else None
     if dtype is None:
-        known = ", ".join(known.label for known in DType)
-        _refuse(
-            file,
-            f"tensor {shown(key)} has the unknown dtype {_shown_value(value)}",
-            remedy=f"known are {known}: update shardwise if the file is newer",
-        )
-    return dtype
-
-
-def _shape(file: str, key: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or not _are_sizes(value):
-        _refuse(
-            file,
-            f"tensor {shown(key)} has the shape {_shown_value(value)}, not a list of integers 0..{_MAX_SIZE}",
-        )
-    return tuple(value)
-
-
-def _offsets(file: str, key: str, value: object) -> tuple[int, int]:
-    if not isinstance(value, list) or len(value) != 2 or not _are_sizes(value) or value[0] > value[1]:
-        _refuse(
-            file,
-            f"tensor {shown(key)} has the data_offsets {_shown_value(value)}, "
-            "not [start, stop] with 0 <= start <= stop",
-        )
-    return value[0], value[1]
-
-
-def _are_sizes(values: list[object]) -> TypeGuard[list[int]]:
-    # Not isinstance: JSON's true is an int to Python.
-    return all(type(value) is int and 0 <= value <= _MAX_SIZE for value in values)
-
-
-def _check_size(file: str, key: str, dtype: DType, shape: Sequence[int], nbytes: int) -> None:
+        known = ", ".join(dtype.label for dtype in DType)
+        raise ValueError(f"{name} has the unknown dtype {_shown_value(kind)}; known are {known}")
+    if not _are_sizes(shape):
+        raise ValueError(f"{name} has the shape {_shown_value(shape)}, not a list of integers 0..{_MAX_SIZE}")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        value = _shown_value(offsets)
+        raise ValueError(f"{name} has the data_offsets {value}, not [start, stop] with 0 <= start <= stop")
+    start, stop = offsets
+    named = f"{name} of {dtype.label} {_shown_value(shape)}"
     # Multiplied step by step with a bound: a shape of a million large sizes must not become a huge integer.
     bits = dtype.bits
     for size in shape:
         bits *= size
         if bits > _MAX_BITS:
-            _refuse(file, f"tensor {shown(key)} of shape {_shown_value(list(shape))} has more than 2**64 bits")
+            raise ValueError(f"{named} has more than 2**64 bits")
     if bits % 8:
-        _refuse(file, f"tensor {shown(key)} of {dtype.label} {_shown_value(list(shape))} does not end at a byte")
-    if bits // 8 != nbytes:
-        _refuse(
-            file,
-            f"tensor {shown(key)} of {dtype.label} {_shown_value(list(shape))} takes {bits // 8} bytes, "
-            f"but its data_offsets span {nbytes}",
+        raise ValueError(f"{named} does not end at a byte")
+    if bits // 8 != stop - start:
+        raise ValueError(f"{named} takes {bits // 8} bytes, but its data_offsets span {stop - start}")
+    if data_start + stop > file_nbytes:
+        raise ValueError(
+            f"{name} reaches to byte {data_start + stop}, but the file ends after {file_nbytes} bytes: "
+            f"{data_start + stop - file_nbytes} are missing"
         )
+    return TensorEntry(key, dtype, tuple(shape), file, data_start + start, data_start + stop)
 
 
-def _check_tiling(file: str, entries: Sequence[TensorEntry], data_start: int, file_nbytes: int) -> None:
+def _are_sizes(values: object) -> TypeGuard[list[int]]:
+    # Not isinstance: JSON's true is an int to Python.
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= _MAX_SIZE for value in values)
+
+
+def _check_tiling(entries: Sequence[TensorEntry], data_start: int, file_nbytes: int) -> None:
     """Tensors follow each other without a hole or an overlap, from the header's end to the file's end."""
-    covered = data_start
-    previous: TensorEntry | None = None
+    covered, previous = data_start, "the header"
     for entry in entries:
+        name = f"tensor {shown(entry.key)}"
         if entry.start > covered:
-            _refuse(
-                file,
-                f"{entry.start - covered} bytes from byte {covered} on, between {_named(previous)} and "
-                f"{_named(entry)}, belong to no tensor",
-            )
+            hole = f"{entry.start - covered} bytes from byte {covered} on"
+            raise ValueError(f"{hole}, between {previous} and {name}, belong to no tensor")
         if entry.start < covered:
-            _refuse(
-                file,
-                f"{_named(entry)} starts at byte {entry.start}, inside {_named(previous)}, "
-                f"which ends at byte {covered}",
+            raise ValueError(
+                f"{name} starts at byte {entry.start}, inside {previous}, which ends at byte {covered}"
             )
-        covered = entry.stop
-        previous = entry
+        covered, previous = entry.stop, name
     if covered != file_nbytes:
-        _refuse(
-            file,
-            f"the last {file_nbytes - covered} bytes, from byte {covered} on, belong to no tensor",
-        )
-
-
-def _named(entry: TensorEntry | None) -> str:
-    return "the header" if entry is None else f"tensor {shown(entry.key)}"
+        raise ValueError(f"the last {file_nbytes - covered} bytes, from byte {covered} on, belong to no tensor")
 
 
 def _shown_value(value: object) -> str:
     return shown(repr(value))
 
 
-def _refuse(file: str, cause: str, *, remedy: str = "") -> NoReturn:
-    advice = remedy or "the file is damaged, incomplete or of another format: download or write it again"
-    raise FormatError(f"{shown(file)}: {cause}; {advice}")
+def _refusal(file: str, cause: str) -> FormatError:
+    return FormatError(
+        f"{shown(file)}: {cause}; the file is damaged, incomplete or of another format: download or write it again"
+    )
 
 
-_ORDER: Final = (
-    DType.U64,
-    DType.I64,
-    DType.F64,
-    DType.C64,
-    DType.F32,
-    DType.U32,
-    DType.I32,
-    DType.BF16,
-    DType.F16,
-    DType.U16,
-    DType.I16,
-    DType.F8_E5M2FNUZ,
-    DType.F8_E4M3FNUZ,
-    DType.F8_E8M0,
-    DType.F8_E4M3,
-    DType.F8_E5M2,
-    DType.I8,
-    DType.U8,
-    DType.BOOL,
-)
+_ORDER: Final = [
+    *(DType.U64, DType.I64, DType.F64, DType.C64, DType.F32, DType.U32, DType.I32, DType.BF16, DType.F16),
+    *(DType.U16, DType.I16, DType.F8_E5M2FNUZ, DType.F8_E4M3FNUZ, DType.F8_E8M0, DType.F8_E4M3, DType.F8_E5M2),
+    *(DType.I8, DType.U8, DType.BOOL),
+]
 """The library's ``Dtype`` declares them the other way round, and writes the last first."""
 
 _RANK = {dtype: rank for rank, dtype in enumerate(_ORDER)}

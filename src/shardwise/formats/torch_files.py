@@ -6,10 +6,9 @@ import io
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NoReturn, TypeVar
+from typing import Final, NoReturn
 
 from shardwise.errors import FormatError
 from shardwise.formats.contract import (
@@ -17,6 +16,7 @@ from shardwise.formats.contract import (
     FileSelection,
     FormatFaults,
     IndexSoFar,
+    each,
     listed,
 )
 from shardwise.formats.joining import (
@@ -220,9 +220,6 @@ MAX_PICKLE_BYTES = 100_000_000
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _LFS = b"version https://git-lfs"
 
-T = TypeVar("T")
-R = TypeVar("R")
-
 
 @dataclass(frozen=True, slots=True)
 class TorchFileContents:
@@ -269,14 +266,6 @@ def read_torch_tensor(
     if not isinstance(tensor, PickledTensor):
         archive.refuse(f"it holds a {type(tensor).__name__}, not a tensor")
     return archive.view_of(tensor, archive.place_of(tensor.storage), "the tensor")
-
-
-def each(reader: StorageReader, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """The results for all items, many at once where every read is a wait."""
-    if not reader.policy.is_remote:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(reader.policy.concurrency) as pool:
-        return list(pool.map(function, items))
 
 
 class TorchArchive(Archive):

@@ -116,18 +116,19 @@ def resolve(
     repo_id = os.fspath(name_or_path)
     prefix = f"{options.subfolder.strip('/')}/" if options.subfolder else ""
     found = _listing(repo_id, options if download else replace(options, local_files_only=True))
-    pinned = replace(options, revision=found.commit)
-    if found.files is None:
-        folder = _in_cache(repo_id, options) / "snapshots" / found.commit / prefix
+    if found is None:
+        folder = _cached(repo_id, options) / prefix
     else:
-        below = [name.removeprefix(prefix) for name in found.files if name.startswith(prefix)]
+        commit, files = found
+        pinned = replace(options, revision=commit)
+        below = [name.removeprefix(prefix) for name in files if name.startswith(prefix)]
         names = [name for name in below if "/" not in name]
         patterns = (*_SMALL, "*.py") if isinstance(wanted, ModelFiles) and wanted.code else _SMALL
         small = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
         folder = _fetch(repo_id, pinned, prefix, small)
         if chosen := weights(names, folder, wanted, options.variant):
             folder = _fetch(repo_id, pinned, prefix, chosen)
-        note_commit(repo_id, options, found.commit)
+        note_commit(repo_id, options, commit)
     if not folder.is_dir():
         raise StorageError(
             f"{repo_id} at revision {options.revision or 'main'}: no folder {options.subfolder!r} with weights or "
@@ -141,61 +142,58 @@ def commit_of(repo_id: str, options: HubOptions, *, kind: str = "model") -> str:
 
     Raises :class:`StorageError` where neither knows it.
     """
-    revision = options.revision or "main"
-    return revision if _COMMIT.fullmatch(revision) else _listing(repo_id, options, kind).commit
+    if options.revision and _COMMIT.fullmatch(options.revision):
+        return options.revision
+    found = _listing(repo_id, options, kind)
+    return _cached(repo_id, options, kind).name if found is None else found[0]
 
 
 def note_commit(repo_id: str, options: HubOptions, commit: str) -> None:
     """Leave in the cache what a revision named, as a download by it would, for whoever is offline later."""
-    noted = _ref(repo_id, options)
-    if _COMMIT.fullmatch(noted.name):
-        return
-    with contextlib.suppress(OSError):  # a cache that cannot be written to has been read all the same
-        if _in_cache(repo_id, options).is_dir() and not (noted.is_file() and noted.read_text() == commit):
+    revision = options.revision or "main"
+    folder = place_of_cache(options) / f"models--{repo_id.replace('/', '--')}"
+    noted = folder / "refs" / revision
+    if folder.is_dir() and not _COMMIT.fullmatch(revision):
+        with contextlib.suppress(OSError):  # a cache that cannot be written to has been read all the same
             noted.parent.mkdir(parents=True, exist_ok=True)
-            fresh = noted.with_name(f"{noted.name}.{os.getpid()}.new")
-            fresh.write_text(commit)
-            fresh.replace(noted)
+            noted.write_text(commit)
 
 
-@dataclass(frozen=True, slots=True)
-class _Listing:
-    """A commit of a repository, and the names of its files; None for what the cache has of them."""
-
-    commit: str
-    files: tuple[str, ...] | None
-
-
-def _listing(repo_id: str, options: HubOptions, kind: str = "model") -> _Listing:
-    """The state that the hub tells of, or where it cannot or must not be asked, the cache."""
+def _listing(repo_id: str, options: HubOptions, kind: str = "model") -> tuple[str, list[str]] | None:
+    """The commit, and the names of its files, that the hub tells of; None where the cache has to do."""
     with hub_errors_named(repo_id, options):
+        from huggingface_hub import HfApi, constants
         from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
 
+        if options.local_files_only or constants.HF_HUB_OFFLINE:
+            return None
         try:
-            return _ask(repo_id, options, kind)
-        except Exception as error:
-            noted = _ref(repo_id, options, kind)
-            is_known = noted.is_file() or (noted.parent.parent / "snapshots" / noted.name).is_dir()
-            if isinstance(error, (HFValidationError, RevisionNotFoundError)) or not is_known:
-                raise
-            return _Listing(noted.read_text().strip() if noted.is_file() else noted.name, None)
+            info = HfApi(token=options.token).repo_info(
+                repo_id, revision=options.revision, repo_type=kind, timeout=_ASKING_S
+            )
+        except (HFValidationError, RevisionNotFoundError):
+            raise
+        except Exception:
+            with contextlib.suppress(StorageError):
+                _cached(repo_id, options, kind)
+                return None
+            raise
+    return str(info.sha), [file.rfilename for file in getattr(info, "siblings", None) or ()]
 
 
-def _ask(repo_id: str, options: HubOptions, kind: str) -> _Listing:
-    """The state that the hub tells of; raises what its library does, when it cannot or must not be asked."""
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import LocalEntryNotFoundError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented there
+def _cached(repo_id: str, options: HubOptions, kind: str = "model") -> Path:
+    """The folder of the revision in the cache."""
+    from huggingface_hub import snapshot_download
 
-    validate_repo_id(repo_id)
-    if options.local_files_only or constants.HF_HUB_OFFLINE:
-        raise LocalEntryNotFoundError(f"not in the cache {place_of_cache(options)}, and downloading is off")
-    info = HfApi(token=options.token).repo_info(
-        repo_id, revision=options.revision, repo_type=kind, timeout=_ASKING_S
-    )
-    if info.sha is None:
-        raise LocalEntryNotFoundError("the hub named no commit")
-    return _Listing(info.sha, tuple(file.rfilename for file in getattr(info, "siblings", None) or ()))
+    with hub_errors_named(repo_id, options):
+        folder = snapshot_download(
+            repo_id,
+            repo_type=kind,
+            revision=options.revision,
+            cache_dir=options.cache_dir,
+            local_files_only=True,
+        )
+    return Path(folder)
 
 
 def place_of_cache(options: HubOptions) -> Path:
@@ -203,16 +201,6 @@ def place_of_cache(options: HubOptions) -> Path:
     from huggingface_hub import constants
 
     return Path(options.cache_dir or constants.HF_HUB_CACHE).expanduser().absolute()
-
-
-def _in_cache(repo_id: str, options: HubOptions, kind: str = "model") -> Path:
-    """The folder of a repository in the cache."""
-    return place_of_cache(options) / f"{kind}s--{repo_id.replace('/', '--')}"
-
-
-def _ref(repo_id: str, options: HubOptions, kind: str = "model") -> Path:
-    """The file in which the cache notes the commit of a revision."""
-    return _in_cache(repo_id, options, kind) / "refs" / (options.revision or "main")
 
 
 def _fetch(repo_id: str, options: HubOptions, prefix: str, names: Sequence[str]) -> Path:
