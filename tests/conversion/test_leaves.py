@@ -164,14 +164,12 @@ def test_parts_that_do_not_fit() -> None:
         stack([], 0)
 
 
-def test_nodes_are_written_as_slices_are() -> None:
+def test_nodes_are_written_with_their_sources() -> None:
     a = Stored("a", (8, 6), DType.F32)
-    assert str(slice_dim(a, 0, 1, 3)) == "Slice(a, dim=0, 1:4)"
-    assert str(slice_dim(a, 1, 1, 2, 2)) == "Slice(a, dim=1, 1:5:2)"
-    assert str(permute(a, (1, 0))) == "Permute(a, (1, 0))"
-    assert str(concat([a, a, a], 0)) == "Concat(a, a, a, dim=0)"
-    assert str(concat([a] * 4, 0)) == "Concat(a, ... 2 more ..., a, dim=0)"
-    assert str(Hole((2, 3), DType.F32)) == "Hole(2, 3)"
+    assert str(slice_dim(a, 0, 1, 3)) == "Slice(a)"
+    assert str(concat([a, a, a], 0)) == "Concat(a, a, a)"
+    assert str(concat([a] * 4, 0)) == "Concat(a, ... 2 more ..., a)"
+    assert str(Hole((2, 3), DType.F32)) == "Hole()"
 
 
 def test_a_stack_that_is_gone_through_in_two_directions() -> None:

@@ -63,6 +63,11 @@ class Expression(ABC):
         for source, part in self.moved(region):
             yield from source.leaves(part)
 
+    def __str__(self) -> str:
+        parts = [str(part) for part in self.sources]
+        middle = [f"... {len(parts) - 2} more ..."] if len(parts) > 3 else parts[1:-1]
+        return f"{type(self).__name__}({', '.join([*parts[:1], *middle, *parts[1:][-1:]])})"
+
 
 class Leaf(Expression):
     """Where moving ends: elements that are stored, or computed."""
@@ -127,9 +132,6 @@ class Concat(_OfParts):
             for piece in clip(region, dim, starts[index], starts[index + 1]):
                 yield self.sources[index], piece.with_origin(dim, piece.origin[dim] - starts[index])
 
-    def __str__(self) -> str:
-        return f"Concat({_summary(self.sources)}, dim={self.dim})"
-
 
 @dataclass(frozen=True, slots=True)
 class Stack(_OfParts):
@@ -151,9 +153,6 @@ class Stack(_OfParts):
         for index in parts_touched(region, self.dim, range(len(self.sources) + 1)):
             for piece in clip(region, self.dim, index, index + 1):
                 yield self.sources[index], without_dim(piece, self.dim)
-
-    def __str__(self) -> str:
-        return f"Stack({_summary(self.sources)}, dim={self.dim})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +193,6 @@ class Slice(_Moved):
         moved = region.with_origin(dim, self.start + step * region.origin[dim])
         yield self.source, replace(moved, axes=axes)
 
-    def __str__(self) -> str:
-        stop = self.start + self.step * self.shape[self.dim]
-        step = f":{self.step}" if self.step != 1 else ""
-        return f"Slice({self.source}, dim={self.dim}, {self.start}:{stop}{step})"
-
 
 @dataclass(frozen=True, slots=True)
 class Permute(_Moved):
@@ -217,9 +211,6 @@ class Permute(_Moved):
         axes = tuple(replace(axis, dim=self.dims[axis.dim]) for axis in region.axes)
         yield self.source, replace(region, origin=tuple(origin), axes=axes)
 
-    def __str__(self) -> str:
-        return f"Permute({self.source}, {self.dims})"
-
 
 @dataclass(frozen=True, slots=True)
 class Reshape(_Moved):
@@ -232,9 +223,6 @@ class Reshape(_Moved):
     def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         for piece in unflatten(flatten(region, self.shape), self.source.shape):
             yield self.source, piece
-
-    def __str__(self) -> str:
-        return f"Reshape({self.source}, {self.shape})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +245,6 @@ class Hole(Expression):
 
     def moved(self, _region: Region) -> Iterator[tuple[Expression, Region]]:
         return iter(())
-
-    def __str__(self) -> str:
-        return f"Hole{self.shape}"
 
 
 def concat(parts: Sequence[Expression], dim: int) -> Expression:
@@ -380,12 +365,6 @@ def skeletons(expressions: Sequence[Expression]) -> tuple[tuple[Hashable, ...], 
 
     found = tuple(map(bare, expressions))
     return found, tuple(numbers)
-
-
-def _summary(parts: Sequence[Expression]) -> str:
-    if len(parts) <= 3:
-        return ", ".join(map(str, parts))
-    return f"{parts[0]}, ... {len(parts) - 2} more ..., {parts[-1]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,66 +46,50 @@ _BYTES_A_NUMBER = 5
 
 
 @dataclass(frozen=True, slots=True)
-class AsBytes:
-    """The bytes of numbers, as memory has them: (.., n) of ``itemsize`` become (.., n * itemsize).
+class Reinterpret:
+    """Numbers as memory has them, taken for others: rows of float32 for their bytes, or the other way round.
 
     Attributes:
-        shape: of the bytes.
-        itemsize: of a number.
+        shape: of what is made.
+        dtype: of what is made.
+        source: of what it is made of.
     """
 
     shape: Shape
-    itemsize: int
-    label: str = "taking bytes"
+    dtype: DType
+    source: DType
+    label: str = "reinterpreting"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        unit = (*(1 for _ in self.shape[:-1]), self.itemsize)
-        for box in aligned_blocks(wanted[_OUT], self.shape, unit, max(self.itemsize, most_bytes // 2)):
-            offsets = (*box.offsets[:-1], box.offsets[-1] // self.itemsize)
-            sizes = (*box.sizes[:-1], box.sizes[-1] // self.itemsize)
-            yield ComputedBlock((Box(offsets, sizes),), {_OUT: box}, 2 * box.numel)
+        made, given = self.dtype.itemsize, self.source.itemsize
+        unit = (*(1 for _ in self.shape[:-1]), max(1, given // made))
+        for box in aligned_blocks(wanted[_OUT], self.shape, unit, max(unit[-1], most_bytes // (2 * made))):
+            offsets = (*box.offsets[:-1], box.offsets[-1] * made // given)
+            sizes = (*box.sizes[:-1], box.sizes[-1] * made // given)
+            yield ComputedBlock((Box(offsets, sizes),), {_OUT: box}, 2 * made * box.numel)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        return {_OUT: values[0].contiguous().view(values[0].new_empty(0).byte().dtype)}
+        none = values[0].new_empty(0)
+        return {_OUT: values[0].contiguous().view((none.float() if self.dtype is DType.F32 else none.byte()).dtype)}
+
+
+def _reinterpreted(numbers: Expression, dtype: DType) -> Expression:
+    shape = (*numbers.shape[:-1], numbers.shape[-1] * numbers.dtype.itemsize // dtype.itemsize)
+    return Computed(Reinterpret(shape, dtype, numbers.dtype), _OUT, shape, dtype, (numbers,))
 
 
 def as_bytes(numbers: Expression) -> Expression:
-    """See :class:`AsBytes`."""
-    shape = (*numbers.shape[:-1], numbers.shape[-1] * numbers.dtype.itemsize)
-    return Computed(AsBytes(shape, numbers.dtype.itemsize), _OUT, shape, DType.U8, (numbers,))
-
-
-@dataclass(frozen=True, slots=True)
-class FromBytes:
-    """The other way round: bytes (.., 4 n) are the float32 (.., n) that memory has there.
-
-    Attributes:
-        shape: of the numbers.
-    """
-
-    shape: Shape
-    label: str = "reading bytes"
-
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        size = DType.F32.itemsize
-        for box in aligned_blocks(
-            wanted[_NUMBERS], self.shape, tuple(1 for _ in self.shape), max(1, most_bytes // (2 * size))
-        ):
-            of_bytes = Box((*box.offsets[:-1], size * box.offsets[-1]), (*box.sizes[:-1], size * box.sizes[-1]))
-            yield ComputedBlock((of_bytes,), {_NUMBERS: box}, 2 * size * box.numel)
-
-    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        return {_NUMBERS: scales_in(values[0].contiguous())}
+    """The bytes of numbers, as memory has them: (.., n) become (.., n * itemsize)."""
+    return _reinterpreted(numbers, DType.U8)
 
 
 def from_bytes(raw: Expression) -> Expression:
-    """See :class:`FromBytes`; of what is there as numbers, these."""
-    if isinstance(raw, Computed) and isinstance(raw.operation, AsBytes) and raw.sources[0].dtype is DType.F32:
+    """The float32 (.., n) whose bytes (.., 4 n) these are; of what is there as numbers, these."""
+    if isinstance(raw, Computed) and isinstance(raw.operation, Reinterpret) and raw.operation.source is DType.F32:
         return raw.sources[0]
     if (made := scales_as_numbers(raw)) is not None:
         return made
-    shape = (*raw.shape[:-1], raw.shape[-1] // DType.F32.itemsize)
-    return Computed(FromBytes(shape), _NUMBERS, shape, DType.F32, (raw,))
+    return _reinterpreted(raw, DType.F32)
 
 
 def packed(

@@ -16,7 +16,7 @@ from shardwise.execution.committing import let_count, remove_unnamed
 from shardwise.execution.distributed_folder import left_in
 from shardwise.execution.marked_folder import Marked
 from shardwise.execution.saving_lock import HeldMark, Whose
-from shardwise.formats.accelerate_names import is_distributed_folder
+from shardwise.formats.distributed import is_distributed_folder
 from shardwise.planning.commit import Renames, WrittenFiles, fresh, lists_among, on_its_way, token_of_fresh
 from shardwise.storage.names import shown
 from shardwise.storage.reading import LocalReader

@@ -305,12 +305,8 @@ class TorchArchive(Archive):
         fault = why_not_strided(strided, place.nbytes // itemsize)
         if fault is not None:
             self.refuse(f"{shown(name)}: {fault}", remedy="save a contiguous copy of it (tensor.clone())")
-        if strided.numel == 0:
-            return StoredView(
-                self._file, ByteRange(place.start, place.start), tensor.dtype, Strided.contiguous(strided.sizes)
-            )
-        if strided.is_contiguous:
-            start = place.start + strided.offset * itemsize
+        if strided.numel == 0 or strided.is_contiguous:
+            start = place.start + (strided.offset * itemsize if strided.numel else 0)
             own = ByteRange(start, start + strided.numel * itemsize)
             return StoredView(self._file, own, tensor.dtype, Strided.contiguous(strided.sizes))
         whole = place.nbytes // itemsize * itemsize
