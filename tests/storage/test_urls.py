@@ -124,8 +124,7 @@ def test_options_of_the_storage_reach_it() -> None:
         ("https://h/f/x.safetensors", HubOptions(subfolder="x"), "has no subfolder"),
         ("file:///models/x", HubOptions(), "Pass the path without file://"),
         ("nosuch://h/f", HubOptions(), "reading nosuch:// failed"),
-        ("hf://name", HubOptions(), "Write hf://organisation/name"),
-        ("hf://org/name@v1", HubOptions(revision="v2"), "names revision 'v1', but revision='v2'"),
+        ("hf://org/name@v1", HubOptions(), "the hub is not read in place. Pass the repository's name"),
     ],
 )
 def test_what_cannot_be_opened_is_explained(url: str, options: HubOptions, words: str) -> None:

@@ -17,7 +17,7 @@ from shardwise.engines.arguments import agree_on_call, hints_of, require_known, 
 from shardwise.engines.companions import OpenAdapter, beside_adapter, beside_of, of_adapter, open_adapter
 from shardwise.engines.load_plan import Load, LoadOptions, load_words
 from shardwise.engines.loading import carry_out, form_of
-from shardwise.engines.opening import OpenSource, at_one_commit, read_index, resolve_everywhere
+from shardwise.engines.opening import OpenSource, read_index, resolve_everywhere
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
 from shardwise.execution.audit import are_equal
 from shardwise.execution.progress import Clock, ProgressBar, require_same_settings
@@ -149,8 +149,7 @@ def find(
     named = os.fspath(name_or_path)
     is_remote = is_url(name_or_path)
     if is_remote:
-        name_or_path, hub = at_one_commit(world, named, hub)
-        directory = stack.enter_context(small_files(world, name_or_path, hub))
+        directory = stack.enter_context(small_files(world, named, hub))
     else:
         directory = resolve_everywhere(world, name_or_path, hub, wanted)
 

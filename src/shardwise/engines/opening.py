@@ -17,7 +17,7 @@ from shardwise.formats.opening import as_the_model_has_it, open_checkpoint
 from shardwise.report.names import shown_ranks
 from shardwise.storage.contract import FilePlaces, StorageReader
 from shardwise.storage.machine import file_space
-from shardwise.storage.names import HubOptions, ModelFiles, WantedFiles, is_url, local_place, scheme_of
+from shardwise.storage.names import HubOptions, ModelFiles, WantedFiles, is_url, local_place
 from shardwise.storage.reading import OpenStorage, open_storage
 
 Source: TypeAlias = str | os.PathLike[str] | StorageReader
@@ -47,8 +47,7 @@ def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource
     if isinstance(checkpoint, StorageReader):
         opened, is_own = OpenStorage(checkpoint, None), False
     elif is_url(checkpoint):
-        url, hub = at_one_commit(world, os.fspath(checkpoint), hub)
-        opened, is_own = open_everywhere(world, lambda: open_storage(url, hub)), True
+        opened, is_own = open_everywhere(world, lambda: open_storage(checkpoint, hub)), True
     else:
         path = resolve_everywhere(world, checkpoint, hub)
         opened, is_own = open_everywhere(world, lambda: open_storage(path)), True
@@ -147,15 +146,3 @@ def resolve_everywhere(
 
     downloaded = world.together(download)
     return world.together(lambda: downloaded or resolve(repo_id, pinned, download=False, wanted=wanted))
-
-
-def at_one_commit(world: World, url: str, hub: HubOptions) -> tuple[str, HubOptions]:
-    """A URL, which of a storage with revisions (the hub) names the state that is meant now. Collective: yes.
-
-    With it, the options that go with it.
-    """
-    if scheme_of(url) != "hf":
-        return url, hub
-    from shardwise.storage.remote import named_commit
-
-    return world.from_first(lambda: named_commit(url, hub)), replace(hub, revision=None)

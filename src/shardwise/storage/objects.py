@@ -1,4 +1,7 @@
-"""Opens object stores, HTTP servers and memory by obstore, and tells its errors without credentials."""
+"""Opens object stores, HTTP servers and memory by obstore, and writes files to them, each as one stream.
+
+Errors of obstore are told without credentials.
+"""
 
 from __future__ import annotations
 
@@ -61,15 +64,13 @@ class Objects:
         self.root = without_secrets(url)
         self._secrets = url, options
         self._folder = ""
-        self._is_http = scheme_of(url) in ("http", "https", "hf")
+        self._is_http = scheme_of(url) in ("http", "https")
         with self.failures(None, f"{doing} {scheme_of(url)}://"):
-            self.store = self._opened(url, options)
-
-    def _opened(self, url: str, options: Mapping[str, Any]) -> Any:
-        if scheme_of(url) != "memory":
-            return http_store(url, options) if self._is_http else _bucket(url, options)
-        self._folder = url.partition("://")[2].strip("/") + "/"
-        return _memory(**options)
+            if scheme_of(url) == "memory":
+                self._folder = url.partition("://")[2].strip("/") + "/"
+                self.store = _memory(**options)
+            else:
+                self.store = http_store(url, options) if self._is_http else _bucket(url, options)
 
     def path(self, file: str) -> str:
         """The name of a file, or with "" of the folder, in the store."""
@@ -96,27 +97,20 @@ class Objects:
                 if not self._is_http or not is_denied(error):
                     raise
             # Links that are signed for GET refuse HEAD.
-            return FileState.of(self._get(file, {"range": (0, 1)}).meta)
+            return FileState.of(self.store.get(self.path(file), options={"range": (0, 1)}).meta)
 
     def fetch(self, file: str, start: int, stop: int, expected: FileState) -> Iterable[Any]:
         """The bytes ``start <= i < stop`` of a file in this state, in chunks. Within :meth:`failures`."""
         # A whole file is asked for without a range, which not every server knows.
         whole = (start, stop) == (0, expected.nbytes)
-        answer = self._get(file, None if whole else {"range": (start, stop)})
-        self.require_same(file, expected, FileState.of(answer.meta))
-        # One chunk takes a quarter less of the processor than many, and as much memory as it is long.
-        return [answer.bytes()] if stop - start <= _ONE_CHUNK_BYTES else answer.stream(min_chunk_size=1 << 20)
-
-    def _get(self, file: str, options: Any) -> Any:
-        return self.store.get(self.path(file), options=options)
-
-    def require_same(self, file: str, expected: FileState, found: FileState) -> None:
-        """Raises StorageError for a file whose content was replaced since it was first looked at."""
-        if found != expected:
+        answer = self.store.get(self.path(file), options=None if whole else {"range": (start, stop)})
+        if (found := FileState.of(answer.meta)) != expected:
             raise StorageError(
                 f"{self.named(file)}: the file changed while it was being read ({expected.identity} before, "
                 f"{found.identity} now). Load again, from files that nobody writes to"
             )
+        # One chunk takes a quarter less of the processor than many, and as much memory as it is long.
+        return [answer.bytes()] if stop - start <= _ONE_CHUNK_BYTES else answer.stream(min_chunk_size=1 << 20)
 
     def named(self, file: str | None) -> str:
         """A file, or the folder, as errors name it."""

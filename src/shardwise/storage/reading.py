@@ -1,4 +1,4 @@
-"""Files of a local, or locally mounted, folder."""
+"""Reads files of a local, or locally mounted, folder, and opens a reader for any name of a checkpoint."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ def open_storage(
     """Open a folder, a safetensors or index file, a hub id or a URL; whoever calls closes the reader.
 
     URLs are read in place. A hub id is downloaded, or taken from the cache alone with ``download=False``.
-    ``hub.subfolder`` holds for all of them, ``hub.token`` and ``hub.revision`` for hf:// as for hub ids.
+    ``hub.subfolder`` holds for all of them.
     ``storage_options`` are those of :class:`~shardwise.storage.remote.RemoteReader`, for URLs only.
 
     Raises:
@@ -347,12 +347,10 @@ def _open_url(url: str, hub: HubOptions, storage_options: Mapping[str, Any]) -> 
     if hub.subfolder:
         before, mark, query = folder.partition("?")
         folder = f"{before.rstrip('/')}/{hub.subfolder}{mark}{query}"
-    named = {"token": hub.token, "revision": hub.revision} if scheme_of(url) == "hf" else {}
-    options = {name: value for name, value in named.items() if value is not None}
     # Imported here: what is local needs no network code.
     from shardwise.storage.remote import RemoteReader
 
-    return OpenStorage(RemoteReader(folder, storage_options={**options, **storage_options}), file)
+    return OpenStorage(RemoteReader(folder, storage_options=storage_options), file)
 
 
 _NETWORK = re.compile(

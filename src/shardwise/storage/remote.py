@@ -1,4 +1,4 @@
-"""Resolves a name to a folder: a local path, or those files of a hub repository that will be read."""
+"""Resolves a repository of the hub to a folder with those of its files that are read, and reads URLs by range."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import os
 import re
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Self
-from urllib.parse import quote, unquote, urlsplit
+from typing import Any
 
 from shardwise.errors import StorageError
 from shardwise.storage.contract import OBJECT_STORE, ReadPolicy, StorageReader, as_bytes, ends_early
@@ -27,8 +26,9 @@ from shardwise.storage.names import (
     scheme_of,
     shown,
     why_unsafe,
+    without_secrets,
 )
-from shardwise.storage.objects import FileState, Objects, fill, http_store, is_denied
+from shardwise.storage.objects import FileState, Objects, fill
 
 _SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "tokenizer*")
 """Indexes, configurations, tokenizers."""
@@ -137,15 +137,15 @@ def resolve(
     return folder
 
 
-def commit_of(repo_id: str, options: HubOptions, *, kind: str = "model") -> str:
+def commit_of(repo_id: str, options: HubOptions) -> str:
     """The commit that the revision names: asked of the hub, and where it cannot be reached, of the cache.
 
     Raises :class:`StorageError` where neither knows it.
     """
     if options.revision and _COMMIT.fullmatch(options.revision):
         return options.revision
-    found = _listing(repo_id, options, kind)
-    return _cached(repo_id, options, kind).name if found is None else found[0]
+    found = _listing(repo_id, options)
+    return _cached(repo_id, options).name if found is None else found[0]
 
 
 def note_commit(repo_id: str, options: HubOptions, commit: str) -> None:
@@ -159,7 +159,7 @@ def note_commit(repo_id: str, options: HubOptions, commit: str) -> None:
             noted.write_text(commit)
 
 
-def _listing(repo_id: str, options: HubOptions, kind: str = "model") -> tuple[str, list[str]] | None:
+def _listing(repo_id: str, options: HubOptions) -> tuple[str, list[str]] | None:
     """The commit, and the names of its files, that the hub tells of; None where the cache has to do."""
     with hub_errors_named(repo_id, options):
         from huggingface_hub import HfApi, constants
@@ -168,27 +168,24 @@ def _listing(repo_id: str, options: HubOptions, kind: str = "model") -> tuple[st
         if options.local_files_only or constants.HF_HUB_OFFLINE:
             return None
         try:
-            info = HfApi(token=options.token).repo_info(
-                repo_id, revision=options.revision, repo_type=kind, timeout=_ASKING_S
-            )
+            info = HfApi(token=options.token).repo_info(repo_id, revision=options.revision, timeout=_ASKING_S)
         except (HFValidationError, RevisionNotFoundError):
             raise
         except Exception:
             with contextlib.suppress(StorageError):
-                _cached(repo_id, options, kind)
+                _cached(repo_id, options)
                 return None
             raise
     return str(info.sha), [file.rfilename for file in getattr(info, "siblings", None) or ()]
 
 
-def _cached(repo_id: str, options: HubOptions, kind: str = "model") -> Path:
+def _cached(repo_id: str, options: HubOptions) -> Path:
     """The folder of the revision in the cache."""
     from huggingface_hub import snapshot_download
 
     with hub_errors_named(repo_id, options):
         folder = snapshot_download(
             repo_id,
-            repo_type=kind,
             revision=options.revision,
             cache_dir=options.cache_dir,
             local_files_only=True,
@@ -242,141 +239,6 @@ def hub_errors_named(repo_id: str, options: HubOptions) -> Iterator[None]:
         ) from error
 
 
-_PATH = re.compile(
-    r"hf://(?:(?P<kind>models|datasets|spaces)/)?(?P<repo_id>[^/@]+/[^/@]+)"
-    r"(?:@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(?P<folder>.*))?"
-)
-
-
-def named_commit(url: str, hub: HubOptions) -> str:
-    """The URL with the commit that its revision, or else that of ``hub``, names now.
-
-    Raises :class:`StorageError` for what is no repository, or cannot be found out.
-    """
-    _, mark, query = url.partition("?")
-    named = _HubName.of(url, hub.revision)
-    commit = commit_of(named.repo_id, replace(hub, revision=named.revision), kind=named.kind)
-    kind = "" if named.kind == "model" else f"{named.kind}s/"
-    return f"hf://{kind}{named.repo_id}@{commit}/{named.folder}".rstrip("/") + mark + query
-
-
-@dataclass(frozen=True, slots=True)
-class _HubName:
-    """What a URL names."""
-
-    kind: str
-    repo_id: str
-    revision: str | None
-    folder: str
-
-    @classmethod
-    def of(cls, url: str, asked: str | None) -> Self:
-        match = _PATH.fullmatch(url.partition("?")[0].rstrip("/"))
-        if match is None:
-            raise StorageError(
-                f"{shown(url)}: not a repository of the hub. Write hf://organisation/name, "
-                "hf://organisation/name@revision, or a folder below it"
-            )
-        named = unquote(match["revision"]) if match["revision"] else None
-        if named and asked and named != asked:
-            raise StorageError(
-                f"{shown(url)}: names revision {named!r}, but revision={asked!r} is asked for. Pass one of the two"
-            )
-        kind = "model" if match["kind"] in (None, "models") else match["kind"].removesuffix("s")
-        return cls(kind, match["repo_id"], named or asked, f"{match['folder']}/" if match["folder"] else "")
-
-
-class HubFiles(Objects):
-    """The files of one commit, read from where the hub sends whoever asks for them.
-
-    huggingface_hub is asked once for the commit that the revision names, and its files with their hashes, and once
-    for the place of each file that is read: a link that is signed for some time, and asked for again after it.
-    ``options`` are ``token``, ``endpoint`` and ``revision``, and those of an HTTP server.
-    """
-
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        hub = {name: options[name] for name in ("token", "endpoint", "revision") if name in options}
-        self._http_options = {name: value for name, value in options.items() if name not in hub}
-        self._named = _HubName.of(url, hub.pop("revision", None))
-        self._hub = hub
-        self._folder_url = ""
-        self._states: dict[str, FileState] = {}
-        self._places: dict[str, tuple[Any, str]] = {}
-        self._asking = threading.Lock()
-        super().__init__(url, options, doing="reading")
-
-    def _opened(self, url: str, options: Mapping[str, Any]) -> Any:
-        del url, options
-        return None  # each file has a place of its own
-
-    def list(self) -> list[str]:
-        return sorted(self._described())
-
-    def state(self, file: str) -> FileState:
-        found = self._described().get(file)
-        if found is None:
-            raise StorageError(
-                f"{self.named(file)}: no such file at revision {self._named.revision or 'main'}. Check the URL"
-            ) from FileNotFoundError(file)
-        return found
-
-    def require_same(self, file: str, expected: FileState, found: FileState) -> None:
-        """Compare sizes: a commit's files do not change, and servers that the hub sends us to have other ETags."""
-        super().require_same(file, replace(expected, version=found.version), found)
-
-    def _get(self, file: str, options: Any) -> Any:
-        store, name = self._places.get(file) or self._locate(file)
-        try:
-            return store.get(name, options=options)
-        except Exception as error:
-            if not is_denied(error):
-                raise
-        store, name = self._locate(file)
-        return store.get(name, options=options)
-
-    def _locate(self, file: str) -> tuple[Any, str]:
-        from huggingface_hub import get_hf_file_metadata
-
-        with self._errors_named():
-            location = get_hf_file_metadata(f"{self._folder_url}{quote(file)}", **self._hub).location
-        folder, _, name = location.partition("?")[0].rpartition("/")
-        client = self._http_options.get("client_options", {})
-        if urlsplit(location).netloc == urlsplit(self._folder_url).netloc:
-            from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented there
-
-            headers = build_hf_headers(token=self._hub.get("token"))
-            client = {**client, "default_headers": {**headers, **client.get("default_headers", {})}}
-        store = http_store(
-            f"{folder}?{urlsplit(location).query}".rstrip("?"), {**self._http_options, "client_options": client}
-        )
-        self._places[file] = store, unquote(name)
-        return self._places[file]
-
-    def _described(self) -> dict[str, FileState]:
-        with self._asking:
-            if not self._folder_url:
-                with self._errors_named():
-                    self._describe()
-            return self._states
-
-    def _describe(self) -> None:
-        from huggingface_hub import HfApi
-
-        named, api = self._named, HfApi(**self._hub)
-        info = api.repo_info(
-            named.repo_id, revision=named.revision, repo_type=named.kind, files_metadata=True, timeout=30
-        )
-        for file in getattr(info, "siblings", None) or ():
-            if file.rfilename.startswith(named.folder) and file.size is not None:
-                digest = f"sha256 {file.lfs.sha256}" if file.lfs is not None else f"blob {file.blob_id}"
-                self._states[file.rfilename.removeprefix(named.folder)] = FileState(file.size, digest)
-        kind = "" if named.kind == "model" else f"{named.kind}s/"
-        self._folder_url = f"{api.endpoint}/{kind}{named.repo_id}/resolve/{info.sha}/{quote(named.folder)}"
-
-    def _errors_named(self) -> AbstractContextManager[None]:
-        return hub_errors_named(self._named.repo_id, HubOptions(revision=self._named.revision))
-
-
 class RemoteReader(StorageReader):
     """Reads files below a URL by range; see :class:`~shardwise.storage.contract.StorageReader`.
 
@@ -388,10 +250,10 @@ class RemoteReader(StorageReader):
     ``bytes_read``, ``reads`` (ranges asked for) and ``files_opened`` (files looked at) count what has been done.
 
     Args:
-        url: a folder, as ``https://host/folder``, ``s3://bucket/folder``, ``gs://bucket/folder``, ``az://...``,
-            ``hf://organisation/name@revision`` or ``memory://folder``. A query is sent with every file.
+        url: a folder, as ``https://host/folder``, ``s3://bucket/folder``, ``gs://bucket/folder``, ``az://...`` or
+            ``memory://folder``. A query is sent with every file.
         storage_options: the arguments of obstore's store: ``client_options`` and ``retry_config``, for buckets
-            also ``region``, ``endpoint``, ``skip_signature``, ...; for hf ``token``, ``endpoint``, ``revision``.
+            also ``region``, ``endpoint``, ``skip_signature``, ...
         concurrency: replaces ``policy.concurrency``.
         policy: how the storage is read.
 
@@ -409,7 +271,12 @@ class RemoteReader(StorageReader):
     ) -> None:
         self._policy = policy if concurrency is None else replace(policy, concurrency=concurrency)
         options = storage_options or {}
-        self._files = HubFiles(url, options) if scheme_of(url) == "hf" else Objects(url, options, doing="reading")
+        if scheme_of(url) == "hf":
+            raise StorageError(
+                f"{shown(without_secrets(url))}: the hub is not read in place. Pass the repository's name "
+                "(organization/name, with revision and subfolder), whose files are downloaded"
+            )
+        self._files = Objects(url, options, doing="reading")
         self._in_flight = threading.BoundedSemaphore(self._policy.concurrency)
         self._states: dict[str, FileState] = {}
         self._lock = threading.Lock()

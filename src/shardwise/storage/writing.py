@@ -1,4 +1,4 @@
-"""Writing to a local, or locally mounted, folder."""
+"""Writes files into a local, or locally mounted, folder, and opens a writer for a path or a URL."""
 
 from __future__ import annotations
 
