@@ -157,7 +157,7 @@ def test_what_a_table_names_imports_nobody_who_opens_it():
 
 
 CONTRACTS = {
-    "formats": "checkpoint_index contract opening quantisation",
+    "formats": "contract opening",
 }
 
 

@@ -1,4 +1,4 @@
-"""A node that makes numbers of elements that are stored in few bits: decoded, less a zero point, times a scale.
+"""Defines a node that makes numbers of elements stored in few bits: decoded, less a zero point, times a scale.
 
 [Note: Layouts] Formats store codes in different orders, and this node knows only one: row by row, the first of
 two codes in the lower half of a byte. An order that is a permutation of dimensions is said around it, by
@@ -9,6 +9,13 @@ two codes in the lower half of a byte. An order that is a permutation of dimensi
 - GPTQ has eight rows of one column in a word: dequantised as (words, columns, 8).
 
 Zero points that are packed are numbers of a node of their own (:func:`decoded`).
+
+[Note: Products] Of AWQ and GPTQ a number is ``(code - zero) * scale`` in the dtype of the scales, as AutoAWQ
+(``awq/utils/packing_utils.py``) and GPTQModel (``gptqmodel/nn_modules/qlinear/__init__.py``) have it on a CPU. The
+difference is exact, and the product is rounded once to that dtype, before any cast to the dtype of a model.
+
+GPTQ's first format stores zero points less 1. GPTQModel takes that back by an addition to the whole word, with
+what is carried from one zero point to the next; so does this.
 """
 
 from __future__ import annotations

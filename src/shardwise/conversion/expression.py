@@ -1,4 +1,4 @@
-"""Lazy expressions over stored tensors.
+"""Defines lazy expressions over stored tensors, and the regions of indices that are pushed through them.
 
 A parameter of a model is an expression whose leaves are tensors of a checkpoint. Most nodes
 only move elements (:class:`Concat`, :class:`Stack`, :class:`Slice`, :class:`Permute`, :class:`Reshape`), so any box
@@ -7,7 +7,20 @@ What computes is a leaf, too (:class:`~shardwise.conversion.computed.Computed`):
 it needs.
 
 Nodes are built by the lower-case functions, which validate and simplify. A new one answers what
-:class:`Expression` asks, and nothing outside of this room looks at classes of nodes.
+:class:`Expression` asks, and nothing outside of this package looks at classes of nodes.
+
+[Note: Regions] A set of indices of a node is kept as an affine map. ``origin`` is the index of its first element;
+every axis of the iteration moves along exactly one dimension of the node, by ``step`` indices, and by ``stride``
+elements in the target. Several axes may move along the same dimension (the mixed-radix digits that a reshape
+leaves behind), so a column interleave stays one strided copy and not a box for every column. Moving a region
+through a node keeps this form or splits the region into a few of the same form:
+
+* a permutation renames dimensions, a slice scales them;
+* a concatenation or stack clips the region to each part (:func:`clip`);
+* a reshape flattens all dimensions into one, then splits dimensions off it, last first (:func:`unflatten`).
+
+Splitting may, in the worst case, unroll an axis into single steps; it is exact always and compact for everything
+that model conversions do.
 """
 
 from __future__ import annotations

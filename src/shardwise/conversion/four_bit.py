@@ -1,4 +1,4 @@
-"""Weights in 4 bits, as bitsandbytes has them: each half byte a number from -1 to 1, times the scale of its block.
+"""Computes weights in 4 bits as bitsandbytes has them, and their scales in a byte each.
 
 [Note: Four bits] A weight is ``[rows, width]`` (experts: ``[..., rows, width]``), and ``width`` is whole blocks of
 ``block`` elements. So no block crosses a row, and any rows are quantised as they are among all others. The scale of
@@ -15,6 +15,16 @@ The number of bounds is looked up: ``v + 768`` in float32 has the *place* of ``v
 lower 16 bits. Rounding keeps the order, so that a number whose place is above that of a bound is above it, and one
 whose place is below is not. Where places are equal, for one element in a thousand, the numbers are compared. These
 are fewer passes than fifteen compares (``benchmarks/four_bit.py``).
+
+[Note: Nested scales] All scales of a weight, in one row, less their mean (``offset``), are in blocks of 256. Each
+scale is one of 256 numbers from -1 to 1 (:func:`dynamic_numbers`) times the greatest magnitude of its block. Blocks
+go on from row to row, so that a part of the scales needs the offset and the greatest magnitudes of the whole:
+4 bytes for 256 scales.
+
+The bits are those of bitsandbytes 0.50 on an x86 CPU (``quantize_4bit(compress_statistics=True)``, whose
+``quantize_blockwise`` is ``quantize_cpu`` of its ``csrc/cpu_ops.cpp``). It looks up the number for the nearest of
+65,536 places, which is not always the nearest number. The mean is torch's, whose last bit depends on how many
+threads share in the sum: it is taken once, for all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights in four bits as expressions: packed while they are read, or taken as they are stored."""
+"""Defines weights in four bits as expressions: packed while they are read, or taken as they are stored."""
 
 from __future__ import annotations
 

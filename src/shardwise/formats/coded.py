@@ -1,4 +1,19 @@
-"""What quantised forms make of entries: numbers in few bits, times the scales of their blocks. Plain data."""
+"""Describes what quantised forms make of entries, and finds those of bitsandbytes, AWQ and GPTQ.
+
+bitsandbytes: beside ``weight``, packed bytes (n, 1), there are ``weight.absmax``, one scale for each block;
+``weight.quant_map``, the sixteen numbers; and ``weight.quant_state.bitsandbytes__nf4`` (or ``__fp4``), JSON with
+the shape, the dtype and the size of a block. Nested scales are bytes, and have ``weight.nested_absmax``, one for
+256 of them, ``weight.nested_quant_map``, and an offset in the JSON. (``QuantState.as_dict`` of bitsandbytes.) The
+small ones are read, and held against what is known: a map that is another one would make other numbers.
+
+AWQ and GPTQ: a linear layer (out, in) has ``qweight`` and ``qzeros`` (I32), ``scales`` (groups, out) and, of GPTQ,
+``g_idx`` (in,), the group of each input, in place of ``weight``. Words of AWQ are of eight outputs (``version:
+gemm``; of AutoAWQ ``awq/modules/linear/gemm.py``): ``qweight`` is (in, out / 8). Of GPTQ they are of inputs: (in *
+bits / 32, out). ``qzeros`` is (groups, out * bits / 32) of both. A layer that is not quantised has its ``weight``.
+
+``g_idx`` is read, since most of them say no more than the size of a group does. One that is all zeros counts as
+absent, as in ExLlama's kernels. Where ``dynamic`` of GPTQModel gives some layers other sizes, shapes tell which.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a format is: how its files are recognised in a folder, who reads them, and where faults are collected.
+"""Defines what a checkpoint stores, as plain data, and what a format is that reads it.
+
+What is stored row-major in one run is an entry by itself. Any other tensor is made of entries, by a small tree
+whose leaves are entries, whole or seen through strides, and whose nodes put parts one after the other.
 
 A format is one object that answers :class:`CheckpointFormat`, and a line in the table of
 :mod:`shardwise.formats.opening`, which asks the formats one after the other. What is read goes into an

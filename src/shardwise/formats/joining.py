@@ -1,4 +1,7 @@
-"""What formats have in common when they read: many files at once, their index, tensors put together of parts."""
+"""Provides what formats share when they read: many files at once, their index, tensors put together of parts.
+
+Tensors lie in a nest of dicts: this module finds where in it the model is, and joins views and chunks to wholes.
+"""
 
 from __future__ import annotations
 

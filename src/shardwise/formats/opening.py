@@ -1,4 +1,7 @@
-"""Opens a checkpoint of any format: files are chosen, what they say of their tensors is read, all of it checked."""
+"""Opens a checkpoint of any format: files are chosen, what they say of their tensors is read, all of it checked.
+
+Where a ``quantization_config`` says so, tensors are those of the model, in place of those that are stored.
+"""
 
 from __future__ import annotations
 

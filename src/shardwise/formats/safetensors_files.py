@@ -1,8 +1,17 @@
-"""Checkpoints of safetensors files: one, several, with an index or by their names, or chunks, a file for each rank.
+"""Reads and writes headers of safetensors files, and finds the files of a checkpoint.
 
+A checkpoint is one file, several with an index or by their names, or chunks, a file for each rank.
 ``HuggingFaceStorageWriter`` of torch writes them with ``save_distributed=True``, as transformers' distributed
 checkpoints do: the metadata of each header tell where the file's part of each tensor begins. Nothing tells the size
 of the whole, so that it is what the parts reach to.
+
+Source of the rules: the safetensors format, and its Rust library (``Metadata::validate``), which refuses what
+is refused here. Two things are stricter here: a key that occurs twice is refused even when both say the same,
+and a tensor's description must be an object (the library also takes ``["F32", [1], [0, 4]]``).
+
+Source: ``prepare`` and ``Metadata``'s serialisation in the library. Tensors lie in the order of their dtypes,
+widest first, then of their names as UTF-8; nothing lies between them; the header is padded with spaces to eight
+bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""Checkpoints, and states of trainings, in files that ``torch.save`` has written: one, or several with an index."""
+"""Reads which tensor of a file written by ``torch.save`` lies at which bytes, and finds the files of a checkpoint.
+
+It is a zip archive: ``data.pkl`` is a pickle of the object, with a persistent id for every storage, and
+``data/<id>`` is that storage's memory, as it is. The pickle is read by :mod:`shardwise.formats.pickles`, so nothing
+is run. Source of the layout: torch's ``serialization.py`` and ``caffe2/serialize/inline_container.cc``.
+
+``zipfile`` reads the directory; where the bytes of a member lie, which it does not tell, is found out here. The
+archive may be a part of a larger file.
+"""
 
 from __future__ import annotations
 
