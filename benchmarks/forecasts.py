@@ -21,9 +21,9 @@ from peft import LoraConfig
 from tests.verbs.real_shapes import deepseek_v3, in_float8, qwen3_235b
 
 from shardwise.engines.forecasting import forecast
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import MeshShape
-from shardwise.storage.policies import LOCAL
+from shardwise.storage.contract import LOCAL
 from shardwise.tuning.modes import Full, Lora
 
 RANKS = 1024

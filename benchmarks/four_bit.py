@@ -40,8 +40,13 @@ def arms(rows: int, form: str) -> dict[tuple[str, str], Callable[[], Sequence[An
     use_peers("bitsandbytes")
     import bitsandbytes.functional as bnb
 
-    from shardwise.conversion.four_bit import dequantise_rows, packed_shape, quantise_rows, scales_shape
-    from shardwise.conversion.nested_scales import nest_about, unnest
+    from shardwise.conversion.four_bit import (
+        dequantise_rows,
+        nest_about,
+        packed_shape,
+        quantise_rows,
+        scales_shape,
+    )
     from shardwise.tensors import Form4
 
     known = Form4(form)
@@ -51,8 +56,6 @@ def arms(rows: int, form: str) -> dict[tuple[str, str], Callable[[], Sequence[An
     quantise_rows(normal.bfloat16(), BLOCK, known, packed, absmax)
     _, state = bnb.quantize_4bit(normal.bfloat16(), blocksize=BLOCK, quant_type=form)
     flat, offset = absmax.flatten(), absmax.mean()
-    codes, nested = nest_about(flat, offset)
-    _, of_scales = bnb.quantize_blockwise(flat - offset, blocksize=256)
 
     def quantise(values: Any) -> Sequence[Any]:
         made = torch.empty_like(packed), torch.empty_like(absmax)
@@ -88,8 +91,6 @@ def arms(rows: int, form: str) -> dict[tuple[str, str], Callable[[], Sequence[An
         found["ranks", name] = partial(in_chunks, way(known.bounds), normal.mul(20).clamp_(-1, 1).flatten())
     found["nest", "shardwise"] = partial(nest_about, flat, offset)
     found["nest", "bitsandbytes"] = nest_theirs
-    found["unnest", "shardwise"] = lambda: [unnest(codes, 0, nested, offset)]
-    found["unnest", "bitsandbytes"] = lambda: [bnb.dequantize_blockwise(codes, of_scales).add_(offset)]
     return found
 
 
@@ -207,7 +208,7 @@ def measure(rows: int, form: str) -> dict[str, dict[str, list[float]]]:
 
 def told(rows: int, runs: Sequence[dict[str, dict[str, list[float]]]]) -> dict[str, dict[str, dict[str, float]]]:
     """Medians, for an element of the weight or a scale."""
-    counts = {"nest": rows * WIDTH // BLOCK, "unnest": rows * WIDTH // BLOCK}
+    counts = {"nest": rows * WIDTH // BLOCK}
     found: dict[str, dict[str, dict[str, float]]] = {}
     for kind, of in runs[0].items():
         count = counts.get(kind, rows * WIDTH)

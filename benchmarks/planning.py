@@ -97,7 +97,7 @@ def plan_once(wanted: Shape) -> dict[str, float]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from shardwise.conversion import copies
+    from shardwise.conversion.computed import copies
     from shardwise.layout import Origin, TensorKind
     from shardwise.models import build, pretrained, wrap
     from shardwise.models.initialize import Initialisers
@@ -160,7 +160,7 @@ class _Clock:
 
 def _index(wanted: Shape) -> Any:
     """The index of a checkpoint of this shape that nobody has written."""
-    from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
+    from shardwise.formats.contract import CheckpointIndex, TensorEntry
     from shardwise.tensors.dtypes import dtype_named
 
     bf16 = dtype_named("BF16")

@@ -20,7 +20,7 @@ from typing import Any
 from tests.harness.http_store import HttpStoreProcess
 from tests.harness.local_ranks import LocalRanks
 
-from shardwise.storage.policies import OBJECT_STORE
+from shardwise.storage.contract import OBJECT_STORE
 
 BYTES_PER_S = 200e6
 LATENCY_S = 0.02

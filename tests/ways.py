@@ -34,7 +34,7 @@ from shardwise.models.view import look_inside, strided_view
 from shardwise.report.reports import LoadReport
 from shardwise.storage import objects
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading import LocalReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,12 +42,12 @@ from shardwise.errors import ConfigError, FormatError, ShardwiseError, StorageEr
 from shardwise.execution.launched import this_device
 from shardwise.execution.memory import host_memory, memory_of
 from shardwise.execution.spawned import RanksLateError
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
 from shardwise.models.view import local_tensor, raw_bytes
 from shardwise.observing import phase
 from shardwise.report.names import in_bytes
-from shardwise.storage.hub import resolve
+from shardwise.storage.remote import resolve
 from shardwise.tensors.fingerprint import fingerprint
 
 OURS = "shardwise"

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import trainer_utils
 
-from shardwise.formats.accelerate_names import MODEL, OPTIMIZER
+from shardwise.formats.distributed import MODEL, OPTIMIZER
 from shardwise.interchange import trainer_folder
 from shardwise.models import build, four_bit_layers, initial_programs, pretrained, revert, tracing
 from shardwise.tuning import peft_compat

@@ -32,7 +32,7 @@ from shardwise.options import (
     CheckpointerOptions,
     Ignore,
 )
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.writing import open_writer
 
 MODES = {"sync": "sync", "async": "async"}
 

@@ -282,7 +282,7 @@ def test_a_pickle_among_the_values_is_not_run(run, tmp_path):
 
 def shardwise_place(step: Path, path: tuple[str, ...]):
     from shardwise.formats.distributed import read_metadata
-    from shardwise.storage.reading.local import LocalReader
+    from shardwise.storage.reading import LocalReader
 
     with LocalReader(step) as reader:
         return read_metadata(reader).objects[path]

@@ -7,18 +7,8 @@ import random
 import numpy as np
 from tests.conversion.scaled import scaled, scales_of
 
-from shardwise.conversion import (
-    Expression,
-    Stored,
-    compute_tasks,
-    concat,
-    copies,
-    copies_and_computed,
-    permute,
-    reshape,
-    slice_dim,
-    stack,
-)
+from shardwise.conversion.computed import compute_tasks, copies, copies_and_computed
+from shardwise.conversion.expression import Expression, Stored, concat, permute, reshape, slice_dim, stack
 from shardwise.tensors import Box, DType, Strided, numel
 
 Array = np.ndarray

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.conversion import Computed, ComputedBlock, Expression, aligned_blocks
+from shardwise.conversion.computed import Computed, ComputedBlock, aligned_blocks
+from shardwise.conversion.expression import Expression
 from shardwise.tensors import Box
 
 UNIT = 2

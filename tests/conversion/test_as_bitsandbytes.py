@@ -7,11 +7,11 @@ import os
 import pytest
 import torch
 from tests.conversion.test_four_bit import DTYPES, dequantised, quantised, same
+from tests.conversion.test_nested_scales import unnest
 from tests.harness.world import run_world
 from tests.peers import use_peers
 
-from shardwise.conversion.four_bit import BLOCKS
-from shardwise.conversion.nested_scales import dynamic_numbers, nest, unnest
+from shardwise.conversion.four_bit import BLOCKS, dynamic_numbers, nest
 from shardwise.tensors import Form4
 
 
@@ -78,7 +78,7 @@ def compare_scales() -> list[str]:
             faults.append(f"{number}: nested {(codes != theirs).sum()}")
         back = bnb.dequantize_blockwise(theirs, state)
         back += offset
-        if not same(unnest(codes, 0, nested, offset), back):
+        if not same(unnest(codes, nested, offset), back):
             faults.append(f"{number}: back")
     weight = torch.randn(70, 640, generator=generator).bfloat16()
     _, plain = bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4")

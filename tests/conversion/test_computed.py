@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conversion.random_expressions import Grower
 from tests.conversion.scaled import scaled, scales_of
 
-from shardwise.conversion import (
-    Stored,
+from shardwise.conversion.computed import (
+    SmallestBlocks,
     aligned_blocks,
     computed_leaves,
     computes,
-    concat,
-    leaf_boxes,
     pieces,
-    smallest_block_bytes,
-    stack,
 )
-from shardwise.conversion import views as room
+from shardwise.conversion.expression import Stored, concat, stack
 from shardwise.tensors import Box, DType
 
 
@@ -82,31 +75,13 @@ def test_a_box_grows_to_its_units_only():
 def test_the_memory_of_the_smallest_block_counts_what_it_is_computed_of():
     weight, scales = Stored("w", (6, 8), DType.F32), Stored("s", scales_of((6, 8)), DType.F32)
     node = scaled(weight, scales)
-    assert smallest_block_bytes(node) == 8 * 4 + 4  # two by two elements there and back, and a scale
+    assert SmallestBlocks().nbytes(node) == 8 * 4 + 4  # two by two elements there and back, and a scale
     above = scaled(node, scales)
-    assert smallest_block_bytes(above) == 2 * (8 * 4 + 4)
+    assert SmallestBlocks().nbytes(above) == 2 * (8 * 4 + 4)
     assert str(above) == "Scale(Scale(w, s)[scaled], s)[scaled]"
     assert list(computed_leaves(concat([above, weight], 0))) == [above]
     assert (computes(concat([weight, node], 0)), computes(weight)) == (True, False)
     assert stack([weight, Stored("h", (6, 8), DType.F16)], 0).dtype is DType.F32
-
-
-@given(st.integers(0, 2**32))
-def test_boxes_of_leaves_are_the_whole(seed):
-    rng = random.Random(seed)
-    expression, _ = Grower(rng).grow(rng.randint(0, 4))
-    assert (counted(leaf_boxes(expression), expression.shape) == 1).all()
-
-
-def test_a_stack_is_a_box_for_each_part_where_these_are_few(monkeypatch):
-    node = stack([Stored(str(number), (2, 3), DType.F32) for number in range(4)], 0)
-    parts = [Box((number, 0, 0), (1, 2, 3)) for number in range(4)]
-    assert leaf_boxes(node) == parts
-    monkeypatch.setattr(room, "_FEW", 4)
-    assert leaf_boxes(node) == parts
-    monkeypatch.setattr(room, "_FEW", 3)
-    assert leaf_boxes(node) == [Box.whole((4, 2, 3))]
-    assert leaf_boxes(Stored("e", (0, 3), DType.F32)) == [Box((0, 0), (0, 3))]
 
 
 def test_pieces_of_a_box_outside_are_refused():

@@ -10,20 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.conversion import (
-    Expression,
-    Region,
-    Stored,
-    compute_tasks,
-    computes,
-    copies_and_computed,
-    permute,
-    reshape,
-    stored_leaves,
-)
 from shardwise.conversion import dequantise as room
-from shardwise.conversion.computed import Computed
+from shardwise.conversion.computed import Computed, compute_tasks, copies_and_computed
 from shardwise.conversion.dequantise import decoded, dequantised
+from shardwise.conversion.expression import Expression, Region, Stored, permute, reshape
 from shardwise.errors import FormatError
 from shardwise.tensors import Box, Code, DType, Strided
 
@@ -47,10 +37,9 @@ def cases(draw):
     power = draw(st.sampled_from([0, 1, -1]))
     whole = torch.tensor([3.0])
     zeros = torch.randint(-8, 9, counts, generator=generator, dtype=torch.int8)
-    groups = torch.randint(0, counts[-1], shape[-1:], generator=generator, dtype=torch.int32)
-    has_zeros, has_groups = draw(st.booleans()), draw(st.booleans())
+    has_zeros = draw(st.booleans())
     inputs = [packed, scales if exponents else factors]
-    inputs += [whole] * bool(power) + [zeros] * has_zeros + [groups] * has_groups
+    inputs += [whole] * bool(power) + [zeros] * has_zeros
     dtypes = {torch.uint8: DType.U8, torch.float32: DType.F32, torch.int8: DType.I8, torch.int32: DType.I32}
     stored = [Stored(str(n), tuple(t.shape), dtypes[t.dtype]) for n, t in enumerate(inputs)]
     rest = stored[2:]
@@ -62,13 +51,11 @@ def cases(draw):
         has_exponents=exponents,
         overall=(rest.pop(0), power) if power else None,
         zeros=rest.pop(0) if has_zeros else None,
-        groups=rest.pop(0) if has_groups else None,
     )
     factors = factors * whole if power > 0 else factors / whole if power else factors
     wanted = torch.empty(shape)
     for place in itertools.product(*map(range, shape)):
         at = tuple(at // step for at, step in zip(place, unit, strict=True))
-        at = (*at[:-1], int(groups[place[-1]])) if has_groups else at
         wanted[place] = (numbers[place] - zeros[at] * has_zeros) * factors[at]
     starts = [draw(st.integers(0, size - 1)) for size in shape]
     sizes = [draw(st.integers(1, size - at)) for size, at in zip(shape, starts, strict=True)]
@@ -168,12 +155,10 @@ U8, F32 = (lambda *values: torch.tensor(values, dtype=torch.uint8)), (lambda *va
         (F32(1.0, 2.0), (0.0, -1), None, "o: dequantising: the scale of the whole tensor is 0.0"),
         (F32(1.0, 2.0), (0.0, 1), None, "o: dequantising: the scale of the whole tensor is 0.0"),
         (F32(1.0, 2.0), (math.nan, 1), None, "o: dequantising: the scale of the whole tensor is nan"),
-        (F32(1.0, 2.0), None, (0, 1, 2, 0), "g: dequantising: groups of columns are 0 to 2, and there are"),
-        (F32(1.0, 2.0), None, (0, 1, -1, 0), "g: dequantising: groups of columns are -1 to 1, and there are"),
     ],
 )
 def test_scales_that_are_none_are_an_error_that_names_them(scales, overall, beside, told):
-    """``beside`` are zero points, or a tuple of groups."""
+    """``beside`` are zero points."""
     dtype = DType.U8 if scales.dtype is torch.uint8 else DType.F32
     node = dequantised(
         Stored("v", (2,), DType.U8),
@@ -183,21 +168,20 @@ def test_scales_that_are_none_are_an_error_that_names_them(scales, overall, besi
         Code.E2M1,
         has_exponents=dtype is DType.U8,
         overall=None if overall is None else (Stored("o", (1,), DType.F32), overall[1]),
-        zeros=Stored("z", (2,), DType.F32) if isinstance(beside, torch.Tensor) else None,
-        groups=Stored("g", (4,), DType.I32) if isinstance(beside, tuple) else None,
+        zeros=Stored("z", (2,), DType.F32) if beside is not None else None,
     )
     (task,) = compute_tasks([(0, node, Region.of(Box.whole((4,)), Strided.contiguous((4,))))], 1 << 20)
     values = [U8(1, 2), scales]
     values += [] if overall is None else [F32(overall[0])]
-    values += [] if beside is None else [torch.as_tensor(beside)]
+    values += [] if beside is None else [beside]
     with pytest.raises(FormatError, match=told):
         task.evaluate(values)
 
 
 def evaluated(expression: Expression, tensors: dict[str, torch.Tensor], box: Box, most: int) -> torch.Tensor:
     """A box of an expression, blocks of what it computes within ``most`` bytes."""
-    out = torch.full(box.sizes, math.nan, dtype=torch.float32 if computes(expression) else None)
-    out = out if computes(expression) else out.to(tensors[next(stored_leaves(expression)).key].dtype)
+    dtypes = {DType.U8: torch.uint8, DType.I32: torch.int32, DType.F32: torch.float32}
+    out = torch.full(box.sizes, 99, dtype=dtypes[expression.dtype])
     copied, computed = copies_and_computed(expression, box)
     for copy in copied:
         source = (
@@ -318,15 +302,15 @@ def test_other_orders_of_codes_are_said_around_the_node(layout, data):
     ],
 )
 def test_what_does_not_go_together(values, scales, shape, unit, code):
-    with pytest.raises(ValueError, match="has"):
+    with pytest.raises(ValueError, match="has|reshape"):
         dequantised(Stored("v", values, DType.U8), Stored("s", scales, DType.F32), shape, unit, code)
 
 
 @pytest.mark.parametrize(
     ("zeros", "groups", "code", "told"),
     [
-        ((2, 3), None, Code.INT8, "has"),
-        (None, (3,), Code.INT8, "one group for each of 4 columns"),
+        ((2, 3), None, Code.INT8, "cannot reshape"),
+        (None, (3,), Code.INT8, "cannot reshape"),
     ],
 )
 def test_zero_points_and_groups_that_do_not_go_together(zeros, groups, code, told):
@@ -340,3 +324,44 @@ def test_zero_points_and_groups_that_do_not_go_together(zeros, groups, code, tol
             zeros=None if zeros is None else Stored("z", zeros, DType.I8),
             groups=None if groups is None else Stored("g", groups, DType.I32),
         )
+
+
+@pytest.mark.parametrize("exponents", [False, True])
+@given(data=st.data())
+@settings(max_examples=30)
+def test_a_group_for_each_column(exponents, data):
+    shape = [data.draw(st.integers(1, 4)) for _ in range(data.draw(st.integers(1, 2)))] + [8]
+    unit = [*(data.draw(st.integers(1, size)) for size in shape[:-1]), data.draw(st.sampled_from([2, 3, 8]))]
+    counts = [-(-size // step) for size, step in zip(shape, unit, strict=True)]
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    tensors = {
+        "v": torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8),
+        "s": torch.randint(100, 150, counts, generator=generator, dtype=torch.uint8),
+        "z": torch.randint(-8, 9, counts, generator=generator, dtype=torch.int32),
+        "g": torch.randint(0, counts[-1], (8,), generator=generator, dtype=torch.int32),
+    }
+    tensors["s"] = tensors["s"] if exponents else tensors["s"].float()
+    leaf = stored_as(tensors)
+    made = dequantised(
+        leaf["v"],
+        leaf["s"],
+        shape,
+        unit,
+        Code.INT8,
+        has_exponents=exponents,
+        zeros=leaf["z"],
+        groups=leaf["g"],
+    )
+    factors = 2.0 ** (tensors["s"].float() - 127) if exponents else tensors["s"]
+    wanted = torch.empty(shape)
+    for place in itertools.product(*map(range, shape)):
+        at = *(at // step for at, step in zip(place[:-1], unit, strict=False)), int(tensors["g"][place[-1]])
+        wanted[place] = (tensors["v"].view(torch.int8)[place] - tensors["z"][at]) * factors[at]
+    starts = [data.draw(st.integers(0, length - 1)) for length in shape]
+    sizes = [data.draw(st.integers(1, length - at)) for length, at in zip(shape, starts, strict=True)]
+    box = Box(tuple(starts), tuple(sizes))
+    found = evaluated(made, tensors, box, data.draw(st.sampled_from([1, 500, 10_000])))
+    assert torch.equal(found, part(wanted, box))
+    tensors["g"][data.draw(st.integers(0, 7))] = data.draw(st.sampled_from([-1, counts[-1]]))
+    with pytest.raises(FormatError, match="g: choosing rows: groups are .* and there are scales for 0 to"):
+        evaluated(made, tensors, Box.whole(shape), 10_000)

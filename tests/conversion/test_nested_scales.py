@@ -10,14 +10,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.test_four_bit import same
 
-from shardwise.conversion.nested_scales import dynamic_numbers, nest, nest_about, nested_codes, offset_of, unnest
+from shardwise.conversion.computed import Computed
+from shardwise.conversion.expression import Stored
+from shardwise.conversion.four_bit import dynamic_numbers, nest, nest_about, nested_codes, offset_of
+from shardwise.conversion.packed import unnested
+from shardwise.tensors import Box, DType
+
+
+def unnest(codes: torch.Tensor, nested: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """The scales that codes stand for, by the node that a load evaluates."""
+    node = unnested(
+        Stored("codes", tuple(codes.shape), DType.U8),
+        Stored("nested", tuple(nested.shape), DType.F32),
+        float(offset),
+        dynamic_numbers(),
+    )
+    assert isinstance(node, Computed)
+    (block,) = node.operation.blocks({node.output: [Box.whole(node.shape)]}, 1 << 30)
+    return node.operation.evaluate(block, [codes.flatten(), nested])[node.output].view(codes.shape)
 
 
 @given(st.integers(1, 900), st.integers(0, 99), st.integers(-8, 8), st.data())
 def test_parts_are_those_of_the_whole(count, seed, power, data):
     absmax = torch.rand(count, generator=torch.Generator().manual_seed(seed)) * 10.0**power
     codes, nested, offset = nest(absmax)
-    scales = unnest(codes, 0, nested, offset)
+    scales = unnest(codes, nested, offset)
     moved = absmax - absmax.mean()
     numbers = torch.tensor(dynamic_numbers())
     for block, start in enumerate(range(0, count, 256)):
@@ -32,7 +49,6 @@ def test_parts_are_those_of_the_whole(count, seed, power, data):
     start = data.draw(st.integers(0, count))
     stop = data.draw(st.integers(start, count))
     assert same(nested_codes(absmax[start:stop], start, nested, offset), codes[start:stop])
-    assert same(unnest(codes[start:stop], start, nested, offset), scales[start:stop])
 
 
 def test_an_offset_that_was_taken_before():
@@ -44,7 +60,7 @@ def test_an_offset_that_was_taken_before():
     assert same(again[1], nested)
     moved = nest_about(absmax, offset + 0.25)
     assert not torch.equal(moved[0], codes)
-    torch.testing.assert_close(unnest(moved[0], 0, moved[1], offset + 0.25), absmax, rtol=0, atol=0.02)
+    torch.testing.assert_close(unnest(moved[0], moved[1], offset + 0.25), absmax, rtol=0, atol=0.02)
 
 
 def test_shapes_stay():
@@ -53,7 +69,7 @@ def test_shapes_stay():
     assert codes.shape == absmax.shape
     assert nested.shape == (3,)
     assert offset.shape == ()
-    assert unnest(codes, 0, nested, offset).shape == absmax.shape
+    assert unnest(codes, nested, offset).shape == absmax.shape
     assert same(codes.flatten(), nest(absmax.flatten())[0])
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, random_box, view
 
-from shardwise.conversion import pieces
+from shardwise.conversion.computed import pieces
 from shardwise.tensors import Box, Strided
 
 

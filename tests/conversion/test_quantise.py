@@ -12,9 +12,10 @@ from tests.conversion.test_dequantise import part
 from tests.conversion.test_four_bit import quantised as by_kernel
 from tests.conversion.test_four_bit import same
 
-from shardwise.conversion import Computed, ComputeTask, Stored, smallest_block_bytes
+from shardwise.conversion.computed import Computed, ComputeTask, SmallestBlocks
+from shardwise.conversion.expression import Stored
 from shardwise.conversion.four_bit import scales_in
-from shardwise.conversion.quantise import quantised
+from shardwise.conversion.packed import quantised
 from shardwise.errors import FormatError
 from shardwise.tensors import Box, DType, Form4
 
@@ -85,7 +86,7 @@ def test_blocks_are_of_four_mib_at_most():
     limited = list(packed.operation.blocks(wanted, 2 << 20))
     assert max(block.nbytes for block in limited) <= 2 << 20
     assert limited[0].needs[0].numel > 1 << 17
-    assert smallest_block_bytes(packed) == 15 * 1024
+    assert SmallestBlocks().nbytes(packed) == 15 * 1024
     few = list(packed.operation.blocks(wanted, 10 * 15 * 1024))
     assert few[0].needs[0].sizes == (10, 1024)
     assert few[0].nbytes == 10 * 15 * 1024

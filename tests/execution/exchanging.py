@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from shardwise.conversion import Stored
+from shardwise.conversion.expression import Stored
 from shardwise.errors import StorageError
 from shardwise.execution import moving
 from shardwise.execution.moving import Exchange, Handover, LocalTensor, part_of

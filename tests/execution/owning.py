@@ -18,7 +18,7 @@ from shardwise.models.revert import revert
 from shardwise.models.view import layout_of, look_inside
 from shardwise.planning.save_plan import plan_save
 from shardwise.storage.contract import WritePolicy
-from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.writing import LocalWriter
 from shardwise.tensors.fingerprint import fingerprint
 
 POLICY = WritePolicy(has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=10_000, concurrency=1)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.conversion import Bindings
+from shardwise.conversion.computed import Bindings
 from shardwise.errors import CoverageError
 from shardwise.execution.audit import audit
-from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
+from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.layout import Origin
 from shardwise.models.view import layout_of, look_inside, meta_leftovers
 from shardwise.planning.load_memory import stored_tensors

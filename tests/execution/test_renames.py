@@ -17,8 +17,7 @@ from shardwise.execution.renames import as_renamed
 from shardwise.execution.saving_lock import HeldMark, take_lock
 from shardwise.execution.world import World
 from shardwise.planning.commit import Renames, WrittenFiles, fresh
-from shardwise.storage.writing.folders_writer import FoldersWriter
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.writing import FoldersWriter, open_writer
 
 OLDER = "random_states_7.pkl"
 NAMES = ("scheduler.bin", "optimizer.bin", "pytorch_model_fsdp_0/.metadata", "unet/weights.bin")

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 import shardwise
 from shardwise.execution.patience import Patience
 from shardwise.report.reports import LoadReport
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading import LocalReader
 
 STAGES = {
     "open": ("shardwise.engines.bringing_up", "open_storage"),
@@ -31,7 +31,7 @@ STAGES = {
     "wrap": ("shardwise.models.wrap", "wrap"),
     "plan": ("shardwise.engines.load_plan", "make_plan"),
     "materialize": ("shardwise.engines.loading", "materialize"),
-    "read": ("shardwise.storage.reading.local", "LocalReader.read_vectored"),
+    "read": ("shardwise.storage.reading", "LocalReader.read_vectored"),
     "join": ("shardwise.execution.shared_reads", "boxes_of_ranks"),
     "share": ("shardwise.execution.reading", "Placer.values_of"),
     "send": ("torch.distributed", "all_to_all_single"),
@@ -42,15 +42,15 @@ STAGES = {
     "take": ("shardwise.execution.moving", "Exchange._put"),
     "pack": ("shardwise.execution.given_parts", "Giver.share"),
     "arrange": ("shardwise.engines.saving", "prepare"),
-    "create": ("shardwise.storage.writing.local_writer", "LocalWriter.create"),
+    "create": ("shardwise.storage.writing", "LocalWriter.create"),
     "mark": ("shardwise.engines.saving", "require_lock"),
     "write": ("shardwise.execution.write", "Emitter._buffers"),
-    "sync": ("shardwise.storage.writing.local_writer", "LocalWriter.sync"),
+    "sync": ("shardwise.storage.writing", "LocalWriter.sync"),
     "compare": ("shardwise.execution.write", "Emitter.require_same"),
     "commit": ("shardwise.engines.saving", "commit_save"),
     "beside": ("shardwise.execution.committing", "fingerprints.to_bytes"),
-    "name": ("shardwise.storage.writing.local_writer", "LocalWriter.rename"),
-    "remove": ("shardwise.storage.writing.local_writer", "LocalWriter.remove"),
+    "name": ("shardwise.storage.writing", "LocalWriter.rename"),
+    "remove": ("shardwise.storage.writing", "LocalWriter.remove"),
     "tidy": ("shardwise.execution.saving_lock", "release_lock"),
 }
 """By stage, a function that a rank calls in it, as module and name."""

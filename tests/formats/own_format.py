@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from shardwise.errors import FormatError
-from shardwise.formats.checkpoint_index import TensorEntry
-from shardwise.formats.contract import CheckpointFormat, FileSelection, FormatFaults, IndexSoFar
+from shardwise.formats.contract import CheckpointFormat, FileSelection, FormatFaults, IndexSoFar, TensorEntry
 from shardwise.storage.contract import StorageReader
 from shardwise.tensors import DType
 

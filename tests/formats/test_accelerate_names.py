@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, Distributed, OfRanks, WholeFile, find
+from shardwise.formats.distributed import MODEL, OPTIMIZER, Distributed, OfRanks, WholeFile, find_saved
 
 
 def made(folder: Path, *names: str) -> Path:
@@ -39,50 +39,50 @@ def test_names() -> None:
 @pytest.mark.parametrize("number", [0, 1])
 def test_every_form(tmp_path: Path, number: int) -> None:
     whole = made(tmp_path / "whole", MODEL.file(number), OPTIMIZER.file(0), OPTIMIZER.file(1))
-    assert find(whole, MODEL, number) == WholeFile(str(whole), MODEL.file(number))
-    assert find(whole / MODEL.file(number), MODEL, number) == WholeFile(str(whole), MODEL.file(number))
+    assert find_saved(whole, MODEL, number) == WholeFile(str(whole), MODEL.file(number))
+    assert find_saved(whole / MODEL.file(number), MODEL, number) == WholeFile(str(whole), MODEL.file(number))
     folder = made(tmp_path / "folder", f"{MODEL.folder(number)}/.metadata")
-    assert find(folder, MODEL, number) == Distributed(str(folder / MODEL.folder(number)))
-    assert find(folder / MODEL.folder(number), MODEL, 7) == Distributed(str(folder / MODEL.folder(number)))
+    assert find_saved(folder, MODEL, number) == Distributed(str(folder / MODEL.folder(number)))
+    assert find_saved(folder / MODEL.folder(number), MODEL, 7) == Distributed(str(folder / MODEL.folder(number)))
     names = tuple(MODEL.rank_file(number, rank) for rank in (2, 0, 1))
     ranks = made(tmp_path / "ranks", *names, "other.bin")
     in_order = OfRanks(str(ranks), tuple(sorted(names)))
-    assert find(ranks, MODEL, number) == in_order
-    assert find(ranks / names[0], MODEL, 5) == in_order, "a file of a rank tells its number"
+    assert find_saved(ranks, MODEL, number) == in_order
+    assert find_saved(ranks / names[0], MODEL, 5) == in_order, "a file of a rank tells its number"
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="no such file or folder"):
-        find(tmp_path / "x", MODEL, 0)
+        find_saved(tmp_path / "x", MODEL, 0)
     empty = made(tmp_path / "empty", "kept.txt")
     with pytest.raises(
         FormatError, match="(?s)no model 1 of accelerate's.*fsdp_1.bin.*_1_rank0.bin.*there is: kept"
     ):
-        find(empty, MODEL, 1)
+        find_saved(empty, MODEL, 1)
     (tmp_path / "bare").mkdir()
     with pytest.raises(FormatError, match="there is: nothing"):
-        find(tmp_path / "bare", MODEL, 0)
+        find_saved(tmp_path / "bare", MODEL, 0)
     begun = made(tmp_path / "begun", f"{MODEL.folder(0)}/__0_0.distcp")
     with pytest.raises(FormatError, match=r"begun/pytorch_model_fsdp_0: has no \.metadata"):
-        find(begun, MODEL, 0)
+        find_saved(begun, MODEL, 0)
     with pytest.raises(FormatError, match=r"begun/pytorch_model_fsdp_0: has no \.metadata"):
-        find(begun / MODEL.folder(0), MODEL, 0)
+        find_saved(begun / MODEL.folder(0), MODEL, 0)
     several = made(tmp_path / "several", MODEL.file(0), MODEL.rank_file(0, 0), f"{MODEL.folder(0)}/.metadata")
     with pytest.raises(
         ConfigError, match=r"in several forms: pytorch_model_fsdp.bin, pytorch_model_fsdp_0/, .*1 ranks"
     ):
-        find(several, MODEL, 0)
+        find_saved(several, MODEL, 0)
 
 
 def test_files_of_ranks_are_all_there_once(tmp_path: Path) -> None:
     gaps = made(tmp_path / "gaps", MODEL.rank_file(0, 0), MODEL.rank_file(0, 3))
     with pytest.raises(FormatError, match="there are 2 files of ranks, and none of rank 1, 2;"):
-        find(gaps, MODEL, 0)
+        find_saved(gaps, MODEL, 0)
     far = made(tmp_path / "far", MODEL.rank_file(0, 999_999_999))
     with pytest.raises(
         FormatError, match="there are 1 files of ranks, and none of rank 0, 1, 2, 3, 4, 5, 6, 7, 8;"
     ):
-        find(far, MODEL, 0)
+        find_saved(far, MODEL, 0)
     twice = made(tmp_path / "twice", "optimizer_rank0.bin", "optimizer_0_rank0.bin")
     with pytest.raises(FormatError, match=r"optimizer_0_rank0.bin and optimizer_rank0.bin are both of rank 0"):
-        find(twice, OPTIMIZER, 0)
+        find_saved(twice, OPTIMIZER, 0)

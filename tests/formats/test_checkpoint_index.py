@@ -19,9 +19,9 @@ from tests.harness.memory_storage import MemoryReader
 
 from shardwise.errors import CheckpointError, FormatError, StorageError
 from shardwise.formats import joining
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.writing import open_writer
 from shardwise.tensors import DType
 
 

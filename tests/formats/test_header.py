@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tests.formats.building import file_of, file_with, tensor
 from tests.harness.memory_storage import MemoryReader
 
-from shardwise.formats import safetensors_header as header_module
-from shardwise.formats.safetensors_header import parse_header, read_header
-from shardwise.storage.reading.local import LocalReader
+from shardwise.formats import safetensors_files as header_module
+from shardwise.formats.safetensors_files import parse_header, read_header
+from shardwise.storage.reading import LocalReader
 from shardwise.tensors import ByteRange, DType
 
 NUMPY = {

@@ -16,7 +16,7 @@ from tests.formats.building import file_of, file_with, tensor
 from tests.harness.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.safetensors_header import MAX_HEADER_BYTES, FileHeader, parse_header, read_header
+from shardwise.formats.safetensors_files import MAX_HEADER_BYTES, FileHeader, parse_header, read_header
 
 ONE = b'"data_offsets":[0,1]'
 

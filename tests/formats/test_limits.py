@@ -20,16 +20,13 @@ from tests.harness.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError
 from shardwise.formats import opening
-from shardwise.formats.checkpoint_index import Joined, View, Whole
-from shardwise.formats.joining import beside
-from shardwise.formats.nested_dicts import MAX_DIMS, tiling
+from shardwise.formats.contract import Joined, View, Whole, each
+from shardwise.formats.distributed import holds_optimizer, open_state
+from shardwise.formats.joining import MAX_DIMS, beside, tiling
 from shardwise.formats.opening import open_checkpoint
-from shardwise.formats.pickles import read_pickle
-from shardwise.formats.safetensors_header import read_header
-from shardwise.formats.torch_file import TorchArchive, each, read_torch_file
-from shardwise.formats.torch_files import holds_optimizer, open_state
-from shardwise.formats.torch_values import TORCH_FILE
-from shardwise.formats.zip_archive import Archive, FileWindow
+from shardwise.formats.pickles import TORCH_FILE, read_pickle
+from shardwise.formats.safetensors_files import read_header
+from shardwise.formats.torch_files import Archive, FileWindow, TorchArchive, read_torch_file
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import FormatError
-from shardwise.formats import safetensors_header as safetensors_header
-from shardwise.formats.safetensors_header import _RANK, lay_out, parse_header
+from shardwise.formats import safetensors_files as safetensors_header
+from shardwise.formats.safetensors_files import _RANK, lay_out, parse_header
 from shardwise.models.torch_words import from_torch, to_torch
 from shardwise.tensors import DType, numel
 

@@ -16,10 +16,10 @@ from tests.harness.memory_storage import MemoryReader
 from torch import nn
 
 from shardwise.errors import FormatError
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
-from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.remote_reader import RemoteReader
+from shardwise.storage.reading import LocalReader
+from shardwise.storage.remote import RemoteReader
 
 
 def opened(value: object) -> tuple[CheckpointIndex, MemoryReader]:

@@ -31,7 +31,7 @@ from tests.harness.memory_storage import MemoryReader
 from shardwise.errors import FormatError, StorageError
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.pickles import Vocabulary, read_pickle
-from shardwise.formats.torch_file import read_torch_file
+from shardwise.formats.torch_files import read_torch_file
 
 SOUND = saved({"a": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(2, 2).t(), "c": torch.zeros(3000), "n": 3})
 

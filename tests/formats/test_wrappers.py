@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.formats.nested_dicts import StoredView, WrapperChoice, choose_model, why_not_strided
+from shardwise.formats.joining import StoredView, WrapperChoice, choose_model, why_not_strided
 from shardwise.tensors import ByteRange, DType, Strided
 
 

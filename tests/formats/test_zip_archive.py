@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.harness.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError
-from shardwise.formats import zip_archive
-from shardwise.formats.zip_archive import Archive, FileWindow
+from shardwise.formats import torch_files
+from shardwise.formats.torch_files import Archive, FileWindow
 from shardwise.tensors import ByteRange
 
 FULL_16, FULL_32 = 0xFFFF, 0xFFFFFFFF
@@ -233,9 +233,9 @@ def test_the_last_member_ends_at_the_directory() -> None:
 def test_directories_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     made = TWO.made()
     nbytes = made.rfind(b"PK\5\6") - made.find(b"PK\1\2")
-    monkeypatch.setattr(zip_archive, "MAX_DIRECTORY_BYTES", nbytes)
+    monkeypatch.setattr(torch_files, "MAX_DIRECTORY_BYTES", nbytes)
     assert len(opened(made)[0].members) == 2
-    monkeypatch.setattr(zip_archive, "MAX_DIRECTORY_BYTES", nbytes - 1)
+    monkeypatch.setattr(torch_files, "MAX_DIRECTORY_BYTES", nbytes - 1)
     assert f"its directory has {nbytes} bytes, {nbytes - 1} is the limit" in refusal(made)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from shardwise.conversion import Stored, copies
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.conversion.computed import copies
+from shardwise.conversion.expression import Stored
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.models.torch_words import to_torch
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.storage.contract import StorageReader

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from shardwise.errors import CheckpointError
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
 from shardwise.planning.load_memory import stored_tensors
 

@@ -7,9 +7,15 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from shardwise.errors import StorageError
-from shardwise.storage.contract import ReadPolicy, StorageReader, StorageWriter, WritePolicy, ends_early
+from shardwise.storage.contract import (
+    LOCAL_WRITES,
+    ReadPolicy,
+    StorageReader,
+    StorageWriter,
+    WritePolicy,
+    ends_early,
+)
 from shardwise.storage.names import shown, why_not_plain, why_unsafe
-from shardwise.storage.policies import LOCAL_WRITES
 
 MEMORY = ReadPolicy(max_gap_bytes=0, request_bytes=1 << 30, concurrency=1, is_remote=False, bytes_per_s=1e10)
 """Bytes this process holds already: a request costs nothing, and a gap only its copy."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.engines.load_plan import BaseForm
     from shardwise.engines.nesting import FOUR_BITS
-    from shardwise.formats import four_bit_tensors, grouped_integers, quantised
+    from shardwise.formats import coded, quantised
     from shardwise.formats.contract import CheckpointFormat
-    from shardwise.formats.distributed_folders import FORMAT as FOLDERS
-    from shardwise.formats.quantisation import FormOf
+    from shardwise.formats.distributed import FORMAT as FOLDERS
+    from shardwise.formats.opening import FormOf
     from shardwise.formats.safetensors_files import FORMAT as SAFETENSORS
     from shardwise.formats.torch_files import FORMAT as TORCH
     from shardwise.planning.coded import four_bits, grouped, scaled
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     _formats: tuple[CheckpointFormat, ...] = (SAFETENSORS, TORCH, FOLDERS)
     _quantised: tuple[FormOf, ...] = (
         quantised.form_of,
-        four_bit_tensors.form_of,
-        grouped_integers.awq,
-        grouped_integers.gptq,
+        coded.bitsandbytes,
+        coded.awq,
+        coded.gptq,
     )
     _nodes: tuple[MakeNode, ...] = (scaled, four_bits, grouped)
     _base_forms: tuple[BaseForm, ...] = (FOUR_BITS,)

@@ -15,7 +15,7 @@ from torch import nn
 import shardwise
 from shardwise import StorageError
 from shardwise.formats.distributed import read_metadata
-from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.writing import LocalWriter
 
 FORMS = {"one file": "full", "folder": "sharded", "files of ranks": "local"}
 MARK = "shardwise.saving"

@@ -11,7 +11,7 @@ import torch
 from tests.interchange import refusing
 
 from shardwise import ConfigError
-from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, OfRanks, WholeFile, find
+from shardwise.formats.distributed import MODEL, OPTIMIZER, OfRanks, WholeFile, find_saved
 
 pytestmark = pytest.mark.distributed
 
@@ -150,23 +150,23 @@ def test_a_damaged_file_is_refused(worlds, tmp_path, place):
 
 def test_what_is_there_is_told_apart(tmp_path):
     with pytest.raises(Exception, match="no model 0 of accelerate's"):
-        find(tmp_path, MODEL, 0)
+        find_saved(tmp_path, MODEL, 0)
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
     with pytest.raises(Exception, match="take a save that was completed"):
-        find(tmp_path, MODEL, 0)
+        find_saved(tmp_path, MODEL, 0)
     (tmp_path / "pytorch_model_fsdp_1.bin").touch()
-    assert find(tmp_path, MODEL, 1) == WholeFile(str(tmp_path), "pytorch_model_fsdp_1.bin")
+    assert find_saved(tmp_path, MODEL, 1) == WholeFile(str(tmp_path), "pytorch_model_fsdp_1.bin")
     (tmp_path / "pytorch_model_fsdp_1_rank0.bin").touch()
     with pytest.raises(ConfigError, match="in several forms: pytorch_model_fsdp_1.bin, pytorch_model_fsdp_1_rank0"):
-        find(tmp_path, MODEL, 1)
+        find_saved(tmp_path, MODEL, 1)
     (tmp_path / "pytorch_model_fsdp_1_rank3.bin").touch()
     with pytest.raises(Exception, match="none of rank 1, 2"):
-        find(tmp_path / "pytorch_model_fsdp_1_rank0.bin", MODEL, 1)
+        find_saved(tmp_path / "pytorch_model_fsdp_1_rank0.bin", MODEL, 1)
     for rank in range(2):
         (tmp_path / f"optimizer_10_rank{rank}.bin").touch()
-    assert find(tmp_path, OPTIMIZER, 10) == OfRanks(
+    assert find_saved(tmp_path, OPTIMIZER, 10) == OfRanks(
         str(tmp_path), ("optimizer_10_rank0.bin", "optimizer_10_rank1.bin")
     )
     with pytest.raises(Exception, match="check the path"):
-        find(tmp_path / "nowhere", MODEL, 0)
+        find_saved(tmp_path / "nowhere", MODEL, 0)
     shutil.rmtree(tmp_path / "pytorch_model_fsdp_0")

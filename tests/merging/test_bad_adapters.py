@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from shardwise.engines.merging_adapter import merge_adapter
 from shardwise.errors import ConfigError, CoverageError, FormatError, ShardwiseError, StorageError
-from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.writing import LocalWriter
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.saving_lock import LOCK_FILE
 from shardwise.interchange.merging_weights import merge_weights
-from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.writing import LocalWriter
 
 _NAMES = ("qwen3", "qwen3_moe", "llama", "gpt_oss", "mixtral", "phi3", "gpt2")
 

@@ -12,7 +12,8 @@ from tests.conversion.random_expressions import random_box
 from tests.models import synthetic
 from transformers import core_model_loading as hf
 
-from shardwise.conversion import Stored, copies
+from shardwise.conversion.computed import copies
+from shardwise.conversion.expression import Stored
 from shardwise.models import tracing
 from shardwise.models.tracing import NotStructural, Recorded
 from shardwise.tensors import Box, DType

@@ -7,8 +7,9 @@ import pytest
 from tests.conversion.random_expressions import view
 from tests.planning.test_load_plan import F32
 
-from shardwise.conversion import Expression, Stored, copies
-from shardwise.formats.checkpoint_index import CheckpointIndex, Composed, Joined, TensorEntry, View, Whole
+from shardwise.conversion.computed import copies
+from shardwise.conversion.expression import Expression, Stored
+from shardwise.formats.contract import CheckpointIndex, Composed, Joined, TensorEntry, View, Whole
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.moves import own_share
 from shardwise.tensors import Box, Strided, numel

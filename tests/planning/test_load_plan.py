@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.conversion import Bindings, Stored, slice_dim, stack
+from shardwise.conversion.computed import Bindings
+from shardwise.conversion.expression import Stored, slice_dim, stack
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
+from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import (

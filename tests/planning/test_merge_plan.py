@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.conversion import Stored
+from shardwise.conversion.expression import Stored
 from shardwise.errors import CoverageError
 from shardwise.formats.peft_adapter import LoraConfig
 from shardwise.planning.merge_plan import (

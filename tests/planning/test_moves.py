@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, view
 
-from shardwise.conversion import Stored, concat, slice_dim
-from shardwise.formats.safetensors_header import NewFile
+from shardwise.conversion.expression import Stored, concat, slice_dim
+from shardwise.formats.safetensors_files import NewFile
 from shardwise.planning.moves import ALIGNMENT_BYTES, Move, plan_rounds, shares_by_rank, whole_on
 from shardwise.planning.save_plan import choose_owners
 from shardwise.tensors import Box, DType

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.conversion import Copy, Stored, copies, permute
-from shardwise.formats.checkpoint_index import TensorEntry
+from shardwise.conversion.computed import Copy, copies
+from shardwise.conversion.expression import Stored, permute
+from shardwise.formats.contract import TensorEntry
 from shardwise.planning.schedule import aligned, copies_by_run, schedule, segments_of
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box, DType, Strided

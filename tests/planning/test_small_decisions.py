@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.conversion import Stored
+from shardwise.conversion.expression import Stored
 from shardwise.errors import ConfigError
-from shardwise.formats.checkpoint_index import TensorEntry
-from shardwise.formats.safetensors_header import NewFile
+from shardwise.formats.contract import TensorEntry
+from shardwise.formats.safetensors_files import NewFile
 from shardwise.planning.fingerprints import FINGERPRINTS_FILE, RecordedSave, from_bytes, to_bytes
 from shardwise.planning.load_plan import Consent, FaultKind, Faults, Ignore, Initialize, allows
 from shardwise.planning.save_plan import choose_owners, wanted_by_owners

@@ -16,12 +16,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from shardwise import Full, Lora, Sharding
 from shardwise.engines import forecasting
-from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
+from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.layout import MeshShape
 from shardwise.models.build import build_on_meta
 from shardwise.models.quantization import Nf4
 from shardwise.report.forecast import Forecast
-from shardwise.storage.policies import LOCAL
+from shardwise.storage.contract import LOCAL
 from shardwise.tensors import DType
 
 NOWHERE = Path("/nowhere")

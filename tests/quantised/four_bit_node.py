@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shardwise
-from shardwise.conversion import Expression, stack
+from shardwise.conversion.expression import Expression, stack
 from shardwise.conversion.four_bit import dequantise_rows, quantise_rows, scales_in
-from shardwise.conversion.quantise import quantised
+from shardwise.conversion.packed import quantised
 from shardwise.errors import FormatError
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.tensors import DType, Form4
 

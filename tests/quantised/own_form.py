@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from shardwise.conversion import Computed, ComputedBlock, Expression, aligned_blocks
+from shardwise.conversion.computed import Computed, ComputedBlock, aligned_blocks
+from shardwise.conversion.expression import Expression
 from shardwise.errors import ConfigError
-from shardwise.formats.checkpoint_index import CheckpointIndex, Coded, Composed
-from shardwise.formats.contract import QuantisedForm
+from shardwise.formats.contract import CheckpointIndex, Composed, QuantisedForm, Whole
 from shardwise.storage.contract import StorageReader
 from shardwise.tensors import Box, DType
 
@@ -18,16 +18,9 @@ from shardwise.tensors import Box, DType
 class OffsetBytes:
     """What is stored of a tensor."""
 
-    key: str
+    values: Whole
     offset: int
     kind: ClassVar[str] = "offset bytes"
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return (self.key,)
-
-    def moved(self, to: Callable[[str], str]) -> Coded:
-        return replace(self, key=to(self.key))
 
 
 @dataclass(frozen=True)
@@ -36,9 +29,10 @@ class OwnForm:
     is_kept: bool = False
 
     def as_numbers(self, _reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
-        stored = {key: entry for key, entry in index.entries.items() if entry.dtype is DType.U8}
         made = {
-            key: Composed(DType.F32, entry.shape, OffsetBytes(key, self.offset)) for key, entry in stored.items()
+            key: Composed(DType.F32, entry.shape, OffsetBytes(Whole(key), self.offset))
+            for key, entry in index.entries.items()
+            if entry.dtype is DType.U8
         }
         return replace(index, composed={**index.composed, **made})
 
@@ -64,5 +58,5 @@ class Subtract:
 
 
 def numbers(part: OffsetBytes, leaf: Callable[[str], Expression]) -> Expression:
-    stored = leaf(part.key)
+    stored = leaf(part.values.key)
     return Computed(Subtract(stored.shape, part.offset), "numbers", stored.shape, DType.F32, (stored,))

@@ -14,8 +14,7 @@ from tests.quantised.four_bits import answers_of, local_of, whole
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import shardwise
-from shardwise.conversion.four_bit import quantise_rows
-from shardwise.conversion.nested_scales import nest
+from shardwise.conversion.four_bit import nest, quantise_rows
 from shardwise.models.four_bit_files import ABSMAX, constants_of
 from shardwise.models.quantization import Packing, to_transformers
 from shardwise.options import LoadOptions, Nf4

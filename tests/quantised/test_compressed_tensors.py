@@ -78,9 +78,9 @@ WHOLE = {
         (
             {"weight_g_idx": torch.full((12,), 3, dtype=torch.int32)},
             {},
-            "m.weight_g_idx: .*groups of columns are 3 to 3",
+            "m.weight_g_idx: .*groups are 3 to 3",
         ),
-        ({"weight_g_idx": torch.full((12,), -1)}, {}, "m.weight_g_idx: .*groups of columns are -1 to -1"),
+        ({"weight_g_idx": torch.full((12,), -1)}, {}, "m.weight_g_idx: .*groups are -1 to -1"),
         ({"weight_shape": torch.tensor((2, 17))}, {}, r"m.weight_shape says \(2, 17\)|wants \(2, 5\)"),
         ({"weight_shape": torch.tensor((2, -12))}, {}, "m.weight_scale has the shape"),
         ({"weight_shape": torch.tensor(())}, {}, "a shape is wanted|m.weight_scale has the shape"),

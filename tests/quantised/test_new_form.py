@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import ConfigError
-from shardwise.formats.quantisation import QUANTISED
+from shardwise.formats.opening import QUANTISED
 from shardwise.planning.load_memory import NODES
 
 

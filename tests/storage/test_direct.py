@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import StorageError
-from shardwise.storage.policies import DISK_WRITES
-from shardwise.storage.writing import direct, local_writer
-from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage import writing
+from shardwise.storage.contract import DISK_WRITES
+from shardwise.storage.writing import LocalWriter
 
-BLOCK = direct.BLOCK_BYTES
+BLOCK = writing.BLOCK_BYTES
 pwritev = os.pwritev
 
 
@@ -26,7 +26,7 @@ pwritev = os.pwritev
 def test_put_together(parts: list[bytes], start: int) -> None:
     block = memoryview(bytearray(2 * BLOCK))
     found = [
-        (at, bytes(part)) for at, part in direct.put_together([memoryview(part) for part in parts], start, block)
+        (at, bytes(part)) for at, part in writing.put_together([memoryview(part) for part in parts], start, block)
     ]
     assert b"".join(part for _, part in found) == b"".join(parts)
     assert [at for at, _ in found[1:]] == [at + len(part) for at, part in found[:-1]]
@@ -37,11 +37,11 @@ def test_put_together(parts: list[bytes], start: int) -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a file can be written to around the page cache; there, blocks are put together in small steps."""
-    monkeypatch.setattr(direct, "_STEP_BYTES", 4 * BLOCK)
-    monkeypatch.setattr(local_writer, "LEAST_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(writing, "_STEP_BYTES", 4 * BLOCK)
+    monkeypatch.setattr(writing, "LEAST_BYTES", 2 * BLOCK)
     probe = tmp_path / "probe"
     probe.write_bytes(bytes(BLOCK))
-    descriptor = direct.open_direct(str(probe))
+    descriptor = writing.open_direct(str(probe))
     probe.unlink()
     if descriptor is None:
         pytest.skip("no O_DIRECT here")
@@ -113,7 +113,7 @@ def test_few_bytes_wait_for_the_sync(folder: Path, calls: list[tuple[bool, int, 
 def test_much_that_is_little_does_not_wait(
     folder: Path, calls: list[tuple[bool, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_writer, "MOST_KEPT_BYTES", 100)
+    monkeypatch.setattr(writing, "MOST_KEPT_BYTES", 100)
     content = os.urandom(1000)
     with LocalWriter(folder, policy=DISK_WRITES) as writer:
         writer.create("a", 1000)
@@ -151,7 +151,7 @@ def test_a_policy_that_is_not_direct_never_goes_around(folder: Path, calls: list
 def test_where_a_file_cannot_be_opened_so_it_is_written_as_ever(
     folder: Path, monkeypatch: pytest.MonkeyPatch, calls: list[tuple[bool, int, int]]
 ) -> None:
-    monkeypatch.setattr(local_writer, "open_direct", lambda path: None)
+    monkeypatch.setattr(writing, "open_direct", lambda path: None)
     content = os.urandom(20 * BLOCK)
     with LocalWriter(folder, policy=DISK_WRITES) as writer:
         for name in ("a", "b"):

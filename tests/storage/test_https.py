@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage.reading.remote_reader import RemoteReader
+from shardwise.storage.remote import RemoteReader
 
 CONTENT = bytes(range(256)) * 1000
 

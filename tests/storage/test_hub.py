@@ -15,8 +15,8 @@ import pytest
 from huggingface_hub import constants, errors
 
 from shardwise.errors import StorageError
-from shardwise.storage.hub import commit_of, note_commit, resolve
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, WantedFiles, is_local
+from shardwise.storage.remote import commit_of, note_commit, resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -128,10 +128,10 @@ def test_a_subfolder_of_a_cached_snapshot(cache: Path) -> None:
 
 
 def test_what_is_not_cached_is_named_where_downloading_is_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = rf"org/other at revision main: .*not in the cache {cache}.*local_files_only"
+    words = r"org/other at revision main: .*LocalEntryNotFoundError.*Allow downloading .local_files_only"
     with pytest.raises(StorageError, match=words):
         resolve("org/other", offline(cache))
-    with pytest.raises(StorageError, match="org/name at revision v2: .*not in the cache"):
+    with pytest.raises(StorageError, match="org/name at revision v2: .*LocalEntryNotFoundError"):
         resolve("org/name", offline(cache, revision="v2"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(StorageError, match=words):
@@ -221,7 +221,11 @@ def _hub_that_has(
     def repo_info(self: object, repo_id: str, **options: object) -> SimpleNamespace:
         return SimpleNamespace(sha=COMMIT, siblings=[SimpleNamespace(rfilename=name) for name in contents])
 
-    def download(repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str], **options: object) -> str:
+    def download(
+        repo_id: str, *, allow_patterns: Sequence[str] = (), ignore_patterns: Sequence[str] = (), **options: object
+    ) -> str:
+        if options.get("local_files_only"):
+            return str(in_cache(repo_id, **options))
         seen.append(options)
         for name in huggingface_hub.utils.filter_repo_objects(
             contents, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
@@ -230,6 +234,7 @@ def _hub_that_has(
             (folder / name).write_bytes(contents[name])
         return str(folder)
 
+    in_cache = huggingface_hub.snapshot_download
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -328,11 +333,12 @@ def test_a_revision_is_the_commit_that_the_hub_or_the_cache_names(
     other = "f" * 40
     assert commit_of("org/name", offline(cache)) == COMMIT
     assert commit_of("org/name", offline(cache, revision=other)) == other
-    with pytest.raises(StorageError, match="org/name at revision v2: .*not in the cache"):
+    with pytest.raises(StorageError, match="org/name at revision v2: .*LocalEntryNotFoundError"):
         commit_of("org/name", offline(cache, revision="v2"))
     with _hub_that_has([], cache, monkeypatch):
         assert commit_of("org/name", HubOptions(cache_dir=str(cache), revision="v2")) == COMMIT
     note_commit("org/name", HubOptions(cache_dir=str(cache), revision="refs/pr/1"), other)
+    (cache / "models--org--name" / "snapshots" / other).mkdir()
     assert commit_of("org/name", offline(cache, revision="refs/pr/1")) == other
 
     class ConnectError(Exception):

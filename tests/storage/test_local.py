@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage import vectored
-from shardwise.storage.contract import ReadPolicy
-from shardwise.storage.policies import LOCAL, NETWORK_FILE_SYSTEM
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage import reading
+from shardwise.storage.contract import LOCAL, NETWORK_FILE_SYSTEM, ReadPolicy
+from shardwise.storage.reading import LocalReader
 
 CONTENT = bytes(range(251)) * 60
 preadv = os.preadv
@@ -60,8 +59,8 @@ def test_one_call_never_asks_for_more_than_linux_gives(tmp_path: Path, monkeypat
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", spy)
-    monkeypatch.setattr(vectored, "CALL_BYTES", 1000)
-    monkeypatch.setattr(vectored, "CALL_BUFFERS", 8)
+    monkeypatch.setattr(reading, "CALL_BYTES", 1000)
+    monkeypatch.setattr(reading, "CALL_BUFFERS", 8)
     buffers = [bytearray(3) for _ in range(500)] + [bytearray(5000)]
     with LocalReader(tmp_path) as reader:
         reader.read_vectored("a", 0, [memoryview(buffer) for buffer in buffers])
@@ -71,8 +70,8 @@ def test_one_call_never_asks_for_more_than_linux_gives(tmp_path: Path, monkeypat
 
 
 def test_the_limits_are_those_of_linux() -> None:
-    assert os.sysconf("SC_IOV_MAX") >= vectored.CALL_BUFFERS
-    assert vectored.CALL_BYTES == 2**31 - 4096
+    assert os.sysconf("SC_IOV_MAX") >= reading.CALL_BUFFERS
+    assert reading.CALL_BYTES == 2**31 - 4096
 
 
 def test_an_input_output_error_names_file_and_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage import policies, vectored
-from shardwise.storage.policies import DISK_WRITES, LOCAL_WRITES, NETWORK_FILE_SYSTEM_WRITES, OBJECT_STORE_WRITES
-from shardwise.storage.writing import local_writer
-from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage import reading, writing
+from shardwise.storage.contract import DISK_WRITES, LOCAL_WRITES, NETWORK_FILE_SYSTEM_WRITES, OBJECT_STORE_WRITES
+from shardwise.storage.writing import LocalWriter
 
 CONTENT = bytes(range(251)) * 60
 pwritev = os.pwritev
@@ -76,8 +75,8 @@ def test_one_call_never_brings_more_than_linux_takes(tmp_path: Path, monkeypatch
         return pwritev(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", spy)
-    monkeypatch.setattr(vectored, "CALL_BYTES", 1000)
-    monkeypatch.setattr(vectored, "CALL_BUFFERS", 8)
+    monkeypatch.setattr(reading, "CALL_BYTES", 1000)
+    monkeypatch.setattr(reading, "CALL_BUFFERS", 8)
     parts = [CONTENT[3 * n : 3 * n + 3] for n in range(500)] + [CONTENT[1500:6500]]
     with LocalWriter(tmp_path, policy=LOCAL_WRITES) as writer:
         writer.create("a", 6500)
@@ -364,7 +363,7 @@ def test_a_folder_is_written_as_its_file_system_likes(
 ) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(f"1 0 0:1 / / rw - ext4 x rw\n2 1 0:2 / {tmp_path.resolve()} rw - {kind} server:/ rw\n")
-    monkeypatch.setattr(policies, "_TABLE", str(table))
+    monkeypatch.setattr(reading, "_TABLE", str(table))
     with LocalWriter(tmp_path / "not" / "yet") as writer:
         assert writer.policy == policy
     with LocalWriter(tmp_path, policy=OBJECT_STORE_WRITES) as writer:
@@ -489,6 +488,6 @@ def test_a_killed_process_leaves_nothing_under_a_final_name(tmp_path: Path, call
     with LocalWriter(tmp_path) as writer:
         others = sorted(set(writer.list()) - {"index", "model", "model-new"})
         # What was under way to another name is told by its own.
-        assert [name.endswith(local_writer.INCOMPLETE) for name in others] == [True] * (call in ("fsync", "rename"))
+        assert [name.endswith(writing.INCOMPLETE) for name in others] == [True] * (call in ("fsync", "rename"))
         writer.replace("index", b"newer")
         assert writer.read("index") == b"newer"

@@ -16,9 +16,8 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import StorageError
-from shardwise.storage.contract import ReadPolicy, StorageReader, ends_early
+from shardwise.storage.contract import LOCAL, ReadPolicy, StorageReader, ends_early
 from shardwise.storage.names import shown, why_unsafe
-from shardwise.storage.policies import LOCAL
 
 
 class ZipReader(StorageReader):

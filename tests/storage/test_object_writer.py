@@ -11,12 +11,10 @@ import pytest
 from tests.torture import objects
 
 from shardwise.errors import ConfigError, StorageError
-from shardwise.storage.policies import LOCAL_WRITES
-from shardwise.storage.reading.remote_reader import RemoteReader
-from shardwise.storage.writing import object_writer
-from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.storage.writing.object_writer import ObjectWriter
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.contract import LOCAL_WRITES
+from shardwise.storage.objects import ObjectWriter, _part_bytes
+from shardwise.storage.remote import RemoteReader
+from shardwise.storage.writing import LocalWriter, open_writer
 
 CONTENT = bytes(range(256)) * (130 << 10)  # 32.5 MiB: three parts
 
@@ -90,7 +88,7 @@ def test_secrets_are_not_shown() -> None:
     ("nbytes", "part_mib"), [(0, 16), (1, 16), (156 << 30, 16), (157 << 30, 17), (5 << 40, 525)]
 )
 def test_no_file_has_more_parts_than_s3_takes(nbytes: int, part_mib: int) -> None:
-    part = object_writer._part_bytes(nbytes)
+    part = _part_bytes(nbytes)
     assert part == part_mib << 20
     assert -(-nbytes // part) <= 10_000
 

@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.storage import policies
-from shardwise.storage.policies import (
+from shardwise.storage import reading
+from shardwise.storage.contract import (
     LOCAL,
     NETWORK_FILE_SYSTEM,
     OBJECT_STORE,
-    file_system_type,
-    is_network,
 )
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading import LocalReader, file_system_type, is_network
 
 MOUNTS = r"""22 28 0:20 / /sys rw,nosuid - sysfs sysfs rw
 28 1 259:1 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p1 rw
@@ -72,7 +70,7 @@ def test_a_folder_is_read_as_its_file_system_likes(
 ) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(f"1 0 0:1 / / rw - ext4 x rw\n2 1 0:2 / {tmp_path.resolve()} rw - {kind} server:/ rw\n")
-    monkeypatch.setattr(policies, "_TABLE", str(table))
+    monkeypatch.setattr(reading, "_TABLE", str(table))
     (tmp_path / "models").mkdir()
     (tmp_path / "link").symlink_to("models")
     with LocalReader(tmp_path / "link") as reader:
@@ -80,7 +78,7 @@ def test_a_folder_is_read_as_its_file_system_likes(
 
 
 def test_a_machine_without_a_mount_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "_TABLE", str(tmp_path / "absent"))
+    monkeypatch.setattr(reading, "_TABLE", str(tmp_path / "absent"))
     with LocalReader(tmp_path) as reader:
         assert reader.policy == LOCAL
 

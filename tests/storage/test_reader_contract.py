@@ -14,8 +14,8 @@ from tests.torture import objects
 
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.objects import Objects
-from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.remote_reader import RemoteReader
+from shardwise.storage.reading import LocalReader
+from shardwise.storage.remote import RemoteReader
 
 _numbers = itertools.count()
 

@@ -24,8 +24,8 @@ from tests.harness.http_store import (
 )
 
 from shardwise.errors import ConfigError, StorageError
-from shardwise.storage.policies import OBJECT_STORE
-from shardwise.storage.reading.remote_reader import RemoteReader
+from shardwise.storage.contract import OBJECT_STORE
+from shardwise.storage.remote import RemoteReader
 
 CONTENT = bytes(range(251)) * 400
 NBYTES = len(CONTENT)

@@ -10,11 +10,9 @@ import pytest
 from tests.harness import HttpStore
 
 from shardwise.errors import StorageError
-from shardwise.storage.hub import resolve
 from shardwise.storage.names import HubOptions, is_local, is_url, redacted, split_file, without_secrets
-from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.opening import open_storage
-from shardwise.storage.reading.remote_reader import RemoteReader
+from shardwise.storage.reading import LocalReader, open_storage
+from shardwise.storage.remote import RemoteReader, resolve
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "https://host", "HF://org/name", "abfs+x.y-1://c", "memory://"])
@@ -126,8 +124,7 @@ def test_options_of_the_storage_reach_it() -> None:
         ("https://h/f/x.safetensors", HubOptions(subfolder="x"), "has no subfolder"),
         ("file:///models/x", HubOptions(), "Pass the path without file://"),
         ("nosuch://h/f", HubOptions(), "reading nosuch:// failed"),
-        ("hf://name", HubOptions(), "Write hf://organisation/name"),
-        ("hf://org/name@v1", HubOptions(revision="v2"), "names revision 'v1', but revision='v2'"),
+        ("hf://org/name@v1", HubOptions(), "the hub is not read in place. Pass the repository's name"),
     ],
 )
 def test_what_cannot_be_opened_is_explained(url: str, options: HubOptions, words: str) -> None:

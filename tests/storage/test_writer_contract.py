@@ -12,10 +12,10 @@ from tests.harness import StorageWriterSuite, WritableStorage
 from tests.harness.memory_storage import MemoryWriter
 from tests.torture import objects
 
-from shardwise.storage.policies import OBJECT_STORE_WRITES
-from shardwise.storage.reading.remote_reader import RemoteReader
-from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.storage.writing.object_writer import ObjectWriter
+from shardwise.storage.contract import OBJECT_STORE_WRITES
+from shardwise.storage.objects import ObjectWriter
+from shardwise.storage.remote import RemoteReader
+from shardwise.storage.writing import LocalWriter
 
 _numbers = itertools.count()
 

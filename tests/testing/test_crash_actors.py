@@ -36,8 +36,8 @@ from tests.harness.crashes import (
 )
 
 from shardwise.errors import StorageError
-from shardwise.storage.policies import OBJECT_STORE_WRITES
-from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.contract import OBJECT_STORE_WRITES
+from shardwise.storage.writing import LocalWriter
 
 
 def of_file(name: str, content: bytes, writer: int = 0) -> list[Effect]:

@@ -16,9 +16,8 @@ from tests.harness.memory_storage import MemoryReader, MemoryWriter
 from tests.testing.saving import HALF, INDEX, NBYTES, NEW, OLD, begin, commit, fill, old_save, see
 
 from shardwise.errors import StorageError
-from shardwise.storage.contract import StorageWriter, WritePolicy
-from shardwise.storage.policies import LOCAL_WRITES, OBJECT_STORE_WRITES
-from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.contract import LOCAL_WRITES, OBJECT_STORE_WRITES, StorageWriter, WritePolicy
+from shardwise.storage.writing import LocalWriter
 
 NAMES = ["model-new-1", "model-new-2"]
 Save = Callable[[list[StorageWriter]], None]

@@ -40,8 +40,7 @@ from tests.torture.actors import Part, actor, files_in, play
 from tests.torture.verbs import IN_MEMORY, MARK, NEW, NEXT, OLD, OTHER, SEEDS, VERBS, Found
 
 from shardwise.errors import StorageError
-from shardwise.storage.contract import WritePolicy
-from shardwise.storage.policies import LOCAL_WRITES, OBJECT_STORE_WRITES
+from shardwise.storage.contract import LOCAL_WRITES, OBJECT_STORE_WRITES, WritePolicy
 
 POLICIES = {"disk": LOCAL_WRITES, "s3": OBJECT_STORE_WRITES, "az": OBJECT_STORE_WRITES}
 TOKEN = re.compile(r"[0-9a-f]{8,}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from shardwise.conversion import Bindings
+from shardwise.conversion.computed import Bindings
 from shardwise.tuning.lora import Adapter, Tuned
 from shardwise.tuning.modes import Tuning
 

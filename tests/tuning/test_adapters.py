@@ -20,8 +20,7 @@ from tests.tuning.test_tune import COPIES, DORA, EXPERTS, GAUSSIAN, NARROW, PATT
 import shardwise
 from shardwise import ConfigError, CoverageError, ExistingLora, FormatError, Lora
 from shardwise.errors import StorageError
-from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.writing import LocalWriter, open_writer
 
 BIASED = LoraConfig(r=2, target_modules=["q_proj"], bias="lora_only")
 

@@ -40,6 +40,6 @@ def one_rank_loads_otherwise(directory: str) -> list[tuple[str, str]]:
     plain: Any = shardwise.options.LoadOptions() if rank else {"budget_bytes": 5000}
     return [
         attempt(load, directory, budget),
-        attempt(load, directory if rank else "hf://org/name", shardwise.options.LoadOptions()),
+        attempt(load, directory if rank else "https://host/name", shardwise.options.LoadOptions()),
         attempt(load, directory, plain),
     ]

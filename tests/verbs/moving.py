@@ -19,7 +19,7 @@ from shardwise.engines import saving
 from shardwise.execution.moving import Exchange
 from shardwise.execution.write import Sink
 from shardwise.storage.contract import WritePolicy
-from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.writing import LocalWriter
 
 STREAMS = WritePolicy(
     has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=1 << 16, concurrency=1

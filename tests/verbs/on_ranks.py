@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import shardwise
 from shardwise.execution.world import World
 from shardwise.models.wrap import wrap
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading import LocalReader
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
@@ -241,7 +241,7 @@ def buffers_differ(directory: str) -> tuple[str, str]:
 def downloads(folder: str) -> tuple[bool, str]:
     """Whether this rank was the one to download, and the path it got."""
     from shardwise.engines.opening import resolve_everywhere
-    from shardwise.storage import hub as repositories
+    from shardwise.storage import remote as repositories
 
     asked: list[bool] = []
 

@@ -16,8 +16,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
-from shardwise.formats.quantised import dequantised_index
+from shardwise.formats.contract import CheckpointIndex, TensorEntry
+from shardwise.formats.quantised import form_of
 from shardwise.models.build import build_on_meta
 from shardwise.tensors import DType
 
@@ -100,7 +100,9 @@ def in_float8(index: CheckpointIndex, block: int = 128) -> CheckpointIndex:
             files[entry.file] += math.prod(shape) * dtype.itemsize
             entries[key] = TensorEntry(key, dtype, shape, entry.file, start, files[entry.file])
     stored = CheckpointIndex(index.root, files, entries, {}, index.layout)
-    return dequantised_index(MemoryReader({}), stored, {"quant_method": "fp8", "weight_block_size": [block, block]})
+    return form_of({"quant_method": "fp8", "weight_block_size": [block, block]}).as_numbers(
+        MemoryReader({}), stored
+    )
 
 
 def sixty_layers_of_experts() -> Shapes:

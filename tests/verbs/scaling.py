@@ -20,8 +20,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardwise
-from shardwise.conversion import Expression
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.conversion.expression import Expression
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.planning.load_memory import stored_tensors
 
 SCALES = "scales.safetensors"

@@ -19,7 +19,7 @@ import shardwise
 from shardwise import ConfigError, CoverageError, PlacementError, Sharding
 from shardwise.engines.sharding import sharding_named, wrap_named
 from shardwise.options import Classes, Ignore, Initialize, MinSize
-from shardwise.storage.policies import LOCAL, OBJECT_STORE
+from shardwise.storage.contract import LOCAL, OBJECT_STORE
 
 
 @pytest.fixture(scope="module")

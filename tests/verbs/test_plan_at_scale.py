@@ -20,7 +20,7 @@ from shardwise.models.initialize import Initialisers
 from shardwise.models.view import look_inside
 from shardwise.planning.load_memory import Homes, forecast_rank
 from shardwise.planning.load_plan import Consent, ModelRules, plan_load
-from shardwise.storage.policies import LOCAL
+from shardwise.storage.contract import LOCAL
 from shardwise.tuning.modes import Lora
 
 NOWHERE = Path("/nowhere")

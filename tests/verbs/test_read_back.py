@@ -16,8 +16,7 @@ import shardwise
 import shardwise.engines.saving
 import shardwise.execution.write
 from shardwise.storage.contract import WritePolicy
-from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.writing import LocalWriter, open_writer
 
 OPTIONS = shardwise.options.SaveOptions(progress=False)
 

@@ -11,7 +11,7 @@ from tests.harness import EffectLog, RecordingWriter, assert_old_or_new
 import shardwise
 import shardwise.engines.saving
 from shardwise.formats.opening import open_checkpoint
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.writing import open_writer
 
 SIZES = {"one file": "1GB", "several files": "40KB"}
 

@@ -24,7 +24,7 @@ import shardwise.engines.saving
 from shardwise.errors import StorageError
 from shardwise.execution import saving_lock
 from shardwise.planning import fingerprints
-from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.writing import LocalWriter
 
 MARK = "shardwise.saving"
 

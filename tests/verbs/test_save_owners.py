@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 import shardwise
 import shardwise.engines.saving
 from shardwise.storage.contract import WritePolicy
-from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.writing import LocalWriter, open_writer
 
 STREAMS = WritePolicy(
     has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=1 << 20, concurrency=1

@@ -12,7 +12,7 @@ from tests.verbs import on_ranks
 from tests.verbs.conftest import small_qwen3
 
 import shardwise
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading import LocalReader
 
 pytestmark = pytest.mark.distributed
 

@@ -7,7 +7,8 @@ import torch
 from tests import zoo
 from tests.verbs import streaming
 
-from shardwise.conversion import Computed, Stored, WholeOperation
+from shardwise.conversion.computed import Computed, WholeOperation
+from shardwise.conversion.expression import Stored
 from shardwise.engines import streaming as stream
 from shardwise.engines.streaming import StreamOptions, iter_hf_tensors
 from shardwise.errors import ConfigError, CoverageError

@@ -22,7 +22,7 @@ import shardwise
 import shardwise.engines.saving
 from shardwise.errors import CheckpointError, StorageError
 from shardwise.execution import saving_lock
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.writing import open_writer
 
 ONE, SEVERAL = "1GB", "6KB"
 MARK = "shardwise.saving"

@@ -31,14 +31,14 @@ from shardwise.execution.agreed import StateOptions
 from shardwise.execution.progress import Clock
 from shardwise.execution.world import World
 from shardwise.formats.peft_adapter import TRAINING_KEY, training_beside
-from shardwise.formats.safetensors_header import read_header
+from shardwise.formats.safetensors_files import read_header
 from shardwise.layout import TensorKind
 from shardwise.models.build import build_on_meta
 from shardwise.models.selection import AdapterOnly, names_outside
 from shardwise.models.torch_words import original_class
 from shardwise.models.view import look_inside
 from shardwise.planning.matching import OnFault, Tolerance
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading import LocalReader
 from shardwise.tuning import peft_compat
 from shardwise.tuning.sites import AdapterOutline, name_in_base, outline_adapter
 

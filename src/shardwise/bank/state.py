@@ -32,7 +32,7 @@ from shardwise.checkpoints import base_identity as bases
 from shardwise.checkpoints.facts import digest_of
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.world import World
-from shardwise.formats.strict_json import parse_object
+from shardwise.formats.contract import parse_object
 from shardwise.models.optimizer_state import class_name, set_group, unlike
 from shardwise.models.torch_words import in_memory, original_class
 from shardwise.models.view import canonical, look_inside

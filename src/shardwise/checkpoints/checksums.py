@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from shardwise.errors import FormatError
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading import LocalReader
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
 
 BLOCK_BYTES = 1 << 17

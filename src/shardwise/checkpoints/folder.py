@@ -19,10 +19,10 @@ from pathlib import Path
 from shardwise.checkpoints.facts import FACTS, MAX_FACTS_BYTES, Facts
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.committing import remove_unnamed
-from shardwise.formats.distributed import METADATA
+from shardwise.formats.joining import METADATA
 from shardwise.storage.contract import INCOMPLETE, StorageWriter
 from shardwise.storage.names import is_url
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.writing import open_writer
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 _DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")

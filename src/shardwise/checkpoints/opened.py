@@ -13,16 +13,16 @@ from shardwise.checkpoints.checksums import CheckedReader, content_nbytes, diges
 from shardwise.checkpoints.facts import FACTS, MAX_FACTS_BYTES, Facts
 from shardwise.checkpoints.folder import StepKind, folders_of
 from shardwise.checkpoints.state import KeyPath
-from shardwise.conversion import Expression
+from shardwise.conversion.expression import Expression
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.memory import collected_later
 from shardwise.execution.torch_saves import loaded
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.distributed import METADATA, ChunkPlace, parse_metadata
-from shardwise.formats.torch_files import open_state
+from shardwise.formats.contract import CheckpointIndex
+from shardwise.formats.distributed import ChunkPlace, open_state, parse_metadata
+from shardwise.formats.joining import METADATA
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading import LocalReader
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from shardwise.checkpoints.fits import Fits, compare
 from shardwise.checkpoints.modes import CheckpointerOptions
 from shardwise.checkpoints.opened import Opened, open_checkpoint, resolve, value_of
 from shardwise.checkpoints.state import REDUCED, KeyPath, Looked, TrainState, in_words, look
-from shardwise.conversion import Bindings, Expression
+from shardwise.conversion.computed import Bindings
+from shardwise.conversion.expression import Expression
 from shardwise.engines.load_plan import Load, LoadOptions
 from shardwise.engines.loading import carry_out
 from shardwise.engines.opening import OpenSource

@@ -26,10 +26,10 @@ from shardwise.execution.marked_folder import Marked, Saving, marked_by_first
 from shardwise.execution.saving_lock import Whose
 from shardwise.execution.world import World
 from shardwise.execution.write import Sink
-from shardwise.formats.distributed import METADATA
+from shardwise.formats.joining import METADATA
 from shardwise.planning.commit import on_its_way
 from shardwise.report.save_reports import CheckpointReport
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.writing import open_writer
 
 RankContent: TypeAlias = tuple[Views, Mapping[KeyPath, bytes]]
 """A rank's chunks of tensors, and its packed values that are no tensors."""

@@ -91,7 +91,7 @@ def _start(ranks: int, *arguments: str, timeout_s: float) -> list[ArmOnRank]:
 def _require_config(model: str) -> None:
     """Refuse a checkpoint of which transformers can make no model; raises ShardwiseError."""
     from shardwise.cli.checkpoints import read_config_facts
-    from shardwise.storage.hub import resolve
+    from shardwise.storage.remote import resolve
 
     if "model_type" not in read_config_facts(resolve(model)):
         raise ConfigError(f"{model}: there is no config.json in it that names a model_type; give a model's folder")

@@ -15,12 +15,12 @@ import click
 
 from shardwise.cli.launch import print_report
 from shardwise.errors import FormatError
-from shardwise.formats.checkpoint_index import CheckpointIndex, StoredTensor
+from shardwise.formats.contract import CheckpointIndex, StoredTensor
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardwise.report.names import collapse, in_bytes, table_lines
-from shardwise.storage.hub import resolve
 from shardwise.storage.names import HubOptions, shown
+from shardwise.storage.remote import resolve
 
 
 @click.command("verify")

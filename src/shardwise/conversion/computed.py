@@ -10,12 +10,17 @@ dtype that is wanted there.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shardwise.conversion.expression import Expression, Leaf, Shape, Stored, leaves_of
-from shardwise.conversion.region import Region
-from shardwise.conversion.views import apart
+from shardwise.conversion.expression import (
+    Expression,
+    Leaf,
+    Region,
+    Shape,
+    Stored,
+    leaves_of,
+)
 from shardwise.errors import FormatError
 from shardwise.tensors import Box, DType, Strided, contiguous_strides, numel
 
@@ -171,11 +176,6 @@ def compute_tasks(parts: Iterable[tuple[int, Computed, Region]], most_bytes: int
                 for piece in region.within(block.gives[leaf.output])
             ]
             yield ComputeTask(operation, inputs, block, tuple(moves))
-
-
-def smallest_block_bytes(leaf: Computed) -> int:
-    """Bytes of memory that a leaf needs to be computed, cut as small as can be."""
-    return SmallestBlocks().nbytes(leaf)
 
 
 class SmallestBlocks:
@@ -354,3 +354,42 @@ def _along(view: Strided, axis: int, first: int, count: int) -> Strided:
     middle = ((count,), (view.strides[axis],)) if count > 1 else ((), ())
     sizes = view.sizes[:axis] + middle[0] + view.sizes[axis + 1 :]
     return Strided(offset, sizes, view.strides[:axis] + middle[1] + view.strides[axis + 1 :])
+
+
+def apart(boxes: Iterable[Box]) -> list[Box]:
+    """The boxes, those that overlap joined to one around them."""
+    found: list[Box] = []
+    for box in boxes:
+        while overlapping := [other for other in found if other.intersect(box) is not None]:
+            for other in overlapping:
+                found.remove(other)
+                box = _around(box, other)
+        found.append(box)
+    return found
+
+
+def _around(box: Box, other: Box) -> Box:
+    starts = [min(pair) for pair in zip(box.offsets, other.offsets, strict=True)]
+    stops = [
+        max(a + n, b + m) for a, n, b, m in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
+    ]
+    return Box(tuple(starts), tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Bindings:
+    """The outcome of applying renames and conversions to the keys of a checkpoint.
+
+    ``offers`` has, for a name of the model, every expression that claims to be it (more than one is a fault that
+    a plan reports). ``unmatched`` maps the keys that lead to nothing the model has to the name they were given.
+    ``leaders`` names, for a tensor made by a conversion, the first tensor that the conversion makes (transformers
+    chooses the dtype of all by it). ``faults`` are conversions that could not be understood: a sentence for each,
+    with the names that it leaves without a value. ``strays`` are expressions of what is unmatched, by the name it
+    was given: the model may come to have it.
+    """
+
+    offers: Mapping[str, tuple[Expression, ...]]
+    leaders: Mapping[str, str] = field(default_factory=dict)
+    unmatched: Mapping[str, str] = field(default_factory=dict)
+    faults: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    strays: Mapping[str, Expression] = field(default_factory=dict)

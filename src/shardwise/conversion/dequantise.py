@@ -1,4 +1,4 @@
-"""A node that makes numbers of elements that are stored in few bits: decoded, less a zero point, times a scale.
+"""Defines a node that makes numbers of elements stored in few bits: decoded, less a zero point, times a scale.
 
 [Note: Layouts] Formats store codes in different orders, and this node knows only one: row by row, the first of
 two codes in the lower half of a byte. An order that is a permutation of dimensions is said around it, by
@@ -9,6 +9,13 @@ two codes in the lower half of a byte. An order that is a permutation of dimensi
 - GPTQ has eight rows of one column in a word: dequantised as (words, columns, 8).
 
 Zero points that are packed are numbers of a node of their own (:func:`decoded`).
+
+[Note: Products] Of AWQ and GPTQ a number is ``(code - zero) * scale`` in the dtype of the scales, as AutoAWQ
+(``awq/utils/packing_utils.py``) and GPTQModel (``gptqmodel/nn_modules/qlinear/__init__.py``) have it on a CPU. The
+difference is exact, and the product is rounded once to that dtype, before any cast to the dtype of a model.
+
+GPTQ's first format stores zero points less 1. GPTQModel takes that back by an addition to the whole word, with
+what is carried from one zero point to the next; so does this.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.conversion.computed import BadValues, Computed, ComputedBlock, aligned_blocks
-from shardwise.conversion.expression import Expression, Shape, reshape
+from shardwise.conversion.expression import Expression, Shape, permute, reshape
 from shardwise.tensors import Box, Code, DType, numel
 
 _OUT = "numbers"
@@ -32,21 +39,17 @@ _STRIP_ELEMENTS = 1 << 18
 """What is evaluated at once, within a core's cache or nearly so. With less, several threads would wait for each
 other between any two steps, more often than it is worth."""
 
-_GROUP_BYTES = 16
-"""Of memory for the group of a column, as it is stored and as an index."""
-
 _STRIP_BYTES = 12
 """Of memory for each element of a strip: its number, a scale where each needs its own, and an index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dequantise:
-    """``out[i, j] = (codes[i, j] - zeros[i // unit[0], group(j)]) * scales[i // unit[0], group(j)]``, in float32.
+    """``out[i, j] = (codes[i, j] - zeros[i // unit[0], j // unit[1]]) * scales[i // unit[0], j // unit[1]]``.
 
-    ``group(j)`` is ``j // unit[1]``, or what an input says; the same for any number of dimensions. Indices are
-    those of the whole tensor, so that any part of it has the scales that are its own. Blocks at the end of a
-    dimension may be smaller than the unit. Inputs are codes, scales, and those of the last three that there are,
-    in their order.
+    Computed in float32; the same for any number of dimensions. Indices are those of the whole tensor, so that any
+    part of it has the scales that are its own. Blocks at the end of a dimension may be smaller than the unit.
+    Inputs are codes, scales, and those of the last two that there are, in their order.
 
     Attributes:
         shape: of the result.
@@ -56,7 +59,6 @@ class Dequantise:
             formats; 255 is NaN).
         overall: of an input with one number for the whole tensor: scales are multiplied by it to this power.
         has_zeros: an input has a zero point for each scale.
-        has_groups: an input has the block for each index of the last dimension.
         rounds_to: each result is rounded to this dtype, before it is cast to any other: F32, BF16 or F16.
     """
 
@@ -66,7 +68,6 @@ class Dequantise:
     has_exponents: bool = False
     overall: int = 0
     has_zeros: bool = False
-    has_groups: bool = False
     rounds_to: DType = DType.F32
     label: str = "dequantising"
 
@@ -79,10 +80,8 @@ class Dequantise:
                 needs.append(Box((0,), (1,)))
             if self.has_zeros:
                 needs.append(needs[1])
-            if self.has_groups:
-                needs.append(Box(box.offsets[-1:], box.sizes[-1:]))
             scales = needs[1].numel if self.unit else 0
-            yield ComputedBlock(tuple(needs), {_OUT: box}, self._nbytes(box.numel, scales, box.sizes[-1]))
+            yield ComputedBlock(tuple(needs), {_OUT: box}, self._nbytes(box.numel, scales))
 
     @property
     def _whole_bytes(self) -> Shape:
@@ -96,32 +95,20 @@ class Dequantise:
     def _scales_of(self, box: Box) -> Box:
         starts = [at // size for at, size in zip(box.offsets, self.unit, strict=True)]
         stops = [-(-(at + size) // unit) for at, size, unit in zip(box.offsets, box.sizes, self.unit, strict=True)]
-        if self.has_groups:
-            starts[-1], stops[-1] = 0, self._group_count
         return Box(tuple(starts), tuple(b - a for a, b in zip(starts, stops, strict=True)))
-
-    @property
-    def _group_count(self) -> int:
-        return -(-self.shape[-1] // self.unit[-1])
 
     @property
     def _a_scale(self) -> int:
         """Bytes of memory that a scale takes: three times itself, and its zero point as often."""
         return 24 if self.has_zeros else 12
 
-    def _nbytes(self, elements: int, scales: int, columns: int) -> int:
-        """Of a block: stored, its numbers as float32, its scales, their groups twice, and what a strip takes."""
-        groups = _GROUP_BYTES * columns if self.has_groups else 0
-        return 5 * elements + self._a_scale * scales + groups + _STRIP_BYTES * min(elements, _STRIP_ELEMENTS)
+    def _nbytes(self, elements: int, scales: int) -> int:
+        """Of a block: stored, its numbers as float32, its scales, and what a strip takes."""
+        return 5 * elements + self._a_scale * scales + _STRIP_BYTES * min(elements, _STRIP_ELEMENTS)
 
     def _most_elements(self, most_bytes: int) -> int:
         """Of a block of at most so many bytes, whose rows are whole or of which each is of one row."""
-        an_element = 5
-        if self.has_groups:  # a part of a row has the scales of all of it
-            most_bytes = max(0, most_bytes - self._a_scale * self._group_count)
-            an_element += self._a_scale + _GROUP_BYTES
-        elif self.unit:
-            an_element += -(-self._a_scale // self.unit[-1])
+        an_element = 5 - (-self._a_scale // self.unit[-1] if self.unit else 0)
         small = most_bytes // (an_element + _STRIP_BYTES)
         if small < _STRIP_ELEMENTS:
             return small
@@ -133,21 +120,18 @@ class Dequantise:
         return {_OUT: numbers}
 
     def evaluate_into(self, block: ComputedBlock, values: Sequence[Any], outputs: Mapping[str, Any]) -> None:
-        """Raises :class:`BadValues` for scales that are not finite, a number for all that is 0, and groups."""
+        """Raises :class:`BadValues` for scales that are not finite, and a number for all that is 0."""
         box = block.gives[_OUT]
-        stored, factors, zeros, groups = self._inputs(values)
+        stored, factors, zeros = self._inputs(values)
         table = _numbers_by_byte(self.code, stored)
         for strip in aligned_blocks([box], self.shape, self._whole_bytes, _STRIP_ELEMENTS):
             part = _part(stored, self._bytes_of(strip), self._bytes_of(box))
             numbers = table.index_select(0, part.int().view(-1)).view(strip.sizes)
-            mine = (
-                None if groups is None else groups.narrow(0, strip.offsets[-1] - box.offsets[-1], strip.sizes[-1])
-            )
             if zeros is not None:
-                by_block, spread = self._spread(numbers, self._of_strip(zeros, strip, box), strip, mine)
+                by_block, spread = self._spread(numbers, self._of_strip(zeros, strip, box), strip)
                 by_block.sub_(spread)
             if factors is not None:
-                by_block, spread = self._spread(numbers, self._of_strip(factors, strip, box), strip, mine)
+                by_block, spread = self._spread(numbers, self._of_strip(factors, strip, box), strip)
                 by_block.mul_(spread)
             _part(outputs[_OUT], strip, box).copy_(self._rounded(numbers))
 
@@ -160,11 +144,11 @@ class Dequantise:
             case _:
                 return numbers
 
-    def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
-        """The codes; scales and zero points as float32, and groups, or None."""
+    def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """The codes; scales and zero points as float32, or None."""
         stored, *rest = values
         if not self.unit:
-            return stored, None, None, None
+            return stored, None, None
         scales, *rest = rest
         factors = scales.float()
         if self.has_exponents and not scales.is_floating_point():
@@ -185,25 +169,16 @@ class Dequantise:
             raise BadValues(
                 "a zero point is NaN or infinite. Download or write the checkpoint again.", 2 + bool(self.overall)
             )
-        groups = rest.pop(0).long() if self.has_groups else None
-        if groups is not None and bool(((groups < 0) | (groups >= self._group_count)).any()):
-            raise BadValues(
-                f"groups of columns are {int(groups.min())} to {int(groups.max())}, and there are scales for 0 to "
-                f"{self._group_count - 1}. Download or write the checkpoint again.",
-                len(values) - 1,
-            )
-        return stored, factors, zeros, groups
+        return stored, factors, zeros
 
     def _of_strip(self, scales: Any, strip: Box, box: Box) -> Any:
         return _part(scales, self._scales_of(strip), self._scales_of(box))
 
-    def _spread(self, numbers: Any, scales: Any, box: Box, groups: Any) -> tuple[Any, Any]:
+    def _spread(self, numbers: Any, scales: Any, box: Box) -> tuple[Any, Any]:
         """Numbers by block, and a scale (or a zero point) of each, of shapes that go together."""
         *outer, last = range(len(box.sizes))
         for dim in outer:
             scales = self._repeated(scales, dim, box)
-        if groups is not None:
-            return numbers, scales.index_select(last, groups)
         unit, at, width = self.unit[last], box.offsets[last], box.sizes[last]
         if at % unit == 0 and width % unit == 0:
             return numbers.view(*box.sizes[:-1], width // unit, unit), scales.unsqueeze(-1)
@@ -286,34 +261,24 @@ def dequantised(
             as many groups as columns.
     """
     shape, unit = tuple(shape), tuple(unit)
-    codes = _bytes(values, shape, code)
     counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
-    operation = Dequantise(
-        shape,
-        unit,
-        code,
-        has_exponents,
-        0 if overall is None else overall[1],
-        zeros is not None,
-        groups is not None,
-        rounds_to,
-    )
-    sources = [codes]
-    for found in (scales, zeros):
-        if found is not None and numel(found.shape) != numel(counts):
-            raise ValueError(f"{found} has {found.shape}, and blocks of {unit} want {counts}")
-    sources.append(reshape(scales, counts))
-    if overall is not None:
-        sources.append(reshape(overall[0], (1,)))
-    if zeros is not None:
-        sources.append(reshape(zeros, counts))
+    beside = [reshape(scales, counts), *([] if zeros is None else [reshape(zeros, counts)])]
     if groups is not None:
-        if numel(groups.shape) != shape[-1]:
-            raise ValueError(
-                f"{groups} has {groups.shape}, and one group for each of {shape[-1]} columns is wanted"
-            )
-        sources.append(reshape(groups, shape[-1:]))
-    return Computed(operation, _OUT, shape, rounds_to, tuple(sources))
+        beside = [_by_column(found, reshape(groups, shape[-1:])) for found in beside]
+        unit = (*unit[:-1], 1)
+    if overall is not None:
+        beside.insert(1, reshape(overall[0], (1,)))
+    power = 0 if overall is None else overall[1]
+    operation = Dequantise(shape, unit, code, has_exponents, power, zeros is not None, rounds_to)
+    sources = (_bytes(values, shape, code), *beside)
+    return Computed(operation, _OUT, shape, rounds_to, sources)
+
+
+def _by_column(found: Expression, groups: Expression) -> Expression:
+    """A scale, or a zero point, for each index of the last dimension, of those of its blocks."""
+    *outer, count = found.shape
+    rows = _rows(permute(reshape(found, (numel(outer), count)), (1, 0)), groups)
+    return reshape(permute(rows, (1, 0)), (*outer, groups.shape[0]))
 
 
 def _bytes(values: Expression, shape: Sequence[int], code: Code) -> Expression:
@@ -321,3 +286,137 @@ def _bytes(values: Expression, shape: Sequence[int], code: Code) -> Expression:
     if not shape or shape[-1] % per_byte or numel(values.shape) * per_byte != numel(shape):
         raise ValueError(f"{values} has {values.shape}, which is not {tuple(shape)}, {per_byte} in a byte")
     return reshape(values, (*shape[:-1], shape[-1] // per_byte))
+
+
+_WORD_BYTES = 4
+_CODES = {4: Code.OFFSET4, 8: Code.OFFSET8}
+"""By bits. Codes and zero points are counted from the same number, which is no part of their difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddToWords:
+    """Words of 32 bits, as bytes, with a constant added, modulo 2 ** 32.
+
+    Attributes:
+        shape: of the bytes (rows, 4 * words).
+        constant: from -(2 ** 31) to 2 ** 31 - 1.
+    """
+
+    shape: Shape
+    constant: int
+    label: str = "adding to words"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        for box in aligned_blocks(wanted[_OUT], self.shape, (1, _WORD_BYTES), max(1, most_bytes // 2)):
+            yield ComputedBlock((box,), {_OUT: box}, 2 * box.numel)
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        words = values[0].view(values[0].new_empty(0).int().dtype)
+        return {_OUT: (words + self.constant).view(values[0].dtype)}
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRows:
+    """``out[i, j] = rows[numbers[i], j]``; floats as float32, integers as they are.
+
+    Attributes:
+        count: of the rows.
+        shape: of the result.
+    """
+
+    count: int
+    shape: Shape
+    label: str = "choosing rows"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        at_once = max(1, most_bytes // (16 * self.count))  # columns, whatever the rows
+        for whole in aligned_blocks(wanted[_OUT], self.shape, (1, 1), numel(self.shape)):
+            (first, start), (count, width) = whole.offsets, whole.sizes
+            for column in range(start, start + width, at_once):
+                columns = min(at_once, start + width - column)
+                rows = max(1, most_bytes // (8 * columns + 32))
+                for row in range(first, first + count, rows):
+                    box = Box((row, column), (min(rows, first + count - row), columns))
+                    needs = Box((0, column), (self.count, columns)), Box((row,), box.sizes[:1])
+                    yield ComputedBlock(needs, {_OUT: box}, 4 * box.numel + 8 * needs[0].numel + 16 * box.sizes[0])
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        """Raises :class:`BadValues` for numbers of rows that there are not."""
+        rows, numbers = values
+        if bool(((numbers < 0) | (numbers >= self.count)).any()):
+            raise BadValues(
+                f"groups are {int(numbers.min())} to {int(numbers.max())}, and there are scales for 0 to "
+                f"{self.count - 1}. Download or write the checkpoint again.",
+                1,
+            )
+        return {_OUT: (rows.float() if rows.is_floating_point() else rows).index_select(0, numbers.long())}
+
+
+def _rows(source: Expression, numbers: Expression) -> Expression:
+    """See :class:`ChosenRows`; ``source`` is (count, columns), ``numbers`` are integers (rows,)."""
+    shape = (numbers.shape[0], source.shape[1])
+    dtype = DType.F32 if source.dtype.kind == "float" else source.dtype
+    return Computed(ChosenRows(source.shape[0], shape), _OUT, shape, dtype, (source, numbers))
+
+
+def columns_in_words(
+    values: Expression, zeros: Expression, scales: Expression, shape: Shape, group: int, dtype: DType
+) -> Expression:
+    """AWQ's weight (out, in): words of eight outputs of one input, in 4 bits; see [Note: Layouts].
+
+    Args:
+        values: bytes of the words (in, out / 8).
+        zeros: bytes of words (groups, out / 8), in the same order.
+        scales: (groups, out).
+        shape: (out, in).
+        group: so many inputs have one scale.
+        dtype: of the products.
+    """
+    out, columns = shape
+    order, groups = (columns, out // 8, 2, 4), scales.shape[0]
+    stored_order = permute(reshape(scales, (groups, out // 8, 4, 2)), (0, 1, 3, 2))
+    points = decoded(zeros, (groups, *order[1:]), Code.OFFSET4)
+    made = dequantised(values, stored_order, order, (group, 1, 1, 1), Code.OFFSET4, zeros=points, rounds_to=dtype)
+    return reshape(permute(made, (1, 3, 2, 0)), shape)
+
+
+def rows_in_words(
+    values: Expression,
+    zeros: Expression,
+    scales: Expression,
+    shape: Shape,
+    group: int,
+    dtype: DType,
+    *,
+    bits: int,
+    is_less_one: bool,
+    numbers: Expression | None,
+) -> Expression:
+    """GPTQ's weight (out, in): words of ``32 / bits`` inputs of one output.
+
+    Args:
+        values: bytes of the words (in * bits / 32, out).
+        zeros: bytes of words (groups, out * bits / 32).
+        scales: (groups, out).
+        shape: (out, in).
+        group: so many inputs have one scale, whole words.
+        dtype: of the products.
+        bits: 4 or 8.
+        is_less_one: zero points are stored less 1.
+        numbers: the group of each input (in,), where it is another than its place says.
+    """
+    (out, columns), per_word, groups = shape, 32 // bits, scales.shape[0]
+    if is_less_one:
+        ones = sum(1 << at for at in range(0, 32, bits))
+        zeros = Computed(AddToWords(zeros.shape, ones), _OUT, zeros.shape, DType.U8, (zeros,))
+    points = decoded(zeros, (groups, out), _CODES[bits])
+    unit: Shape = (group // per_word, 1, per_word)
+    if numbers is not None:
+        unit = (1, 1, 1)
+        scales, points = (
+            permute(reshape(_rows(found, numbers), (columns // per_word, per_word, out)), (0, 2, 1))
+            for found in (scales, points)
+        )
+    order = (columns // per_word, out, per_word)
+    made = dequantised(values, scales, order, unit, _CODES[bits], zeros=points, rounds_to=dtype)
+    return reshape(permute(made, (1, 0, 2)), shape)

@@ -17,13 +17,13 @@ from shardwise.engines.arguments import agree_on_call, hints_of, require_known, 
 from shardwise.engines.companions import OpenAdapter, beside_adapter, beside_of, of_adapter, open_adapter
 from shardwise.engines.load_plan import Load, LoadOptions, load_words
 from shardwise.engines.loading import carry_out, form_of
-from shardwise.engines.opening import OpenSource, at_one_commit, read_index, resolve_everywhere
+from shardwise.engines.opening import OpenSource, read_index, resolve_everywhere
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
 from shardwise.execution.audit import are_equal
 from shardwise.execution.progress import Clock, ProgressBar, require_same_settings
 from shardwise.execution.reading import Placer
 from shardwise.execution.world import OddRanks, World
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.models import pretrained, wrap
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.wrap import Sharding
@@ -31,8 +31,7 @@ from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import file_space
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
-from shardwise.storage.reading.joined import Beside
-from shardwise.storage.reading.opening import OpenStorage, open_storage
+from shardwise.storage.reading import Beside, OpenStorage, open_storage
 from shardwise.tuning.lora import Adapter, Tuned
 from shardwise.tuning.modes import Full
 
@@ -149,8 +148,7 @@ def find(
     named = os.fspath(name_or_path)
     is_remote = is_url(name_or_path)
     if is_remote:
-        name_or_path, hub = at_one_commit(world, named, hub)
-        directory = stack.enter_context(small_files(world, name_or_path, hub))
+        directory = stack.enter_context(small_files(world, named, hub))
     else:
         directory = resolve_everywhere(world, name_or_path, hub, wanted)
 

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex, parse_object
 from shardwise.formats.joining import beside
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from shardwise.formats.strict_json import parse_object
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.storage.names import HubOptions
-from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.opening import OpenStorage
-from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.reading import LocalReader, OpenStorage
+from shardwise.storage.writing import LocalWriter
 from shardwise.tuning import peft_compat
 from shardwise.tuning.lora import Adapter
 

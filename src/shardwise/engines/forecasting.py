@@ -14,7 +14,8 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedConfig
 
-from shardwise.conversion import computes, stored_leaves
+from shardwise.conversion.computed import computes
+from shardwise.conversion.expression import stored_leaves
 from shardwise.engines import outline as outlines
 from shardwise.engines.arguments import hints_of, require_known, require_meant
 from shardwise.engines.bringing_up import find
@@ -22,7 +23,7 @@ from shardwise.engines.load_plan import LoadOptions, foresee_initial_values, rul
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.execution.memory import collected_later
 from shardwise.execution.world import World
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import Activations, MeshShape, ModelLayout, Origin, TensorKind, WorldLayout
 from shardwise.models.forecast_layout import foresee, trace_activations
 from shardwise.models.initialize import Initialisers

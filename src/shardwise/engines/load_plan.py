@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardwise.conversion import Bindings, SmallestBlocks, computed_leaves, rows_stored
+from shardwise.conversion.computed import Bindings, SmallestBlocks, computed_leaves
+from shardwise.conversion.expression import rows_stored
 from shardwise.engines.opening import OpenSource
 from shardwise.errors import CoverageError, PlacementError
 from shardwise.execution.memory import (
@@ -28,7 +29,7 @@ from shardwise.execution.memory import (
 from shardwise.execution.patience import Patience
 from shardwise.execution.reading import Arrangement, Destination, arrange
 from shardwise.execution.world import World
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import ModelLayout, Origin, TensorKind
 from shardwise.models import pretrained
 from shardwise.models.initialize import (

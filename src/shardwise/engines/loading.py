@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._face import found_at
-from shardwise.conversion import computes, rows_stored, stored_leaves
+from shardwise.conversion.computed import computes
+from shardwise.conversion.expression import rows_stored, stored_leaves
 from shardwise.engines.arguments import agree_on_call, hints_of, require_meant, world_of
 from shardwise.engines.load_plan import BaseForm, Load, LoadOptions, load_words, prepare, tie_declared
 from shardwise.engines.opening import OpenSource, Source, open_source

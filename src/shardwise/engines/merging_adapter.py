@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Unpack
 
-from shardwise.conversion import Expression, Stored, key_of
+from shardwise.conversion.expression import Expression, Stored, key_of
 from shardwise.engines import offline
 from shardwise.engines.companions import (
     beside_of,
@@ -30,7 +30,7 @@ from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import Placer
 from shardwise.execution.stream_out import Outgoing
 from shardwise.execution.write import WrittenTensors
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.joining import beside
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_adapter_config
@@ -44,12 +44,10 @@ from shardwise.planning import merge_plan
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.save_reports import MergeAdapterReport
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.hub import resolve
 from shardwise.storage.names import HubOptions, shown, why_unsafe
-from shardwise.storage.reading.joined import Beside
-from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.opening import open_storage
-from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.reading import Beside, LocalReader, open_storage
+from shardwise.storage.remote import resolve
+from shardwise.storage.writing import LocalWriter
 from shardwise.tensors import DType, row_blocks
 from shardwise.tensors.boxes import in_bytes_of
 

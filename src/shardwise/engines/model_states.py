@@ -33,7 +33,7 @@ from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import OnFault, StateForm, StateSlot, Tolerance, match, require_form
 from shardwise.report.reports import StateReport
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading import LocalReader
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.conversion import Bindings
-from shardwise.conversion.nested_scales import nest_about, nested_codes, offset_of
+from shardwise.conversion.computed import Bindings
+from shardwise.conversion.four_bit import nest_about, nested_codes, offset_of
 from shardwise.engines.load_plan import BaseForm
 from shardwise.execution.moving import gather
 from shardwise.execution.world import World

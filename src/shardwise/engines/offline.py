@@ -12,14 +12,8 @@ from typing import Final
 
 from transformers import PreTrainedConfig
 
-from shardwise.conversion import (
-    Expression,
-    SmallestBlocks,
-    computed_leaves,
-    computes,
-    stored_leaves,
-    substitute,
-)
+from shardwise.conversion.computed import SmallestBlocks, computed_leaves, computes
+from shardwise.conversion.expression import Expression, stored_leaves, substitute
 from shardwise.engines.load_plan import rules_of
 from shardwise.engines.outline import ModelOptions, Outline, outline
 from shardwise.errors import ConfigError, CoverageError
@@ -29,9 +23,8 @@ from shardwise.execution.reading import Placer
 from shardwise.execution.stream_out import COMPUTED_BYTES, Outgoing, stream_out
 from shardwise.execution.world import World
 from shardwise.execution.write import WrittenTensors
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.opening import open_checkpoint
-from shardwise.formats.quantisation import as_the_model_has_it
+from shardwise.formats.contract import CheckpointIndex
+from shardwise.formats.opening import as_the_model_has_it, open_checkpoint
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import pretrained
 from shardwise.models.revert import Output, revert
@@ -41,7 +34,7 @@ from shardwise.planning.load_plan import Consent, Ignore, LoadPlan, Tie, plan_lo
 from shardwise.planning.save_plan import plan_save
 from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.storage.names import shown
-from shardwise.storage.reading.opening import OpenStorage
+from shardwise.storage.reading import OpenStorage
 from shardwise.tensors import DType
 
 BUDGET_BYTES: Final = 32 << 20

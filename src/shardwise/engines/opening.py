@@ -12,14 +12,13 @@ from typing import TypeAlias, cast
 from shardwise.errors import StorageError
 from shardwise.execution.reading import identities_of
 from shardwise.execution.world import World
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.opening import open_checkpoint
-from shardwise.formats.quantisation import as_the_model_has_it
+from shardwise.formats.contract import CheckpointIndex
+from shardwise.formats.opening import as_the_model_has_it, open_checkpoint
 from shardwise.report.names import shown_ranks
 from shardwise.storage.contract import FilePlaces, StorageReader
 from shardwise.storage.machine import file_space
-from shardwise.storage.names import HubOptions, ModelFiles, WantedFiles, is_url, local_place, scheme_of
-from shardwise.storage.reading.opening import OpenStorage, open_storage
+from shardwise.storage.names import HubOptions, ModelFiles, WantedFiles, is_url, local_place
+from shardwise.storage.reading import OpenStorage, open_storage
 
 Source: TypeAlias = str | os.PathLike[str] | StorageReader
 
@@ -48,8 +47,7 @@ def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource
     if isinstance(checkpoint, StorageReader):
         opened, is_own = OpenStorage(checkpoint, None), False
     elif is_url(checkpoint):
-        url, hub = at_one_commit(world, os.fspath(checkpoint), hub)
-        opened, is_own = open_everywhere(world, lambda: open_storage(url, hub)), True
+        opened, is_own = open_everywhere(world, lambda: open_storage(checkpoint, hub)), True
     else:
         path = resolve_everywhere(world, checkpoint, hub)
         opened, is_own = open_everywhere(world, lambda: open_storage(path)), True
@@ -132,7 +130,7 @@ def resolve_everywhere(
                 "put it on every machine, or on a file system that all of them share"
             )
         return cast(Path, found[world.rank])
-    from shardwise.storage.hub import commit_of, note_commit, place_of_cache, resolve
+    from shardwise.storage.remote import commit_of, note_commit, place_of_cache, resolve
 
     repo_id = os.fspath(name_or_path)
     commit = world.from_first(lambda: commit_of(repo_id, hub))
@@ -148,15 +146,3 @@ def resolve_everywhere(
 
     downloaded = world.together(download)
     return world.together(lambda: downloaded or resolve(repo_id, pinned, download=False, wanted=wanted))
-
-
-def at_one_commit(world: World, url: str, hub: HubOptions) -> tuple[str, HubOptions]:
-    """A URL, which of a storage with revisions (the hub) names the state that is meant now. Collective: yes.
-
-    With it, the options that go with it.
-    """
-    if scheme_of(url) != "hf":
-        return url, hub
-    from shardwise.storage.reading.hub_files import named_commit
-
-    return world.from_first(lambda: named_commit(url, hub)), replace(hub, revision=None)

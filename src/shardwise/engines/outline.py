@@ -12,15 +12,15 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import TypedDict
 
-from shardwise.conversion import Bindings
+from shardwise.conversion.computed import Bindings
 from shardwise.engines.arguments import in_words
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import form_of as base_form_of
 from shardwise.errors import ConfigError
 from shardwise.execution.memory import collected_later
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
+from shardwise.formats.opening import form_of
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
-from shardwise.formats.quantisation import form_of
 from shardwise.layout import ModelLayout, Origin
 from shardwise.models import build, pretrained
 from shardwise.models.build import ResizeVocab, resized, set_vocab_size, vocabulary_tensors

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.conversion import computes
+from shardwise.conversion.computed import computes
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.given_parts import Shares
 from shardwise.execution.memory import collected_later, require_budget

@@ -41,8 +41,8 @@ from shardwise.planning.save_plan import SavePlan
 from shardwise.report.save_reports import SaveReport
 from shardwise.storage import machine
 from shardwise.storage.contract import StorageWriter
-from shardwise.storage.reading.opening import open_storage
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.reading import open_storage
+from shardwise.storage.writing import open_writer
 from shardwise.tensors import DType
 from shardwise.tensors.boxes import in_bytes_of
 from shardwise.tuning import peft_compat

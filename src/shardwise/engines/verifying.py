@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from shardwise.engines.forecasting import plan
 from shardwise.errors import FormatError
 from shardwise.execution.workers import Workers
-from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
+from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import (
     ADAPTER_CONFIG,
@@ -26,7 +26,7 @@ from shardwise.planning.save_plan import ADAPTER, MODEL
 from shardwise.report.save_reports import ReopenReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
-from shardwise.storage.reading.opening import open_storage
+from shardwise.storage.reading import open_storage
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
 
 _BLOCK_BYTES = 8 << 20

@@ -13,7 +13,8 @@ from typing import assert_never
 
 import torch
 
-from shardwise.conversion import Computed, ComputedBlock, Expression, aligned_blocks
+from shardwise.conversion.computed import Computed, ComputedBlock, aligned_blocks
+from shardwise.conversion.expression import Expression
 from shardwise.errors import FormatError
 from shardwise.models.torch_words import to_torch
 from shardwise.planning.merge_plan import Added, Edit, LowRank, Replaced, WeightForm

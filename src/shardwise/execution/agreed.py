@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardwise.conversion import Expression, key_of
+from shardwise.conversion.expression import Expression, key_of
 from shardwise.errors import ConfigError, CoverageError, PlacementError, StorageError
 from shardwise.execution.audit import are_equal
 from shardwise.execution.checkpoint_copies import require_one_checkpoint
@@ -28,7 +28,7 @@ from shardwise.execution.moving import (
 from shardwise.execution.patience import Patience
 from shardwise.execution.reading import Destination, Placer, arrange
 from shardwise.execution.world import World
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.models.torch_words import in_memory, to_torch
 from shardwise.models.view import canonical, local_boxes, local_tensor, raw_bytes
 from shardwise.planning.matching import Brought, Match, Taken

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shardwise.conversion import Expression
+from shardwise.conversion.expression import Expression
 from shardwise.errors import CoverageError, DisagreementError
 from shardwise.execution.reading import Placer
 from shardwise.execution.world import OddRanks, World, digest_of

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from shardwise.errors import DisagreementError
 from shardwise.execution.reading import identities_of
 from shardwise.execution.world import World
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.report.names import shown_ranks
 from shardwise.storage.contract import FilePlaces, StorageReader
 from shardwise.storage.machine import process_space

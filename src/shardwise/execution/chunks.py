@@ -30,13 +30,13 @@ from shardwise.execution.memory import collected_later
 from shardwise.execution.moving import TensorFacts, require_same_tensors
 from shardwise.execution.reading import bytes_of
 from shardwise.execution.write import Sink
-from shardwise.formats.torch_file import read_torch_tensor
+from shardwise.formats.torch_files import read_torch_tensor
 from shardwise.layout import place_of
 from shardwise.models.torch_words import copy_all, save_without_data, stored_at
 from shardwise.models.view import local_boxes, strided_view
 from shardwise.planning.moves import Boxes, shares_by_rank, shares_of_first
 from shardwise.report.names import few_names
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading import LocalReader
 from shardwise.tensors import Box, ByteRange, Strided, numel, row_blocks
 
 Way = TypeVar("Way", bound=tuple[str | int, ...])

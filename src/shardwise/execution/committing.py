@@ -27,7 +27,7 @@ from types import MappingProxyType
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.saving_lock import HeldMark, Whose, take_lock
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, is_training_file, named_training
-from shardwise.formats.safetensors_header import read_header
+from shardwise.formats.safetensors_files import read_header
 from shardwise.planning import fingerprints
 from shardwise.planning.commit import (
     OLDER,
@@ -46,7 +46,7 @@ from shardwise.planning.commit import (
 from shardwise.planning.save_plan import ADAPTER, SavePlan
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.names import shown
-from shardwise.storage.reading.opening import open_storage
+from shardwise.storage.reading import open_storage
 
 _BLOCK_BYTES = 8 << 20
 

@@ -25,11 +25,12 @@ from shardwise.execution.moving import TensorFacts, facts_of
 from shardwise.execution.torch_saves import Levels, flattened
 from shardwise.execution.world import World
 from shardwise.execution.write import Sink
-from shardwise.formats.distributed import METADATA, read_metadata
+from shardwise.formats.distributed import read_metadata
+from shardwise.formats.joining import METADATA
 from shardwise.models.view import local_tensor
 from shardwise.planning.commit import WrittenFiles, fresh
-from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.reading import LocalReader
+from shardwise.storage.writing import open_writer
 
 _DATA = re.compile(r"__[0-9]+_([0-9]+)\.distcp")
 

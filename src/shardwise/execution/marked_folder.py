@@ -13,7 +13,7 @@ from shardwise.errors import StorageError
 from shardwise.execution.saving_lock import LOCK_FILE, HeldMark, new_token, require_lock, take_lock
 from shardwise.execution.world import World
 from shardwise.storage.contract import StorageWriter
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.writing import open_writer
 
 
 @dataclass(frozen=True, slots=True)

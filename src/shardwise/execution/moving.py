@@ -17,7 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from shardwise.conversion import Stored
+from shardwise.conversion.expression import Stored
 from shardwise.errors import DisagreementError, PlacementError
 from shardwise.execution.memory import trim_heap
 from shardwise.execution.world import World

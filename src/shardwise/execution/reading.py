@@ -9,23 +9,21 @@ from functools import partial
 
 import torch
 
-from shardwise.conversion import (
+from shardwise.conversion.computed import (
     Computed,
     ComputeTask,
     Copy,
-    Expression,
     OutputMove,
-    Region,
     compute_tasks,
     copies_and_computed,
-    stored_leaves,
 )
+from shardwise.conversion.expression import Expression, Region, stored_leaves
 from shardwise.errors import StorageError
 from shardwise.execution.memory import Landing, landings, memory_of
 from shardwise.execution.progress import Progress
 from shardwise.execution.workers import Workers, computing
 from shardwise.execution.world import World
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import LocalBox
 from shardwise.models.torch_words import to_torch
 from shardwise.models.view import strided_view

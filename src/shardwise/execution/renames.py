@@ -16,11 +16,11 @@ from shardwise.execution.committing import let_count, remove_unnamed
 from shardwise.execution.distributed_folder import left_in
 from shardwise.execution.marked_folder import Marked
 from shardwise.execution.saving_lock import HeldMark, Whose
-from shardwise.formats.accelerate_names import is_distributed_folder
+from shardwise.formats.distributed import is_distributed_folder
 from shardwise.planning.commit import Renames, WrittenFiles, fresh, lists_among, on_its_way, token_of_fresh
 from shardwise.storage.names import shown
-from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.writing.folders_writer import FoldersWriter, is_through_link, remove_folder
+from shardwise.storage.reading import LocalReader
+from shardwise.storage.writing import FoldersWriter, is_through_link, remove_folder
 
 _WORK = (".shardwise.", ".work")
 """The beginning and the end of the name of a folder in which others write for a save, with its token between."""

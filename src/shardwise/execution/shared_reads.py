@@ -10,7 +10,8 @@ from functools import partial
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardwise.conversion import computes, rows_stored
+from shardwise.conversion.computed import computes
+from shardwise.conversion.expression import rows_stored
 from shardwise.execution.moving import Handover, LocalTensor, hand_over
 from shardwise.execution.reading import Destination, Placer
 from shardwise.execution.workers import Ahead

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.conversion import Expression, SmallestBlocks, computed_leaves
+from shardwise.conversion.computed import SmallestBlocks, computed_leaves
+from shardwise.conversion.expression import Expression
 from shardwise.errors import CoverageError
 from shardwise.execution.committing import begin_save, commit_save, undo_save
 from shardwise.execution.memory import memory_of, trim_heap

@@ -17,18 +17,17 @@ from shardwise.execution.agreed import StoredValues
 from shardwise.execution.marked_folder import Saving
 from shardwise.execution.moving import gather
 from shardwise.execution.world import World
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.distributed import DistributedMetadata, read_metadata
-from shardwise.formats.torch_file import refuse_others
-from shardwise.formats.torch_files import open_state
+from shardwise.formats.contract import CheckpointIndex
+from shardwise.formats.distributed import DistributedMetadata, open_state, read_metadata
+from shardwise.formats.torch_files import refuse_others
 from shardwise.models.torch_words import to_torch
 from shardwise.models.view import local_boxes, local_tensor
 from shardwise.planning.commit import WrittenFiles, fresh
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.storage.names import shown
-from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.reading import LocalReader
+from shardwise.storage.writing import open_writer
 
 Levels: TypeAlias = tuple[str | int, ...]
 """The keys that lead to a value, through dicts and (by numbers) lists."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.conversion import Expression
+from shardwise.conversion.expression import Expression
 from shardwise.execution.given_parts import Giver
 from shardwise.execution.memory import as_stored, memory_of
 from shardwise.execution.moving import Exchange
@@ -21,8 +21,8 @@ from shardwise.execution.progress import Progress
 from shardwise.execution.reading import bytes_of
 from shardwise.execution.workers import Ahead, Workers
 from shardwise.execution.world import World
-from shardwise.formats.checkpoint_index import TensorEntry
-from shardwise.formats.safetensors_header import NewFile
+from shardwise.formats.contract import TensorEntry
+from shardwise.formats.safetensors_files import NewFile
 from shardwise.models.torch_words import settle, to_torch
 from shardwise.models.view import strided_view
 from shardwise.planning.moves import Boxes, Round, plan_rounds

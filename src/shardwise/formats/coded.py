@@ -1,13 +1,44 @@
-"""What quantised forms make of entries: numbers in few bits, times the scales of their blocks. Plain data."""
+"""Describes what quantised forms make of entries, and finds those of bitsandbytes, AWQ and GPTQ.
+
+bitsandbytes: beside ``weight``, packed bytes (n, 1), there are ``weight.absmax``, one scale for each block;
+``weight.quant_map``, the sixteen numbers; and ``weight.quant_state.bitsandbytes__nf4`` (or ``__fp4``), JSON with
+the shape, the dtype and the size of a block. Nested scales are bytes, and have ``weight.nested_absmax``, one for
+256 of them, ``weight.nested_quant_map``, and an offset in the JSON. (``QuantState.as_dict`` of bitsandbytes.) The
+small ones are read, and held against what is known: a map that is another one would make other numbers.
+
+AWQ and GPTQ: a linear layer (out, in) has ``qweight`` and ``qzeros`` (I32), ``scales`` (groups, out) and, of GPTQ,
+``g_idx`` (in,), the group of each input, in place of ``weight``. Words of AWQ are of eight outputs (``version:
+gemm``; of AutoAWQ ``awq/modules/linear/gemm.py``): ``qweight`` is (in, out / 8). Of GPTQ they are of inputs: (in *
+bits / 32, out). ``qzeros`` is (groups, out * bits / 32) of both. A layer that is not quantised has its ``weight``.
+
+``g_idx`` is read, since most of them say no more than the size of a group does. One that is all zeros counts as
+absent, as in ExLlama's kernels. Where ``dynamic`` of GPTQModel gives some layers other sizes, shapes tell which.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar, Final, Self
 
-from shardwise.formats.checkpoint_index import Whole
-from shardwise.tensors import Code, DType, Form4
+from shardwise.errors import FormatError
+from shardwise.formats.contract import (
+    CheckpointIndex,
+    Composed,
+    FormatFaults,
+    QuantisedForm,
+    TensorEntry,
+    Whole,
+    contents,
+    entries_of,
+    parse_object,
+    unknown_form,
+)
+from shardwise.storage.contract import StorageReader
+from shardwise.storage.names import shown
+from shardwise.tensors import Code, DType, Form4, numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +84,6 @@ class Scaled:
 
     kind: ClassVar[str] = "scaled"
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        overall = None if self.overall is None else self.overall[0]
-        zeros = None if self.zeros is None else self.zeros.values
-        further = (part.key for part in (overall, zeros, self.groups) if part is not None)
-        return (self.values.key, self.scales.key, *further)
-
-    def moved(self, to: Callable[[str], str]) -> Scaled:
-        def there(part: Whole) -> Whole:
-            return Whole(to(part.key))
-
-        return replace(
-            self,
-            values=there(self.values),
-            scales=there(self.scales),
-            overall=None if self.overall is None else (there(self.overall[0]), self.overall[1]),
-            zeros=None if self.zeros is None else replace(self.zeros, values=there(self.zeros.values)),
-            groups=None if self.groups is None else there(self.groups),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Nested:
@@ -113,14 +124,6 @@ class FourBits:
 
     kind: ClassVar[str] = "four bits"
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return (self.values.key, self.scales.key, *([] if self.nested is None else [self.nested.scales.key]))
-
-    def moved(self, to: Callable[[str], str]) -> FourBits:
-        nested = None if self.nested is None else replace(self.nested, scales=Whole(to(self.nested.scales.key)))
-        return replace(self, values=Whole(to(self.values.key)), scales=Whole(to(self.scales.key)), nested=nested)
-
 
 @dataclass(frozen=True, slots=True)
 class GroupedIntegers:
@@ -153,12 +156,346 @@ class GroupedIntegers:
 
     kind: ClassVar[str] = "grouped"
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        beside = () if self.numbers is None else (self.numbers.key,)
-        return (self.values.key, self.zeros.key, self.scales.key, *beside)
 
-    def moved(self, to: Callable[[str], str]) -> GroupedIntegers:
-        values, zeros, scales = (Whole(to(item.key)) for item in (self.values, self.zeros, self.scales))
-        numbers = None if self.numbers is None else Whole(to(self.numbers.key))
-        return replace(self, values=values, zeros=zeros, scales=scales, numbers=numbers)
+ABSMAX = ".absmax"
+QUANT_MAP = ".quant_map"
+NESTED_ABSMAX = ".nested_absmax"
+NESTED_MAP = ".nested_quant_map"
+QUANT_STATE = ".quant_state.bitsandbytes__"
+_ENDS = (ABSMAX, QUANT_MAP, NESTED_ABSMAX, NESTED_MAP)
+
+_DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
+_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_MOST_STATE_BYTES = 1 << 16
+_NESTED_BLOCK = 256
+_BYTES_OF_MAP = 4 * 256
+_MOST_OFFSET = 3.4e38
+"""A float32, nearly; an integer of JSON may be too large for any float."""
+
+_FOUR_BIT_FAULTS: Final = "weights in four bits that do not go with what lies beside them"
+
+
+@dataclass(frozen=True, slots=True)
+class _Companions:
+    """What lies beside packed bytes.
+
+    Attributes:
+        form: what four bits stand for, by the name of the JSON.
+        state: the JSON.
+        entries: by the end of their keys.
+    """
+
+    form: Form4
+    state: TensorEntry
+    entries: Mapping[str, TensorEntry]
+
+    @classmethod
+    def of(cls, index: CheckpointIndex, key: str) -> Self | None:
+        """What lies beside an entry, where it is packed bytes."""
+        for form in Form4:
+            state = index.entries.get(f"{key}{QUANT_STATE}{form.value}")
+            if state is not None:
+                entries = {end: index.entries[f"{key}{end}"] for end in _ENDS if f"{key}{end}" in index.entries}
+                return cls(form, state, entries)
+        return None
+
+    @property
+    def small(self) -> list[TensorEntry]:
+        """What is read of it."""
+        maps = [self.entries[end] for end in (QUANT_MAP, NESTED_MAP) if end in self.entries]
+        return [entry for entry in (self.state, *maps) if entry.nbytes <= _MOST_STATE_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedFourBits:
+    """Four bits as bitsandbytes packs them; each weight says how."""
+
+    is_kept: bool = True
+
+    def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+        faults, composed, used = FormatFaults(index.root), dict[str, Composed](), set[str]()
+        found = {key: beside for key in index.entries if (beside := _Companions.of(index, key)) is not None}
+        texts = contents(reader, [entry for beside in found.values() for entry in beside.small])
+        for key, beside in found.items():
+            used |= {beside.state.key, *(entry.key for entry in beside.entries.values())}
+            try:
+                composed[key] = _composed(index.entries[key], beside, texts)
+            except FormatError as error:
+                faults.add(_FOUR_BIT_FAULTS, f"{shown(key)}: {error}")
+        for key in index.entries:
+            if key not in used and (key.endswith(_ENDS) or QUANT_STATE in key):
+                faults.add(
+                    _FOUR_BIT_FAULTS, f"{shown(key)} belongs to packed bytes that are not stored, or not whole"
+                )
+        faults.raise_if_any()
+        kept = {entry for item in composed.values() for entry in entries_of(item.part)}
+        entries = {key: entry for key, entry in index.entries.items() if key not in used or key in kept}
+        # Bytes, whatever dtype they are stored under (``bnb_4bit_quant_storage``).
+        flat = {key: replace(entries[key], dtype=DType.U8, shape=(entries[key].nbytes,)) for key in composed}
+        return replace(index, entries=entries | flat, composed={**index.composed, **composed})
+
+
+def bitsandbytes(config: Mapping[str, Any]) -> QuantisedForm:
+    """That of bitsandbytes' ``quantization_config``.
+
+    Raises:
+        ConfigError: it is not of four bits.
+    """
+    if config.get("load_in_4bit") or config.get("_load_in_4bit"):
+        return _PackedFourBits()
+    raise unknown_form(f"quant_method {shown(repr(config.get('quant_method')))}")
+
+
+def _composed(values: TensorEntry, beside: _Companions, texts: Mapping[str, bytes]) -> Composed:
+    """The numbers that packed bytes stand for.
+
+    Raises:
+        FormatError: what lies beside them makes no sense.
+    """
+    if beside.state.key not in texts:
+        raise FormatError(f"its quant_state has {beside.state.nbytes} bytes, more than any")
+    told = parse_object(texts[beside.state.key], what="its quant_state")
+    shape, block = _shape_in(told), told.get("blocksize")
+    if block not in _BLOCK_SIZES or not isinstance(block, int):
+        raise FormatError(f"its quant_state has blocks of {shown(repr(block))}")
+    if told.get("quant_type") != beside.form.value:
+        raise FormatError(f"its quant_state says {shown(repr(told.get('quant_type')))}, not {beside.form.value}")
+    if values.nbytes != -(-numel(shape) // 2):
+        raise FormatError(f"it has {values.nbytes} bytes, and its quant_state the shape {shape}")
+    known = struct.pack(f"<{len(beside.form.numbers)}f", *beside.form.numbers)
+    if QUANT_MAP not in beside.entries or texts.get(beside.entries[QUANT_MAP].key) != known:
+        raise FormatError("its quant_map is not there, or not the one that is known: other numbers would come out")
+    scales, blocks = beside.entries.get(ABSMAX), -(-numel(shape) // block)
+    if scales is None:
+        raise FormatError("it has no absmax")
+    if numel(scales.shape) != blocks:
+        raise FormatError(f"its absmax has {numel(scales.shape)} scales, and {shape} in blocks of {block} {blocks}")
+    nested = None
+    if NESTED_ABSMAX in beside.entries or NESTED_MAP in beside.entries or scales.dtype is DType.U8:
+        nested = _nested(beside, texts, told, scales)
+    elif scales.dtype is not DType.F32:
+        raise FormatError(f"its absmax is {scales.dtype.label}, and not F32")
+    dtype = _DTYPES.get(str(told.get("dtype")))
+    if dtype is None:
+        raise FormatError(f"its quant_state has the dtype {shown(repr(told.get('dtype')))}")
+    return Composed(
+        dtype, shape, FourBits(Whole(values.key), Whole(scales.key), shape, block, beside.form, dtype, nested)
+    )
+
+
+def _nested(
+    beside: _Companions, texts: Mapping[str, bytes], told: Mapping[str, object], scales: TensorEntry
+) -> Nested:
+    found, offset = beside.entries.get(NESTED_ABSMAX), told.get("nested_offset")
+    if found is None or NESTED_MAP not in beside.entries or scales.dtype is not DType.U8:
+        raise FormatError("its scales are nested, and only a part of what belongs to that is stored")
+    if isinstance(offset, bool) or not isinstance(offset, int | float) or not abs(offset) <= _MOST_OFFSET:
+        raise FormatError(f"its quant_state has the nested_offset {shown(repr(offset))}")
+    if told.get("nested_blocksize") != _NESTED_BLOCK:
+        raise FormatError(
+            f"its scales are nested in blocks of {shown(repr(told.get('nested_blocksize')))}, not 256"
+        )
+    if found.dtype is not DType.F32 or numel(found.shape) != -(-numel(scales.shape) // _NESTED_BLOCK):
+        raise FormatError(f"its nested_absmax is {found.dtype.label} {found.shape}")
+    numbers = texts.get(beside.entries[NESTED_MAP].key, b"")
+    if beside.entries[NESTED_MAP].dtype is not DType.F32 or len(numbers) != _BYTES_OF_MAP:
+        raise FormatError("its nested_quant_map has not 256 float32")
+    return Nested(Whole(found.key), float(offset), struct.unpack("<256f", numbers))
+
+
+def _shape_in(told: Mapping[str, object]) -> tuple[int, ...]:
+    shape = told.get("shape")
+    if isinstance(shape, list) and 2 <= len(shape) <= 3 and all(type(n) is int and 0 < n < 1 << 40 for n in shape):
+        return tuple(shape)
+    raise FormatError(f"its quant_state has the shape {shown(repr(shape))}")
+
+
+_VALUES: Final = "qweight"
+_ZEROS: Final = "qzeros"
+_SCALES: Final = "scales"
+_GROUPS: Final = "g_idx"
+_WEIGHT: Final = "weight"
+
+_SCALE_DTYPES: Final = (DType.F16, DType.BF16, DType.F32)
+_WORD: Final = 32
+_ALL: Final = -1
+"""In place of the size of a group: all inputs."""
+
+_MOST_GROUP_BYTES: Final = 4 << 20
+_FAULTS: Final = "quantised layers whose tensors do not go together"
+
+
+@dataclass(frozen=True, slots=True)
+class _LayersInWords:
+    """How the layers of a checkpoint are stored.
+
+    Attributes:
+        sizes: bits of an integer, and inputs of a group, that layers have.
+        in_rows: words are of inputs, as those of GPTQ.
+        is_less_one: zero points are stored less 1.
+    """
+
+    sizes: frozenset[tuple[int, int]]
+    in_rows: bool = False
+    is_less_one: bool = False
+    is_kept: bool = False
+
+    def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+        found = {key: dict[str, TensorEntry]() for key in index.entries if _last(key) == _VALUES}
+        faults, composed, entries = FormatFaults(index.root), dict(index.composed), dict(index.entries)
+        for key, entry in index.entries.items():
+            layer = f"{key.removesuffix(_last(key))}{_VALUES}"
+            if layer in found:
+                found[layer][_last(key)] = entry
+            elif _last(key) in (_ZEROS, _GROUPS):
+                faults.add(_FAULTS, f"{shown(key)}: no {_VALUES} is stored that it belongs to")
+        stored = [parts[_GROUPS] for parts in found.values() if _GROUPS in parts]
+        groups = contents(
+            reader, [item for item in stored if item.dtype is DType.I32 and 0 < item.nbytes <= _MOST_GROUP_BYTES]
+        )
+        for key, parts in found.items():
+            try:
+                part = self._part(parts, groups)
+            except FormatError as error:
+                faults.add(_FAULTS, f"{shown(key)}: {error}")
+                continue
+            composed[f"{key.removesuffix(_VALUES)}{_WEIGHT}"] = Composed(part.dtype, part.shape, part)
+            for name in (_VALUES, _ZEROS):
+                entries[parts[name].key] = _words_as_bytes(parts[name])
+            if part.numbers is None and _GROUPS in parts:
+                del entries[parts[_GROUPS].key]
+        faults.raise_if_any()
+        return replace(index, entries=entries, composed=composed)
+
+    def _part(self, parts: Mapping[str, TensorEntry], groups: Mapping[str, bytes]) -> GroupedIntegers:
+        """Raises FormatError where what is stored of a layer makes no sense."""
+        if _WEIGHT in parts:
+            raise FormatError(f"{_WEIGHT} is stored, too")
+        for name, dtypes in ((_VALUES, (DType.I32,)), (_ZEROS, (DType.I32,)), (_SCALES, _SCALE_DTYPES)):
+            if name not in parts:
+                raise FormatError(f"{name} is not stored")
+            if parts[name].dtype not in dtypes or len(parts[name].shape) != 2 or not parts[name].numel:
+                wanted = ", ".join(dtype.label for dtype in dtypes)
+                raise FormatError(f"{name} is {_told(parts[name])}. It should be a matrix of {wanted}.")
+        values, zeros, scales = (parts[name] for name in (_VALUES, _ZEROS, _SCALES))
+        made = (self._fitting(values.shape, zeros.shape, scales.shape, *size) for size in self.sizes)
+        fitting = {found for found in made if found is not None}
+        if len(fitting) != 1:
+            sizes = " or ".join(f"{bits} bits in groups of {size}" for bits, size in sorted(self.sizes))
+            raise FormatError(
+                f"it is {values.shape}, {_ZEROS} {zeros.shape} and {_SCALES} {scales.shape}, which is "
+                f"{'more than one' if fitting else 'none'} of what quantization_config says: {sizes}"
+            )
+        ((bits, group, shape),) = fitting
+        return GroupedIntegers(
+            Whole(values.key),
+            Whole(zeros.key),
+            Whole(scales.key),
+            shape,
+            group,
+            scales.dtype,
+            bits,
+            self.in_rows,
+            self.is_less_one,
+            self._numbers(parts.get(_GROUPS), groups, shape[1], group),
+        )
+
+    def _fitting(
+        self, values: tuple[int, ...], zeros: tuple[int, ...], scales: tuple[int, ...], bits: int, size: int
+    ) -> tuple[int, int, tuple[int, int]] | None:
+        """Bits, the inputs of a group, and the shape (out, in) of a layer; None where it is not of these sizes."""
+        per_word = _WORD // bits
+        out, columns = (values[1], values[0] * per_word) if self.in_rows else (values[1] * per_word, values[0])
+        group = columns if size == _ALL else size
+        count = -(-columns // group)
+        fits = zeros == (count, out // per_word) and scales == (count, out) and out % per_word == 0
+        return (bits, group, (out, columns)) if fits else None
+
+    def _numbers(
+        self, entry: TensorEntry | None, texts: Mapping[str, bytes], columns: int, group: int
+    ) -> Whole | None:
+        """The group of each input, where it is stored and is another than its place says.
+
+        Raises:
+            FormatError: it makes no sense.
+        """
+        if entry is None:
+            return None
+        groups = texts.get(entry.key)
+        if groups is None or not self.in_rows or entry.shape != (columns,):
+            raise FormatError(f"{_GROUPS} is {_told(entry)}. GPTQ has I32 ({columns},), and AWQ none.")
+        if groups == _by_place(columns, group) or not any(groups):
+            return None
+        numbers, count = struct.unpack(f"<{columns}i", groups), -(-columns // group)
+        if min(numbers) < 0 or max(numbers) >= count:
+            raise FormatError(
+                f"{_GROUPS} has groups {min(numbers)} to {max(numbers)}, and there are scales for 0 to {count - 1}"
+            )
+        return Whole(entry.key)
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _told(entry: TensorEntry) -> str:
+    return f"{entry.dtype.label} {entry.shape}"
+
+
+def _words_as_bytes(words: TensorEntry) -> TensorEntry:
+    """The same words as bytes, of which each has the lower ones first."""
+    return replace(words, dtype=DType.U8, shape=(words.shape[0], 4 * words.shape[1]))
+
+
+@lru_cache(maxsize=8)
+def _by_place(columns: int, group: int) -> bytes:
+    """The groups of inputs that are in groups one after the other."""
+    return struct.pack(f"<{columns}i", *(column // group for column in range(columns)))
+
+
+def _sizes(config: Mapping[str, Any], what: str, known: Collection[int]) -> tuple[int, int]:
+    """Bits and inputs of a group, as a config says.
+
+    Raises:
+        ConfigError: there are none, or these are not known.
+    """
+    bits = config.get("bits", config.get("w_bit"))
+    size = config.get("group_size", config.get("q_group_size", 128))
+    if type(bits) is not int or bits not in known:
+        raise unknown_form(f"{what} of bits={shown(repr(bits))}")
+    if type(size) is not int or (size != _ALL and (size < 1 or size % 8)):
+        raise unknown_form(f"{what} with group_size={shown(repr(size))}")
+    return bits, size
+
+
+def awq(config: Mapping[str, Any]) -> QuantisedForm:
+    """The form of AWQ's ``quantization_config``.
+
+    Raises:
+        ConfigError: it is one that is not known here: not of 4 bits, or not ``version: gemm``.
+    """
+    version = config.get("version") or config.get("format") or config.get("checkpoint_format") or "gemm"
+    if str(version).lower() != "gemm" or config.get("backend") == "llm-awq":
+        raise unknown_form(f"AWQ with version={shown(repr(version))}, and only 'gemm' is read")
+    return _LayersInWords(frozenset({_sizes(config, "AWQ", (4,))}))
+
+
+def gptq(config: Mapping[str, Any]) -> QuantisedForm:
+    """The form of GPTQ's ``quantization_config``.
+
+    Raises:
+        ConfigError: it is one that is not known here: not of 4 or 8 bits, or not ``gptq`` or ``gptq_v2``.
+    """
+    version = config.get("checkpoint_format") or config.get("format") or "gptq"
+    if version not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
+        raise unknown_form(
+            f"GPTQ with checkpoint_format={shown(repr(version))}, and only gptq and gptq_v2 are read"
+        )
+    if config.get("pack_dtype", "int32") != "int32":
+        raise unknown_form(f"GPTQ with pack_dtype={shown(repr(config['pack_dtype']))}")
+    rules = config.get("dynamic") or {}
+    if not isinstance(rules, Mapping) or not all(isinstance(rule, Mapping) for rule in rules.values()):
+        raise unknown_form(f"GPTQ with dynamic={shown(repr(rules))}")
+    told = [config, *({**config, **rule} for name, rule in rules.items() if not name.startswith("-:"))]
+    sizes = frozenset(_sizes(item, "GPTQ", (4, 8)) for item in told)
+    return _LayersInWords(sizes, in_rows=True, is_less_one=version == "gptq")

@@ -1,25 +1,33 @@
-"""What a format is: how its files are recognised in a folder, who reads them, and where faults are collected.
+"""Defines what a checkpoint stores, as plain data, and what a format is that reads it.
+
+What is stored row-major in one run is an entry by itself. Any other tensor is made of entries, by a small tree
+whose leaves are entries, whole or seen through strides, and whose nodes put parts one after the other.
 
 A format is one object that answers :class:`CheckpointFormat`, and a line in the table of
 :mod:`shardwise.formats.opening`, which asks the formats one after the other. What is read goes into an
 :class:`IndexSoFar`; :mod:`shardwise.formats.joining` puts there what is made of views and chunks.
 
 A checkpoint of any format may be quantised. Which of its tensors belong together then is told by a
-:class:`QuantisedForm`, and a line in the table of :mod:`shardwise.formats.quantisation`.
+:class:`QuantisedForm`, and a line in the table of :mod:`shardwise.formats.opening`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.formats.checkpoint_index import CheckpointIndex, Composed, TensorEntry
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
+from shardwise.tensors import ByteRange, DType, Strided, coalesce, numel
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 LISTED = 20
 """How many names, or faults of one kind, a message lists."""
@@ -102,27 +110,19 @@ class IndexSoFar:
 
 
 class CheckpointFormat(Protocol):
-    """One kind of checkpoint. Files are strangers': what contradicts the format is a fault, or a FormatError."""
+    """One kind of checkpoint. Files are strangers': what contradicts the format is a fault, or a FormatError.
 
-    @property
-    def usual(self) -> tuple[str, ...]:
-        """Names that mean a checkpoint wherever they are, first choice first: of a single file, of an index."""
-        ...
+    Attributes:
+        usual: names that mean a checkpoint wherever they are, first choice first: of a single file, of an index.
+        probed: names that are tried besides, after the usual ones of all formats, where a storage does not list.
+        endings: of the names of files that may be asked for by name, for messages.
+        looked_for: what :meth:`find` looks for, for messages.
+    """
 
-    @property
-    def probed(self) -> tuple[str, ...]:
-        """Names that are tried besides, after the usual ones of all formats, where a storage does not list."""
-        ...
-
-    @property
-    def endings(self) -> tuple[str, ...]:
-        """How the names of files end that may be asked for by name, for messages."""
-        ...
-
-    @property
-    def looked_for(self) -> tuple[str, ...]:
-        """What :meth:`find` looks for, for messages."""
-        ...
+    usual: ClassVar[tuple[str, ...]] = ()
+    probed: ClassVar[tuple[str, ...]] = ()
+    endings: ClassVar[tuple[str, ...]] = ()
+    looked_for: ClassVar[tuple[str, ...]] = ()
 
     def is_named(self, name: str) -> bool:
         """Whether a file of this name is of this format, or an index of its files."""
@@ -132,17 +132,17 @@ class CheckpointFormat(Protocol):
         """The files of a checkpoint that is asked for by the name of one, which is there."""
         ...
 
-    def find(self, reader: StorageReader, names: Sequence[str], faults: FormatFaults) -> FileSelection | None:
-        """The files of a checkpoint among ``names``, where there is no usual one; None where there are none.
+    def find(self, _reader: StorageReader, _names: Sequence[str], _faults: FormatFaults) -> FileSelection | None:
+        """The files of a checkpoint among the names, where there is no usual one; None where there are none.
 
         Raises:
             FormatError: there are some, and they cannot be chosen from, or are only a part.
         """
-        ...
+        return None
 
-    def hints(self, names: Sequence[str]) -> list[str]:
+    def hints(self, _names: Sequence[str]) -> list[str]:
         """Sentences on files at the top of a folder in which no format has found a checkpoint."""
-        ...
+        return []
 
     def read(
         self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
@@ -225,3 +225,217 @@ def is_there(reader: StorageReader, name: str) -> bool:
             return False
         raise
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A stored tensor: the bytes ``start <= i < stop`` of ``file``, row-major, little-endian."""
+
+    key: str
+    dtype: DType
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    stop: int
+
+    @property
+    def range(self) -> ByteRange:
+        return ByteRange(self.start, self.stop)
+
+    @property
+    def numel(self) -> int:
+        return numel(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An entry, by key, as it is."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Elements of an entry that is a flat run of them."""
+
+    key: str
+    strided: Strided
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Parts one after the other along a dimension."""
+
+    parts: tuple[ComposedPart, ...]
+    dim: int
+
+
+class Coded(Protocol):
+    """Numbers that are stored in few bits, with scales: plain data of a quantised form, a dataclass.
+
+    The entries that it is made of are fields, or in fields, as :class:`Whole`. ``planning.load_memory`` has a table
+    of what makes an expression of it, by ``kind``.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+
+ComposedPart: TypeAlias = Whole | View | Joined | Coded
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A tensor that is made of entries."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    part: ComposedPart
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint, and the entries that it is made of: one, for most."""
+
+    key: str
+    dtype: DType
+    shape: tuple[int, ...]
+    entries: tuple[TensorEntry, ...]
+
+    @property
+    def numel(self) -> int:
+        return numel(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its own elements; those of its entries may be more."""
+        return self.numel * self.dtype.bits // 8
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """All that a checkpoint stores, without a byte of its tensors. Plain data: ranks send it to each other.
+
+    ``files`` are the files with tensors in name order, with their sizes in bytes; ``entries`` what lies in one run,
+    by key, file by file in the order of their bytes; ``metadata`` that of the files' headers and of the index file,
+    whose values count where both have one. ``composed`` are the tensors that are made of several entries, or of
+    parts of one; these entries are no tensors by themselves. ``wrapper`` is where in a nest of dicts the model was
+    found, as in "model"; ``ignored`` is what else was there, which is not loaded. ``quantised`` is the
+    ``quant_method`` of a checkpoint that is. ``spare`` are entries that are loaded into a model that has a tensor
+    of that name, and ignored otherwise.
+    """
+
+    root: str
+    files: Mapping[str, int]
+    entries: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str]
+    layout: str
+    composed: Mapping[str, Composed] = field(default_factory=dict)
+    wrapper: str = ""
+    ignored: tuple[str, ...] = ()
+    quantised: str = ""
+    spare: frozenset[str] = frozenset()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors, those that several share counted once, headers not counted."""
+        by_file = defaultdict(list)
+        for entry in self.entries.values():
+            by_file[entry.file].append(entry.range)
+        return sum(item.nbytes for ranges in by_file.values() for item in coalesce(ranges, max_gap_bytes=0))
+
+    def is_scaled(self, key: str) -> bool:
+        """Whether a tensor is stored in few bits, with scales: its dtype is that of the numbers."""
+        return key in self.composed and not isinstance(self.composed[key].part, Whole | View | Joined)
+
+    def tensors(self) -> list[StoredTensor]:
+        """Every tensor, in the order of the entries; composed ones last."""
+        parts = {key for item in self.composed.values() for key in entries_of(item.part)}
+        simple = [
+            StoredTensor(key, entry.dtype, entry.shape, (entry,))
+            for key, entry in self.entries.items()
+            if key not in parts and key not in self.spare
+        ]
+        return simple + [
+            StoredTensor(key, item.dtype, item.shape, tuple(self.entries[part] for part in entries_of(item.part)))
+            for key, item in self.composed.items()
+        ]
+
+
+def entries_of(part: object) -> Iterator[str]:
+    """The keys of the entries that a part of a tensor is made of."""
+    match part:
+        case Whole(key) | View(key):
+            yield key
+        case tuple():
+            for inner in part:
+                yield from entries_of(inner)
+        case _ if is_dataclass(part):
+            for item in fields(part):
+                yield from entries_of(getattr(part, item.name))
+
+
+def moved(part: T, to: Callable[[str], str]) -> T:
+    """The same part of entries whose keys are ``to`` of those that they were."""
+    made: Any = part
+    match part:
+        case Whole(key) | View(key):
+            made = replace(part, key=to(key))
+        case tuple():
+            made = tuple(moved(inner, to) for inner in part)
+        case _ if is_dataclass(part) and not isinstance(part, type):
+            made = replace(part, **{item.name: moved(getattr(part, item.name), to) for item in fields(part)})
+    return cast(T, made)
+
+
+def each(reader: StorageReader, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """The results for all items, many at once where every read is a wait."""
+    if not reader.policy.is_remote:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(reader.policy.concurrency) as pool:
+        return list(pool.map(function, items))
+
+
+def contents(reader: StorageReader, entries: Sequence[TensorEntry]) -> dict[str, bytes]:
+    """The bytes of small entries by key."""
+    read = each(reader, lambda entry: reader.read(entry.file, entry.start, entry.stop), entries)
+    return {entry.key: content for entry, content in zip(entries, read, strict=True)}
+
+
+def parse_object(text: bytes, *, what: str) -> dict[str, object]:
+    """The JSON object in ``text``; ``what`` names it in messages (file and part of it).
+
+    Stricter than :func:`json.loads`: UTF-8 only, no key twice in one object, no NaN or Infinity, no lone
+    surrogates in names. A :class:`FormatError` for all else, never another exception.
+    """
+    try:
+        value = json.loads(
+            text.decode("utf-8"), object_pairs_hook=_object_of_distinct_keys, parse_constant=_refuse_constant
+        )
+    except (ValueError, RecursionError) as error:  # not UTF-8, too deep, our own refusals, integers of many digits
+        raise _fault(what, f"it is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise _fault(what, f"it is a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def _fault(what: str, cause: str) -> FormatError:
+    return FormatError(f"{what}: {cause}; the file is damaged or of another format: download or write it again")
+
+
+def _object_of_distinct_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result: dict[str, object] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {shown(key)} occurs twice")
+        key.encode()  # lone surrogates raise
+        result[key] = value
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -3,34 +3,55 @@
 ``.metadata`` is a pickle that tells the chunks of every tensor and, for each, a file and a range of bytes, in which
 lies what ``torch.save`` made of the chunk. Source of the layout: torch's ``distributed/checkpoint/metadata.py`` and
 ``filesystem.py``.
+
+accelerate saves models and optimizers in such folders, and in files; several in one folder, told apart by numbers.
+Each is in one of three forms: one file of whole tensors, a folder of ``torch.distributed.checkpoint``, or a file
+for every rank. Source of the names: accelerate's ``utils/fsdp_utils.py`` and ``utils/constants.py``.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import NoReturn
+from pathlib import Path
+from typing import Final, NoReturn, TypeAlias
 
-from shardwise.errors import FormatError, StorageError
-from shardwise.formats.nested_dicts import (
+from shardwise.errors import ConfigError, FormatError, StorageError
+from shardwise.formats.contract import (
+    CheckpointFormat,
+    CheckpointIndex,
+    FileSelection,
+    FormatFaults,
+    IndexSoFar,
+    each,
+    listed,
+)
+from shardwise.formats.joining import (
     MAX_DEPTH,
     MAX_DIMS,
+    METADATA,
     Chunk,
     FoundTensor,
-    Path,
+    KeyPath,
     WrapperChoice,
+    add_ignored,
+    add_tensors,
     choose_model,
+    distributed_folders,
+    no_model,
+    where_models_are,
 )
-from shardwise.formats.pickles import Record, read_pickle
-from shardwise.formats.torch_file import each, read_torch_tensor
-from shardwise.formats.torch_values import DISTRIBUTED_METADATA
+from shardwise.formats.pickles import DISTRIBUTED_METADATA, Record, read_pickle
+from shardwise.formats.torch_files import read_torch_file, read_torch_tensor
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown, why_unsafe
 from shardwise.tensors import Box, ByteRange, DType
 
-METADATA = ".metadata"
 SUFFIX = ".distcp"
 MAX_METADATA_BYTES = 500_000_000
 """The longest metadata that is read: of some three million chunks."""
@@ -64,10 +85,10 @@ class DistributedMetadata:
     were, with numbers where there were lists, of all that is there.
     """
 
-    tensors: Mapping[Path, SavedTensor]
-    others: tuple[tuple[Path, str], ...]
-    objects: Mapping[Path, ChunkPlace] = field(default_factory=dict)
-    levels: Mapping[Path, tuple[str | int, ...]] = field(default_factory=dict)
+    tensors: Mapping[KeyPath, SavedTensor]
+    others: tuple[tuple[KeyPath, str], ...]
+    objects: Mapping[KeyPath, ChunkPlace] = field(default_factory=dict)
+    levels: Mapping[KeyPath, tuple[str | int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +98,7 @@ class DistributedFiles:
     files: Mapping[str, int]
     tensors: tuple[FoundTensor, ...]
     choice: WrapperChoice
-    others: tuple[tuple[Path, str], ...]
+    others: tuple[tuple[KeyPath, str], ...]
 
 
 def read_metadata(reader: StorageReader, folder: str = "") -> DistributedMetadata:
@@ -93,7 +114,7 @@ def read_metadata(reader: StorageReader, folder: str = "") -> DistributedMetadat
 def read_distributed(
     reader: StorageReader,
     folder: str = "",
-    choose: Callable[[Collection[Path]], WrapperChoice | None] = choose_model,
+    choose: Callable[[Collection[KeyPath]], WrapperChoice | None] = choose_model,
     metadata: DistributedMetadata | None = None,
 ) -> DistributedFiles | None:
     """The model in ``folder`` (empty, or ending in a slash) of a storage; None where it holds an optimizer only.
@@ -188,16 +209,17 @@ class _Parser:
         places = self.places(self.mapping(fields.get("storage_data"), "storage_data"))
         paths = fields.get("planner_data")
         paths = paths if isinstance(paths, dict) else {}
-        tensors: dict[Path, SavedTensor] = {}
-        others: list[tuple[Path, str]] = []
-        objects: dict[Path, ChunkPlace] = {}
-        levels: dict[Path, tuple[str | int, ...]] = {}
+        tensors: dict[KeyPath, SavedTensor] = {}
+        others: list[tuple[KeyPath, str]] = []
+        objects: dict[KeyPath, ChunkPlace] = {}
+        levels: dict[KeyPath, tuple[str | int, ...]] = {}
         known: set[tuple[object, ...]] = set()
         for key, item in described.items():
             if not isinstance(key, str) or not isinstance(item, Record):
                 self.refuse("state_dict_metadata is not by key")
+            given = paths.get(key)
+            path = self.path(key, given)
             if item.name.endswith(".TensorStorageMetadata"):
-                path = self.path(key, paths.get(key))
                 tensor = self.tensor(key, item, places)
                 place = tensor.dtype, tensor.shape, tensor.chunks
                 if tensor.chunks and place in known:
@@ -205,11 +227,9 @@ class _Parser:
                 known.add(place)
                 tensors[path] = tensor
             else:
-                path = self.path(key, paths.get(key))
                 others.append((path, "bytes"))
                 if key in self.objects:
                     objects[path] = self.objects[key]
-            given = paths.get(key)
             is_named = isinstance(given, tuple) and tuple(map(str, given)) == path
             levels[path] = given if is_named and isinstance(given, tuple) else path
         return DistributedMetadata(tensors, tuple(others), objects, levels)
@@ -300,15 +320,13 @@ class _Parser:
         return SavedTensor(key, dtype, shape, tuple(chunks.items()))
 
     def dtype(self, key: str, properties: object) -> DType:
-        if not isinstance(properties, Record) or not properties.name.endswith(".TensorProperties"):
-            self.refuse(f"{shown(key)} has no properties")
-        state = properties.state
+        state = properties.state if isinstance(properties, Record) else None
         dtype = state[0] if isinstance(state, tuple) and state else None
         if not isinstance(dtype, DType):
-            self.refuse(f"{shown(key)} has no dtype that can be loaded")
+            self.refuse(f"{shown(key)} has no properties, or no dtype that can be loaded")
         return dtype
 
-    def path(self, key: str, given: object) -> Path:
+    def path(self, key: str, given: object) -> KeyPath:
         """The keys that lead to a tensor: told by the planner, which flattens nested dicts; else the key alone.
 
         Joined by dots they are ``key``, so that no two tensors have one path.
@@ -318,3 +336,268 @@ class _Parser:
         names = tuple(str(part) for part in given if isinstance(part, str | int))
         # What a planner of another kind says is not believed: joined, the names are the key.
         return names if ".".join(names) == key else (key,)
+
+
+_LAYOUT: Final = "torch distributed checkpoint"
+_MODEL_FOLDERS = ("pytorch_model_fsdp_*", "model", "distributed_checkpoint")
+
+
+class _DistributedFolders(CheckpointFormat):
+    probed = (METADATA,)
+    looked_for = (METADATA,)
+
+    def is_named(self, name: str) -> bool:
+        return name.rpartition("/")[2] == METADATA
+
+    def select(
+        self,
+        reader: StorageReader,  # noqa: ARG002 - as any format
+        name: str,
+        faults: FormatFaults,  # noqa: ARG002
+    ) -> FileSelection:
+        return FileSelection(_LAYOUT, [], folder=name.removesuffix(METADATA))
+
+    def find(
+        self,
+        reader: StorageReader,
+        names: Sequence[str],
+        faults: FormatFaults,  # noqa: ARG002 - as any format
+    ) -> FileSelection | None:
+        if METADATA in names:
+            return FileSelection(_LAYOUT, [])
+        models = [
+            folder
+            for folder in distributed_folders(names)
+            if any(fnmatchcase(folder, pattern) for pattern in _MODEL_FOLDERS)
+        ]
+        if len(models) == 1:
+            return FileSelection(_LAYOUT, [], folder=f"{models[0]}/")
+        chunks = [name for name in names if name.endswith(SUFFIX) and name.count("/") <= 1]
+        if not chunks and not distributed_folders(names):
+            return None
+        if any("/" not in name for name in chunks):
+            text = (
+                f"{reader.root}: there are {sum('/' not in name for name in chunks)} {SUFFIX} files, but no "
+                f"{METADATA}, which says what is in them and is written last, by rank 0"
+            )
+            remedy = f"copy {METADATA} here from the machine of rank 0, or take a save that was completed"
+        else:
+            text = f"{reader.root}: no weights found, but folders of torch.distributed.checkpoint"
+            remedy = f"the folders with {SUFFIX} files lack their {METADATA}: take a save that was completed"
+        raise FormatError(f"{text}\n{where_models_are(reader, names) or remedy}")
+
+    def read(
+        self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
+    ) -> None:
+        contents = read_distributed(reader, selection.folder)
+        if contents is None:
+            raise no_model(reader, f"{selection.folder}{METADATA}")
+        found.files.update(contents.files)
+        add_ignored(contents.others, contents.choice, found)
+        add_tensors(contents.tensors, contents.choice, found, faults)
+
+
+FORMAT: Final[CheckpointFormat] = _DistributedFolders()
+
+
+def open_state(
+    reader: StorageReader, file: str | None = None, metadata: DistributedMetadata | None = None
+) -> CheckpointIndex:
+    """All tensors of a folder of ``torch.distributed.checkpoint``, an optimizer's too, under whole paths.
+
+    Or those of one ``file`` of ``torch.save``. The folder's ``metadata`` are read where they are not given.
+    Raises as :func:`open_checkpoint`.
+    """
+    faults, found = FormatFaults(reader.root), IndexSoFar()
+    if file is not None:
+        saved = read_torch_file(reader, file)
+        found.files[saved.file] = saved.file_nbytes
+        add_tensors(saved.tensors, WrapperChoice((), ()), found, faults)
+        faults.raise_if_any()
+        return CheckpointIndex(reader.root, found.files, found.entries, {}, "torch file", found.composed)
+    metadata = read_metadata(reader) if metadata is None else metadata
+    contents = read_distributed(reader, choose=lambda _: WrapperChoice((), ()), metadata=metadata)
+    assert contents is not None
+    found.files.update(contents.files)
+    for place in metadata.objects.values():
+        found.files.setdefault(place.file, reader.size(place.file))
+    add_tensors(contents.tensors, contents.choice, found, faults)
+    faults.raise_if_any()
+    layout = "torch distributed checkpoint"
+    return CheckpointIndex(reader.root, found.files, found.entries, {}, layout, found.composed)
+
+
+def holds_optimizer(reader: StorageReader) -> bool:
+    """Whether a folder of ``torch.distributed.checkpoint`` has an optimizer's state and no model."""
+    if METADATA not in reader.list():
+        return False
+    tensors = read_metadata(reader).tensors
+    return bool(tensors) and choose_model(tensors) is None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedKind:
+    """What is saved: ``what`` it is, and the ``stem`` of its names."""
+
+    what: str
+    stem: str
+
+    def file(self, number: int) -> str:
+        """Whole tensors in one file: the first has no number."""
+        return f"{self.stem}_{number}.bin" if number else f"{self.stem}.bin"
+
+    def folder(self, number: int) -> str:
+        """A folder of ``torch.distributed.checkpoint``."""
+        return f"{self.stem}_{number}"
+
+    def rank_file(self, number: int, rank: int) -> str:
+        """What one rank held."""
+        return f"{self.stem}_{number}_rank{rank}.bin"
+
+    def rank_of(self, name: str, number: int) -> int | None:
+        """The rank whose file has this name; None for other files. FSDP1 leaves out the number of the first."""
+        middle = f"(?:_{number})?" if number == 0 else f"_{number}"
+        match = re.fullmatch(rf"{re.escape(self.stem)}{middle}_rank(\d{{1,9}})\.bin", name)
+        return int(match[1]) if match else None
+
+
+MODEL = SavedKind("model", "pytorch_model_fsdp")
+OPTIMIZER = SavedKind("optimizer", "optimizer")
+
+_FILE = re.compile(
+    r"(pytorch_model_fsdp|optimizer)(_[0-9]+)?(_rank[0-9]+)?\.bin"
+    r"|(scheduler|sampler|dl_state_dict)(_[0-9]+)?\.bin"
+    r"|(random_states|custom_checkpoint)_[0-9]+\.pkl|scaler\.pt"
+)
+_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_[0-9]+")
+_IN_FOLDER = re.compile(rf"{re.escape(METADATA)}|__[0-9]+_[0-9]+\.distcp")
+
+
+def is_of_accelerate(name: object) -> bool:
+    """Whether a file of a state saved under FSDP has this name, by its way from the folder, and nobody else's.
+
+    A model in the hub's layout is another save's, though accelerate without FSDP gives these names, too.
+    """
+    if not isinstance(name, str):
+        return False
+    folder, _, file = name.rpartition("/")
+    if folder:
+        return is_distributed_folder(folder) and _IN_FOLDER.fullmatch(file) is not None
+    return _FILE.fullmatch(name) is not None
+
+
+def is_distributed_folder(name: str) -> bool:
+    """Whether a model or an optimizer has a folder of this name."""
+    return _FOLDER.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class WholeFile:
+    """Whole tensors in one file of ``torch.save``."""
+
+    folder: str
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Distributed:
+    """A folder of ``torch.distributed.checkpoint``."""
+
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class OfRanks:
+    """A file for every rank, by rank."""
+
+    folder: str
+    files: tuple[str, ...]
+
+
+AccelerateSave: TypeAlias = WholeFile | Distributed | OfRanks
+
+
+def find_saved(path: str | os.PathLike[str], kind: SavedKind, number: int) -> AccelerateSave:
+    """What there is of the model or optimizer ``number``: at ``path`` itself, or in the folder ``path``.
+
+    Raises:
+        ConfigError: it is there in several forms.
+        FormatError: it is not there, or was not completed.
+        StorageError: the folder is not there, or cannot be listed.
+    """
+    place = Path(path)
+    if place.is_file():
+        numbered = re.fullmatch(rf"{re.escape(kind.stem)}(?:_(\d{{1,9}}))?_rank\d{{1,9}}\.bin", place.name)
+        if numbered:
+            return _of_ranks(place.parent, kind, int(numbered[1] or 0))
+        return WholeFile(str(place.parent), place.name)
+    names = _names_in(place)
+    if METADATA in names:
+        return Distributed(str(place))
+    found: list[AccelerateSave] = []
+    if kind.file(number) in names:
+        found.append(WholeFile(str(place), kind.file(number)))
+    folder = place / kind.folder(number)
+    if (folder / METADATA).is_file():
+        found.append(Distributed(str(folder)))
+    if any(kind.rank_of(name, number) is not None for name in names):
+        found.append(_of_ranks(place, kind, number))
+    if not found:
+        raise _nothing(place, names, kind, number)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{place}: {kind.what} {number} is there in several forms: {', '.join(map(_name, found))}; pass the "
+            "path of the one that is meant"
+        )
+    return found[0]
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError as error:
+        raise StorageError(f"{folder}: no such file or folder; check the path") from error
+    except OSError as error:
+        raise StorageError(f"{folder}: listing it failed, {error.strerror}") from error
+
+
+def _of_ranks(folder: Path, kind: SavedKind, number: int) -> OfRanks:
+    """The files of all ranks, none of which is missing."""
+    by_rank: dict[int, str] = {}
+    for name in _names_in(folder):
+        rank = kind.rank_of(name, number)
+        if rank is None:
+            continue
+        if rank in by_rank:
+            raise FormatError(f"{folder}: {by_rank[rank]} and {name} are both of rank {rank}; leave one of them")
+        by_rank[rank] = name
+    absent = [rank for rank in range(min(max(by_rank) + 1, len(by_rank) + 8)) if rank not in by_rank]
+    if absent:
+        raise FormatError(
+            f"{folder}: of {kind.what} {number} there are {len(by_rank)} files of ranks, and none of rank "
+            f"{listed(map(str, absent))}; every machine wrote its own: copy them all into one folder"
+        )
+    return OfRanks(str(folder), tuple(by_rank[rank] for rank in sorted(by_rank)))
+
+
+def _name(found: AccelerateSave) -> str:
+    match found:
+        case WholeFile(_, file):
+            return file
+        case Distributed(folder):
+            return f"{Path(folder).name}/"
+        case OfRanks(_, files):
+            return f"{files[0]} (of {len(files)} ranks)"
+
+
+def _nothing(place: Path, names: list[str], kind: SavedKind, number: int) -> FormatError:
+    if kind.folder(number) in names or any(name.endswith(".distcp") for name in names):
+        inner = kind.folder(number) if kind.folder(number) in names else "."
+        return FormatError(
+            f"{place / inner}: has no {METADATA}, which is written last; take a save that was completed"
+        )
+    looked_for = f"{kind.file(number)}, {kind.folder(number)}/, {kind.rank_file(number, 0)}"
+    return FormatError(
+        f"{place}: no {kind.what} {number} of accelerate's\n  looked for: {looked_for}\n"
+        f"  there is: {listed(map(shown, names)) or 'nothing'}\nCheck the path, and the number."
+    )

@@ -1,31 +1,38 @@
-"""What formats have in common when they read: many files at once, their index, tensors put together of parts."""
+"""Provides what formats share when they read: many files at once, their index, tensors put together of parts.
+
+Tensors lie in a nest of dicts: this module finds where in it the model is, and joins views and chunks to wholes.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.checkpoint_index import (
+from shardwise.formats.contract import (
+    LISTED,
     CheckpointIndex,
     Composed,
     ComposedPart,
+    FileSelection,
+    FormatFaults,
+    IndexSoFar,
     Joined,
     TensorEntry,
     View,
     Whole,
+    each,
+    listed,
+    moved,
+    parse_object,
 )
-from shardwise.formats.contract import FileSelection, FormatFaults, IndexSoFar
-from shardwise.formats.nested_dicts import FoundTensor, Path, StoredView, WrapperChoice, tiling
-from shardwise.formats.strict_json import parse_object
-from shardwise.storage.contract import StorageReader
+from shardwise.storage.contract import FilePlaces, StorageReader
 from shardwise.storage.names import shown, why_unsafe
-from shardwise.tensors import Box, ByteRange, Strided, numel
-
-_HEADER_THREADS = 8
+from shardwise.tensors import Box, ByteRange, DType, Strided, numel
 
 T = TypeVar("T")
 
@@ -41,11 +48,8 @@ def read_each(
         except (FormatError, StorageError) as error:
             return error
 
-    # Threads because of networks, where a checkpoint of hundreds of files is hundreds of waits.
-    with ThreadPoolExecutor(max(_HEADER_THREADS, reader.policy.concurrency)) as pool:
-        results = list(pool.map(attempt, files))
     sound: list[T] = []
-    for result in results:
+    for result in each(reader, attempt, files):
         if isinstance(result, FormatError | StorageError):
             faults.add_error("damaged files", result)
         else:
@@ -53,7 +57,7 @@ def read_each(
     return sound
 
 
-def add_ignored(others: Iterable[tuple[Path, str]], choice: WrapperChoice, found: IndexSoFar) -> None:
+def add_ignored(others: Iterable[tuple[KeyPath, str]], choice: WrapperChoice, found: IndexSoFar) -> None:
     """Note what is not loaded: an optimizer as a whole, all else one by one."""
     ignored = [f"{'.'.join(path)} (an optimizer's state)" for path in choice.others]
     ignored += [f"{'.'.join(path)} ({kind})" for path, kind in others if choice.key_of(path) is not None]
@@ -131,23 +135,13 @@ def beside(first: CheckpointIndex, second: CheckpointIndex, folder: str) -> Chec
         inside(key): replace(entry, key=inside(key), file=inside(entry.file))
         for key, entry in second.entries.items()
     }
-    composed = {inside(key): replace(item, part=_moved(item.part, inside)) for key, item in second.composed.items()}
+    composed = {inside(key): replace(item, part=moved(item.part, inside)) for key, item in second.composed.items()}
     return replace(
         first,
         files={**first.files, **{inside(file): nbytes for file, nbytes in second.files.items()}},
         entries={**first.entries, **entries},
         composed={**first.composed, **composed},
     )
-
-
-def _moved(part: ComposedPart, inside: Callable[[str], str]) -> ComposedPart:
-    match part:
-        case Whole(key) | View(key):
-            return replace(part, key=inside(key))
-        case Joined(parts):
-            return replace(part, parts=tuple(_moved(inner, inside) for inner in parts))
-        case _:
-            return part.moved(inside)
 
 
 MAX_INDEX_BYTES = 100_000_000
@@ -196,3 +190,213 @@ def _why_not_opened(file: str, suffix: str) -> str | None:
 
 def _refuse_index(reader: StorageReader, name: str, cause: str) -> NoReturn:
     raise FormatError(f"{shown(name)} in {reader.root}: {cause}; download or write the index again")
+
+
+KeyPath = tuple[str, ...]
+
+MAX_DEPTH = 64
+"""As deep as dicts may be nested."""
+
+_OPTIMIZER_STATE = frozenset({"state", "param_groups"})
+
+
+@dataclass(frozen=True, slots=True)
+class WrapperChoice:
+    """Which tensors are the model's: those whose paths begin with ``wrapper``, less the optimizer's.
+
+    ``others`` are the paths of the optimizers beside the model.
+    """
+
+    wrapper: KeyPath
+    others: tuple[KeyPath, ...]
+
+    def key_of(self, path: KeyPath) -> str | None:
+        """The key of a tensor of the model; None for another's."""
+        if any(path[: len(other)] == other for other in self.others):
+            return None
+        return ".".join(path[len(self.wrapper) :])
+
+
+def choose_model(paths: Collection[KeyPath]) -> WrapperChoice | None:
+    """What of the tensors at these paths is the model; None when they are all an optimizer's.
+
+    A dict is entered where everything but optimizers is in it. Where there are several, none is chosen: all
+    tensors keep their whole paths as keys.
+    """
+    wrapper: KeyPath = ()
+    others: list[KeyPath] = []
+    kept = list(paths)
+    while kept:
+        depth = len(wrapper)
+        inner = {path[depth] for path in kept if len(path) > depth + 1}
+        is_flat = any(len(path) == depth + 1 for path in kept)
+        if not is_flat and inner <= _OPTIMIZER_STATE:
+            return None
+        aside = {name for name in inner if name.lower().startswith("optim")}
+        others += [(*wrapper, name) for name in sorted(aside)]
+        kept = [path for path in kept if len(path) == depth + 1 or path[depth] not in aside]
+        inner -= aside
+        if is_flat or len(inner) != 1:
+            break
+        wrapper = (*wrapper, *inner)
+    return WrapperChoice(wrapper, tuple(others)) if kept or not paths else None
+
+
+MAX_DIMS = 64
+"""As many dimensions as a tensor of torch may have."""
+
+_MAX_CUTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StoredView:
+    """A tensor as a file holds it: elements, seen through strides, of the run of bytes ``range``."""
+
+    file: str
+    range: ByteRange
+    dtype: DType
+    strided: Strided
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.strided.sizes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the range, row by row."""
+        nbytes = self.strided.numel * self.dtype.itemsize
+        return nbytes == self.range.nbytes and (self.strided.is_contiguous or not nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The part of a tensor that begins at ``offsets``."""
+
+    offsets: tuple[int, ...]
+    view: StoredView
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTensor:
+    """A tensor in a nest of dicts: the keys that lead to it, and its chunks, which have to tile it."""
+
+    path: tuple[str, ...]
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+def why_not_strided(strided: Strided, available: int) -> str | None:
+    """Why a view cannot be one of ``available`` elements, each of which it sees once; None when it can."""
+    if strided.numel == 0:
+        return None
+    if strided.stop > available:
+        return f"it reaches to element {strided.stop} of a storage of {available}"
+    reach = 0
+    for stride, size in sorted(zip(strided.strides, strided.sizes, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return "its elements share memory, as after expand()"
+            reach += stride * (size - 1)
+    return None
+
+
+def tiling(shape: Sequence[int], boxes: Sequence[tuple[Box, ComposedPart]]) -> ComposedPart | None:
+    """The tree that puts boxes together to a whole of this shape; None when they do not tile it.
+
+    The boxes are those of a grid, or of a grid in a box of a grid, and so on: some cut through the whole leaves
+    each box on one side. So are all that come from sharding one dimension after the other. More than 32 cuts
+    inside of each other are not looked for.
+    """
+    if len(shape) > MAX_DIMS or sum(box.numel for box, _ in boxes) != numel(shape):
+        return None
+    return _tiling(Box.whole(shape), list(boxes), _MAX_CUTS)
+
+
+def _tiling(whole: Box, boxes: list[tuple[Box, ComposedPart]], cuts: int) -> ComposedPart | None:
+    if len(boxes) == 1:
+        return boxes[0][1] if boxes[0][0] == whole else None
+    if cuts == 0:
+        return None
+    for dim in range(len(whole.sizes)):
+        groups = _cut(whole, dim, boxes)
+        if groups is None:
+            return None
+        if len(groups) > 1:
+            parts = [_tiling(box, members, cuts - 1) for box, members in groups]
+            found = tuple(part for part in parts if part is not None)
+            return Joined(found, dim) if len(found) == len(parts) else None
+    return None
+
+
+def _cut(
+    whole: Box, dim: int, boxes: list[tuple[Box, ComposedPart]]
+) -> list[tuple[Box, list[tuple[Box, ComposedPart]]]] | None:
+    """The boxes in groups, cut along ``dim`` wherever no box is cut in two; None where there is a hole."""
+    ordered = sorted(boxes, key=lambda item: item[0].offsets[dim])
+    groups: list[tuple[Box, list[tuple[Box, ComposedPart]]]] = []
+    start = stop = whole.offsets[dim]
+    members: list[tuple[Box, ComposedPart]] = []
+    for box, part in ordered:
+        first = box.offsets[dim]
+        if first >= stop and members:
+            groups.append((_slab(whole, dim, start, stop), members))
+            start, members = stop, []
+        if first > stop:
+            return None
+        members.append((box, part))
+        stop = max(stop, first + box.sizes[dim])
+    groups.append((_slab(whole, dim, start, stop), members))
+    return groups if stop == whole.offsets[dim] + whole.sizes[dim] else None
+
+
+def _slab(whole: Box, dim: int, start: int, stop: int) -> Box:
+    offsets = (*whole.offsets[:dim], start, *whole.offsets[dim + 1 :])
+    return Box(offsets, (*whole.sizes[:dim], stop - start, *whole.sizes[dim + 1 :]))
+
+
+METADATA = ".metadata"
+
+
+_OPTIMIZER_FOLDERS = "optim*"
+
+
+def no_model(reader: StorageReader, what: str) -> FormatError:
+    """What was saved is an optimizer; where the model may be."""
+    where = where_models_are(reader) or "pass the folder or the file of the model, which is saved apart"
+    return FormatError(f"{what} in {reader.root}: holds the state of an optimizer, not a model; {where}")
+
+
+def distributed_folders(names: Iterable[str]) -> list[str]:
+    """Folders, one level down, that hold a distributed checkpoint."""
+    found = (name.removesuffix(f"/{METADATA}") for name in names if name.endswith(f"/{METADATA}"))
+    return sorted(folder for folder in found if "/" not in folder)
+
+
+def where_models_are(reader: StorageReader, names: Iterable[str] = ()) -> str:
+    """A sentence on the distributed checkpoints inside the folder and beside it; empty when there are none."""
+    folders = [f"{reader.root}/{folder}" for folder in distributed_folders(names)] + _beside(reader)
+    optimizers = [folder for folder in folders if fnmatchcase(Path(folder).name, _OPTIMIZER_FOLDERS)]
+    models = [folder for folder in folders if folder not in optimizers]
+    if models:
+        also = f" ({listed(map(shown, optimizers))}: an optimizer's state)" if optimizers else ""
+        return f"pass the folder of the model: {' or '.join(map(shown, models[:LISTED]))}{also}"
+    if optimizers:
+        return (
+            f"{listed(map(shown, optimizers))}: an optimizer's state; the model's folder is not beside it. That "
+            "path works for merge_weights (optimizer.bin), and for load_accelerate_optimizer"
+        )
+    return ""
+
+
+def _beside(reader: StorageReader) -> list[str]:
+    """Folders beside a local one that hold a distributed checkpoint."""
+    if not isinstance(reader, FilePlaces):
+        return []
+    root = Path(reader.root).absolute()
+    try:
+        return sorted(
+            str(place) for place in root.parent.iterdir() if place != root and (place / METADATA).is_file()
+        )
+    except OSError:
+        return []

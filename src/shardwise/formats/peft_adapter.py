@@ -8,16 +8,17 @@ training, or its own.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from shardwise.errors import ConfigError, FormatError
-from shardwise.formats.safetensors_header import FileHeader, read_header
-from shardwise.formats.strict_json import parse_object
+from shardwise.formats.contract import parse_object
+from shardwise.formats.safetensors_files import FileHeader, read_header
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 
@@ -87,23 +88,24 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
     kind = content.pop("peft_type", None)
     if kind != "LORA":
         raise ConfigError(f"{what}: peft_type is {shown(repr(kind))}, and only LORA adapters can be merged")
-    _refuse_changed_base(content.pop("init_lora_weights", True), what)
-    patterns = {name: _pattern(content, name, what) for name in ("rank_pattern", "alpha_pattern")}
-    config = LoraConfig(
-        r=_rank(content.pop("r", 8), "r", what),
-        lora_alpha=_number(content.pop("lora_alpha", 8), "lora_alpha", what),
-        rank_pattern={key: _rank(value, f"rank_pattern of {key}", what) for key, value in patterns["rank_pattern"]},
-        alpha_pattern={
-            key: _number(value, f"alpha_pattern of {key}", what) for key, value in patterns["alpha_pattern"]
-        },
-        modules_to_save=_names(content, "modules_to_save", what),
-        target_parameters=_names(content, "target_parameters", what),
-        bias=_bias(content.pop("bias", "none"), what),
-        **{
-            name: _flag(content.pop(name, False), name, what)
-            for name in ("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
-        },
-    )
+    init = content.pop("init_lora_weights", True)
+    if isinstance(init, str) and init.lower().startswith(_CHANGES_THE_BASE):
+        raise ConfigError(
+            f"{what}: init_lora_weights is {shown(repr(init))}, which changes the base's weights before training, "
+            "so that the adapter does not fit the base as it is stored; save it as a plain LoRA first (PEFT's "
+            "save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+    faults = [
+        f"{name} is {shown(repr(content[name]))}, not {wanted}"
+        for name, (is_sound, wanted) in _FIELDS.items()
+        if name in content and not (content[name] is None and name in _OPTIONAL) and not is_sound(content[name])
+    ]
+    if faults:
+        raise FormatError(f"{what}: {'; '.join(faults)}; save the adapter again")
+    told: dict[str, Any] = {name: content.pop(name) for name in _FIELDS if content.get(name) is not None}
+    for name in _OPTIONAL[:2]:
+        told[name] = tuple(told.get(name, ()))
+    config = LoraConfig(**{"r": 8, "lora_alpha": 8, **told})
     unknown = [name for name, value in content.items() if name not in _OF_NO_CONCERN and value not in _UNUSED]
     if unknown:
         raise ConfigError(
@@ -116,64 +118,50 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
 _UNUSED: Final[tuple[object, ...]] = (None, False, [], {}, "")
 
 
-def _refuse_changed_base(init: object, what: str) -> None:
-    if isinstance(init, str) and init.lower().startswith(_CHANGES_THE_BASE):
-        raise ConfigError(
-            f"{what}: init_lora_weights is {shown(repr(init))}, which changes the base's weights before training, "
-            "so that the adapter does not fit the base as it is stored; save it as a plain LoRA first (PEFT's "
-            "save_pretrained with path_initial_model_for_weight_conversion)"
-        )
-
-
 def _pattern_for(patterns: Mapping[str, Any], name: str) -> str:
     """``get_pattern_key`` of PEFT: the first pattern that matches the end of the name, else the name."""
     return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", name)), name)
 
 
-def _pattern(content: dict[str, object], name: str, what: str) -> list[tuple[str, object]]:
-    value = content.pop(name, None) or {}
-    if not isinstance(value, dict):
-        raise FormatError(f"{what}: {name} is {shown(repr(value))}, not an object; save the adapter again")
-    for pattern in value:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise FormatError(
-                f"{what}: {shown(pattern)} in {name} is no regular expression ({error}); correct it"
-            ) from error
-    return list(value.items())
+def _is_rank(value: object) -> bool:
+    return type(value) is int and 1 <= value <= _MAX_RANK
 
 
-def _names(content: dict[str, object], name: str, what: str) -> tuple[str, ...]:
-    value = content.pop(name, None) or []
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise FormatError(f"{what}: {name} is {shown(repr(value))}, not a list of names; save the adapter again")
-    return tuple(value)
-
-
-def _rank(value: object, name: str, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_RANK:
-        raise FormatError(f"{what}: {shown(name)} is {shown(repr(value))}, not a rank from 1 to {_MAX_RANK}")
-    return value
-
-
-def _number(value: object, name: str, what: str) -> float:
+def _is_number(value: object) -> bool:
     # Compared, not asked whether it is finite: an integer of a thousand digits is too large to be asked.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-        raise FormatError(f"{what}: {shown(name)} is {shown(repr(value))}, not a number")
-    return value
+    return type(value) in (int, float) and abs(cast(float, value)) <= sys.float_info.max
 
 
-def _flag(value: object, name: str, what: str) -> bool:
-    if not isinstance(value, bool):
-        raise FormatError(f"{what}: {name} is {shown(repr(value))}, neither true nor false")
-    return value
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
 
 
-def _bias(value: object, what: str) -> str:
-    if value not in ("none", "all", "lora_only"):
-        raise FormatError(f"{what}: bias is {shown(repr(value))}, not one of none, all and lora_only")
-    return str(value)
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_by_pattern(value: object, is_sound: Callable[[object], bool]) -> bool:
+    if not isinstance(value, dict) or not all(map(is_sound, value.values())):
+        return False
+    with contextlib.suppress(re.error):
+        return len([re.compile(name) for name in value]) == len(value)
+    return False
+
+
+_OPTIONAL: Final = ("modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern")
+"""What may be null."""
+
+_FIELDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
+    "r": (_is_rank, f"a rank from 1 to {_MAX_RANK}"),
+    "lora_alpha": (_is_number, "a number"),
+    "rank_pattern": (lambda value: _is_by_pattern(value, _is_rank), "ranks by regular expression"),
+    "alpha_pattern": (lambda value: _is_by_pattern(value, _is_number), "numbers by regular expression"),
+    "modules_to_save": (_are_names, "a list of names"),
+    "target_parameters": (_are_names, "a list of names"),
+    "bias": (("none", "all", "lora_only").__contains__, "one of none, all and lora_only"),
+    **dict.fromkeys(("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying"), (_is_flag, "true or false")),
+}
+"""Of each field that is used, what is sound, and how that is called."""
 
 
 TRAINING_KEY: Final = "shardwise.training"

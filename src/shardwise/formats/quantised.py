@@ -12,14 +12,24 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from shardwise.errors import ConfigError, FormatError
-from shardwise.formats.checkpoint_index import CheckpointIndex, Composed, TensorEntry, Whole
 from shardwise.formats.coded import Scaled, Zeros
-from shardwise.formats.contract import OF_ACTIVATIONS, QuantisedForm, names_beside, unknown_form
+from shardwise.formats.contract import (
+    OF_ACTIVATIONS,
+    CheckpointIndex,
+    Composed,
+    FormatFaults,
+    QuantisedForm,
+    TensorEntry,
+    Whole,
+    contents,
+    names_beside,
+    unknown_form,
+)
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Code, DType, numel
@@ -32,56 +42,59 @@ _MX_BYTES: Final = 16
 _INTEGERS: Final = (DType.I32, DType.I64)
 _WORD_BITS: Final = 32
 _MOST_SHAPE_BYTES: Final = 64
-_SHAPES_APART: Final = 1 << 16
-"""Bytes between two shapes that are read with one request."""
 _SCALE_DTYPES: Final = (DType.F32, DType.BF16, DType.F16, DType.F8_E8M0, DType.U8)
-_SHOWN = 5
+_FAULTS: Final = "quantised weights that do not go with their scales"
 
 
 @dataclass(frozen=True, slots=True)
-class Float8:
-    """Floats of 8 bits; a scale for each block, or as many as there are: of a tensor, of rows."""
+class _WithScales:
+    """Elements and scales that lie beside each other.
 
-    block: tuple[int, int] | None = None
+    Attributes:
+        kind: floats of 8 bits; MXFP4, two in a byte with an exponent for 32, stored (.., out, in) and used as
+            (.., in, out); NVFP4, two in a byte with a scale for 16 and one for the whole; integers in words of 32
+            bits; integers of 8 bits as they are.
+        block: sizes of a block, of the last dimensions; empty: there are as many scales as there are, of a tensor,
+            of rows.
+        bits: of an integer.
+        needs: names of what is stored beside each, but for elements and scales.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class MicroscalingFloat4:
-    """MXFP4: two in a byte, an exponent for 32 along the columns; stored (.., out, in), used as (.., in, out)."""
-
-    block: int = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Float4:
-    """NVFP4: two in a byte, a scale for 16 along the columns and one for the whole."""
-
-    block: int = 16
-
-
-@dataclass(frozen=True, slots=True)
-class PackedIntegers:
-    """Integers of 4 or 8 bits in words of 32; a scale for so many in a row. None: for a row or a tensor."""
-
-    bits: int
-    block: int | None
-    needs: tuple[str, ...] = ()
-    """Names of what is stored beside each, but for elements and scales."""
-
-
-@dataclass(frozen=True, slots=True)
-class Integers:
-    """Integers of 8 bits as they are, a scale for so many along the columns; None: for a row or a tensor."""
-
-    block: int | None = None
+    kind: Literal["float8", "mxfp4", "nvfp4", "words", "bytes"]
+    block: tuple[int, ...] = ()
+    bits: int = 8
     needs: tuple[str, ...] = ()
 
+    @property
+    def is_kept(self) -> bool:
+        return self.kind == "mxfp4"
 
-Scheme: TypeAlias = Float8 | MicroscalingFloat4 | Float4 | PackedIntegers | Integers
+    def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+        spare = {key for key in index.entries if OF_ACTIVATIONS.fullmatch(key)}
+        entries = {key: entry for key, entry in index.entries.items() if key not in spare}
+        shapes: Mapping[str, tuple[int, ...]] = {}
+        if self.kind == "words":
+            entries = {
+                key: _as_bytes(entry) if key.endswith(("_packed", f"_{_ZERO_POINT}")) else entry
+                for key, entry in entries.items()
+            }
+            shapes = _stored_shapes(reader, index)
+        pairing = _Pairing(replace(index, entries=entries), self, shapes, FormatFaults(index.root))
+        pairing.pair()
+        pairing.faults.raise_if_any()
+        read = {item.part.values.key for item in pairing.composed.values() if isinstance(item.part, Scaled)}
+        entries = {key: replace(entry, dtype=DType.U8) if key in read else entry for key, entry in entries.items()}
+        return replace(
+            index,
+            entries={key: entries.get(key, entry) for key, entry in index.entries.items()},
+            composed={**index.composed, **pairing.composed},
+            spare=frozenset(spare),
+            ignored=(*index.ignored, *sorted(spare)),
+        )
 
 
-def scheme_of(config: Mapping[str, Any]) -> Scheme:
-    """What a ``quantization_config`` says of how weights are stored.
+def form_of(config: Mapping[str, Any]) -> QuantisedForm:
+    """That of a ``quantization_config`` that says how elements and scales lie beside each other.
 
     Raises:
         ConfigError: it is a kind that is not known here, or makes no sense.
@@ -89,94 +102,63 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
     method = config.get("quant_method")
     match method:
         case "fp8" | "fbgemm_fp8":
-            return Float8(_pair(config.get("weight_block_size")))
+            return _WithScales("float8", _pair(config.get("weight_block_size")))
         case "mxfp4":
-            return MicroscalingFloat4()
+            return _WithScales("mxfp4", (32,))
         case "compressed-tensors":
-            return _of_compressed_tensors(config)
+            groups = config.get("config_groups")
+            if not isinstance(groups, Mapping) or not groups:
+                raise unknown_form("compressed-tensors without config_groups")
+            found = {_of_group(group, config.get("format")) for group in groups.values()}
+            if len(found) > 1:
+                raise unknown_form("compressed-tensors with several kinds of weights in one checkpoint")
+            return found.pop()
         case "modelopt":
             inner = config.get("quantization")
             told = config if config.get("quant_algo") or not isinstance(inner, Mapping) else inner
             algorithm = str(told.get("quant_algo"))
-            if algorithm == "FP8":
-                return Float8()
-            if algorithm == "NVFP4":
-                return Float4()
-            raise unknown_form(f"modelopt's {shown(algorithm)}")
-        case _:
-            raise unknown_form(f"quant_method {shown(repr(method))}")
+            if algorithm not in ("FP8", "NVFP4"):
+                raise unknown_form(f"modelopt's {shown(algorithm)}")
+            return _WithScales("float8") if algorithm == "FP8" else _WithScales("nvfp4", (16,))
+    raise unknown_form(f"quant_method {shown(repr(method))}")
 
 
-def _of_compressed_tensors(config: Mapping[str, Any]) -> Scheme:
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise unknown_form("compressed-tensors without config_groups")
-    found = {_of_group(group, config.get("format")) for group in groups.values()}
-    if len(found) > 1:
-        raise unknown_form("compressed-tensors with several kinds of weights in one checkpoint")
-    return found.pop()
-
-
-def _of_group(group: Any, form: object) -> Scheme:
+def _of_group(group: Any, form: object) -> _WithScales:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise unknown_form("compressed-tensors without weights")
     kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
     form = group.get("format") or form
     size = weights.get("group_size")
-    block = size if strategy in ("group", "tensor_group") else None
-    if block is not None and (type(block) is not int or block < 1):
+    block = (size,) if strategy in ("group", "tensor_group") and size is not None else ()
+    if block and (type(size) is not int or size < 1):
         raise unknown_form(f"compressed-tensors with group_size {shown(repr(size))}")
-    width = bits if type(bits) is int else 0
     needs: tuple[str, ...] = (_ZERO_POINT,) if weights.get("symmetric") is False else ()
     order = weights.get("actorder")
     if order not in (None, False, "weight", "static"):  # these are of calibration, and columns as they were
-        if order not in (True, "group", "dynamic") or block is None:
+        if order not in (True, "group", "dynamic") or not block:
             raise unknown_form(f"compressed-tensors with actorder {shown(repr(order))}")
         needs += (_GROUPS,)
     if needs and kind != "int":
         raise unknown_form(f"compressed-tensors with {needs[0]} of {shown(repr(kind))}")
-    match (kind, width, form):
+    match (kind, bits if type(bits) is int else 0, form):
         case ("float", 8, _):
-            return Float8(_pair(weights.get("block_structure")) if strategy == "block" else None)
+            return _WithScales("float8", _pair(weights.get("block_structure")) if strategy == "block" else ())
         case ("float", 4, "nvfp4-pack-quantized"):
-            return Float4() if block is None else Float4(block)
-        case ("int", 4 | 8, "pack-quantized"):
-            return PackedIntegers(width, block, needs)
+            return _WithScales("nvfp4", block or (16,))
+        case ("int", 4 | 8 as width, "pack-quantized"):
+            return _WithScales("words", block, width, needs)
         case ("int", 8, _):
-            return Integers(block, needs)
-        case _:
-            raise unknown_form(
-                f"compressed-tensors with {shown(repr(kind))} of {bits!r} bits as {shown(repr(form))}"
-            )
+            return _WithScales("bytes", block, needs=needs)
+    raise unknown_form(f"compressed-tensors with {shown(repr(kind))} of {bits!r} bits as {shown(repr(form))}")
 
 
-def _pair(value: object) -> tuple[int, int] | None:
+def _pair(value: object) -> tuple[int, ...]:
     if value is None:
-        return None
+        return ()
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
         return value[0], value[1]
     raise ConfigError(f"quantization_config: a block of {shown(repr(value))} makes no sense; wanted are two sizes")
-
-
-@dataclass(frozen=True, slots=True)
-class _WithScales:
-    """Elements and scales that lie beside each other, in any of these schemes."""
-
-    config: Mapping[str, Any]
-    is_kept: bool = False
-
-    def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
-        return dequantised_index(reader, index, self.config)
-
-
-def form_of(config: Mapping[str, Any]) -> QuantisedForm:
-    """That of a ``quantization_config`` that says how elements and scales lie beside each other.
-
-    Raises:
-        ConfigError: as of :func:`scheme_of`.
-    """
-    return _WithScales(config, is_kept=isinstance(scheme_of(config), MicroscalingFloat4))
 
 
 # Which tensors belong together
@@ -199,11 +181,14 @@ class _Pairing:
     """``shapes`` are those of the elements by key, where they are stored beside them."""
 
     index: CheckpointIndex
-    scheme: Scheme
+    form: _WithScales
     shapes: Mapping[str, tuple[int, ...]]
+    faults: FormatFaults
     composed: dict[str, Composed] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
-    faults: list[str] = field(default_factory=list)
+
+    def fault(self, fault: str) -> None:
+        self.faults.add(_FAULTS, fault)
 
     def pair(self) -> None:
         for entry in self.index.entries.values():
@@ -211,23 +196,23 @@ class _Pairing:
                 key, values, scales, overall = made
                 if (fault := self._fault_of(key, entry)) is not None:
                     self.used |= set() if scales is None else {scales.key}
-                    self.faults.append(fault)
+                    self.fault(fault)
                     continue
                 if scales is None:
-                    self.faults.append(f"{shown(entry.key)} is stored as {entry.dtype.label}, and has no scale")
+                    self.fault(f"{shown(entry.key)} is stored as {entry.dtype.label}, and has no scale")
                     continue
                 self._compose(key, values, scales, overall)
         for entry in self.index.entries.values():
             if entry.key not in self.used and _is_scale(entry.key):
-                self.faults.append(f"{shown(entry.key)} is a scale of nothing that is stored")
+                self.fault(f"{shown(entry.key)} is a scale of nothing that is stored")
 
     def _fault_of(self, key: str, entry: TensorEntry) -> str | None:
         """What is wrong with elements themselves."""
         told = f"{shown(entry.key)} is stored as {entry.dtype.label} {entry.shape}, and"
-        match self.scheme:
-            case PackedIntegers() if entry.dtype is not DType.U8 or not entry.shape:
+        match self.form.kind:
+            case "words" if entry.dtype is not DType.U8 or not entry.shape:
                 return f"{told} I32 (or its bytes) with columns is wanted"
-            case MicroscalingFloat4() if entry.shape[-1:] != (_MX_BYTES,):
+            case "mxfp4" if entry.shape[-1:] != (_MX_BYTES,):
                 return f"{told} blocks of {_MX_BYTES} bytes, the last dimension, are wanted"
         if key != entry.key and key in self.index.entries:
             return f"{shown(key)} is stored beside {shown(entry.key)}, and one of the two is wanted"
@@ -238,22 +223,19 @@ class _Pairing:
         key, entries = entry.key, self.index.entries
         if key.endswith(f"_{_ZERO_POINT}"):
             return None
-        match self.scheme:
-            case MicroscalingFloat4():
-                if entry.dtype in _BYTES and key.endswith("_blocks"):
-                    whole = key.removesuffix("_blocks")
-                    return whole, entry, entries.get(f"{whole}_scales"), None
-            case Float8() if entry.dtype in _FLOAT8:
+        match self.form.kind:
+            case "mxfp4" if entry.dtype in _BYTES and key.endswith("_blocks"):
+                whole = key.removesuffix("_blocks")
+                return whole, entry, entries.get(f"{whole}_scales"), None
+            case "float8" | "bytes" if entry.dtype in (_FLOAT8 if self.form.kind == "float8" else (DType.I8,)):
                 return key, entry, self._scale_of(key), None
-            case Integers() if entry.dtype is DType.I8:
-                return key, entry, self._scale_of(key), None
-            case PackedIntegers() if key.endswith("_packed"):
+            case "words" if key.endswith("_packed"):
                 whole = key.removesuffix("_packed")
                 return whole, entry, entries.get(f"{whole}_scale"), None
-            case Float4() if entry.dtype in _BYTES and key.endswith("weight_packed"):
+            case "nvfp4" if entry.dtype in _BYTES and key.endswith("weight_packed"):
                 whole = key.removesuffix("_packed")
                 return self._of_two_scales(entry, whole, f"{whole}_global_scale", -1)
-            case Float4() if entry.dtype in _BYTES and key.endswith("weight"):
+            case "nvfp4" if entry.dtype in _BYTES and key.endswith("weight"):
                 return self._of_two_scales(entry, key, f"{key}_scale_2", 1)
         return None
 
@@ -267,7 +249,7 @@ class _Pairing:
         names = names_beside(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
         found = [self.index.entries[name] for name in names if name in self.index.entries]
         if len(found) > 1:
-            self.faults.append(f"{shown(key)} has several scales: {', '.join(shown(item.key) for item in found)}")
+            self.fault(f"{shown(key)} has several scales: {', '.join(shown(item.key) for item in found)}")
         return found[0] if found else None
 
     def _compose(
@@ -276,31 +258,29 @@ class _Pairing:
         self.used |= {values.key, scales.key}
         if overall is not None:
             self.used.add(overall[0].key)
-        wanted = (DType.F8_E4M3,) if isinstance(self.scheme, Float4) else _SCALE_DTYPES
+        wanted = (DType.F8_E4M3,) if self.form.kind == "nvfp4" else _SCALE_DTYPES
         if scales.dtype not in wanted:
-            self.faults.append(f"{shown(scales.key)}: scales of {scales.dtype.label} are not known")
+            self.fault(f"{shown(scales.key)}: scales of {scales.dtype.label} are not known")
             return
         shape, unit = self._shape_and_unit(key, values, scales)
         counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
         if not shape or numel(counts) != numel(scales.shape) or _bare(counts) != _bare(scales.shape):
             blocks = " x ".join(map(str, unit))
-            self.faults.append(
+            self.fault(
                 f"{shown(scales.key)} has the shape {scales.shape}, and {shown(key)}, {shape} in blocks of "
                 f"{blocks}, wants {counts}"
             )
             return
         if overall is not None and numel(overall[0].shape) != 1:
-            self.faults.append(
-                f"{shown(overall[0].key)} has the shape {overall[0].shape}, and one number is wanted"
-            )
+            self.fault(f"{shown(overall[0].key)} has the shape {overall[0].shape}, and one number is wanted")
             return
         try:
             self._check_columns(key, values, shape, unit)
             zeros, groups = self._zeros(key, shape, counts), self._groups(key, shape)
         except FormatError as error:
-            self.faults.append(str(error))
+            self.fault(str(error))
             return
-        swaps = isinstance(self.scheme, MicroscalingFloat4)
+        swaps = self.form.kind == "mxfp4"
         self.composed[key] = Composed(
             DType.F32,
             (*shape[:-2], shape[-1], shape[-2]) if swaps else shape,
@@ -320,12 +300,12 @@ class _Pairing:
 
     def _beside(self, key: str, name: str) -> TensorEntry | None:
         """What is stored of elements beside their scales; only integers and floats of 8 bits have that."""
-        if isinstance(self.scheme, MicroscalingFloat4 | Float4):
+        if self.form.kind in ("mxfp4", "nvfp4"):
             return None
         found = self.index.entries.get(f"{key}_{name}")
         if found is not None:
             self.used.add(found.key)
-        elif isinstance(self.scheme, PackedIntegers | Integers) and name in self.scheme.needs:
+        elif name in self.form.needs:
             raise FormatError(f"{shown(key)} has no {shown(key)}_{name}, which quantization_config says there is")
         return found
 
@@ -333,13 +313,13 @@ class _Pairing:
         found = self._beside(key, _ZERO_POINT)
         if found is None:
             return None
-        if found.dtype is not DType.U8 or not isinstance(self.scheme, PackedIntegers):
+        if found.dtype is not DType.U8 or self.form.kind != "words":
             if _bare(found.shape) != _bare(counts) or found.dtype is DType.BOOL:
                 raise FormatError(
                     f"{shown(found.key)} has {found.dtype.label} {found.shape}, and {shown(key)} wants {counts}"
                 )
             return Zeros(Whole(found.key))
-        in_a_word = _WORD_BITS // self.scheme.bits
+        in_a_word = _WORD_BITS // self.form.bits
         words = (*counts[:-2], -(-shape[-2] // in_a_word), 4 * counts[-1]) if len(shape) > 1 else ()
         if found.shape != words or counts[-2:-1] != shape[-2:-1]:
             raise FormatError(
@@ -361,49 +341,39 @@ class _Pairing:
 
     def _check_columns(self, key: str, values: TensorEntry, shape: tuple[int, ...], unit: tuple[int, ...]) -> None:
         """Words may be filled in part at the end of a row."""
-        if not isinstance(self.scheme, PackedIntegers):
+        if self.form.kind != "words":
             return
-        nbytes = -(-shape[-1] * self.scheme.bits // _WORD_BITS) * 4
+        nbytes = -(-shape[-1] * self.form.bits // _WORD_BITS) * 4
         if (*shape[:-1], nbytes) != values.shape or shape[-1] < 1:
             raise FormatError(
                 f"{shown(key)}_shape says {shape}, and {shown(values.key)} has {values.shape} in bytes"
             )
-        if shape[-1] * self.scheme.bits % 8 and self.scheme.block is not None:
+        if shape[-1] * self.form.bits % 8 and self.form.block:
             raise FormatError(f"{shown(key)} has {shape[-1]} columns in groups of {unit[-1]}, which is not known")
 
     def _code(self, values: TensorEntry) -> Code:
-        match self.scheme:
-            case MicroscalingFloat4() | Float4():
-                return Code.E2M1
-            case PackedIntegers(bits=4):
-                return Code.OFFSET4
-            case PackedIntegers():
-                return Code.OFFSET8
-            case Integers():
-                return Code.INT8
-            case _:
+        match self.form.kind:
+            case "float8":
                 return Code[values.dtype.name]
+            case "words":
+                return Code.OFFSET4 if self.form.bits == 4 else Code.OFFSET8
+            case "bytes":
+                return Code.INT8
+        return Code.E2M1
 
     def _shape_and_unit(
         self, key: str, values: TensorEntry, scales: TensorEntry
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        stored = values.shape
-        match self.scheme:
-            case MicroscalingFloat4(block):
-                shape = (*stored[:-2], numel(stored[-2:]) * 2) if len(stored) > 2 else ()
-                return shape, (*(1 for _ in shape[:-1]), block) if shape else ()
-            case Float4(block):
-                shape = (*stored[:-1], stored[-1] * 2) if stored else ()
-            case PackedIntegers(bits, block):
-                shape = self.shapes.get(key, (*stored[:-1], stored[-1] * 8 // bits))
-            case Integers(block):
-                shape = stored
-            case Float8((rows, columns)) if len(stored) > 1:
-                return stored, (*(1 for _ in stored[:-2]), rows, columns)
-            case _:
-                shape, block = stored, None
-        if block is not None:
-            return shape, (*(1 for _ in shape[:-1]), block) if shape else ()
+        shape, block = values.shape, self.form.block
+        match self.form.kind:
+            case "mxfp4":
+                shape = (*shape[:-2], numel(shape[-2:]) * 2) if len(shape) > 2 else ()
+            case "nvfp4":
+                shape = (*shape[:-1], shape[-1] * 2) if shape else ()
+            case "words":
+                shape = self.shapes.get(key, (*shape[:-1], shape[-1] * 8 // self.form.bits))
+        if block and len(shape) >= len(block):
+            return shape, (*(1 for _ in shape[: -len(block)]), *block)
         if numel(scales.shape) == 1:
             return shape, tuple(max(1, size) for size in shape)
         # Of each row, of each expert: as many as there are in front, 1 behind.
@@ -425,73 +395,23 @@ def _is_scale(key: str) -> bool:
     return _OF_WEIGHTS.fullmatch(key) is not None
 
 
-def dequantised_index(reader: StorageReader, index: CheckpointIndex, config: Mapping[str, Any]) -> CheckpointIndex:
-    """The same checkpoint with the tensors that a model has in place of elements and scales.
-
-    ``config`` is its ``quantization_config``. What is said of activations is a tensor only of a model that has one
-    of that name.
-
-    Raises:
-        ConfigError: as of :func:`scheme_of`.
-        FormatError: naming elements without scales, scales without elements, and shapes that do not go together.
-        StorageError: shapes that are stored as tensors cannot be read.
-    """
-    scheme = scheme_of(config)
-    spare = {key for key in index.entries if OF_ACTIVATIONS.fullmatch(key)}
-    entries = {key: entry for key, entry in index.entries.items() if key not in spare}
-    shapes: Mapping[str, tuple[int, ...]] = {}
-    if isinstance(scheme, PackedIntegers):
-        entries = {
-            key: _as_bytes(entry) if key.endswith(("_packed", f"_{_ZERO_POINT}")) else entry
-            for key, entry in entries.items()
-        }
-        shapes = _stored_shapes(reader, index)
-    pairing = _Pairing(replace(index, entries=entries), scheme, shapes)
-    pairing.pair()
-    if pairing.faults:
-        told = "\n  ".join([*pairing.faults[:_SHOWN], *_more(pairing.faults)])
-        raise FormatError(f"{index.root}: the quantised weights do not go with their scales:\n  {told}")
-    read = {item.part.values.key for item in pairing.composed.values() if isinstance(item.part, Scaled)}
-    entries = {key: replace(entry, dtype=DType.U8) if key in read else entry for key, entry in entries.items()}
-    return replace(
-        index,
-        entries={key: entries.get(key, entry) for key, entry in index.entries.items()},
-        composed={**index.composed, **pairing.composed},
-        spare=frozenset(spare),
-        ignored=(*index.ignored, *sorted(spare)),
-    )
-
-
 def _stored_shapes(reader: StorageReader, index: CheckpointIndex) -> dict[str, tuple[int, ...]]:
-    """Of packed elements by key, where they are stored beside these. They lie together, and are read so."""
-    found = sorted(
-        (
-            entry
-            for key, entry in index.entries.items()
-            if key.endswith("_shape") and f"{key.removesuffix('_shape')}_packed" in index.entries
-        ),
-        key=lambda entry: (entry.file, entry.start),
-    )
-    runs: list[list[TensorEntry]] = []
-    for entry in found:
+    """Of packed elements by key, where they are stored beside these."""
+    found = {
+        key.removesuffix("_shape"): entry
+        for key, entry in index.entries.items()
+        if key.endswith("_shape") and f"{key.removesuffix('_shape')}_packed" in index.entries
+    }
+    for entry in found.values():
         if entry.dtype not in _INTEGERS or len(entry.shape) != 1 or entry.nbytes > _MOST_SHAPE_BYTES:
             raise FormatError(
                 f"{index.root}: {shown(entry.key)} is {entry.dtype.label} {entry.shape}, and a shape is wanted"
             )
-        last = runs[-1][-1] if runs else None
-        if last is not None and last.file == entry.file and entry.start - last.stop <= _SHAPES_APART:
-            runs[-1].append(entry)
-        else:
-            runs.append([entry])
-    shapes: dict[str, tuple[int, ...]] = {}
-    for run in runs:
-        start = run[0].start
-        content = reader.read(run[0].file, start, max(entry.stop for entry in run))
-        for entry in run:
-            sizes = memoryview(content)[entry.start - start : entry.stop - start]
-            kind = "<q" if entry.dtype is DType.I64 else "<i"
-            shapes[entry.key.removesuffix("_shape")] = tuple(size for (size,) in struct.iter_unpack(kind, sizes))
-    return shapes
+    texts, kinds = contents(reader, list(found.values())), {DType.I64: "q", DType.I32: "i"}
+    return {
+        key: struct.unpack(f"<{entry.shape[0]}{kinds[entry.dtype]}", texts[entry.key])
+        for key, entry in found.items()
+    }
 
 
 def _as_bytes(words: TensorEntry) -> TensorEntry:
@@ -499,8 +419,3 @@ def _as_bytes(words: TensorEntry) -> TensorEntry:
     if words.dtype is not DType.I32 or not words.shape:
         return words
     return replace(words, dtype=DType.U8, shape=(*words.shape[:-1], 4 * words.shape[-1]))
-
-
-def _more(faults: list[str]) -> Iterator[str]:
-    if len(faults) > _SHOWN:
-        yield f"and {len(faults) - _SHOWN} more"

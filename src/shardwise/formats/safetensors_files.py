@@ -1,28 +1,54 @@
-"""Checkpoints of safetensors files: one, several, with an index or by their names, or chunks, a file for each rank.
+"""Reads and writes headers of safetensors files, and finds the files of a checkpoint.
 
+A checkpoint is one file, several with an index or by their names, or chunks, a file for each rank.
 ``HuggingFaceStorageWriter`` of torch writes them with ``save_distributed=True``, as transformers' distributed
 checkpoints do: the metadata of each header tell where the file's part of each tensor begins. Nothing tells the size
 of the whole, so that it is what the parts reach to.
+
+Source of the rules: the safetensors format, and its Rust library (``Metadata::validate``), which refuses what
+is refused here. Two things are stricter here: a key that occurs twice is refused even when both say the same,
+and a tensor's description must be an object (the library also takes ``["F32", [1], [0, 4]]``).
+
+Source: ``prepare`` and ``Metadata``'s serialisation in the library. Tensors lie in the order of their dtypes,
+widest first, then of their names as UTF-8; nothing lies between them; the header is padded with spaces to eight
+bytes.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Final
+from typing import Final, TypeGuard
 
 from shardwise.errors import FormatError
-from shardwise.formats.checkpoint_index import TensorEntry
-from shardwise.formats.contract import LISTED, CheckpointFormat, FileSelection, FormatFaults, IndexSoFar, listed
-from shardwise.formats.joining import add_tensor, read_each, select_indexed
-from shardwise.formats.nested_dicts import MAX_DIMS, Chunk, FoundTensor, StoredView
-from shardwise.formats.safetensors_header import FileHeader, read_header
-from shardwise.formats.strict_json import parse_object
+from shardwise.formats.contract import (
+    LISTED,
+    CheckpointFormat,
+    FileSelection,
+    FormatFaults,
+    IndexSoFar,
+    TensorEntry,
+    listed,
+    parse_object,
+)
+from shardwise.formats.joining import (
+    MAX_DIMS,
+    Chunk,
+    FoundTensor,
+    StoredView,
+    add_tensor,
+    read_each,
+    select_indexed,
+)
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Strided
+from shardwise.tensors.boxes import numel
+from shardwise.tensors.dtypes import DType, dtype_named
 
 KEY = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
@@ -90,9 +116,8 @@ _INDEXES = re.compile(r".*\.safetensors\.index(\.[^./]+)?\.json")
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
 
 
-class _SafetensorsFiles:
+class _SafetensorsFiles(CheckpointFormat):
     usual = ("model.safetensors", _USUAL_INDEX)
-    probed = ()
     endings = (_WEIGHTS, _INDEX)
     looked_for = (f"another *{_INDEX}", f"*{_WEIGHTS}")
 
@@ -119,9 +144,6 @@ class _SafetensorsFiles:
             return None
         _check_numbering(files, faults)
         return FileSelection("single file" if len(files) == 1 else "several files without an index", files)
-
-    def hints(self, names: Sequence[str]) -> list[str]:  # noqa: ARG002 - as any format
-        return []
 
     def read(
         self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
@@ -195,3 +217,207 @@ def _add_headers(headers: Iterable[FileHeader], found: IndexSoFar, faults: Forma
             add_tensor(key, from_chunks(key, parts), found, faults)
         except FormatError as error:
             faults.add_error("damaged files", error)
+
+
+MAX_HEADER_BYTES = 100_000_000
+"""The longest header that the safetensors library reads (``MAX_HEADER_SIZE``)."""
+
+_LENGTH_BYTES = 8
+_FIRST_READ_BYTES = 256 * 1024
+_MAX_SIZE = 2**63 - 1
+_MAX_BITS = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """What a safetensors file holds. ``entries`` are in the order of their bytes, which tile the data."""
+
+    file: str
+    file_nbytes: int
+    data_start: int
+    metadata: Mapping[str, str]
+    entries: tuple[TensorEntry, ...]
+
+
+def read_header(reader: StorageReader, file: str) -> FileHeader:
+    """The header of ``file``, in at most two reads.
+
+    Raises :class:`FormatError` for a file that is not a sound safetensors file,
+    :class:`~shardwise.errors.StorageError` for bytes that do not come.
+    """
+    file_nbytes = reader.size(file)
+    if file_nbytes < _LENGTH_BYTES:
+        what = "is empty" if file_nbytes == 0 else f"has {file_nbytes} bytes"
+        raise _refusal(file, f"the file {what}, a safetensors file has at least {_LENGTH_BYTES}")
+    first = reader.read(file, 0, min(file_nbytes, _FIRST_READ_BYTES))
+    header_nbytes = int.from_bytes(first[:_LENGTH_BYTES], "little")
+    _check_header_length(file, file_nbytes, header_nbytes)
+    header = first[_LENGTH_BYTES : _LENGTH_BYTES + header_nbytes]
+    if len(header) < header_nbytes:
+        header += reader.read(file, len(first), _LENGTH_BYTES + header_nbytes)
+    return parse_header(file, file_nbytes, header)
+
+
+def parse_header(file: str, file_nbytes: int, header: bytes) -> FileHeader:
+    """The header whose JSON is ``header`` (without its length) of a file of ``file_nbytes`` bytes.
+
+    Raises :class:`FormatError` for the first fault found. What is returned is consistent: every entry lies in
+    the file, fits its dtype and shape, and no two share a byte.
+    """
+    _check_header_length(file, file_nbytes, len(header))
+    fields = parse_object(header, what=f"{shown(file)}: header")
+    data_start = _LENGTH_BYTES + len(header)
+    try:
+        metadata = _metadata(fields.pop("__metadata__", None))
+        entries = [_entry(file, key, field, data_start, file_nbytes) for key, field in fields.items()]
+        entries.sort(key=lambda entry: (entry.start, entry.stop))
+        _check_tiling(entries, data_start, file_nbytes)
+    except ValueError as error:
+        raise _refusal(file, str(error)) from None
+    return FileHeader(file, file_nbytes, data_start, metadata, tuple(entries))
+
+
+def _check_header_length(file: str, file_nbytes: int, header_nbytes: int) -> None:
+    announced = f"a header of {header_nbytes} bytes is announced"
+    if header_nbytes > MAX_HEADER_BYTES:
+        raise _refusal(file, f"{announced}, {MAX_HEADER_BYTES} is the limit")
+    if _LENGTH_BYTES + header_nbytes > file_nbytes:
+        raise _refusal(file, f"{announced}, but the file ends after {file_nbytes} bytes")
+
+
+def _metadata(value: object) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"__metadata__ is a {type(value).__name__}, not an object of strings")
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise ValueError(f"__metadata__ has a {type(text).__name__} under {shown(key)}, not a string")
+    return value
+
+
+def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int) -> TensorEntry:
+    """The tensor that a field of the header describes. Raises ValueError for what it cannot be."""
+    name = f"tensor {shown(key)}"
+    if not isinstance(field, dict):
+        raise ValueError(f"{name} is described by a {type(field).__name__}, not an object")
+    kind, shape, offsets = (field.get(part) for part in ("dtype", "shape", "data_offsets"))
+    dtype = dtype_named(kind) if isinstance(kind, str) else None
+    if dtype is None:
+        known = ", ".join(dtype.label for dtype in DType)
+        raise ValueError(f"{name} has the unknown dtype {_shown_value(kind)}; known are {known}")
+    if not _are_sizes(shape):
+        raise ValueError(f"{name} has the shape {_shown_value(shape)}, not a list of integers 0..{_MAX_SIZE}")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        value = _shown_value(offsets)
+        raise ValueError(f"{name} has the data_offsets {value}, not [start, stop] with 0 <= start <= stop")
+    start, stop = offsets
+    named = f"{name} of {dtype.label} {_shown_value(shape)}"
+    # Multiplied step by step with a bound: a shape of a million large sizes must not become a huge integer.
+    bits = dtype.bits
+    for size in shape:
+        bits *= size
+        if bits > _MAX_BITS:
+            raise ValueError(f"{named} has more than 2**64 bits")
+    if bits % 8:
+        raise ValueError(f"{named} does not end at a byte")
+    if bits // 8 != stop - start:
+        raise ValueError(f"{named} takes {bits // 8} bytes, but its data_offsets span {stop - start}")
+    if data_start + stop > file_nbytes:
+        raise ValueError(
+            f"{name} reaches to byte {data_start + stop}, but the file ends after {file_nbytes} bytes: "
+            f"{data_start + stop - file_nbytes} are missing"
+        )
+    return TensorEntry(key, dtype, tuple(shape), file, data_start + start, data_start + stop)
+
+
+def _are_sizes(values: object) -> TypeGuard[list[int]]:
+    # Not isinstance: JSON's true is an int to Python.
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= _MAX_SIZE for value in values)
+
+
+def _check_tiling(entries: Sequence[TensorEntry], data_start: int, file_nbytes: int) -> None:
+    """Tensors follow each other without a hole or an overlap, from the header's end to the file's end."""
+    covered, previous = data_start, "the header"
+    for entry in entries:
+        name = f"tensor {shown(entry.key)}"
+        if entry.start > covered:
+            hole = f"{entry.start - covered} bytes from byte {covered} on"
+            raise ValueError(f"{hole}, between {previous} and {name}, belong to no tensor")
+        if entry.start < covered:
+            raise ValueError(
+                f"{name} starts at byte {entry.start}, inside {previous}, which ends at byte {covered}"
+            )
+        covered, previous = entry.stop, name
+    if covered != file_nbytes:
+        raise ValueError(f"the last {file_nbytes - covered} bytes, from byte {covered} on, belong to no tensor")
+
+
+def _shown_value(value: object) -> str:
+    return shown(repr(value))
+
+
+def _refusal(file: str, cause: str) -> FormatError:
+    return FormatError(
+        f"{shown(file)}: {cause}; the file is damaged, incomplete or of another format: download or write it again"
+    )
+
+
+_ORDER: Final = [
+    *(DType.U64, DType.I64, DType.F64, DType.C64, DType.F32, DType.U32, DType.I32, DType.BF16, DType.F16),
+    *(DType.U16, DType.I16, DType.F8_E5M2FNUZ, DType.F8_E4M3FNUZ, DType.F8_E8M0, DType.F8_E4M3, DType.F8_E5M2),
+    *(DType.I8, DType.U8, DType.BOOL),
+]
+"""The library's ``Dtype`` declares them the other way round, and writes the last first."""
+
+_RANK = {dtype: rank for rank, dtype in enumerate(_ORDER)}
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A safetensors file that is to be: what it begins with, where its tensors will be, and its size in bytes."""
+
+    name: str
+    header: bytes
+    entries: tuple[TensorEntry, ...]
+    nbytes: int
+
+
+def lay_out(
+    name: str, tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> NewFile:
+    """The file of this name that holds these tensors: (key, dtype, shape) each.
+
+    Raises:
+        FormatError: a dtype that no file can hold, or a header longer than the library reads.
+    """
+    items = list(tensors)
+    for key, dtype, _ in items:
+        if dtype not in _RANK:
+            raise FormatError(f"{shown(key)}: {dtype.label} elements cannot be saved to a safetensors file")
+        if key == "__metadata__":
+            raise FormatError("a tensor cannot be named __metadata__ in a safetensors file; rename it")
+    items.sort(key=lambda item: (_RANK[item[1]], item[0].encode()))
+    fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for key, dtype, shape in items:
+        stop = start + numel(shape) * dtype.itemsize
+        fields[key] = {"dtype": dtype.label, "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise FormatError(
+            f"{shown(name)}: a header of {len(text)} bytes would be needed, {MAX_HEADER_BYTES} "
+            "is the limit; save to "
+            "more files by a smaller max_shard_size"
+        )
+    header = len(text).to_bytes(_ALIGNMENT, "little") + text
+    entries: list[TensorEntry] = []
+    place = len(header)
+    for key, dtype, shape in items:
+        stop = place + numel(shape) * dtype.itemsize
+        entries.append(TensorEntry(key, dtype, shape, name, place, stop))
+        place = stop
+    return NewFile(name, header, tuple(entries), place)

@@ -1,56 +1,50 @@
-"""Checkpoints, and states of trainings, in files that ``torch.save`` has written: one, or several with an index."""
+"""Reads which tensor of a file written by ``torch.save`` lies at which bytes, and finds the files of a checkpoint.
+
+It is a zip archive: ``data.pkl`` is a pickle of the object, with a persistent id for every storage, and
+``data/<id>`` is that storage's memory, as it is. The pickle is read by :mod:`shardwise.formats.pickles`, so nothing
+is run. Source of the layout: torch's ``serialization.py`` and ``caffe2/serialize/inline_container.cc``.
+
+``zipfile`` reads the directory; where the bytes of a member lie, which it does not tell, is found out here. The
+archive may be a part of a larger file.
+"""
 
 from __future__ import annotations
 
+import io
 import re
+import struct
+import zipfile
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NoReturn
 
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.contract import CheckpointFormat, FileSelection, FormatFaults, IndexSoFar, listed
-from shardwise.formats.distributed import METADATA, DistributedMetadata, read_distributed, read_metadata
-from shardwise.formats.distributed_folders import no_model
-from shardwise.formats.joining import add_ignored, add_tensors, read_each, select_indexed
-from shardwise.formats.nested_dicts import WrapperChoice, choose_model
-from shardwise.formats.torch_file import TorchFileContents, read_torch_file
+from shardwise.errors import FormatError
+from shardwise.formats.contract import (
+    CheckpointFormat,
+    FileSelection,
+    FormatFaults,
+    IndexSoFar,
+    each,
+    listed,
+)
+from shardwise.formats.joining import (
+    MAX_DEPTH,
+    Chunk,
+    FoundTensor,
+    KeyPath,
+    StoredView,
+    add_ignored,
+    add_tensors,
+    choose_model,
+    no_model,
+    read_each,
+    select_indexed,
+    why_not_strided,
+)
+from shardwise.formats.pickles import TORCH_FILE, Other, PickledTensor, Record, Storage, read_pickle
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
-
-
-def open_state(
-    reader: StorageReader, file: str | None = None, metadata: DistributedMetadata | None = None
-) -> CheckpointIndex:
-    """All tensors of a folder of ``torch.distributed.checkpoint``, an optimizer's too, under whole paths.
-
-    Or those of one ``file`` of ``torch.save``. The folder's ``metadata`` are read where they are not given.
-    Raises as :func:`open_checkpoint`.
-    """
-    faults, found = FormatFaults(reader.root), IndexSoFar()
-    if file is not None:
-        saved = read_torch_file(reader, file)
-        found.files[saved.file] = saved.file_nbytes
-        add_tensors(saved.tensors, WrapperChoice((), ()), found, faults)
-        faults.raise_if_any()
-        return CheckpointIndex(reader.root, found.files, found.entries, {}, "torch file", found.composed)
-    metadata = read_metadata(reader) if metadata is None else metadata
-    contents = read_distributed(reader, choose=lambda _: WrapperChoice((), ()), metadata=metadata)
-    assert contents is not None
-    found.files.update(contents.files)
-    for place in metadata.objects.values():
-        found.files.setdefault(place.file, reader.size(place.file))
-    add_tensors(contents.tensors, contents.choice, found, faults)
-    faults.raise_if_any()
-    layout = "torch distributed checkpoint"
-    return CheckpointIndex(reader.root, found.files, found.entries, {}, layout, found.composed)
-
-
-def holds_optimizer(reader: StorageReader) -> bool:
-    """Whether a folder of ``torch.distributed.checkpoint`` has an optimizer's state and no model."""
-    if METADATA not in reader.list():
-        return False
-    tensors = read_metadata(reader).tensors
-    return bool(tensors) and choose_model(tensors) is None
-
+from shardwise.tensors import ByteRange, Strided
 
 _WEIGHTS: Final = (".bin", ".pt", ".pth")
 _INDEX: Final = ".bin.index.json"
@@ -59,11 +53,9 @@ _INDEXES = re.compile(r".*\.bin\.index(\.[^./]+)?\.json")
 _OF_ONE_RANK = re.compile(r"pytorch_model_fsdp.*_rank\d+\.bin")
 
 
-class _TorchFiles:
+class _TorchFiles(CheckpointFormat):
     usual = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-    probed = ()
     endings = (*_WEIGHTS, _INDEX)
-    looked_for = ()
 
     def is_named(self, name: str) -> bool:
         return name.endswith(_WEIGHTS) or _INDEXES.fullmatch(name) is not None
@@ -72,14 +64,6 @@ class _TorchFiles:
         if _INDEXES.fullmatch(name):
             return select_indexed(reader, name, _WEIGHTS[0], "indexed torch files", faults)
         return FileSelection("torch file", [name])
-
-    def find(
-        self,
-        reader: StorageReader,  # noqa: ARG002 - as any format
-        names: Sequence[str],  # noqa: ARG002
-        faults: FormatFaults,  # noqa: ARG002
-    ) -> FileSelection | None:
-        return None  # what has no usual name may be an optimizer's, or anything
 
     def hints(self, names: Sequence[str]) -> list[str]:
         found: list[str] = []
@@ -113,3 +97,288 @@ class _TorchFiles:
 
 
 FORMAT: Final[CheckpointFormat] = _TorchFiles()
+
+
+MAX_DIRECTORY_BYTES = 16_000_000
+"""The longest directory that is read: of two hundred thousand members."""
+
+_LOCAL = struct.Struct("<4s5H3L2H")
+_ENCRYPTED, _UTF_8 = 0x1, 0x800
+_AT_ONCE_BYTES = 16 * 1024
+_ENDS_BYTES = 4 * 1024
+
+_LIES = (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, OverflowError, EOFError, OSError)
+"""What zipfile raises for directories that contradict themselves."""
+
+
+class FileWindow(io.RawIOBase):
+    """A range of a file, as a file; its beginning and end are kept, since most questions are about those."""
+
+    def __init__(self, reader: StorageReader, file: str, start: int, stop: int) -> None:
+        self._reader = reader
+        self.file = file
+        self.start = start
+        self.nbytes = stop - start
+        self._at = 0
+        ends = [(self.nbytes - _ENDS_BYTES, self.nbytes), (0, _ENDS_BYTES)]
+        kept = [(0, self.nbytes)] if self.nbytes <= _AT_ONCE_BYTES else ends
+        self._kept = [(first, reader.read(file, start + first, start + last)) for first, last in kept]
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        """Bytes counted from the beginning of the part; the caller has checked that they are in it."""
+        for kept_from, kept in self._kept:
+            if kept_from <= start and stop <= kept_from + len(kept):
+                return kept[start - kept_from : stop - kept_from]
+        return self._reader.read(self.file, self.start + start, self.start + stop)
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        at = (0, self._at, self.nbytes)[whence] + offset
+        if at < 0:
+            raise OSError("before the beginning")
+        self._at = at
+        return at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, nbytes: int = -1) -> bytes:
+        left = max(0, self.nbytes - self._at)
+        nbytes = left if nbytes < 0 else min(nbytes, left)
+        if nbytes > MAX_DIRECTORY_BYTES:
+            raise ValueError(f"its directory has {nbytes} bytes, {MAX_DIRECTORY_BYTES} is the limit")
+        self._at += nbytes
+        return self.read_range(self._at - nbytes, self._at)
+
+
+class Archive:
+    """The members of an archive by name, and where their bytes lie. ``what`` names it in messages."""
+
+    def __init__(self, part: FileWindow, what: str) -> None:
+        self._part = part
+        self.what = what
+        self._rooms: dict[str, int] = {}  # where what follows a member begins
+        self.members = self._directory()
+
+    def bytes_of(self, name: str) -> ByteRange:
+        """Where in the file the content of a member lies, as it is.
+
+        Raises :class:`FormatError` where there is none, or it is packed, encrypted, or runs into another.
+        """
+        member = self.members.get(name)
+        if member is None:
+            self.refuse(f"it has no member {shown(name)}")
+        if member.flag_bits & _ENCRYPTED:
+            self.refuse(f"its member {shown(name)} is encrypted")
+        if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
+            self.refuse(
+                f"its member {shown(name)} is compressed", remedy="torch.save does not compress: write it with that"
+            )
+        # The size of the local header is told only there: its extra field may differ from the directory's.
+        encoded = member.orig_filename.encode("utf-8" if member.flag_bits & _UTF_8 else "cp437")
+        stop, room = member.header_offset + _LOCAL.size + len(encoded), self._rooms[name]
+        if stop > room:
+            self.refuse(f"its member {shown(name)} runs into what follows it")
+        local = self._part.read_range(member.header_offset, stop)
+        signature, _, flags, method, *_, name_length, extra_length = _LOCAL.unpack_from(local)
+        if (signature, method, flags & _ENCRYPTED, name_length) != (b"PK\3\4", 0, 0, len(encoded)) or local[
+            _LOCAL.size :
+        ] != encoded:
+            self.refuse(f"its directory and its member {shown(name)} contradict each other")
+        start = stop + extra_length
+        if start + member.file_size > room:
+            self.refuse(f"its member {shown(name)} runs into what follows it")
+        return ByteRange(self._part.start + start, self._part.start + start + member.file_size)
+
+    def content(self, name: str, *, max_nbytes: int) -> bytes:
+        """The bytes of a small member."""
+        where = self.bytes_of(name)
+        if where.nbytes > max_nbytes:
+            self.refuse(f"its member {shown(name)} has {where.nbytes} bytes, {max_nbytes} is the limit")
+        return self._part.read_range(where.start - self._part.start, where.stop - self._part.start)
+
+    def refuse(self, cause: str, *, remedy: str = "") -> NoReturn:
+        """Raise a FormatError that names the archive."""
+        advice = remedy or "it is damaged or incomplete: download or write it again"
+        raise FormatError(f"{self.what}: {cause}; {advice}")
+
+    def _directory(self) -> dict[str, zipfile.ZipInfo]:
+        try:
+            with zipfile.ZipFile(self._part) as archive:
+                found, end = archive.infolist(), archive.start_dir
+        except _LIES as error:
+            self.refuse(f"it does not end in the directory of a zip archive ({str(error)[:200]!a})")
+        if not found:
+            self.refuse("it has no members")
+        found.sort(key=lambda member: member.header_offset)
+        for member, following in zip(found, [*(item.header_offset for item in found[1:]), end], strict=True):
+            if not 0 <= member.header_offset < end:
+                self.refuse(f"its member {shown(member.filename)} is not before the directory")
+            if member.filename in self._rooms:
+                self.refuse(f"it has the member {shown(member.filename)} twice")
+            self._rooms[member.filename] = following
+        return {member.filename: member for member in found}
+
+
+MAX_PICKLE_BYTES = 100_000_000
+"""The longest pickle that is read, the same as the longest header of a safetensors file."""
+
+_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_LFS = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFileContents:
+    """What a file holds: its tensors, and of all else the path and the name of its type."""
+
+    file: str
+    file_nbytes: int
+    tensors: tuple[FoundTensor, ...]
+    others: tuple[tuple[KeyPath, str], ...]
+
+
+def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
+    """The tensors of ``file``, from its directory and its pickle; no element is read.
+
+    Raises :class:`FormatError` for a file that is not a sound one or holds what is no data,
+    :class:`~shardwise.errors.StorageError` for bytes that do not come.
+    """
+    what = shown(file)
+    file_nbytes = reader.size(file)
+    part = FileWindow(reader, file, 0, file_nbytes)
+    _refuse_others(part, what)
+    archive = TorchArchive(part, what, {})
+    tensors, others = _walk(archive.value, archive.pickle_nbytes, what)
+    storages = {tensor.storage.name: tensor.storage for _, tensor in tensors}
+    places = each(reader, archive.place_of, storages.values())
+    by_name = dict(zip(storages, places, strict=True))
+    found = [
+        FoundTensor(path, tensor.dtype, view.shape, (Chunk((0,) * len(view.shape), view),))
+        for path, tensor in tensors
+        for view in (archive.view_of(tensor, by_name[tensor.storage.name], ".".join(path)),)
+    ]
+    return TorchFileContents(file, file_nbytes, tuple(found), tuple(others))
+
+
+def read_torch_tensor(
+    reader: StorageReader, file: str, where: ByteRange, known: dict[bytes, object], *, what: str
+) -> StoredView:
+    """The one tensor that was saved by itself in a range of a file.
+
+    ``known`` are the pickles that have been read before: chunks of equal shapes have equal ones.
+    """
+    archive = TorchArchive(FileWindow(reader, file, where.start, where.stop), what, known)
+    tensor = archive.value
+    if not isinstance(tensor, PickledTensor):
+        archive.refuse(f"it holds a {type(tensor).__name__}, not a tensor")
+    return archive.view_of(tensor, archive.place_of(tensor.storage), "the tensor")
+
+
+class TorchArchive(Archive):
+    """The archive that ``torch.save`` makes of an object; ``value`` is that object, also kept in ``known``."""
+
+    def __init__(self, part: FileWindow, what: str, known: dict[bytes, object]) -> None:
+        super().__init__(part, what)
+        self._file = part.file
+        name = next((name for name in self.members if name.endswith("/data.pkl") and name.count("/") == 1), None)
+        if name is None:
+            self.refuse("it is a zip archive, but not one of torch.save", remedy="save the model's state dict")
+        self._folder = name.removesuffix("data.pkl")
+        if f"{self._folder}constants.pkl" in self.members:
+            self.refuse("it is a TorchScript program", remedy="save the model's state dict with torch.save")
+        order = f"{self._folder}byteorder"
+        if order in self.members and self.content(order, max_nbytes=16) != b"little":
+            self.refuse("its numbers are not little-endian", remedy="save it again on a machine that is")
+        pickle = self.content(name, max_nbytes=MAX_PICKLE_BYTES)
+        self.pickle_nbytes = len(pickle)
+        if pickle not in known:
+            known[pickle] = read_pickle(pickle, TORCH_FILE, what=f"{what}: {name}")
+        self.value = known[pickle]
+
+    def place_of(self, storage: Storage) -> ByteRange:
+        """The bytes of a storage."""
+        name = f"{self._folder}data/{storage.name}"
+        where = self.bytes_of(name)
+        if where.nbytes != storage.nbytes:
+            self.refuse(f"its member {shown(name)} has {where.nbytes} bytes, and should have {storage.nbytes}")
+        return where
+
+    def view_of(self, tensor: PickledTensor, place: ByteRange, name: str) -> StoredView:
+        """A tensor as bytes of the file: only its own where they are one run, else its storage's."""
+        if tensor.storage.nbytes != place.nbytes:
+            self.refuse(f"{shown(name)}: two sizes are told of its storage")
+        strided, itemsize = tensor.strided, tensor.dtype.itemsize
+        fault = why_not_strided(strided, place.nbytes // itemsize)
+        if fault is not None:
+            self.refuse(f"{shown(name)}: {fault}", remedy="save a contiguous copy of it (tensor.clone())")
+        if strided.numel == 0 or strided.is_contiguous:
+            start = place.start + (strided.offset * itemsize if strided.numel else 0)
+            own = ByteRange(start, start + strided.numel * itemsize)
+            return StoredView(self._file, own, tensor.dtype, Strided.contiguous(strided.sizes))
+        whole = place.nbytes // itemsize * itemsize
+        return StoredView(self._file, ByteRange(place.start, place.start + whole), tensor.dtype, strided)
+
+
+def refuse_others(reader: StorageReader, file: str) -> None:
+    """Raise :class:`FormatError` for files that are well known and no archives of ``torch.save``."""
+    _refuse_others(FileWindow(reader, file, 0, reader.size(file)), shown(file))
+
+
+def _refuse_others(part: FileWindow, what: str) -> None:
+    """Refuse what is well known and no archive."""
+    first = part.read_range(0, min(part.nbytes, len(_LFS)))
+    if first.startswith(_LEGACY):
+        raise FormatError(
+            f"{what}: it is in the format that torch wrote before 1.6, which cannot be read in parts; load it once "
+            "and write it again: torch.save(torch.load(file, weights_only=True), file)"
+        )
+    if first == _LFS:
+        raise FormatError(f"{what}: it is a pointer of git-lfs, not the file itself; run `git lfs pull`")
+
+
+def _walk(
+    value: object, most: int, what: str
+) -> tuple[list[tuple[KeyPath, PickledTensor]], list[tuple[KeyPath, str]]]:
+    """Every tensor with the keys that lead to it, and what else there is; ``most`` bounds the items there can be.
+
+    A pickle spends more than a byte on every item, unless its dicts hold each other again and again.
+    """
+    if isinstance(value, PickledTensor):
+        raise FormatError(f"{what}: it holds one tensor without a name; save a state dict")
+    if not isinstance(value, dict):
+        raise FormatError(f"{what}: it holds a {_kind(value)}, not a state dict; save model.state_dict()")
+    tensors: list[tuple[KeyPath, PickledTensor]] = []
+    others: list[tuple[KeyPath, str]] = []
+    waiting: list[tuple[KeyPath, object]] = [((), value)]
+    visited = 0
+    while waiting:
+        path, item = waiting.pop()
+        visited += 1
+        if len(path) > MAX_DEPTH or visited > most:
+            raise FormatError(f"{what}: its dicts are nested too deeply; save model.state_dict()")
+        if isinstance(item, PickledTensor):
+            tensors.append((path, item))
+        elif isinstance(item, dict):
+            members = [(_component(key), member) for key, member in item.items()]
+            waiting += [((*path, name), member) for name, member in reversed(members)]
+        elif isinstance(item, list | tuple) and _holds_tensors(item):
+            waiting += [((*path, str(number)), member) for number, member in reversed(list(enumerate(item)))]
+        else:
+            others.append((path, _kind(item)))
+    return tensors, others
+
+
+def _holds_tensors(items: Sequence[object]) -> bool:
+    return any(isinstance(item, PickledTensor | dict | list | tuple) for item in items)
+
+
+def _component(key: object) -> str:
+    return key if isinstance(key, str) else str(key) if isinstance(key, int) else f"<{_kind(key)}>"
+
+
+def _kind(value: object) -> str:
+    return (
+        value.kind if isinstance(value, Other) else "object" if isinstance(value, Record) else type(value).__name__
+    )

@@ -26,7 +26,7 @@ from shardwise.errors import ConfigError, PlacementError, StorageError
 from shardwise.execution.agreed import StateOptions
 from shardwise.execution.renames import as_renamed, leads_nowhere
 from shardwise.execution.world import World
-from shardwise.formats.accelerate_names import MODEL
+from shardwise.formats.distributed import MODEL
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations import (
     pending,

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.conversion import Expression
+from shardwise.conversion.expression import Expression
 from shardwise.engines.bringing_up import decide_ties
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.model_states import set_values
@@ -37,7 +37,7 @@ from shardwise.errors import ConfigError, CoverageError, PlacementError
 from shardwise.execution.agreed import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
 from shardwise.execution.progress import Clock
 from shardwise.execution.world import World
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.models import build, pretrained
 from shardwise.models.rebind import Bound, look_at, require_steps_shards
@@ -45,8 +45,7 @@ from shardwise.models.torch_words import buffers_of, parameters_of, writes_to
 from shardwise.models.view import look_inside, without_compile
 from shardwise.planning.load_plan import Ignore
 from shardwise.planning.matching import Tolerance
-from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.opening import OpenStorage
+from shardwise.storage.reading import LocalReader, OpenStorage
 from shardwise.tuning import peft_compat
 
 

@@ -29,12 +29,12 @@ from shardwise.execution.committing import publish, remove_unnamed, write_again
 from shardwise.execution.marked_folder import Marked, Saving, marked_by_first, marked_here
 from shardwise.execution.saving_lock import Whose
 from shardwise.execution.world import World
-from shardwise.formats.strict_json import parse_object
+from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
 from shardwise.interchange.trainer_folder import STATE_FILE, TrainerFolder
 from shardwise.planning import fingerprints
 from shardwise.planning.commit import on_its_way
-from shardwise.storage.writing.folders_writer import FoldersWriter, folders_in, remove_files
+from shardwise.storage.writing import FoldersWriter, folders_in, remove_files
 
 FACTS_FILE = "shardwise.trainer.json"
 BEGUN_FILE = "shardwise.begun"

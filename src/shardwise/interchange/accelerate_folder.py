@@ -26,10 +26,10 @@ from shardwise.execution.renames import (
     work_folder,
 )
 from shardwise.execution.world import World
-from shardwise.formats.accelerate_names import is_of_accelerate
+from shardwise.formats.distributed import is_of_accelerate
 from shardwise.interchange.accelerate_writing import PartOf
 from shardwise.planning.commit import WrittenFiles, fresh
-from shardwise.storage.writing.folders_writer import FoldersWriter, folders_in, remove_folder
+from shardwise.storage.writing import FoldersWriter, folders_in, remove_folder
 
 _NUMBERED = re.compile(r"checkpoint_([0-9]+)")
 _ALWAYS_THERE = "random_states_0.pkl"

@@ -35,7 +35,7 @@ from shardwise.execution.torch_saves import (
     read_rank_file,
 )
 from shardwise.execution.world import World
-from shardwise.formats.accelerate_names import (
+from shardwise.formats.distributed import (
     MODEL,
     OPTIMIZER,
     AccelerateSave,
@@ -43,9 +43,9 @@ from shardwise.formats.accelerate_names import (
     OfRanks,
     SavedKind,
     WholeFile,
-    find,
+    find_saved,
 )
-from shardwise.formats.distributed import METADATA
+from shardwise.formats.joining import METADATA
 from shardwise.interchange.accelerate_writing import beside_trained
 from shardwise.models.optimizer_state import Given, ParameterOrder, read, with_names
 from shardwise.models.rebind import label
@@ -55,7 +55,7 @@ from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import Ignore
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.report.reports import StateReport
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading import LocalReader
 
 _MOST_DIGITS = 10
 """Of the number of a parameter; what is longer is a name."""
@@ -273,11 +273,11 @@ def _found(world: World, source: FilesSource, kind: SavedKind, stack: ExitStack)
 
     def linked() -> AccelerateSave:
         home = home_of(path)
-        return find(stack.enter_context(as_renamed(home)) / path.relative_to(home), kind, number)
+        return find_saved(stack.enter_context(as_renamed(home)) / path.relative_to(home), kind, number)
 
     if world.from_first(lambda: bool(lists_in(home_of(path)))):
         return world.together(linked)
-    return world.from_first(lambda: find(path, kind, number))
+    return world.from_first(lambda: find_saved(path, kind, number))
 
 
 def _read(state: Any, ours: Ours, order: ParameterOrder) -> tuple[Given, dict[str, Levels]]:

@@ -22,14 +22,14 @@ from shardwise.execution.marked_folder import Saving, marked_by_first
 from shardwise.execution.renames import commit_written, tidy, undo
 from shardwise.execution.torch_saves import flattened, write_rank_files, write_whole_file
 from shardwise.execution.world import World
-from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, SavedKind
+from shardwise.formats.distributed import MODEL, OPTIMIZER, SavedKind
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import Held, without_compile
 from shardwise.planning.commit import WrittenFiles
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import FileForm, require_file_form
 from shardwise.report.save_reports import FilesReport
-from shardwise.storage.writing.folders_writer import FoldersWriter
+from shardwise.storage.writing import FoldersWriter
 
 
 @dataclass(frozen=True, slots=True)

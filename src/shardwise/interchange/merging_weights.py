@@ -27,11 +27,11 @@ from shardwise.execution.stream_out import Outgoing
 from shardwise.execution.torch_saves import flattened, load_plain, nested
 from shardwise.execution.world import World
 from shardwise.execution.write import WrittenTensors
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.distributed import METADATA
+from shardwise.formats.contract import CheckpointIndex
+from shardwise.formats.distributed import holds_optimizer, open_state
+from shardwise.formats.joining import METADATA
 from shardwise.formats.opening import open_checkpoint
-from shardwise.formats.torch_file import TorchFileContents, read_torch_file
-from shardwise.formats.torch_files import holds_optimizer, open_state
+from shardwise.formats.torch_files import TorchFileContents, read_torch_file
 from shardwise.interchange.named_outputs import OPTIMIZER_FILE, NamedOutputs, named_outputs, optimizer_outputs
 from shardwise.models.torch_words import to_torch
 from shardwise.planning.commit import WrittenFiles, fresh, look_at_folder
@@ -40,9 +40,8 @@ from shardwise.report.names import in_bytes
 from shardwise.report.save_reports import MergeWeightsReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
-from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.opening import open_storage
-from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.reading import LocalReader, open_storage
+from shardwise.storage.writing import LocalWriter
 from shardwise.tensors import ByteRange, numel, row_blocks
 from shardwise.tensors.boxes import in_bytes_of
 

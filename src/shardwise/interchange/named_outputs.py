@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.reading import Placer
 from shardwise.execution.stream_out import Outgoing
 from shardwise.execution.torch_saves import Levels, read_objects
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.distributed import read_metadata
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
@@ -24,10 +24,9 @@ from shardwise.models.pretrained import assign_keys
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.save_plan import Saved
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.hub import resolve
 from shardwise.storage.names import HubOptions, shown
-from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.opening import OpenStorage
+from shardwise.storage.reading import LocalReader, OpenStorage
+from shardwise.storage.remote import resolve
 
 OPTIMIZER_FILE = "optimizer.bin"
 

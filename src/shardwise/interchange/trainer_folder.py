@@ -18,10 +18,10 @@ from shardwise.errors import CoverageError, FormatError, StorageError
 from shardwise.execution.renames import as_renamed
 from shardwise.execution.torch_saves import load_plain
 from shardwise.execution.world import World
-from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, SavedKind
+from shardwise.formats.distributed import MODEL, OPTIMIZER, SavedKind
 from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS
 from shardwise.models.optimizer_state import why_unlike
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading import LocalReader
 
 STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILE = "optimizer.pt"

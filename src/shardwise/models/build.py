@@ -12,7 +12,8 @@ import torch
 import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from shardwise.conversion import Bindings, Expression, Hole, concat, slice_dim
+from shardwise.conversion.computed import Bindings
+from shardwise.conversion.expression import Expression, Hole, concat, slice_dim
 from shardwise.errors import ConfigError, FormatError, KnownNames
 from shardwise.models import pretrained
 from shardwise.models.initialize import NewRows

@@ -12,7 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationMethod
 
-from shardwise.conversion import Bindings, Expression, permute
+from shardwise.conversion.computed import Bindings
+from shardwise.conversion.expression import Expression, permute
 from shardwise.conversion.packed import nested_as_stored, packed, stored_form, stored_rows
 from shardwise.errors import ConfigError
 from shardwise.models.four_bit_layers import (

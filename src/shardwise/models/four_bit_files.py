@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.conversion import Stored, reshape
-from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers
+from shardwise.conversion.expression import Stored, reshape
+from shardwise.conversion.four_bit import NESTED_BLOCK, dynamic_numbers
 from shardwise.errors import ConfigError
 from shardwise.layout import ModelLayout, TensorKind, TensorLayout
 from shardwise.models.four_bit_layers import (

@@ -37,8 +37,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwise.conversion import Expression
-from shardwise.conversion.nested_scales import NESTED_BLOCK
+from shardwise.conversion.expression import Expression
+from shardwise.conversion.four_bit import NESTED_BLOCK
 from shardwise.models.quantization import (
     COMPUTED_IN,
     KeptForm,

@@ -22,7 +22,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from shardwise.conversion import Bindings, Expression, Stored, key_of, substitute
+from shardwise.conversion.computed import Bindings
+from shardwise.conversion.expression import Expression, Stored, key_of, substitute
 from shardwise.errors import KnownNames
 from shardwise.layout import ModelLayout
 from shardwise.models.torch_words import original_classes, to_torch

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from shardwise.conversion.dequantise import POWERS
-from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers
+from shardwise.conversion.four_bit import NESTED_BLOCK, dynamic_numbers
 from shardwise.errors import ConfigError
 from shardwise.tensors import Code, Form4, FourBitForm
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.conversion import Expression, Stored
+from shardwise.conversion.expression import Expression, Stored
 from shardwise.errors import KnownNames
 from shardwise.layout import ModelLayout, TensorLayout
 from shardwise.models.pretrained import quantised_parts

@@ -17,12 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.conversion import (
-    Computed,
+from shardwise.conversion.computed import Computed, WholeOperation, computes
+from shardwise.conversion.expression import (
     Expression,
     Stored,
-    WholeOperation,
-    computes,
     concat,
     permute,
     reshape,

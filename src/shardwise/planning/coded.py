@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwise.conversion import Expression, permute, reshape, slice_dim
-from shardwise.conversion.dequantise import decoded, dequantised
-from shardwise.conversion.grouped import columns_in_words, rows_in_words
+from shardwise.conversion.dequantise import columns_in_words, decoded, dequantised, rows_in_words
+from shardwise.conversion.expression import Expression, permute, reshape, slice_dim
 from shardwise.conversion.packed import unnested, unpacked
 from shardwise.formats.coded import FourBits, GroupedIntegers, Scaled, Zeros
 from shardwise.tensors import numel

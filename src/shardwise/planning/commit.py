@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from shardwise.formats.accelerate_names import is_of_accelerate
+from shardwise.formats.distributed import is_of_accelerate
 from shardwise.formats.peft_adapter import is_training_file
 from shardwise.planning.save_plan import ADAPTER, SINGLE_FILE, SavePlan
 from shardwise.storage.names import why_unsafe

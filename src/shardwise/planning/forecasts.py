@@ -12,11 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from shardwise.conversion import (
-    Expression,
-    stored_leaves,
-)
-from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.conversion.expression import Expression, stored_leaves
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import Activations, Spread, TensorKind, TensorLayout, WorldLayout
 from shardwise.planning.load_memory import Homes, LoadSizes, bytes_per_element, is_sharded, local_numel
 from shardwise.planning.load_plan import LoadPlan

@@ -8,20 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from shardwise._face import found_at
-from shardwise.conversion import (
-    Computed,
-    Expression,
-    SmallestBlocks,
-    Stored,
-    computed_leaves,
-    computes,
-    concat,
-    rows_stored,
-    stored_leaves,
-    view,
-)
+from shardwise.conversion.computed import Computed, SmallestBlocks, computed_leaves, computes
+from shardwise.conversion.expression import Expression, Stored, concat, rows_stored, stored_leaves, view
 from shardwise.errors import ConfigError, PlacementError
-from shardwise.formats.checkpoint_index import CheckpointIndex, ComposedPart, Joined, View, Whole
+from shardwise.formats.contract import CheckpointIndex, ComposedPart, Joined, View, Whole
 from shardwise.layout import LocalBox, Spread, TensorKind, TensorLayout
 from shardwise.planning.load_plan import LoadPlan
 from shardwise.planning.schedule import staging_within
@@ -188,7 +178,7 @@ def require_fits(forecast: RankForecast, available: Available) -> None:
 
 
 MakeNode: TypeAlias = Callable[[Any, Callable[[str], Expression]], Expression]
-"""What a :class:`~shardwise.formats.checkpoint_index.Coded` of one kind stands for; leaves are had by key."""
+"""What a :class:`~shardwise.formats.contract.Coded` of one kind stands for; leaves are had by key."""
 
 NODES: Final[dict[str, str]] = {
     "scaled": "shardwise.planning.coded:scaled",

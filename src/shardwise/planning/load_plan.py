@@ -12,10 +12,10 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-from shardwise.conversion import Bindings, Expression, computes, key_of, leaves_of, stored_leaves
+from shardwise.conversion.computed import Bindings, computes
+from shardwise.conversion.expression import Expression, key_of, leaves_of, stored_leaves
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.formats.checkpoint_index import CheckpointIndex, entries_of
-from shardwise.formats.contract import belongs_to_codes, packed_names, scale_names
+from shardwise.formats.contract import CheckpointIndex, belongs_to_codes, entries_of, packed_names, scale_names
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.report.names import few
 from shardwise.tensors import DType

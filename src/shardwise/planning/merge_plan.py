@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from shardwise.conversion import Expression, Stored
-from shardwise.conversion.expression import Shape
+from shardwise.conversion.expression import Expression, Shape, Stored
 from shardwise.errors import CoverageError
 from shardwise.formats.peft_adapter import LoraConfig
 from shardwise.storage.names import shown

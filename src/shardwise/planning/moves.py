@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypeAlias
 
-from shardwise.conversion import Expression, pieces, skeleton
+from shardwise.conversion.computed import pieces
+from shardwise.conversion.expression import Expression, skeleton
 from shardwise.tensors import Box, Strided, numel, row_blocks
 
 SMALL_BYTES = 1 << 16

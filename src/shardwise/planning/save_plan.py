@@ -16,10 +16,11 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.conversion import Copy, Expression, Stored, pieces
-from shardwise.formats.checkpoint_index import TensorEntry
+from shardwise.conversion.computed import Copy, pieces
+from shardwise.conversion.expression import Expression, Stored
+from shardwise.formats.contract import TensorEntry
 from shardwise.formats.peft_adapter import TRAINING_KEY, training_file
-from shardwise.formats.safetensors_header import NewFile, lay_out
+from shardwise.formats.safetensors_files import NewFile, lay_out
 from shardwise.planning.moves import Move, whole_on
 from shardwise.planning.schedule import ReadRequest, Segment, schedule, segments_of
 from shardwise.storage.contract import ReadPolicy, WritePolicy

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwise.conversion import Copy
-from shardwise.formats.checkpoint_index import TensorEntry
+from shardwise.conversion.computed import Copy
+from shardwise.formats.contract import TensorEntry
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import ByteRange, DType, Strided
 

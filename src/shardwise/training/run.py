@@ -22,7 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from shardwise.errors import ConfigError
 from shardwise.execution.marked_folder import Marked, marked_by_first
 from shardwise.execution.world import World
-from shardwise.formats.strict_json import parse_object
+from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
 from shardwise.storage.names import without_secrets
 from shardwise.training import setup as trl_setup

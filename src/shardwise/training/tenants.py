@@ -31,7 +31,7 @@ from shardwise.errors import ConfigError, FormatError, ShardwiseError, TrainingE
 from shardwise.execution.collectives import naming_the_lost
 from shardwise.execution.world import World
 from shardwise.report.names import table_lines
-from shardwise.storage.writing.opening import open_writer
+from shardwise.storage.writing import open_writer
 from shardwise.training import setup as trl_setup
 from shardwise.training.dataset_loading import on_first_of_each_node
 from shardwise.training.run import TrlOutcome, held, peak_bytes, stopping_on_signals

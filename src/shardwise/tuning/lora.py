@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.conversion import Bindings, Expression
+from shardwise.conversion.computed import Bindings
+from shardwise.conversion.expression import Expression
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.models.four_bit_layers import are_experts_in_four_bits
 from shardwise.models.initialize import Additions, RowNorms

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.conversion import Bindings
+from shardwise.conversion.computed import Bindings
 from shardwise.errors import ConfigError
 from shardwise.models import pretrained
 from shardwise.models.policies import listed_blocks
@@ -24,6 +24,11 @@ from shardwise.tuning.lora import Adapter, Tuned, matches, near
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+    from shardwise.conversion.computed import Bindings
+    from shardwise.models.selection import Selection
+    from shardwise.tuning.lora import Adapter, Tuned
 
 
 class Tuning:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.conversion import Bindings
+from shardwise.conversion.computed import Bindings
 from shardwise.errors import ConfigError
 from shardwise.layout import LocalBox
 from shardwise.models.initial_programs import Program, fill_from_program, program_of

@@ -10,8 +10,7 @@ from tests.harness.crashes.effects import Called, Effect, Entry, Failed, Killed,
 from tests.harness.crashes.states import CrashState, states_after_crash
 from tests.harness.memory_storage import MemoryReader
 
-from shardwise.storage.contract import WritePolicy
-from shardwise.storage.policies import LOCAL_WRITES
+from shardwise.storage.contract import LOCAL_WRITES, WritePolicy
 
 Seen = TypeVar("Seen")
 

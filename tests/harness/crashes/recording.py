@@ -27,8 +27,8 @@ from tests.harness.crashes.effects import (
 )
 
 from shardwise.storage.contract import StorageWriter, WritePolicy
-from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.storage.writing.object_writer import ObjectWriter
+from shardwise.storage.objects import ObjectWriter
+from shardwise.storage.writing import LocalWriter
 
 PARENT: Final = ".."
 """The folder in which the root lies."""

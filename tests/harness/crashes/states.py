@@ -13,8 +13,7 @@ from tests.harness.crashes.disk import Disk, DiskFile, Naming, Write, folders_ar
 from tests.harness.crashes.effects import Called, Effect, Entry, Failed, Killed, Partly, Returned
 from tests.harness.memory_storage import MemoryReader
 
-from shardwise.storage.contract import WritePolicy
-from shardwise.storage.policies import LOCAL_WRITES
+from shardwise.storage.contract import LOCAL_WRITES, WritePolicy
 
 _BLOCK_BYTES: Final = 4096
 """What a disk writes whole or not at all."""

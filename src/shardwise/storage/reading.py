@@ -1,21 +1,40 @@
-"""Files of a local, or locally mounted, folder."""
+"""Reads files of a local, or locally mounted, folder, and opens a reader for any name of a checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from shardwise.errors import StorageError
-from shardwise.storage.contract import ReadPolicy, StorageReader, ends_early
+from shardwise.storage.contract import (
+    LOCAL,
+    NETWORK_FILE_SYSTEM,
+    ReadPolicy,
+    StorageReader,
+    as_bytes,
+    ends_early,
+)
 from shardwise.storage.machine import boot
-from shardwise.storage.names import failed, shown, why_unsafe
-from shardwise.storage.policies import LOCAL, NETWORK_FILE_SYSTEM, is_network, type_at
-from shardwise.storage.vectored import advance, as_bytes, one_call
+from shardwise.storage.names import (
+    HubOptions,
+    failed,
+    is_url,
+    local_place,
+    require_subfolder,
+    scheme_of,
+    shown,
+    split_file,
+    why_unsafe,
+    without_secrets,
+)
 
 
 class _Descriptor:
@@ -194,3 +213,186 @@ class LocalReader(StorageReader):
 
     def _is_closed(self, file: str) -> StorageError:
         return StorageError(f"{shown(file)} in {self._root}: the reader is closed. Open another one")
+
+
+CALL_BYTES = 0x7FFFF000
+"""The most one call reads or writes on Linux (``MAX_RW_COUNT``, read(2))."""
+
+CALL_BUFFERS = 1024
+"""The most buffers one preadv or pwritev call takes on Linux (``IOV_MAX``)."""
+
+
+def one_call(buffers: Sequence[memoryview], first: int) -> Sequence[memoryview]:
+    """As many buffers from ``first`` on as one system call takes; the last one may be cut."""
+    batch: list[memoryview] = []
+    room = CALL_BYTES
+    for buffer in buffers[first : first + CALL_BUFFERS]:
+        batch.append(buffer[:room])
+        room -= batch[-1].nbytes
+        if room == 0:
+            break
+    return batch
+
+
+def advance(buffers: list[memoryview], first: int, count: int) -> int:
+    """The first buffer not done with after ``count`` more bytes; what is done of it is cut off in place."""
+    while first < len(buffers) and count >= buffers[first].nbytes:
+        count -= buffers[first].nbytes
+        first += 1
+    if count:
+        buffers[first] = buffers[first][count:]
+    return first
+
+
+class Beside(StorageReader):
+    """A storage, and a second one whose files have names that begin with ``folder``.
+
+    The policy is that of the first: it has nearly all of the bytes.
+    """
+
+    def __init__(self, first: StorageReader, second: StorageReader, folder: str) -> None:
+        self._first = first
+        self._second = second
+        self._prefix = f"{folder}/"
+
+    @property
+    def root(self) -> str:
+        return self._first.root
+
+    @property
+    def policy(self) -> ReadPolicy:
+        return self._first.policy
+
+    @property
+    def files_opened(self) -> int:
+        """Files opened of both, as far as they count them."""
+        return sum(getattr(reader, "files_opened", 0) for reader in (self._first, self._second))
+
+    def list(self) -> list[str]:
+        return sorted([*self._first.list(), *(f"{self._prefix}{file}" for file in self._second.list())])
+
+    def size(self, file: str) -> int:
+        reader, name = self._of(file)
+        return reader.size(name)
+
+    def identity(self, file: str) -> str:
+        reader, name = self._of(file)
+        return reader.identity(name)
+
+    def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
+        reader, name = self._of(file)
+        reader.read_vectored(name, start, buffers)
+
+    def close(self) -> None:
+        """Close both."""
+        try:
+            self._first.close()
+        finally:
+            self._second.close()
+
+    def _of(self, file: str) -> tuple[StorageReader, str]:
+        if file.startswith(self._prefix):
+            return self._second, file.removeprefix(self._prefix)
+        return self._first, file
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStorage:
+    """A reader of a checkpoint's folder, and the file in it that was named, if one was."""
+
+    reader: StorageReader
+    file: str | None
+
+
+def open_storage(
+    name_or_path: str | os.PathLike[str],
+    hub: HubOptions = HubOptions(),  # noqa: B008 - frozen
+    *,
+    download: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+) -> OpenStorage:
+    """Open a folder, a safetensors or index file, a hub id or a URL; whoever calls closes the reader.
+
+    URLs are read in place. A hub id is downloaded, or taken from the cache alone with ``download=False``.
+    ``hub.subfolder`` holds for all of them.
+    ``storage_options`` are those of :class:`~shardwise.storage.remote.RemoteReader`, for URLs only.
+
+    Raises:
+        StorageError: for what is not there, or cannot be opened.
+    """
+    if is_url(name_or_path):
+        return _open_url(os.fspath(name_or_path), hub, storage_options or {})
+    if storage_options:
+        raise StorageError(f"{shown(os.fspath(name_or_path))}: storage_options are for URLs. Leave them out")
+    place = local_place(name_or_path, hub)
+    if place is None:
+        from shardwise.storage.remote import resolve
+
+        place = resolve(name_or_path, hub, download=download)
+    if place.is_file():
+        return OpenStorage(LocalReader(place.parent), place.name)
+    return OpenStorage(LocalReader(place), None)
+
+
+def _open_url(url: str, hub: HubOptions, storage_options: Mapping[str, Any]) -> OpenStorage:
+    where = shown(without_secrets(url))
+    if scheme_of(url) == "file":
+        raise StorageError(f"{where}: is on this machine. Pass the path without file://")
+    if hub.local_files_only:
+        raise StorageError(f"{where}: is read over the network, but local_files_only is set. Pass a local folder")
+    folder, file = split_file(url)
+    if file is not None and (hub.subfolder or hub.variant):
+        raise StorageError(f"{where}: is a file, which has no subfolder and no variant. Leave them out")
+    require_subfolder(where, hub)
+    if hub.subfolder:
+        before, mark, query = folder.partition("?")
+        folder = f"{before.rstrip('/')}/{hub.subfolder}{mark}{query}"
+    # Imported here: what is local needs no network code.
+    from shardwise.storage.remote import RemoteReader
+
+    return OpenStorage(RemoteReader(folder, storage_options=storage_options), file)
+
+
+_NETWORK = re.compile(
+    "9p|afs|beegfs|ceph|cifs|glusterfs|gpfs|lustre|nfs4?|orangefs|panfs|pvfs2|smb3|smbfs|virtiofs|wekafs"
+    r"|fuse\.(?!(bindfs|fuse-overlayfs|lxcfs|mergerfs|ntfs-3g|snapfuse|squashfuse)$).*"
+)
+
+_TABLE = "/proc/self/mountinfo"
+
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+def type_at(path: str) -> str | None:
+    """The type of the file system that a path, which need not exist, lies on; None where nobody tells."""
+    try:
+        with open(_TABLE, encoding="utf-8", errors="surrogateescape") as table:
+            return file_system_type(os.path.realpath(path), table.read())
+    except OSError:  # not Linux, or no /proc
+        return None
+
+
+def file_system_type(path: str, mountinfo: str) -> str | None:
+    """The type ("ext4", "nfs4", "fuse.gcsfuse") of the file system that holds ``path``; None where it is not told.
+
+    ``path`` is absolute and free of links; ``mountinfo`` is the text of ``/proc/self/mountinfo`` (proc(5)).
+    """
+    found: str | None = None
+    depth = -1
+    place = PurePosixPath(path)
+    for line in mountinfo.splitlines():
+        # 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw: optional fields end with the dash.
+        before, dash, after = line.partition(" - ")
+        fields, kinds = before.split(" "), after.split(" ")
+        if not dash or len(fields) < 5 or not kinds[0]:
+            continue
+        point = PurePosixPath(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4]))
+        # Of two mounts on one folder the later one is on top.
+        if place.is_relative_to(point) and len(point.parts) >= depth:
+            found, depth = kinds[0], len(point.parts)
+    return found
+
+
+def is_network(kind: str | None) -> bool:
+    """Whether files of this type of file system are fetched from another machine, or from outside a virtual one."""
+    return _NETWORK.fullmatch(kind or "") is not None

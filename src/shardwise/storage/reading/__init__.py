@@ -1,1 +1,0 @@
-"""Give me these bytes: the contract of a reader, and the readers."""

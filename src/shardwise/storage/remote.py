@@ -1,0 +1,356 @@
+"""Resolves a repository of the hub to a folder with those of its files that are read, and reads URLs by range."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import re
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import StorageError
+from shardwise.storage.contract import OBJECT_STORE, ReadPolicy, StorageReader, as_bytes, ends_early
+from shardwise.storage.names import (
+    AdapterFiles,
+    HubOptions,
+    ModelFiles,
+    WantedFiles,
+    local_place,
+    scheme_of,
+    shown,
+    why_unsafe,
+    without_secrets,
+)
+from shardwise.storage.objects import FileState, Objects, fill
+
+_SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "tokenizer*")
+"""Indexes, configurations, tokenizers."""
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_MODEL = ("model.safetensors", "model.safetensors.index.json")
+_TORCH = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_INDEX = re.compile(r".*\.(safetensors|bin)\.index(\.[^./]+)?\.json")
+_SECOND_COPIES = ("consolidated*", "adapter_model*")
+_MOST_JSON_BYTES = 100_000_000
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_ASKING_S = 10.0
+"""Seconds that the hub is waited for before the cache is taken for what there is."""
+
+
+def weights(names: Collection[str], folder: Path, wanted: WantedFiles, variant: str | None) -> list[str]:
+    """The files of weights that a load will read, of those that there are.
+
+    Args:
+        names: what is in the folder of the repository.
+        folder: where its small files are already.
+        wanted: a model or an adapter.
+        variant: as in the names of files.
+    """
+    there = set(names)
+
+    def of(name: str) -> list[str]:
+        """A file, or those that an index names."""
+        if name not in there:
+            return []
+        if _INDEX.fullmatch(name) is None:
+            return [name]
+        named = _content(folder / name).get("weight_map")
+        return sorted(there.intersection(map(str, named.values()))) if isinstance(named, dict) else []
+
+    safetensors = [name for name in sorted(there) if name.endswith(".safetensors")]
+    adapters = [name for name in _ADAPTERS if name in there][:1]
+    if isinstance(wanted, AdapterFiles):
+        return adapters
+    if variant is not None:
+        names_of = ("model.{}.safetensors", "model.safetensors.index.{}.json")
+        torch_names_of = ("pytorch_model.{}.bin", "pytorch_model.bin.index.{}.json")
+        choices = [of(name.format(variant)) for name in (*names_of, *torch_names_of)]
+    else:
+        own = [name for name in safetensors if not any(fnmatchcase(name, copy) for copy in _SECOND_COPIES)]
+        choices = [
+            of(str(_content(folder / "config.json").get("transformers_weights"))),
+            *(of(name) for name in _MODEL),
+            own,
+            [name for name in safetensors if name not in adapters],
+            *(of(name) for name in _TORCH),
+            adapters,
+        ]
+    chosen = next(filter(None, choices), [])
+    return [*chosen, *(name for name in wanted.extra if name in there and name not in chosen)]
+
+
+def _content(file: Path) -> dict[str, object]:
+    """The content of a JSON file; nothing where it cannot be read, which whoever opens it afterwards will tell."""
+    try:
+        content = json.loads(file.read_bytes()) if file.stat().st_size <= _MOST_JSON_BYTES else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def resolve(
+    name_or_path: str | os.PathLike[str],
+    options: HubOptions = HubOptions(),  # noqa: B008 - frozen
+    *,
+    download: bool = True,
+    wanted: WantedFiles = ModelFiles(),  # noqa: B008 - frozen
+) -> Path:
+    """The local folder (or file) with the checkpoint, downloaded first where it is not there yet.
+
+    Only what will be read is downloaded: the weights of ``options.variant``, or those without one (safetensors,
+    and where there are none, torch's), json, tokenizers; from the top of the repository, or of
+    ``options.subfolder``, alone; Python files only with ``ModelFiles(code=True)``. ``download=False`` takes what
+    the cache has: for the ranks of a node that come after the one that downloads.
+
+    Raises :class:`StorageError` for a path that is not there, and for a repository that is not to be had.
+    """
+    place = local_place(name_or_path, options)
+    if place is not None:
+        return place
+    repo_id = os.fspath(name_or_path)
+    prefix = f"{options.subfolder.strip('/')}/" if options.subfolder else ""
+    found = _listing(repo_id, options if download else replace(options, local_files_only=True))
+    if found is None:
+        folder = _cached(repo_id, options) / prefix
+    else:
+        commit, files = found
+        pinned = replace(options, revision=commit)
+        below = [name.removeprefix(prefix) for name in files if name.startswith(prefix)]
+        names = [name for name in below if "/" not in name]
+        patterns = (*_SMALL, "*.py") if isinstance(wanted, ModelFiles) and wanted.code else _SMALL
+        small = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        folder = _fetch(repo_id, pinned, prefix, small)
+        if chosen := weights(names, folder, wanted, options.variant):
+            folder = _fetch(repo_id, pinned, prefix, chosen)
+        note_commit(repo_id, options, commit)
+    if not folder.is_dir():
+        raise StorageError(
+            f"{repo_id} at revision {options.revision or 'main'}: no folder {options.subfolder!r} with weights or "
+            "json files in it. Check subfolder, or download it first"
+        )
+    return folder
+
+
+def commit_of(repo_id: str, options: HubOptions) -> str:
+    """The commit that the revision names: asked of the hub, and where it cannot be reached, of the cache.
+
+    Raises :class:`StorageError` where neither knows it.
+    """
+    if options.revision and _COMMIT.fullmatch(options.revision):
+        return options.revision
+    found = _listing(repo_id, options)
+    return _cached(repo_id, options).name if found is None else found[0]
+
+
+def note_commit(repo_id: str, options: HubOptions, commit: str) -> None:
+    """Leave in the cache what a revision named, as a download by it would, for whoever is offline later."""
+    revision = options.revision or "main"
+    folder = place_of_cache(options) / f"models--{repo_id.replace('/', '--')}"
+    noted = folder / "refs" / revision
+    if folder.is_dir() and not _COMMIT.fullmatch(revision):
+        with contextlib.suppress(OSError):  # a cache that cannot be written to has been read all the same
+            noted.parent.mkdir(parents=True, exist_ok=True)
+            noted.write_text(commit)
+
+
+def _listing(repo_id: str, options: HubOptions) -> tuple[str, list[str]] | None:
+    """The commit, and the names of its files, that the hub tells of; None where the cache has to do."""
+    with hub_errors_named(repo_id, options):
+        from huggingface_hub import HfApi, constants
+        from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
+
+        if options.local_files_only or constants.HF_HUB_OFFLINE:
+            return None
+        try:
+            info = HfApi(token=options.token).repo_info(repo_id, revision=options.revision, timeout=_ASKING_S)
+        except (HFValidationError, RevisionNotFoundError):
+            raise
+        except Exception:
+            with contextlib.suppress(StorageError):
+                _cached(repo_id, options)
+                return None
+            raise
+    return str(info.sha), [file.rfilename for file in getattr(info, "siblings", None) or ()]
+
+
+def _cached(repo_id: str, options: HubOptions) -> Path:
+    """The folder of the revision in the cache."""
+    from huggingface_hub import snapshot_download
+
+    with hub_errors_named(repo_id, options):
+        folder = snapshot_download(
+            repo_id,
+            revision=options.revision,
+            cache_dir=options.cache_dir,
+            local_files_only=True,
+        )
+    return Path(folder)
+
+
+def place_of_cache(options: HubOptions) -> Path:
+    """The folder of the hub's cache."""
+    from huggingface_hub import constants
+
+    return Path(options.cache_dir or constants.HF_HUB_CACHE).expanduser().absolute()
+
+
+def _fetch(repo_id: str, options: HubOptions, prefix: str, names: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    with hub_errors_named(repo_id, options):
+        # The hub's patterns let "*" match "/", so what lies deeper has to be left out by name.
+        folder = snapshot_download(
+            repo_id,
+            revision=options.revision,
+            cache_dir=options.cache_dir,
+            token=options.token,
+            allow_patterns=[glob.escape(prefix + name) for name in names],
+            ignore_patterns=[f"{glob.escape(prefix)}*/*"],
+        )
+        return Path(folder) / prefix
+
+
+_REMEDIES = {
+    "HFValidationError": "Check the path, or write 'organization/name'",
+    "GatedRepoError": "Accept the terms on its page, and pass a token (token=..., HF_TOKEN, or `hf auth login`)",
+    "RepositoryNotFoundError": "Check the spelling, and pass a token if it is private",
+    "RevisionNotFoundError": "Pass one of its branches, tags or commits",
+    "LocalEntryNotFoundError": "Allow downloading (local_files_only, HF_HUB_OFFLINE), or download it first",
+    "Exception": "Check connection, token and disk space, or download it by other means and pass its folder",
+}
+
+
+@contextmanager
+def hub_errors_named(repo_id: str, options: HubOptions) -> Iterator[None]:
+    """Turn what huggingface_hub raises into a StorageError that says what to do."""
+    try:
+        yield
+    except Exception as error:
+        kind = next(found for base in type(error).__mro__ if (found := base.__name__) in _REMEDIES)
+        raise StorageError(
+            f"{shown(repo_id)} at revision {options.revision or 'main'}: is no directory here, and cannot be had "
+            f"from the Hugging Face hub ({type(error).__name__}: {' '.join(str(error).split())}). {_REMEDIES[kind]}"
+        ) from error
+
+
+class RemoteReader(StorageReader):
+    """Reads files below a URL by range; see :class:`~shardwise.storage.contract.StorageReader`.
+
+    Nothing is written to disk, and no file is held in memory: each request in flight is held once (16 MiB at
+    most), and copied into the caller's buffers. At most ``policy.concurrency`` requests are in flight, however many
+    threads read. Failures that may pass are tried again by obstore. The version of every file is remembered when it
+    is first looked at; bytes of another version are a StorageError.
+
+    ``bytes_read``, ``reads`` (ranges asked for) and ``files_opened`` (files looked at) count what has been done.
+
+    Args:
+        url: a folder, as ``https://host/folder``, ``s3://bucket/folder``, ``gs://bucket/folder``, ``az://...`` or
+            ``memory://folder``. A query is sent with every file.
+        storage_options: the arguments of obstore's store: ``client_options`` and ``retry_config``, for buckets
+            also ``region``, ``endpoint``, ``skip_signature``, ...
+        concurrency: replaces ``policy.concurrency``.
+        policy: how the storage is read.
+
+    Raises:
+        StorageError: for a URL that cannot be read. The network is not asked before the first read.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        concurrency: int | None = None,
+        policy: ReadPolicy = OBJECT_STORE,
+    ) -> None:
+        self._policy = policy if concurrency is None else replace(policy, concurrency=concurrency)
+        options = storage_options or {}
+        if scheme_of(url) == "hf":
+            raise StorageError(
+                f"{shown(without_secrets(url))}: the hub is not read in place. Pass the repository's name "
+                "(organization/name, with revision and subfolder), whose files are downloaded"
+            )
+        self._files = Objects(url, options, doing="reading")
+        self._in_flight = threading.BoundedSemaphore(self._policy.concurrency)
+        self._states: dict[str, FileState] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self.bytes_read = 0
+        self.reads = 0
+        self.files_opened = 0
+
+    @property
+    def root(self) -> str:
+        return self._files.root
+
+    @property
+    def policy(self) -> ReadPolicy:
+        return self._policy
+
+    def list(self) -> list[str]:
+        """The names of all files below the URL, sorted.
+
+        Raises:
+            CannotListError: for an HTTP server, which gives files by name only.
+        """
+        self._require_open(None)
+        return self._files.list()
+
+    def size(self, file: str) -> int:
+        return self._state(file).nbytes
+
+    def identity(self, file: str) -> str:
+        """The file's version (ETag or hash, else time of change) and size, asked of the server anew."""
+        return self._look_at(file).identity
+
+    def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
+        flat, nbytes = as_bytes(buffers)
+        stop, state = start + nbytes, self._state(file)
+        if not 0 <= start <= stop <= state.nbytes:
+            raise ends_early(self.root, file, (start, stop), state.nbytes)
+        if start == stop:
+            return
+        doing = f"reading bytes {start}..{stop}"
+        with self._in_flight, self._files.failures(file, doing):
+            self._require_open(file)
+            is_whole = fill(flat, self._files.fetch(file, start, stop, state))
+        if not is_whole:
+            raise StorageError(
+                f"{self._files.named(file)}: {doing} failed, the answer is of another size. Check the server"
+            )
+        with self._lock:
+            self.reads += 1
+            self.bytes_read += stop - start
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _state(self, file: str) -> FileState:
+        """The file's state as it was when it was first looked at."""
+        self._require_open(file)
+        return self._states.get(file) or self._look_at(file, is_first=True)
+
+    def _look_at(self, file: str, *, is_first: bool = False) -> FileState:
+        self._require_open(file)
+        fault = why_unsafe(file)
+        if fault is not None:
+            raise StorageError(
+                f"{shown(file)}: refused as a file name below {self.root}, {fault}. "
+                "Name files relative to the checkpoint's folder"
+            )
+        with self._in_flight:
+            found = self._files.state(file)
+        with self._lock:
+            self.files_opened += file not in self._states
+            first = self._states.setdefault(file, found)
+        return first if is_first else found
+
+    def _require_open(self, file: str | None) -> None:
+        if self._closed:
+            raise StorageError(f"{self._files.named(file)}: the reader is closed. Open another one")

@@ -1,1 +1,0 @@
-"""Take these bytes: the contract of a writer, and the writers."""
