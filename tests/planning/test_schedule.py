@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.conversion import Copy, Stored, copies, permute
 from shardwise.formats.checkpoint_index import TensorEntry
-from shardwise.planning.schedule import aligned, copies_by_run, schedule, segments_of
+from shardwise.planning.load_memory import aligned, copies_by_run, schedule, segments_of
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box, DType, Strided
 

@@ -13,9 +13,9 @@ from shardwise.errors import ConfigError
 from shardwise.formats.checkpoint_index import TensorEntry
 from shardwise.formats.safetensors_header import NewFile
 from shardwise.planning.fingerprints import FINGERPRINTS_FILE, RecordedSave, from_bytes, to_bytes
+from shardwise.planning.load_memory import ComputingShare, staging_within
 from shardwise.planning.load_plan import Consent, FaultKind, Faults, Ignore, Initialize, allows
 from shardwise.planning.save_plan import choose_owners, wanted_by_owners
-from shardwise.planning.schedule import ComputingShare, staging_within
 from shardwise.tensors import Box, DType
 
 # Staging

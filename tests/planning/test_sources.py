@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import DisagreementError
-from shardwise.planning.sources import (
+from shardwise.planning.matching import (
     NOBODY,
     Item,
     choose_sources,

@@ -20,7 +20,7 @@ from tests.observing.made_runs import MIB, make_rank
 from shardwise import pictures
 from shardwise.cli import bench, main
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution.spawned import RankError, RanksLateError
+from shardwise.execution.processes import RankError, RanksLateError
 from shardwise.observing.observer import read_run
 from shardwise.startup import comparison
 from shardwise.startup.comparison import KINDS, PHASES, ArmOnRank, ArmRun, StartupResult, arm_run

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.tensors.fingerprint import MODULUS, fingerprint
+from shardwise.planning.fingerprints import MODULUS, fingerprint
 
 SIZES = [0, 1, 7, 8, 9, 511, 512, 513, 5000, 200_000]
 

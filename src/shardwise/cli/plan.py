@@ -71,7 +71,7 @@ def plan_command(
     or does not fit into --memory.
     """
     from shardwise.cli.launch import fail
-    from shardwise.tensors.boxes import in_bytes_of
+    from shardwise.tensors import in_bytes_of
 
     try:
         limit = None if memory is None else in_bytes_of(memory)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings, SmallestBlocks, computed_leaves, rows_stored
 from shardwise.engines.opening import OpenSource
 from shardwise.errors import CoverageError, PlacementError
+from shardwise.execution import Patience
 from shardwise.execution.memory import (
     Managers,
     available_memory,
@@ -25,7 +26,6 @@ from shardwise.execution.memory import (
     offloads_shards,
     require_budget,
 )
-from shardwise.execution.patience import Patience
 from shardwise.execution.reading import Arrangement, Destination, arrange
 from shardwise.execution.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex
@@ -152,7 +152,7 @@ def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> N
     load.items = destinations(load.plan, by_name, devices_of(held, load.managers, load.home))
     load.shared, mode = {}, options.shared_reads
     if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
-        from shardwise.execution.shared_reads import shared_boxes
+        from shardwise.execution.moving import shared_boxes
 
         load.shared = shared_boxes(world, by_name, load.items)
     alone = [item for item in load.items if item.fqn not in load.shared]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.execution.launched import this_device
+from shardwise.execution.processes import this_device
 from shardwise.execution.world import World
 from shardwise.models.torch_words import memory_in_use
 from shardwise.observing.observer import RankObserver, create_rank_file, host_memory

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.errors import ConfigError
+from shardwise.execution import Patience
 from shardwise.execution.memory import require_budget
 from shardwise.execution.moving import distribute
-from shardwise.execution.patience import Patience
-from shardwise.execution.progress import Clock
-from shardwise.execution.supply import Arrivals, compare, require_alike_models, survey, wrap_without_values
-from shardwise.execution.world import World
+from shardwise.execution.replicas import require_alike_models
+from shardwise.execution.supply import Arrivals, compare, survey, wrap_without_values
+from shardwise.execution.world import Clock, World
 from shardwise.layout import TensorKind
 from shardwise.models import wrap
 from shardwise.models.four_bit_base import choose_to_pack, pack_model
@@ -30,7 +30,7 @@ from shardwise.models.rebind import look_at, require_steps_shards
 from shardwise.models.torch_words import TrainedDtype, require_trainable_dtype
 from shardwise.models.view import Held, is_sharded, look_inside, refuse_unmovable, without_compile
 from shardwise.models.wrap import Sharding
-from shardwise.planning.sources import ValuesFrom
+from shardwise.planning.matching import ValuesFrom
 from shardwise.report.reports import ShardReport
 from shardwise.tuning.lora import let_merge_in_four_bits
 

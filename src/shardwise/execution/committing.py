@@ -19,17 +19,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution.saving_lock import HeldMark, Whose, take_lock
+from shardwise.execution.saving_lock import HeldMark, Marked, Whose, take_lock
+from shardwise.formats.accelerate_names import is_distributed_folder
+from shardwise.formats.distributed import METADATA, read_metadata
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, is_training_file, named_training
 from shardwise.formats.safetensors_header import read_header
 from shardwise.planning import fingerprints
-from shardwise.planning.commit import (
+from shardwise.planning.save_plan import (
+    ADAPTER,
     OLDER,
     Commit,
     CommitStep,
@@ -37,16 +44,24 @@ from shardwise.planning.commit import (
     Publish,
     Remove,
     Rename,
+    Renames,
+    SavePlan,
+    WrittenFiles,
     commit_of,
+    fresh,
     is_on_its_way,
+    lists_among,
     look_at_folder,
     obsolete,
     on_its_way,
+    token_of_fresh,
 )
-from shardwise.planning.save_plan import ADAPTER, SavePlan
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.names import shown
+from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import open_storage
+from shardwise.storage.writing.folders_writer import FoldersWriter, is_through_link, remove_folder
+from shardwise.storage.writing.opening import open_writer
 
 _BLOCK_BYTES = 8 << 20
 
@@ -378,3 +393,294 @@ def _bound(writer: StorageWriter, plan: SavePlan, small_files: Mapping[str, byte
     if plan.stem != ADAPTER or content is None or writer.read(ADAPTER_CONFIG) == content:
         return {}
     return {ADAPTER_CONFIG: content}
+
+
+_WORK = (".shardwise.", ".work")
+"""The beginning and the end of the name of a folder in which others write for a save, with its token between."""
+
+
+def work_folder(folder: str | os.PathLike[str], token: str) -> Path:
+    """Where the code of others writes what is then saved."""
+    return Path(folder, token.join(_WORK))
+
+
+def tidy(marked: Marked) -> None:
+    """Carry out what is left to be renamed, and remove what saves of accelerate's files have left besides.
+
+    Raises:
+        FormatError: a list of renames makes no sense.
+        StorageError: a file cannot be renamed or removed.
+    """
+    root = marked.writer.root
+    folders = distributed_folders(root)
+    with FoldersWriter(root, folders) as writer:
+        remove_unnamed(writer, writer.list())  # by what was about to be named nothing can begin to count
+        _finish_all(root, marked.held)
+        remove_fresh(writer, writer.list())
+        for folder in folders:
+            for name in left_in(Path(root, folder)):
+                writer.remove(f"{folder}/{name}")
+    for entry in _entries(root):
+        if entry.name.startswith(_WORK[0]) and entry.name.endswith(_WORK[1]):
+            remove_folder(entry.path)
+
+
+def undo(marked: Marked, also: Collection[str] = ()) -> None:
+    """Remove what this save has made, unless it counts by now. ``also`` are further folders that it wrote into."""
+    root = marked.writer.root
+    folders = distributed_folders(root)
+    also = [folder for folder in also if not is_through_link(root, folder)]
+    with FoldersWriter(root, {*folders, *also}) as writer:
+        names = writer.list()
+        listed = Renames(marked.token, ()).file
+        writer.remove(on_its_way(listed, marked.token))
+        if listed not in names:
+            remove_fresh(writer, [name for name in names if token_of_fresh(name) == marked.token])
+            for folder in folders:
+                for name in left_in(Path(root, folder), of=marked.token):
+                    writer.remove(f"{folder}/{name}")
+    _remove_empty(root, {*folders, *also})
+    remove_folder(work_folder(root, marked.token))
+
+
+def commit_written(
+    marked: Marked, written: WrittenFiles, older: Sequence[str], beside: Mapping[str, bytes] = MappingProxyType({})
+) -> None:
+    """Let the files of a save count, give them their names, and remove the older ones; then release the mark.
+
+    ``beside`` are small files that are put in their places just before.
+
+    Raises:
+        StorageError: as of :func:`~shardwise.execution.committing.let_count`.
+    """
+    root = marked.writer.root
+    renames = Renames(marked.token, tuple(written.named), tuple(older))
+    folders = {name.rpartition("/")[0] for name in (*written.named, *written.beside, *older)} - {""}
+    with FoldersWriter(root, folders) as writer:
+        let_count(writer, marked.held, renames.commit(written), beside)
+    if marked.held.whose() is not Whose.ANOTHERS:  # who has the folder by now has found the list, and finishes it
+        _finish(root, renames.file, marked.held)
+    _remove_empty(root, folders)
+    remove_folder(work_folder(root, marked.token))
+    marked.release()
+
+
+def _entries(root: str) -> list[os.DirEntry[str]]:
+    with os.scandir(root) as entries:
+        return [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+def distributed_folders(root: str) -> list[str]:
+    """The folders of models and optimizers that are there. Links are not followed."""
+    return sorted(entry.name for entry in _entries(root) if is_distributed_folder(entry.name))
+
+
+def remove_fresh(writer: FoldersWriter, names: Collection[str]) -> None:
+    """Remove those of these files that saves have written and not named."""
+    for name in names:
+        if token_of_fresh(name) is not None:
+            writer.remove(name)
+
+
+def _remove_empty(root: str, folders: Collection[str]) -> None:
+    for folder in sorted(folders, reverse=True):
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.join(root, folder))
+
+
+def _finish_all(root: str, held: HeldMark) -> None:
+    with FoldersWriter(root) as writer:
+        lists = lists_among(writer.list())
+    for file in lists:
+        _finish(root, file, held)
+
+
+def _finish(root: str, file: str, held: HeldMark) -> None:
+    """Give the files that are listed their names, and remove those that are older; when marked.
+
+    Whoever has taken the folder over does the same meanwhile, and may be done first. Then new files are not there
+    to be renamed any more; before a name is removed that others may have given, it is asked whose the mark is.
+    """
+    renames = read_list(Path(root), file)
+    if renames is None:
+        return  # somebody else has finished it
+    with FoldersWriter(root) as writer:
+        for name in (*renames.names, *renames.older):
+            writer.add_folder_of(name)
+        there = set(writer.list())
+        for name in renames.names:
+            if fresh(name, renames.token) in there:
+                _rename(writer, fresh(name, renames.token), name)
+            elif name not in there and file in writer.list():
+                raise FormatError(
+                    f"{file} in {root}: lists {shown(name)}, which is gone; remove that list, and save again"
+                )
+        if file not in writer.list():
+            return  # what is there by now may be of a newer save
+        for name in renames.older:
+            if name in there and name not in renames.names:
+                if held.whose() is not Whose.OURS:
+                    return  # the list stays until all that is older is gone; whoever has the folder goes on by it
+                writer.remove(name)
+        writer.sync_names()
+        writer.remove(file)
+        writer.sync_names()
+
+
+def _rename(writer: FoldersWriter, file: str, name: str) -> None:
+    try:
+        writer.rename(file, name)
+    except StorageError:
+        if file in writer.list():
+            raise
+
+
+_MAX_LIST_BYTES = 1 << 24
+
+
+def read_list(folder: Path, file: str) -> Renames | None:
+    """A list of renames; None where it is not there any more.
+
+    Raises:
+        FormatError: it makes no sense, or names what is not in the folder itself.
+        StorageError: it cannot be read.
+    """
+    with LocalReader(folder) as reader:
+        try:
+            nbytes = reader.size(file)
+            content = reader.read(file, 0, nbytes) if nbytes <= _MAX_LIST_BYTES else b""
+        except StorageError:
+            if not os.path.lexists(folder / file):
+                return None  # carried out meanwhile
+            raise
+    renames = Renames.from_bytes(file, content)
+    if renames is None:
+        raise FormatError(f"{file} in {folder}: is no list of renames of an interrupted save; remove it")
+    linked = [way for way in _folders_of(folder, renames) if (folder / way).is_symlink()]
+    if linked:
+        raise FormatError(
+            f"{file} in {folder}: lists files in {shown(linked[0])}, which is a link; remove the list"
+        )
+    return renames
+
+
+def _folders_of(folder: Path, renames: Renames) -> list[str]:
+    """Folders that listed names lead into, as far as they are there, each before what lies in it."""
+    found: set[str] = set()
+    for around in {name.rpartition("/")[0] for name in (*renames.names, *renames.older)} - {""}:
+        for way in accumulate(around.split("/"), "{}/{}".format):
+            if way not in found and not (folder / way).is_dir():
+                break
+            found.add(way)
+    return sorted(found)
+
+
+def home_of(path: Path) -> Path:
+    """The folder whose lists concern a path: itself, or that around a file, or around the folder of one model."""
+    return path.parent if not path.is_dir() or is_distributed_folder(path.name) else path
+
+
+def lists_in(folder: Path) -> list[Renames]:
+    """The lists of renames that an interrupted save has left in a folder.
+
+    Raises:
+        FormatError, StorageError: as of :func:`read_list`.
+    """
+    try:
+        names = os.listdir(folder) if folder.is_dir() else []
+    except OSError as error:
+        raise StorageError(f"{folder}: listing it failed, {error.strerror}; check its permissions") from error
+    return [found for file in lists_among(names) if (found := read_list(folder, file)) is not None]
+
+
+@contextmanager
+def as_renamed(folder: Path) -> Iterator[Path]:
+    """A folder as it is once the renames that are listed in it have been carried out. Nothing in it is changed.
+
+    It is the folder itself where nothing is listed, else a temporary one of links, for the time of the block. Links
+    lead nowhere once somebody carries the list out: see :func:`leads_nowhere`.
+
+    Collective: no.
+
+    Raises:
+        FormatError: a list makes no sense, or a file that it names is gone.
+        StorageError: the folder cannot be read.
+    """
+    with ExitStack() as stack:
+        place = folder
+        while pending := lists_in(folder):
+            place = Path(stack.enter_context(TemporaryDirectory(prefix="shardwise-renamed-")))
+            try:
+                gone = _link(folder.absolute(), pending, place)
+            except OSError as error:
+                raise StorageError(f"{folder}: reading it failed, {error.strerror or error}") from error
+            if lists_in(folder) == pending:
+                if gone:
+                    raise FormatError(
+                        f"{pending[0].file} in {folder}: lists {shown(gone[0])}, which is gone; "
+                        "the save is damaged: take another, or remove the list to have the one before"
+                    )
+                break
+            place = folder  # carried out meanwhile
+        yield place
+
+
+def leads_nowhere(place: Path) -> bool:
+    """Whether a folder of links has some to files that are gone by now."""
+    return any(path.is_symlink() and not path.exists() for path in place.rglob("*"))
+
+
+def _link(folder: Path, pending: Sequence[Renames], place: Path) -> list[str]:
+    """Make links to what is in a folder, by the names that files are to have; the listed names that are gone."""
+    inner = {way for renames in pending for way in _folders_of(folder, renames)}
+    links: dict[str, str] = {}
+    for way in ("", *sorted(inner)):
+        (place / way).mkdir(exist_ok=True)
+        names = [(PurePosixPath(way) / name).as_posix() for name in os.listdir(folder / way)]
+        links |= {name: name for name in names if name not in inner and token_of_fresh(name) is None}
+    for renames in pending:
+        links |= {name: new for name in renames.names if (folder / (new := fresh(name, renames.token))).is_file()}
+        for name in {renames.file, *renames.older} - {*renames.names}:
+            links.pop(name, None)
+    for name, lies_at in links.items():
+        (place / name).symlink_to(folder / lies_at)
+    return [name for renames in pending for name in renames.names if name not in links]
+
+
+# Data of a DCP folder
+
+_DATA_FILE = re.compile(r"__[0-9]+_([0-9]+)\.distcp")
+
+_FIRST_NUMBER = 1 << 32
+"""Names of files have the number of their save, from here on: those that torch writes count from 0."""
+
+
+def number_of(token: str) -> int:
+    return _FIRST_NUMBER + int(token, 16)
+
+
+def older_in(folder: Path, files: Collection[str]) -> list[str]:
+    """Data of older checkpoints in a folder, beside these files."""
+    with open_writer(folder) as writer:
+        return [name for name in writer.list() if _DATA_FILE.fullmatch(name) and name not in files]
+
+
+def left_in(folder: Path, of: str = "") -> list[str]:
+    """Data of saves of ours that ``.metadata`` does not tell of; of the save with this token, or of any."""
+    with open_writer(folder) as writer:
+        names = writer.list()
+    ours = [name for name in names if (found := _DATA_FILE.fullmatch(name)) and int(found[1]) >= _FIRST_NUMBER]
+    if of:
+        ours = [name for name in ours if (found := _DATA_FILE.fullmatch(name)) and int(found[1]) == number_of(of)]
+    if not ours or METADATA not in names:
+        return ours
+    try:
+        with LocalReader(folder) as reader:
+            metadata = read_metadata(reader)
+    except (FormatError, StorageError):
+        return []  # nobody knows what belongs together
+    places = [place for tensor in metadata.tensors.values() for _, place in tensor.chunks]
+    named = {place.file for place in [*places, *metadata.objects.values()]}
+    # A rank that holds nothing has a file that is not told of; it goes with the others of its save.
+    counting = {found[1] for name in named if (found := _DATA_FILE.fullmatch(name))}
+    return [name for name in ours if (found := _DATA_FILE.fullmatch(name)) and found[1] not in counting]

@@ -21,8 +21,7 @@ from shardwise.formats.checkpoint_index import TensorEntry
 from shardwise.formats.strict_json import parse_object
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
-from shardwise.tensors.boxes import numel
-from shardwise.tensors.dtypes import DType, dtype_named
+from shardwise.tensors import DType, dtype_named, numel
 
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library reads (``MAX_HEADER_SIZE``)."""

@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 from shardwise.conversion import Expression
 from shardwise.engines.model_states import set_values
 from shardwise.errors import ConfigError, PlacementError
-from shardwise.execution.agreed import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
-from shardwise.execution.progress import Clock
-from shardwise.execution.world import World
+from shardwise.execution.supply import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
+from shardwise.execution.world import Clock, World
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations.pending import Awaited, Pending, awaited_in, settle
 from shardwise.models.rebind import Bound, look_at, require_steps_shards

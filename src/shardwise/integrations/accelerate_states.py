@@ -13,8 +13,8 @@ from torch import nn
 
 from shardwise.engines.model_states import model_state
 from shardwise.errors import ConfigError, StorageError
-from shardwise.execution.agreed import StateOptions
-from shardwise.execution.renames import as_renamed, leads_nowhere
+from shardwise.execution.committing import as_renamed, leads_nowhere
+from shardwise.execution.supply import StateOptions
 from shardwise.execution.world import World
 from shardwise.formats.accelerate_names import MODEL
 from shardwise.integrations import accelerate_compat as compat

@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError, FormatError
 from shardwise.models import pretrained
 from shardwise.models.torch_words import to_torch
 from shardwise.models.view import Held, look_inside
-from shardwise.tensors.dtypes import DType
+from shardwise.tensors import DType
 
 
 def read_config(

@@ -18,8 +18,7 @@ from shardwise.formats.checkpoint_index import CheckpointIndex, entries_of
 from shardwise.formats.contract import belongs_to_codes, packed_names, scale_names
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.report.names import few
-from shardwise.tensors import DType
-from shardwise.tensors.dtypes import casts_safely
+from shardwise.tensors import DType, casts_safely
 
 _CODES = (DType.F8_E4M3, DType.F8_E5M2, DType.I8, DType.U8)
 

@@ -27,12 +27,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardwise.engines.bringing_up import from_pretrained
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.observe import observe
-from shardwise.execution.launched import this_device
 from shardwise.execution.memory import memory_of
+from shardwise.execution.processes import this_device
 from shardwise.models.view import local_tensor, raw_bytes
 from shardwise.observing.phases import phase
+from shardwise.planning.fingerprints import fingerprint
 from shardwise.startup.comparison import LOAD, OPTIMIZER, OURS, WRAP, ArmOnRank
-from shardwise.tensors.fingerprint import fingerprint
 
 _SAMPLES_PER_SECOND = 100.0
 _PAGE_BYTES = 4096

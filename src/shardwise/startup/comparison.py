@@ -19,7 +19,7 @@ import numpy as np
 
 from shardwise.errors import ConfigError, FormatError, ShardwiseError, StorageError
 from shardwise.execution.memory import host_memory
-from shardwise.execution.spawned import RanksLateError
+from shardwise.execution.processes import RanksLateError
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
 from shardwise.observing.observer import Floats, PhaseSpan, RankRecord, RunRecord, read_run

@@ -22,7 +22,7 @@ from shardwise.bank.rows import RowTensors
 from shardwise.bank.tenant import TenantLoss
 from shardwise.engines.save_plan import SaveOptions
 from shardwise.errors import ConfigError, FormatError, TrainingError
-from shardwise.execution.collectives import naming_the_lost
+from shardwise.execution.processes import naming_the_lost
 from shardwise.execution.world import World
 from shardwise.storage.writing.opening import open_writer
 from shardwise.tenants.tenant_configs import read_tenants

@@ -1,4 +1,11 @@
-"""Starts ranks as processes of this machine, which meet through a file. Imports no torch: the ranks do, once."""
+"""Starts ranks as processes of this machine, or joins those of a launcher; finds out who is lost in a collective.
+
+Imports no torch: the ranks do, once. They are forked from one process, which imports this module first and then
+what they need. Importing torch and transformers makes objects by the hundred thousand, all of which stay, and a
+fifth of the time would go to searches for unreachable cycles among them. So there are none until the ranks are
+there; each begins them again (``live_as_rank``). The process that ranks are forked from does not end by a SIGTERM
+or a Ctrl-C that is meant for all of a group, and imports nothing from the folder that it happens to be in.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +15,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -16,13 +24,26 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardwise.errors import PlacementError, RankLostError, ShardwiseError
+from shardwise.execution.meetings import Meetings, detector_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.execution.world import World
+
+if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # nobody else's signals are changed
+    gc.disable()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.path[:] = [folder for folder in sys.path if folder]
 
 _GRACE_S = 10.0
 """Seconds for which the other ranks may go on after one has failed, to fail by themselves."""
@@ -94,7 +115,7 @@ def run_spawned(
 def start_server(preloaded: Sequence[str]) -> multiprocessing.context.ForkServerContext:
     """Start the process that ranks are forked from, unless there is one."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shardwise.execution.importing", *preloaded])
+    context.set_forkserver_preload([__name__, *preloaded])
     multiprocessing.forkserver.ensure_running()
     return context
 
@@ -234,3 +255,185 @@ def at_own_gpu(rank: int, size: int) -> str:
         )
     module_of(kind).set_device(rank)
     return both_backends(kind)
+
+
+# Ranks of a launcher
+
+_RENDEZVOUS = timedelta(minutes=10)
+"""The time that ranks of a launcher wait for each other."""
+
+
+def run_launched(local_rank: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call the function as a rank that a launcher started; its values by rank on the first, none on the others.
+
+    Ranks meet as ``torch.distributed`` does it by the environment of torchrun. Afterwards the process group is left
+    in order. When the function raises, it is left as it is: the other ranks may never come to its end. Collective:
+    yes, over all ranks.
+
+    Raises:
+        RankLostError: ranks have not come within ten minutes, or could not connect to each other.
+    """
+    import torch.distributed as dist
+
+    from shardwise.execution.world import World
+    from shardwise.models.torch_words import accelerator, both_backends, default_store, module_of
+
+    backend = "gloo"
+    kind = accelerator()
+    if kind is not None:
+        module_of(kind).set_device(local_rank)
+        backend = both_backends(kind)
+    try:
+        dist.init_process_group(backend, timeout=_RENDEZVOUS)
+    except (RuntimeError, ValueError) as error:
+        cause = str(error).partition("\n")[0]
+        raise RankLostError(
+            f"the ranks could not meet ({cause}); start every rank, with one MASTER_ADDR and one free MASTER_PORT"
+        ) from error
+    detector_of(default_store(), dist.get_rank())
+    own = function(*args)
+    with World.current() as world:
+        values = world.gather(own)
+    if dist.is_initialized():  # accelerate may have ended it
+        dist.destroy_process_group()
+    return values if world.rank == 0 else []
+
+
+def this_place() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    from shardwise.execution.world import World
+
+    world = World.current()
+    return world.rank, world.size
+
+
+def this_device() -> torch.device:
+    """This rank's accelerator, else the CPU."""
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.models.torch_words import accelerator, has_collectives, module_of
+
+    kind = accelerator()
+    if kind is None or (dist.is_initialized() and not has_collectives(kind)):
+        return torch.device("cpu")
+    return torch.device(kind.type, module_of(kind).current_device())
+
+
+# Collectives of torch's own, in which no rank waits for one that is lost
+
+_COLLECTIVE = re.compile(
+    r"gloo|nccl|hccl|xccl|connection (closed|reset|refused)|broken pipe|socket|process group|watchdog",
+    re.IGNORECASE,
+)
+"""Found in errors of the backends of process groups; gloo raises nothing but a RuntimeError."""
+
+_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator|can.t allocate memory|not enough memory", re.IGNORECASE)
+
+
+WhenStuck: TypeAlias = Callable[[RankLostError], object]
+
+_STUCK_S = 5.0
+"""A rank that is still in a collective so long after another was lost will not come out of it in time."""
+
+_ASKED_S = 1.0
+"""The same of a rank that was asked to stop."""
+
+
+@contextmanager
+def naming_the_lost(
+    world: World,
+    where: Callable[[], str],
+    when_stuck: WhenStuck = lambda error: None,
+    is_asked: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
+    """In this block ranks compute by collectives of torch's own, which break when one of them is gone.
+
+    What a collective raises then becomes an error that names the rank that was lost. A rank that runs out of
+    memory, or raises anything else, tells the others. ``where`` says what is being done, the same on all ranks. The
+    ranks have met before.
+
+    A collective may also wait for a lost rank for as long as its backend does, and cannot be called back. Where it
+    has for some seconds, ``when_stuck`` is called, on another thread, which needs no store to notice: this rank may
+    be the one that is cut off. It is called sooner where this rank ``is_asked`` to stop.
+
+    Raises:
+        RankLostError: a rank is lost, has left the block, or has run out of memory; the same on every rank.
+    """
+    line = world.meetings
+    try:
+        with _watched(line, where, when_stuck, is_asked):
+            yield
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        is_out, is_broken = is_out_of_memory(error), is_of_a_collective(error)
+        cause = _out_of_memory(error) if is_out else f"{type(error).__name__}: {error}"
+        if line is None:
+            if is_out:
+                raise RankLostError(f"{where()}: {cause}") from error
+            raise
+        if is_out or not is_broken:
+            line.leave(cause)
+        try:
+            line.find_lost()
+        except RankLostError as lost:
+            if is_out or is_broken:
+                raise RankLostError(f"{where()}: {lost}") from error
+        else:
+            line.leave(cause)
+        raise
+
+
+@contextmanager
+def _watched(
+    line: Meetings | None, where: Callable[[], str], when_stuck: WhenStuck, is_asked: Callable[[], bool]
+) -> Iterator[None]:
+    if line is None:
+        yield
+        return
+    has_left = threading.Event()
+
+    def watch() -> None:
+        since = math.inf
+        while not has_left.wait(min(line.patience.beat_s, _ASKED_S)):
+            in_haste = is_asked()
+            lost = line.lost(in_haste=in_haste)
+            since = math.inf if lost is None else min(since, time.monotonic())
+            if lost is not None and time.monotonic() - since >= (_ASKED_S if in_haste else _STUCK_S):
+                when_stuck(RankLostError(f"{where()}: {lost}"))
+                return
+
+    watching = threading.Thread(target=watch, name="shardwise-stuck", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        has_left.set()
+        watching.join(timeout=_ASKED_S)  # it holds on to what was trained
+
+
+def _out_of_memory(error: BaseException) -> str:
+    detail = str(error).partition("\n")[0] or type(error).__name__
+    return f"out of memory ({detail}); smaller batches, activation checkpointing or more ranks take less"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if this process, or its device, has no memory left."""
+    import torch
+    import torch.distributed as dist
+
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and not isinstance(error, dist.DistError) and _tells(_MEMORY, error)
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Return True if ranks could not communicate; the cause may be on another rank."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _tells(_COLLECTIVE, error))
+
+
+def _tells(pattern: re.Pattern[str], error: BaseException) -> bool:
+    return pattern.search(str(error)) is not None
