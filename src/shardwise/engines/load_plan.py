@@ -76,7 +76,7 @@ class Load:
     home: torch.device = field(init=False)
     managers: Managers = field(init=False)
     items: Sequence[Destination] = field(init=False)
-    shared: Mapping[str, Sequence[Boxes]] = field(init=False)
+    shared: Mapping[str, tuple[Boxes, ...]] = field(init=False)
     own: Arrangement = field(init=False)
     forecast: RankForecast = field(init=False)
     available: Available = field(init=False)
@@ -150,13 +150,13 @@ def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> N
     load.home, load.managers = home_of(held, options.device), managers_of(model)
     by_name = {item.fqn: item for item in held}
     load.items = destinations(load.plan, by_name, devices_of(held, load.managers, load.home))
-    load.shared, mode = {}, options.shared_reads
+    load.shared, mode, parts = {}, options.shared_reads, load.items
     if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
-        from shardwise.execution.moving import shared_boxes
+        from shardwise.execution.moving import shared_boxes, shared_parts
 
         load.shared = shared_boxes(world, by_name, load.items)
-    alone = [item for item in load.items if item.fqn not in load.shared]
-    load.own = arrange(alone, source.index, policy, options.budget_bytes, world.place)
+        parts = shared_parts(world, load.shared, load.items)
+    load.own = arrange(parts, source.index, policy, options.budget_bytes, world.place)
     homes = Homes.of(
         load.plan,
         policy,

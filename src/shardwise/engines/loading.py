@@ -87,10 +87,10 @@ def carry_out(
             world.together(read)
         means = average_rows(world, load)
         if load.shared:
-            from shardwise.execution.moving import read_shared
+            from shardwise.execution.moving import exchange_shared
 
             with clock.phase("share"):
-                read_shared(world, load.shared, {item.fqn: item for item in held}, load.items, placer)
+                exchange_shared(world, load.shared, {item.fqn: item for item in held}, load.items, placer)
     with clock.phase("fill"):
         completed = form_of(model).complete(world, model, budget_bytes=options.budget_bytes)
     attributes = world.together(lambda: finish(model, load, means, {**placer.written, **completed}, clock))

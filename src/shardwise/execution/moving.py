@@ -10,9 +10,8 @@ the one before it.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.conversion import Stored, computes, rows_stored
 from shardwise.errors import DisagreementError, PlacementError
-from shardwise.execution.memory import Ahead, trim_heap
+from shardwise.execution.memory import trim_heap
 from shardwise.execution.reading import Destination, Placer
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox, place_of
@@ -34,7 +33,6 @@ from shardwise.planning.moves import (
     Round,
     StateForm,
     covers,
-    cut,
     holders_of,
     plan_rounds,
     receivers,
@@ -515,7 +513,10 @@ def held_by_rank(
 def shared_boxes(
     world: World, held: Mapping[str, Held], items: Sequence[Destination]
 ) -> dict[str, tuple[Boxes, ...]]:
-    """The tensors that ranks read together, by name, with the boxes that each rank holds: those with replicas."""
+    """The tensors that ranks read together, by name, with the boxes that each rank holds: those with replicas.
+
+    Each of the ranks that hold a box reads a share of it, and gets the others' (:func:`exchange_shared`).
+    """
     ranks = dist.get_process_group_ranks(world.group)
     alike: dict[object, tuple[Boxes, ...]] = {}
     found: dict[str, tuple[Boxes, ...]] = {}
@@ -534,82 +535,47 @@ def shared_boxes(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _SharedBlock:
-    """A block of a tensor, the rank that reads it, and all that hold it."""
-
-    item: Destination
-    box: Box
-    reader: int
-    holders: tuple[int, ...]
-
-    def handover(self, world: World, read: LocalTensor | None, into: LocalTensor, shape: Sequence[int]) -> Handover:
-        held, wanted = (
-            tuple((self.box,) if rank in ranks else () for rank in range(world.size))
-            for ranks in ((self.reader,), self.holders)
-        )
-        name = f"{self.item.fqn} at {self.box.offsets}"
-        return Handover(name, shape, self.item.dtype, held, wanted, read, into)
+def shared_parts(
+    world: World, shared: Mapping[str, tuple[Boxes, ...]], items: Sequence[Destination]
+) -> list[Destination]:
+    """The destinations with only this rank's share of the boxes of those that ranks read together."""
+    shares = _shares_of_reads(shared, items)
+    return [
+        replace(item, boxes=tuple(LocalBox(box, place_of(box, item.boxes)) for box in shares[item.fqn][world.rank]))
+        if item.fqn in shares
+        else item
+        for item in items
+    ]
 
 
-def read_shared(
+def _shares_of_reads(
+    shared: Mapping[str, tuple[Boxes, ...]], items: Sequence[Destination]
+) -> dict[str, tuple[Boxes, ...]]:
+    wanted = sorted((item.fqn, item.dtype.itemsize) for item in items if item.fqn in shared)
+    return {name: shares_by_rank(shared[name], turn, itemsize) for turn, (name, itemsize) in enumerate(wanted)}
+
+
+def exchange_shared(
     world: World,
-    shared: Mapping[str, Sequence[Boxes]],
+    shared: Mapping[str, tuple[Boxes, ...]],
     held: Mapping[str, Held],
     items: Sequence[Destination],
     placer: Placer,
 ) -> None:
-    """Read the shared tensors, each block by one of the ranks that hold it, and send it to the others.
+    """Send the shares that this rank has read to the other ranks that hold them, and get theirs.
 
     Collective: yes.
-    Memory: the budget: a fifth for reading, for what has been read, for what is read ahead, and for what is sent.
+    Memory: the budget.
     """
-    budget_bytes = placer.budget_bytes // 5
+    shares = _shares_of_reads(shared, items)
     members = sorted((item for item in items if item.fqn in shared), key=lambda item: item.fqn)
-    batches = list(_shared_batches(members, shared, budget_bytes))
-
-    def read(batch: Sequence[_SharedBlock]) -> dict[_SharedBlock, LocalTensor]:
-        mine = [block for block in batch if block.reader == world.rank]
-        values = placer.values_of([(block.item.expression, block.box, block.item.dtype) for block in mine])
-        return {block: LocalTensor.whole(value, block.box) for block, value in zip(mine, values, strict=True)}
-
-    waiting = Ahead(partial(read, batches[0])) if batches else None
-    for number, batch in enumerate(batches):
-        assert waiting is not None
-        values = world.together(partial(waiting.value, world.check))
-        waiting = Ahead(partial(read, batches[number + 1])) if number + 1 < len(batches) else None
-        handovers = [
-            block.handover(
-                world,
-                values.get(block),
-                LocalTensor(held[block.item.fqn].local, block.item.boxes),
-                held[block.item.fqn].tensor.shape,
-            )
-            for block in batch
-        ]
-        device = next((item.device for item in members if item.device.type != "cpu"), members[0].device)
-        hand_over(world, handovers, budget_bytes=budget_bytes, device=device)
-        for block in batch:
-            if world.rank in block.holders:
-                placer.count(block.item.fqn, block.box.numel)
-
-
-def _shared_batches(
-    members: Sequence[Destination], shared: Mapping[str, Sequence[Boxes]], budget_bytes: int
-) -> Iterator[list[_SharedBlock]]:
-    """Blocks that are read at once: no rank holds more than the budget of them. The holders of a box take turns."""
-    batch: list[_SharedBlock] = []
-    used: Counter[int] = Counter()
-    turn = 0
+    handovers = []
     for item in members:
-        for whole, holders in holders_of(shared[item.fqn]).items():
-            for box in cut(whole, max(1, budget_bytes // (4 * item.dtype.itemsize))):
-                nbytes = box.numel * item.dtype.itemsize
-                if any(used[rank] + nbytes > budget_bytes for rank in holders):
-                    yield batch
-                    batch, used = [], Counter()
-                turn += 1
-                batch.append(_SharedBlock(item, box, holders[turn % len(holders)], tuple(holders)))
-                used.update(dict.fromkeys(holders, nbytes))
-    if batch:
-        yield batch
+        tensor, read, wanted = held[item.fqn], shares[item.fqn], shared[item.fqn]
+        place = LocalTensor(tensor.local, item.boxes)
+        handovers.append(Handover(item.fqn, tensor.tensor.shape, item.dtype, read, wanted, place, place))
+        placer.count(
+            item.fqn, sum(box.numel for box in wanted[world.rank]) - sum(box.numel for box in read[world.rank])
+        )
+    device = next((item.device for item in members if item.device.type != "cpu"), members[0].device)
+    hand_over(world, handovers, budget_bytes=placer.budget_bytes // 2, device=device)
