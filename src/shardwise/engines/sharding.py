@@ -42,13 +42,11 @@ class ShardOptions:
     Attributes:
         budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
         process_group: the ranks of the mesh; None is the default group, or this process alone.
-        nodes: the machine of each rank, by any name; None asks for the boot of its kernel.
         patience: how long ranks wait for each other.
     """
 
     budget_bytes: int = 64 << 20
     process_group: dist.ProcessGroup | None = None
-    nodes: tuple[str, ...] | None = None
     patience: Patience = field(default_factory=Patience)
 
     def __post_init__(self) -> None:
@@ -69,7 +67,7 @@ class ShardCall:
     def words(self, sharding: Sharding) -> str:
         """What of it ranks must have in common, with the sharding that has a mesh."""
         options = self.options
-        told = (wrap.in_words(sharding), self.values_from, self.trained_dtype, options.budget_bytes, options.nodes)
+        told = (wrap.in_words(sharding), self.values_from, self.trained_dtype, options.budget_bytes)
         return repr(told)
 
 
@@ -101,16 +99,16 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
             notes = world.together(lambda: pack_model(model, chosen, kind))
             held = world.together(lambda: look_inside(model))
             bounds = world.together(lambda: look_at(call.optimizers, held))
-        found = survey(world, held, bounds, call.values_from, _nodes(world, options))
+        found = survey(world, held, bounds, call.values_from)
     with clock.phase("compare"):
         supply = compare(world, found, held, bounds, call.values_from, call.trained_dtype)
     with clock.phase("wrap"):
         groups = world.together(lambda: wrap_without_values(model, held, bounds, settled, supply))
         arrivals = world.together(lambda: Arrivals(model, supply))
     with clock.phase("exchange"):
-        shipments = world.together(lambda: arrivals.shipments(world))
+        handovers = world.together(lambda: arrivals.handovers(world))
         traffic = distribute(
-            world, shipments, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
+            world, handovers, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
         )
     with clock.phase("finish"):
         awaiting = world.together(lambda: arrivals.finish(bounds, settled))
@@ -135,12 +133,6 @@ def _refuse(model: nn.Module, held: Sequence[Held], sharding: Sharding, optimize
         require_steps_shards(optimizers)
         group_parameters(model, sharding.wrap)
     wrap.blocks_to_prepare(model, sharding)
-
-
-def _nodes(world: World, options: ShardOptions) -> tuple[str, ...] | None:
-    if options.nodes is not None and len(options.nodes) != world.size:
-        raise ConfigError(f"nodes names the machines of {len(options.nodes)} ranks, and there are {world.size}")
-    return options.nodes
 
 
 def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock) -> ShardReport:

@@ -40,7 +40,7 @@ from shardwise.planning.moves import (
     whole_on,
 )
 from shardwise.report.names import few_names
-from shardwise.tensors import Box, DType, Strided
+from shardwise.tensors import Box, DType, Strided, numel
 
 Share = Callable[[str, int], torch.Tensor]
 """A share of a tensor that this rank gives, by name and number, as a row-major tensor."""
@@ -284,6 +284,11 @@ class Handover:
     mine: LocalTensor | None
     into: LocalTensor | None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return numel(self.shape) * self.dtype.itemsize
+
     def move(self) -> Move:
         """What has to come from other ranks. Its elements are only counted, whatever their dtype."""
         lacking = tuple(
@@ -349,67 +354,30 @@ def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, dev
     return exchange.traffic
 
 
-@dataclass(slots=True)
-class Shipment:
-    """A tensor that some ranks have whole, under way to all.
-
-    Attributes:
-        name, shape: the same on every rank.
-        dtype: in which it travels and arrives.
-        boxes: what each rank is to have, by rank.
-        source_of: the rank whose values each rank gets; a source gets its own.
-        live: on the sources, the whole tensor. Let go of once it has been given.
-    """
-
-    name: str
-    shape: Sequence[int]
-    dtype: torch.dtype
-    boxes: tuple[Boxes, ...]
-    source_of: tuple[int, ...]
-    live: torch.Tensor | None
-
-    def handover(self, rank: int, into: LocalTensor) -> Handover:
-        whole = Box.whole(self.shape)
-        held = tuple((whole,) if source == number else () for number, source in enumerate(self.source_of))
-        mine = None if self.live is None or self.source_of[rank] != rank else LocalTensor.whole(self.live)
-        return Handover(self.name, self.shape, self.dtype, held, self.boxes, mine, into)
-
-
 Prepare = Callable[[Sequence[str]], Mapping[str, LocalTensor]]
 """Makes memory for tensors, just before they arrive."""
 
 
 def distribute(
-    world: World, shipments: Sequence[Shipment], prepare: Prepare, *, budget_bytes: int, device: torch.device
+    world: World, items: list[Handover], prepare: Prepare, *, budget_bytes: int, device: torch.device
 ) -> Traffic:
-    """Bring every shipment to all ranks, as many at once as are of ``budget_bytes``, or one that is larger.
+    """Hand all tensors over, as many at once as are of ``budget_bytes``, or one that is larger.
 
     Collective: yes.
-    Memory: ``budget_bytes``, beside what ``prepare`` makes. A source lets go of a whole tensor that has been given.
+    Memory: ``budget_bytes``, in addition to what ``prepare`` makes. ``items`` is emptied: a source lets go of a
+    tensor that it has given.
     """
     traffic = Traffic()
-    for batch in _batches(shipments, budget_bytes):
+    items.reverse()
+    while items:
+        batch, used = [items.pop()], 0
+        while items and (used := used + batch[-1].nbytes) + items[-1].nbytes <= budget_bytes:
+            batch.append(items.pop())
         into = world.together(partial(prepare, [item.name for item in batch]))
-        items = [item.handover(world.rank, into[item.name]) for item in batch]
-        for item in batch:
-            item.live = None
-        traffic.add(hand_over(world, items, budget_bytes=budget_bytes, device=device))
+        batch = [replace(item, into=into[item.name]) for item in batch]
+        traffic.add(hand_over(world, batch, budget_bytes=budget_bytes, device=device))
         trim_heap()
     return traffic
-
-
-def _batches(shipments: Sequence[Shipment], budget_bytes: int) -> Iterator[list[Shipment]]:
-    batch: list[Shipment] = []
-    used = 0
-    for item in shipments:
-        nbytes = Box.whole(item.shape).numel * item.dtype.itemsize
-        if batch and used + nbytes > budget_bytes:
-            yield batch
-            batch, used = [], 0
-        batch.append(item)
-        used += nbytes
-    if batch:
-        yield batch
 
 
 def gather(

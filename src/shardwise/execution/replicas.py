@@ -27,7 +27,7 @@ from shardwise.models.rebind import Bound
 from shardwise.models.selection import Factors
 from shardwise.models.torch_words import sets_grad_dtype
 from shardwise.models.view import Held, local_boxes, local_tensor, raw_bytes, strided_view
-from shardwise.planning.fingerprints import LANES, MODULUS, block_weight, fingerprint, lane_weights
+from shardwise.planning.fingerprints import LANES, MODULUS, SPAN_BYTES, block_weight, fingerprint, lane_weights
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import Item, digest, require_alike
 from shardwise.planning.moves import Boxes, Common, in_common, shares_by_rank, shares_of_first
@@ -234,7 +234,6 @@ def as_bytes(value: object) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(repr(value).encode(), dtype=np.uint8).copy())
 
 
-_WORD_BYTES = 8
 _BLOCK_BYTES = 64 << 20
 """Of what is copied, or taken at once on an accelerator. A multiple of what a block of a fingerprint has."""
 
@@ -269,14 +268,11 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     start = 0
     for run in _runs(tensor, _BLOCK_BYTES):
-        words = _words(run, start % _WORD_BYTES)
-        place = start // _WORD_BYTES
-        head = min(-place % LANES, words.numel())
-        whole = head + (words.numel() - head) // LANES * LANES
-        for part in (words[:head], words[head:whole].view(-1, LANES), words[whole:]):
-            if part.numel():
-                total += _weighed(part, place, lanes)
-                place += part.numel()
+        first, head = divmod(start, SPAN_BYTES)
+        padded = torch.nn.functional.pad(run, (head, -(head + run.numel()) % SPAN_BYTES))
+        words = padded.view(torch.int64).view(-1, LANES)
+        weights = [_signed(block_weight(first + number)) for number in range(len(words))]
+        total += ((words * lanes).sum(1) * torch.tensor(weights, device=words.device)).sum()
         start += run.numel()
     return total
 
@@ -284,23 +280,6 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
 @cache
 def _lanes(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(lane_weights().view("<i8")).to(device)
-
-
-def _weighed(words: torch.Tensor, place: int, lanes: torch.Tensor) -> torch.Tensor:
-    """Whole blocks as rows, or words of one block, of which the first is word ``place`` of the tensor."""
-    block, first = divmod(place, LANES)
-    if words.ndim == 1:
-        return (words * lanes[first : first + words.numel()]).sum() * _signed(block_weight(block))
-    weights = [_signed(block_weight(block + number)) for number in range(len(words))]
-    return ((words * lanes).sum(1) * torch.tensor(weights, device=words.device)).sum()
-
-
-def _words(run: torch.Tensor, head: int) -> torch.Tensor:
-    """Bytes as words, with zeros for the ``head`` bytes before and for those that lack at the end."""
-    tail = -(head + run.numel()) % _WORD_BYTES
-    if head or tail or run.storage_offset() % _WORD_BYTES:
-        run = torch.nn.functional.pad(run, (head, tail)) if head or tail else run.clone()
-    return run.view(torch.int64)
 
 
 def _signed(weight: int) -> int:

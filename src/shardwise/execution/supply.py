@@ -18,7 +18,6 @@ from shardwise.execution.memory import home_of, managers_of, materialize, requir
 from shardwise.execution.moving import (
     Handover,
     LocalTensor,
-    Shipment,
     TensorFacts,
     Traffic,
     boxes_of,
@@ -57,7 +56,6 @@ from shardwise.planning.matching import (
 )
 from shardwise.report.names import few_names
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.machine import boot
 from shardwise.tensors import Box
 
 
@@ -102,9 +100,8 @@ def survey(
     held: Sequence[Held],
     bounds: Sequence[Bound],
     values_from: ValuesFrom,
-    nodes: Sequence[str] | None,
 ) -> Survey:
-    """Who has values of what. ``nodes`` are the machines by rank; None asks each for its own.
+    """Find out which rank has values of what.
 
     Collective: yes.
 
@@ -118,8 +115,7 @@ def survey(
     live = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
     names = [*(item.fqn for item in held), *keys]
     has = [list(map(bool, told)) for told in world.gather(bytes(name in live for name in names))]
-    places = nodes or world.gather(boot())
-    source_of = world.together(lambda: choose_sources(names, has, values_from, places))
+    source_of = world.together(lambda: choose_sources(names, has, values_from))
     own = [_name_of(tensors[name].dtype) if name in tensors else "" for name in names]
     stored = _filled(world.gather(own), source_of)
     dtypes = world.together(lambda: settle_dtypes(names, source_of, stored))
@@ -258,11 +254,11 @@ class Arrivals:
         self.home = home_of(list(self.held.values()), None if live is None else live.device)
         self.state: dict[Key, torch.Tensor] = {}
 
-    def shipments(self, world: World) -> list[Shipment]:
-        """What has to be handed over: all values, but those of buffers that every rank has already."""
+    def handovers(self, world: World) -> list[Handover]:
+        """All values that are handed over: not those of buffers that every rank has already."""
         survey = self.supply.survey
         ranks = list(range(1)) if world.size == 1 else dist.get_process_group_ranks(world.group)
-        shipments: list[Shipment] = []
+        handovers: list[Handover] = []
         for name in survey.names:
             source_of = self.supply.source_of[name]
             live = survey.live.pop(name, None)
@@ -271,8 +267,12 @@ class Arrivals:
                 key = survey.keys.get(name)
                 tensor = self.held[key.parameter if key is not None else name].tensor
                 boxes = boxes_of_ranks(tensor, name, ranks)
-                shipments.append(Shipment(name, tensor.shape, self.supply.dtypes[name], boxes, source_of, live))
-        return shipments
+                whole = Box.whole(tensor.shape)
+                held = tuple((whole,) if source == rank else () for rank, source in enumerate(source_of))
+                mine = LocalTensor.whole(live) if live is not None and held[world.rank] else None
+                dtype = self.supply.dtypes[name]
+                handovers.append(Handover(name, tensor.shape, dtype, held, boxes, mine, None))
+        return handovers
 
     def prepare(self, names: Sequence[str]) -> dict[str, LocalTensor]:
         """Memory for tensors that are about to arrive."""

@@ -2,13 +2,19 @@
 
 Headers and small files have a digest, and so has the record itself: every byte of a save is compared with
 something. Records of earlier versions have fingerprints of tensors alone.
+
+[Note: Fingerprints] The bytes of a tensor, padded with zeros, are little-endian words of 64 bits. The fingerprint
+is the sum of word ``i`` times ``weight(i)``, modulo 2**64. Weights are odd, so a change of one word never goes
+unseen, and mixed (splitmix64), so moved words do not either. The sum of the parts is the fingerprint of the whole:
+a rank that holds bytes ``start .. stop`` adds these, with zeros around them. It is for finding damage, not against
+forgery.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -21,7 +27,6 @@ def file_beside(stem: str) -> str:
     return f"{stem}.fingerprints.json"
 
 
-FINGERPRINTS_FILE = file_beside("model")
 MAX_BYTES = 200_000_000
 """The largest that is read."""
 
@@ -104,45 +109,27 @@ LANES = 1 << 14
 """Words in a block."""
 
 MODULUS = 1 << 64
+SPAN_BYTES = _WORD * LANES
+"""Bytes of a block."""
 
 
 def fingerprint(data: memoryview, start: int = 0) -> int:
-    """Of these bytes, which lie at byte ``start`` of the tensor. Memory: two blocks of 128 KiB."""
-    total = 0
-    for block, first, words in _words(data, start):
-        if words.ndim == 2:
-            weights = [block_weight(block + number) for number in range(len(words))]
-            sums = np.einsum("ij,j->i", words, lane_weights()).tolist()
-            total += sum(weight * found for weight, found in zip(weights, sums, strict=True))
-        else:
-            lanes = lane_weights()[first : first + len(words)]
-            total += block_weight(block) * int(np.einsum("i,i->", words, lanes))
-    return total % MODULUS
-
-
-def _words(data: memoryview, start: int) -> Iterator[tuple[int, int, Any]]:
-    """(block, place in it, words) that cover the bytes, from word to word; whole blocks are rows of words."""
-    span = _WORD * LANES
+    """Fingerprint of bytes that lie at byte ``start`` of the tensor. Memory: two blocks of 128 KiB."""
     flat = np.frombuffer(data, dtype=np.uint8)
-    place, stop = start, start + len(flat)
-    while place < stop:
-        block = place // span
-        whole = (stop - place) // span if place % span == 0 else 0
-        edge = place + whole * span if whole else min(stop, (block + 1) * span)
-        part = flat[place - start : edge - start]
-        if whole and part.ctypes.data % _WORD == 0:
-            yield block, 0, part.view("<u8").reshape(whole, LANES)
-            place = edge
-            continue
-        edge = min(edge, (block + 1) * span)
-        part = part[: edge - place]
-        head = place % _WORD
-        if head or len(part) % _WORD or (part.ctypes.data % _WORD):
-            padded = np.zeros(-(-(head + len(part)) // _WORD) * _WORD, dtype=np.uint8)
-            padded[head : head + len(part)] = part
-            part = padded
-        yield block, place % span // _WORD, part.view("<u8")
-        place = edge
+    total = at = 0
+    while at < len(flat):
+        block, head = divmod(start + at, SPAN_BYTES)
+        count = 0 if head else (len(flat) - at) // SPAN_BYTES
+        part = flat[at : at + (count * SPAN_BYTES or SPAN_BYTES - head)]
+        words = part
+        if not count:  # the beginning or the end of a block, with zeros around it
+            words = np.zeros(-(-(head + len(part)) // _WORD) * _WORD, dtype=np.uint8)
+            words[head : head + len(part)] = part
+        rows = words.view("<u8").reshape(max(count, 1), -1)
+        sums = np.einsum("ij,j->i", rows, lane_weights()[: rows.shape[1]]).tolist()
+        total += sum(block_weight(block + number) * found for number, found in enumerate(sums))
+        at += len(part)
+    return total % MODULUS
 
 
 def _mixed(number: Any) -> Any:
@@ -156,11 +143,11 @@ def _mixed(number: Any) -> Any:
 
 @cache
 def lane_weights() -> Any:
-    """Of the words of a block: ``weight(i)`` is that of its place in its block times :func:`block_weight`."""
+    """Weights of the words of a block; ``weight(i)`` is this, by the place of ``i``, times :func:`block_weight`."""
     return _mixed(np.arange(LANES, dtype=np.uint64)) | np.uint64(1)
 
 
 @cache
 def block_weight(block: int) -> int:
-    """Of a block, by its number."""
+    """Weight of a block, by its number."""
     return int(_mixed(LANES + block)) | 1

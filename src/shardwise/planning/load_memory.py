@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -318,17 +317,8 @@ def copies_by_run(copy: Copy, *, max_gap: int) -> Iterator[Copy]:
     if kept == 0:
         yield copy
         return
-    for steps in _indices(source.sizes[:kept]):
+    for steps in itertools.product(*map(range, source.sizes[:kept])):
         yield Copy(copy.leaf, _inside(source, kept, steps), _inside(copy.target, kept, steps))
-
-
-def _indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    for flat in range(math.prod(sizes)):
-        steps: list[int] = []
-        for size in reversed(sizes):
-            flat, step = divmod(flat, size)
-            steps.append(step)
-        yield tuple(reversed(steps))
 
 
 def _inside(view: Strided, kept: int, steps: tuple[int, ...]) -> Strided:
@@ -352,61 +342,35 @@ def schedule(
         start_at: the fraction of the list to begin with, so that ranks do not all begin with the same file.
     """
     ordered = sorted(segments, key=lambda item: (item[0], item[1].bytes.start, item[1].bytes.stop))
-    firsts = firsts_of_requests(
-        [segment.bytes.start for _, segment in ordered],
-        [segment.bytes.stop for _, segment in ordered],
-        [0 if segment.is_direct else aligned(segment.bytes.nbytes) for _, segment in ordered],
-        [(file, segment.is_strided) for file, segment in ordered],
-        policy,
-        staging_bytes=staging_bytes,
-    )
     requests: list[ReadRequest] = []
-    for first, end in itertools.pairwise([*firsts, len(ordered)]):
-        joined = tuple(segment for _, segment in ordered[first:end])
-        whole = ByteRange(joined[0].bytes.start, joined[-1].bytes.stop)
-        requests.append(ReadRequest(ordered[first][0], whole, joined))
+    joined: list[Segment] = []
+    last, used, gaps = ("", False), 0, 0
+    for file, segment in ordered:
+        begin, stop = (joined[0].bytes.start, joined[-1].bytes.stop) if joined else (0, 0)
+        gap, own = segment.bytes.start - stop, 0 if segment.is_direct else aligned(segment.bytes.nbytes)
+        more = aligned(max(gap, 0)) + own
+        if (
+            joined
+            and last == (file, segment.is_strided)
+            and 0 <= gap <= policy.max_gap_bytes
+            and segment.bytes.stop - begin <= policy.request_bytes
+            and used + more <= staging_bytes
+            and (gaps + gap) * WASTE <= segment.bytes.stop - begin
+        ):
+            used, gaps = used + more, gaps + gap
+            joined.append(segment)
+        else:
+            requests += _request(last[0], joined)
+            last, joined, used, gaps = (file, segment.is_strided), [segment], own, 0
+    requests += _request(last[0], joined)
     begin = int(len(requests) * start_at)
     return requests[begin:] + requests[:begin]
 
 
-def firsts_of_requests(
-    starts: Sequence[int],
-    stops: Sequence[int],
-    staged: Sequence[int],
-    kinds: Sequence[object],
-    policy: ReadPolicy,
-    *,
-    staging_bytes: int,
-) -> list[int]:
-    """Which ranges begin a request; every other one joins the one before it, by the rule of :func:`schedule`.
-
-    Args:
-        starts: of the ranges, in order.
-        stops: of the ranges.
-        staged: what each takes of staging memory.
-        kinds: only neighbours of equal ones are joined.
-        policy: the storage's.
-        staging_bytes: of one worker.
-    """
-    firsts: list[int] = []
-    begin, last_stop, last_kind, used, gaps = 0, 0, None, 0, 0
-    for number, (start, stop, own, kind) in enumerate(zip(starts, stops, staged, kinds, strict=True)):
-        gap = start - last_stop
-        more = aligned(max(gap, 0)) + own
-        if (
-            firsts
-            and kind == last_kind
-            and 0 <= gap <= policy.max_gap_bytes
-            and stop - begin <= policy.request_bytes
-            and used + more <= staging_bytes
-            and (gaps + gap) * WASTE <= stop - begin
-        ):
-            used, gaps = used + more, gaps + gap
-        else:
-            firsts.append(number)
-            begin, used, gaps = start, own, 0
-        last_stop, last_kind = stop, kind
-    return firsts
+def _request(file: str, joined: Sequence[Segment]) -> list[ReadRequest]:
+    if not joined:
+        return []
+    return [ReadRequest(file, ByteRange(joined[0].bytes.start, joined[-1].bytes.stop), tuple(joined))]
 
 
 _HOST_BYTES = 4 << 20

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 from shardwise.errors import ConfigError, CoverageError, DisagreementError
-from shardwise.planning.load_plan import OnUnexpected, allows
+from shardwise.planning.load_plan import OnUnexpected, allows, faults_in_words
 from shardwise.planning.moves import StateForm, covers
 from shardwise.report.names import collapse, few, few_names, shown_ranks
 from shardwise.tensors import Box, DType, follows
@@ -169,7 +169,7 @@ class _Mismatches:
     def check(self) -> None:
         found = {"mismatched": self.mismatched, "missing": self.missing, "unexpected": self.unexpected}
         if any(found.values()):
-            raise CoverageError(in_words("the state does not fit:", found))
+            raise CoverageError(faults_in_words("the state does not fit:", found, STATE_REMEDIES))
         if self.parts:
             shown = "\n  ".join(few(self.parts))
             raise DisagreementError(
@@ -178,22 +178,11 @@ class _Mismatches:
             )
 
 
-_WAYS = {
+STATE_REMEDIES = {
     "mismatched": "on_mismatched=Ignore(only=...) for what may keep its values",
     "missing": "on_missing=Ignore(only=...) for what may keep its values",
     "unexpected": "on_unexpected=Ignore(only=...) for what may be left out",
 }
-
-
-def in_words(head: str, faults: Mapping[str, Sequence[str]]) -> str:
-    """An error's text: every kind of fault with its count, its names (the first dozen, collapsed), the way out."""
-    lines = [head]
-    for kind, sentences in faults.items():
-        for position, line in enumerate(few(sentences)):
-            counted = f"{kind} {len(sentences)}" if position == 0 else ""
-            lines.append(f"  {counted:<17}{line}")
-    ways = [_WAYS[kind] for kind, sentences in faults.items() if sentences and kind in _WAYS]
-    return "\n".join([*lines, *([f"Pass {'; '.join(ways)}."] if ways else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +220,9 @@ def match_groups(
         "twice": [name for name, count in Counter(itertools.chain(*given)).items() if count > 1],
     }
     if any(faults.values()):
-        raise CoverageError(in_words("the parameter groups of the state do not fit:", faults))
+        raise CoverageError(
+            faults_in_words("the parameter groups of the state do not fit:", faults, STATE_REMEDIES)
+        )
     positions: dict[frozenset[str], list[int]] = {}
     for position, names in enumerate(given):
         common = frozenset(names) & here
@@ -290,14 +281,12 @@ def _require_one_of(form: object, known: tuple[str, ...]) -> None:
 _SHOWN = 8
 
 
-ValuesFrom: TypeAlias = Literal["any", "all_ranks", "first_rank", "first_rank_per_node"]
+ValuesFrom: TypeAlias = Literal["any", "all_ranks", "first_rank"]
 """Ranks whose values count.
 
-``"any"``: ranks that have values keep their own, and the others get those of the nearest rank that has them. Values
-that differ between ranks are those of the lowest rank that has the most of the model; the report names them.
-``"all_ranks"``: each rank's own; an error if one has none, or values that differ. ``"first_rank"``: rank 0's; an
-error if it has none where another has some. ``"first_rank_per_node"``: those of each machine's lowest rank that
-has them; an error if a machine has none, or values that differ.
+``"any"``: ranks that have values keep their own, and the others get those of the lowest rank that has the most of
+the model. So do ranks whose values differ; the report names them. ``"all_ranks"``: each rank's own; an error if one
+has none, or values that differ. ``"first_rank"``: rank 0's; an error if it has none where another has some.
 """
 
 NOBODY: tuple[int, ...] = ()
@@ -352,54 +341,34 @@ def require_alike(items_by_rank: Sequence[Sequence[Item]]) -> None:
 
 
 def choose_sources(
-    names: Sequence[str], live_by_rank: Sequence[Sequence[bool]], values_from: ValuesFrom, nodes: Sequence[str]
+    names: Sequence[str], live_by_rank: Sequence[Sequence[bool]], values_from: ValuesFrom
 ) -> list[tuple[int, ...]]:
-    """For every tensor, the source of each rank, or ``NOBODY``. ``nodes`` are the machines by rank.
+    """For every tensor, the source of each rank, or ``NOBODY``.
 
     Raises:
         DisagreementError: when ranks that ``values_from`` relies on have no values.
     """
     most = [sum(live) for live in live_by_rank]
-    made: dict[tuple[bool, ...], tuple[int, ...]] = {}
     lacking: dict[str, list[str]] = {}
     chosen: list[tuple[int, ...]] = []
     for name, live in zip(names, zip(*live_by_rank, strict=True), strict=True):
-        if not any(live):
-            chosen.append(NOBODY)
-            continue
-        if live not in made:
-            made[live] = _sources(live, most, values_from, nodes)
-        if not made[live]:
+        having = [rank for rank, has in enumerate(live) if has]
+        if having and (
+            (values_from == "first_rank" and not live[0]) or (values_from == "all_ranks" and not all(live))
+        ):
             lacking.setdefault(_who([rank for rank, has in enumerate(live) if not has]), []).append(name)
-        chosen.append(made[live])
+        having = having[:1] if values_from == "first_rank" else having
+        leader = leading(having, most) if having else 0
+        chosen.append(tuple(rank if rank in having else leader for rank in range(len(live))) if having else NOBODY)
     if lacking:
         lines = [f"{who}: {pattern}" for who, found in lacking.items() for pattern, _ in collapse(found)[:_SHOWN]]
         raise DisagreementError(
-            f"{values_from} relies on values that ranks do not have:\n  " + "\n  ".join(lines) + "\nAnyone() takes "
-            "them from the ranks that have them."
+            f"{values_from} relies on values that ranks do not have:\n  "
+            + "\n  ".join(lines)
+            + "\n'any' takes them "
+            "from the ranks that have them."
         )
     return chosen
-
-
-def _sources(
-    live: Sequence[bool], most: Sequence[int], values_from: ValuesFrom, nodes: Sequence[str]
-) -> tuple[int, ...]:
-    having = [rank for rank, has in enumerate(live) if has]
-    match values_from:
-        case "first_rank":
-            having = having[:1] if live[0] else []
-        case "all_ranks":
-            having = having if all(live) else []
-        case "first_rank_per_node":
-            firsts = {nodes[rank]: rank for rank in reversed(having)}
-            having = sorted(firsts.values()) if set(firsts) == set(nodes) else []
-        case "any":
-            pass
-    if not having:
-        return NOBODY
-    leader = leading(having, most)
-    near = {nodes[rank]: rank for rank in reversed(having)}
-    return tuple(rank if rank in having else near.get(nodes[rank], leader) for rank in range(len(live)))
 
 
 def leading(ranks: Sequence[int], most: Sequence[int]) -> int:

@@ -20,6 +20,7 @@ from shardwise.conversion import Expression, Stored
 from shardwise.conversion.expression import Shape
 from shardwise.errors import CoverageError
 from shardwise.formats.peft_adapter import LoraConfig
+from shardwise.report.names import few
 from shardwise.storage.names import shown
 
 _LISTED = 20
@@ -162,18 +163,16 @@ def _bare(key: str, adapter_name: str) -> str:
     return name
 
 
+@dataclass
 class _MergePlanner:
-    def __init__(
-        self, config: LoraConfig, stored: Mapping[str, Stored], targets: MergeTargets, adapter_name: str
-    ) -> None:
-        self.config = config
-        self.stored = stored
-        self.targets = targets
-        self.adapter_name = adapter_name
-        self.faults: dict[str, list[str]] = {}
-        self.tensors: dict[str, list[Edit]] = {}
-        self.keys: dict[str, list[Edit]] = {}
-        self.modules: dict[str, None] = {}
+    config: LoraConfig
+    stored: Mapping[str, Stored]
+    targets: MergeTargets
+    adapter_name: str
+    faults: dict[str, list[str]] = field(default_factory=dict)
+    tensors: dict[str, list[Edit]] = field(default_factory=dict)
+    keys: dict[str, list[Edit]] = field(default_factory=dict)
+    modules: dict[str, None] = field(default_factory=dict)
 
     def plan(self, what: str) -> MergePlan:
         factors: dict[str, _Parts] = {}
@@ -200,9 +199,7 @@ class _MergePlanner:
         lines = [f"{what}: the adapter does not fit the base"]
         for kind, sentences in self.faults.items():
             lines.append(f"  {kind}: {len(sentences)}")
-            lines += [f"    {sentence}" for sentence in sentences[:_LISTED]]
-            if len(sentences) > _LISTED:
-                lines.append(f"    ... and {len(sentences) - _LISTED} more")
+            lines += [f"    {line}" for line in few(sentences, _LISTED)]
         return "\n".join([*lines, "Merge it into the base that it was trained on."])
 
     # What a key means
