@@ -401,7 +401,7 @@ def gather(
         PlacementError: ranks do not have, together, all of a tensor.
     """
     told = world.each(lambda: {name: facts_of(tensor, name) for name, tensor in tensors.items()})
-    held = world.together(lambda: held_by_rank(tensors, told))
+    held = world.together(lambda: held_by_rank(told))
     targets = receivers(form, world.size)
     made: dict[str, torch.Tensor] = {}
 
@@ -458,19 +458,20 @@ def require_same_tensors(told: Sequence[Mapping[str, TensorFacts]]) -> None:
         )
 
 
-def held_by_rank(
-    tensors: Mapping[str, torch.Tensor], told: Sequence[Mapping[str, TensorFacts]]
-) -> dict[str, tuple[Boxes, ...]]:
-    """The boxes of every tensor by rank, when all ranks have the same tensors and all elements of each.
+def held_by_rank(told: Sequence[Mapping[str, TensorFacts]]) -> dict[str, tuple[Boxes, ...]]:
+    """The boxes with elements of every tensor by rank; one value for all tensors that lie alike.
 
     Raises:
         DisagreementError: ranks have different tensors.
         PlacementError: ranks do not have, together, all of a tensor.
     """
     require_same_tensors(told)
-    held = {name: tuple(found[name].boxes for found in told) for name in tensors}
-    lacking = [name for name, tensor in tensors.items() if not covers(tuple(tensor.shape), held[name])]
-    if lacking:
+    made: dict[tuple[Boxes, ...], tuple[Boxes, ...]] = {}
+    held: dict[str, tuple[Boxes, ...]] = {}
+    for name in told[0]:
+        boxes = tuple(tuple(box for box in found[name].boxes if box.numel) for found in told)
+        held[name] = made.setdefault(boxes, boxes)
+    if lacking := [name for name, item in told[0].items() if not covers(item.shape, held[name])]:
         raise PlacementError(
             f"the ranks do not hold, together, each element of {few_names(lacking)}; pass a process_group that has "
             "all ranks of the tensors' meshes"

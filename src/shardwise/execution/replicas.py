@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, DisagreementError, PlacementError
 from shardwise.execution.memory import memory_of
-from shardwise.execution.moving import Handover, LocalTensor, TensorFacts, facts_of, hand_over, require_same_tensors
+from shardwise.execution.moving import Handover, LocalTensor, TensorFacts, facts_of, hand_over, held_by_rank
 from shardwise.execution.world import World, digest_of
 from shardwise.layout import TensorKind, place_of
 from shardwise.models.rebind import Bound
@@ -358,7 +358,7 @@ def agree_on_shares(world: World, held: Sequence[Held], on_differing_buffers: On
         return {item.fqn: facts_of(item.tensor, item.fqn) for item in saved}
 
     told = world.each(look)
-    boxes = world.together(lambda: _boxes_by_rank(saved, told))
+    boxes = world.together(lambda: held_by_rank(told))
     shares = world.together(lambda: _dealt(saved, boxes))
     tensors = {item.fqn: item.tensor for item in saved}
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
@@ -366,39 +366,17 @@ def agree_on_shares(world: World, held: Sequence[Held], on_differing_buffers: On
     return Shares(shares, settle_replicas(world, replicas, on_differing_buffers))
 
 
-def _boxes_by_rank(
-    saved: Sequence[Held], told: Sequence[Mapping[str, TensorFacts]]
-) -> dict[str, tuple[Boxes, ...]]:
-    """Return the boxes of each tensor by rank; one value for all tensors that lie alike."""
-    require_same_tensors(told)
-    made: dict[tuple[Boxes, ...], tuple[Boxes, ...]] = {}
-    found: dict[str, tuple[Boxes, ...]] = {}
-    for item in saved:
-        boxes = tuple(tuple(box for box in facts[item.fqn].boxes if box.numel) for facts in told)
-        found[item.fqn] = made.setdefault(boxes, boxes)
-    return found
-
-
 def _dealt(saved: Sequence[Held], held: Mapping[str, tuple[Boxes, ...]]) -> dict[str, tuple[Boxes, ...]]:
     made: dict[tuple[int, int, int], tuple[Boxes, ...]] = {}
     shares: dict[str, tuple[Boxes, ...]] = {}
-    lacking: list[str] = []
     for number, item in enumerate(saved):
         boxes, turn, itemsize = held[item.fqn], number % len(held[item.fqn]), item.tensor.element_size()
         if item.kind is not TensorKind.PARAMETER:
-            given = shares_of_first(boxes)
-        else:
-            key = id(boxes), turn, itemsize
-            if key not in made:
-                made[key] = shares_by_rank(boxes, turn, itemsize)
-            given = made[key]
-        if sum(box.numel for boxes in given for box in boxes) != item.tensor.numel():
-            lacking.append(item.fqn)
-        shares |= dict.fromkeys(item.names, given)
-    if lacking:
-        raise PlacementError(
-            f"the ranks of this call do not hold all of {few_names(lacking)}; make it on all ranks of the mesh"
-        )
+            turn = -1
+        key = id(boxes), turn, itemsize
+        if key not in made:
+            made[key] = shares_of_first(boxes) if turn < 0 else shares_by_rank(boxes, turn, itemsize)
+        shares |= dict.fromkeys(item.names, made[key])
     return shares
 
 

@@ -26,9 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwise.conversion import Expression
-from shardwise.errors import PlacementError
 from shardwise.execution.memory import Ahead, Workers, as_stored, collected_later, memory_of
-from shardwise.execution.moving import Exchange, TensorFacts, require_same_tensors
+from shardwise.execution.moving import Exchange, TensorFacts, held_by_rank
 from shardwise.execution.reading import bytes_of
 from shardwise.execution.replicas import Giver
 from shardwise.execution.world import Progress, World
@@ -42,7 +41,6 @@ from shardwise.planning.fingerprints import MODULUS, fingerprint
 from shardwise.planning.load_memory import ReadRequest, Segment, Staging, aligned
 from shardwise.planning.moves import Boxes, Round, plan_rounds, shares_by_rank, shares_of_first
 from shardwise.planning.save_plan import choose_owners, wanted_by_owners
-from shardwise.report.names import few_names
 from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.storage.reading.local import LocalReader
 from shardwise.tensors import Box, ByteRange, Strided, contiguous_strides, numel, row_blocks
@@ -459,27 +457,18 @@ def plan_tensors(
         DisagreementError: the ranks have different tensors.
         PlacementError: together they do not hold all of one.
     """
-    require_same_tensors(told)
+    held = held_by_rank(told)
     ends = [0] * len(told)
     files: list[list[ArchivedChunk]] = [[] for _ in told]
-    lacking: list[str] = []
     found: dict[str, tuple[tuple[str | int, ...], tuple[int, ...], torch.dtype]] = {}
     for number, (path, (shape, dtype)) in enumerate(tensors.items()):
         key = key_of(path)
         found[key] = path, shape, dtype
-        held = [facts[key].boxes for facts in told]
-        shares = shares_of_first(held) if key in buffers else shares_by_rank(held, number, dtype.itemsize)
-        whole = Box.whole(shape)
-        if not whole.numel:  # somebody has to say that there is nothing
-            shares = ((whole,), *((),) * (len(told) - 1))
-        if sum(box.numel for boxes in shares for box in boxes) != whole.numel:
-            lacking.append(key)
+        boxes = held[key]
+        shares = shares_of_first(boxes) if key in buffers else shares_by_rank(boxes, number, dtype.itemsize)
+        if not numel(shape):  # somebody has to say that there is nothing
+            shares = ((Box.whole(shape),), *((),) * (len(told) - 1))
         _lay_out(key, dtype, shares, files, ends)
-    if lacking:
-        raise PlacementError(
-            f"the ranks do not hold, together, each element of {few_names(lacking)}; pass a "
-            "process_group that has all ranks of the tensors' meshes"
-        )
     return TensorsPlan(found, tuple(map(tuple, files)), {path: key_of(first) for path, first in others.items()})
 
 
