@@ -325,25 +325,22 @@ def test_a_rank_at_work_finds_out_without_the_store_that_it_is_cut_off(monkeypat
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda line: meet(line, b""), lines))
     time.sleep(2 * QUICK.silence_s)
-    assert [line.lost(in_haste=True) for line in lines] == [None, None]
+    assert [line.lost() for line in lines] == [None, None]
     start = time.monotonic()
     store.link.clear()
     times = {}
-    while len(times) < 4 and time.monotonic() - start < 10 * QUICK.silence_s:
+    while len(times) < 2 and time.monotonic() - start < 10 * QUICK.silence_s:
         for line in lines:
-            for in_haste in (True, False):
-                if (lost := line.lost(in_haste=in_haste)) and (line.rank, in_haste) not in times:
-                    times[line.rank, in_haste] = (time.monotonic() - start, str(lost))
+            if (lost := line.lost()) and line.rank not in times:
+                times[line.rank] = (time.monotonic() - start, str(lost))
         time.sleep(0.01)
     store.link.set()
     for line in lines:
         line.close()
-    assert len(times) == 4
-    for rank in range(2):
-        assert times[rank, True][0] < QUICK.silence_s - QUICK.beat_s < times[rank, False][0] < 3 * QUICK.silence_s
-    assert "no sign of life" in times[0, True][1]
-    assert "rank 1 (host" in times[0, False][1]
-    assert "the store through which the ranks meet has not answered" in times[1, False][1]
+    assert len(times) == 2
+    assert all(QUICK.silence_s - QUICK.beat_s < seconds < 3 * QUICK.silence_s for seconds, _ in times.values())
+    assert "rank 1 (host" in times[0][1]
+    assert "the store through which the ranks meet has not answered" in times[1][1]
 
 
 def test_a_rank_that_has_made_no_call_yet_is_told_of_by_who_waits(monkeypatch, caplog):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -23,8 +21,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(180
 SILENCE_S = Patience().silence_s
 BOUND_S = SILENCE_S + 12
 """From a cut to the end of the last rank: the silence, some seconds more, and what a busy machine takes."""
-
-AT_ONCE_S = 6.0
 
 
 @pytest.fixture
@@ -98,24 +94,3 @@ def test_a_link_that_is_cut_for_good_ends_the_ranks_of_both_hosts(hosts: Hosts) 
     assert ended(ranks, BOUND_S) == [2, 2]
     assert re.search(r"in step \d+: rank 1 \(host .*no sign of life for 18 s", ranks[0].text(), re.MULTILINE)
     assert re.search(r"in step \d+: the store .* has not answered for", ranks[1].text(), re.MULTILINE)
-
-
-def test_ranks_that_are_cut_off_end_when_they_are_asked_to(hosts: Hosts) -> None:
-    ranks = hosts.start_ranks(*training(hosts))
-    wait_for_steps(ranks[0], 5)
-    hosts.cut()
-    time.sleep(SILENCE_S / 2)
-    for rank in ranks:
-        os.kill(rank.pid, signal.SIGTERM)
-    assert ended(ranks, AT_ONCE_S) == [2, 2]
-    for rank in ranks:
-        assert "in step " in rank.text()
-
-
-def test_a_rank_that_waits_for_one_that_never_comes_says_so(hosts: Hosts) -> None:
-    ranks = [hosts.start_rank(rank, 3, *training(hosts)) for rank in range(2)]
-    for rank in ranks:
-        rank.wait_for(f"waiting for rank 2 of 3 at {hosts.address(0)}:{PORT}" if rank is ranks[0] else "waiting")
-    for rank in reversed(ranks):  # the first has the store, without which the others end by themselves
-        os.kill(rank.pid, signal.SIGTERM)
-    assert ended(ranks, AT_ONCE_S) == [128 + signal.SIGTERM] * 2

@@ -19,7 +19,7 @@ from shardwise.execution import Patience
 from shardwise.execution.memory import require_budget
 from shardwise.execution.moving import distribute
 from shardwise.execution.replicas import require_alike_models
-from shardwise.execution.supply import Arrivals, compare, survey, wrap_without_values
+from shardwise.execution.supply import Arrivals, agree_on_supply, wrap_without_values
 from shardwise.execution.world import Clock, World
 from shardwise.layout import TensorKind
 from shardwise.models import wrap
@@ -99,9 +99,8 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
             notes = world.together(lambda: pack_model(model, chosen, kind))
             held = world.together(lambda: look_inside(model))
             bounds = world.together(lambda: look_at(call.optimizers, held))
-        found = survey(world, held, bounds, call.values_from)
     with clock.phase("compare"):
-        supply = compare(world, found, held, bounds, call.values_from, call.trained_dtype)
+        supply = agree_on_supply(world, held, bounds, call.values_from, call.trained_dtype)
     with clock.phase("wrap"):
         groups = world.together(lambda: wrap_without_values(model, held, bounds, settled, supply))
         arrivals = world.together(lambda: Arrivals(model, supply))

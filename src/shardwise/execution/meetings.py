@@ -50,9 +50,6 @@ _GRACE = 0.25
 _DEAF = 1.5
 """After this many silences without an answer, the store itself is lost."""
 
-_HASTY = 0.5
-"""A rank that is asked to stop waits for others, or for the store, only for this part of the silence."""
-
 TELL_S, TELL_AGAIN_S = 5.0, 30.0
 """Seconds after which a rank that has made no call yet is logged, and logged again."""
 
@@ -110,26 +107,13 @@ class Meetings:
     def _unheard_s(self) -> float:
         return time.monotonic() - self._detector.heard_s
 
-    def lost(self, *, in_haste: bool = False) -> RankLostError | None:
-        """The loss that was found while this rank works: another rank, or the store. Does not use the store.
-
-        ``in_haste``: silence counts as a loss earlier.
-        """
+    def lost(self) -> RankLostError | None:
+        """The loss that was found while this rank works: another rank, or the store. Does not use the store."""
         if self._verdict is not None and self._verdict.startswith(_LOST):
             return RankLostError(self._verdict.partition("\n")[2])
         if self._store_error is not None:
             return _store_lost(self._store_error)
-        limit_s = self.patience.silence_s * (_HASTY if in_haste else 1)
-        if self._unheard_s > limit_s:
-            return _deaf(self._unheard_s)
-        signs = [self._detector.signs.get(number) for number in self._watched]
-        seen = [max(sign.since, self._since) for sign in signs if sign is not None]
-        silent_s = time.monotonic() - min(seen, default=math.inf)
-        if in_haste and silent_s > limit_s:
-            return RankLostError(
-                f"no sign of life from other ranks for {silent_s:.0f} s, and this one was asked to stop"
-            )
-        return None
+        return _deaf(self._unheard_s) if self._unheard_s > self.patience.silence_s else None
 
     # Called by the rank
 

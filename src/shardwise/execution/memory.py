@@ -7,9 +7,9 @@ import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -125,26 +125,6 @@ def offloads_shards(managers: Managers) -> bool:
     return any(torch_words.is_offloaded(manager) for manager in managers.values())
 
 
-class Landing(Protocol):
-    """One worker's staging memory and what it does with the bytes in it."""
-
-    def begin(self) -> memoryview:
-        """The staging memory for the next request; what was staged before may still be on its way."""
-        ...
-
-    def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
-        """Copy a segment, read to byte ``start`` of the staging memory, into its place in the tensor."""
-        ...
-
-    def end(self) -> None:
-        """Everything of this request has been put."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until all that was put is there."""
-        ...
-
-
 class HostLanding:
     """Staging for tensors in host memory. Memory: ``nbytes``, from the first request on that stages anything."""
 
@@ -153,19 +133,21 @@ class HostLanding:
         self._staging: torch.Tensor | None = None
 
     def begin(self) -> memoryview:
+        """The staging memory for the next request; what was staged before may still be on its way."""
         if self._staging is None:
             self._staging = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
         return memory_of(self._staging)
 
     def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
+        """Copy a segment, read to byte ``start`` of the staging memory, into its place in the tensor."""
         assert self._staging is not None
         strided_view(tensor, segment.copy.target).copy_(as_stored(self._staging, segment, start))
 
     def end(self) -> None:
-        pass
+        """Everything of this request has been put."""
 
     def finish(self) -> None:
-        pass
+        """Wait until all that was put is there."""
 
 
 class DeviceLanding:
@@ -223,6 +205,10 @@ class DeviceLanding:
 
     def finish(self) -> None:
         self._stream.synchronize()
+
+
+Landing: TypeAlias = HostLanding | DeviceLanding
+"""Staging memory of one worker, and what it does with the bytes in it."""
 
 
 def as_stored(staging: torch.Tensor, segment: Segment, start: int) -> torch.Tensor:
@@ -339,6 +325,7 @@ def computing(policy: ReadPolicy, processors: int) -> int:
     return policy.concurrency if policy.is_remote else max(1, min(policy.concurrency, processors))
 
 
+@dataclass
 class Workers(Generic[Task, Tool]):
     """Threads, each with a tool of its own, that take tasks in their order.
 
@@ -350,17 +337,16 @@ class Workers(Generic[Task, Tool]):
         check: called by the waiting thread now and then; what it raises ends the work.
     """
 
-    def __init__(
-        self, carry_out: Callable[[Task, Tool], None], tools: Sequence[Tool], check: Callable[[], None]
-    ) -> None:
-        self._carry_out = carry_out
-        self._tools = tools
-        self._check = check
-        self._lock = threading.Lock()
+    carry_out: Callable[[Task, Tool], None]
+    tools: Sequence[Tool]
+    check: Callable[[], None]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _stop: bool = False
+    _failure: BaseException | None = None
+    _at_work: int = 0
+
+    def __post_init__(self) -> None:
         self._finished = threading.Condition(self._lock)
-        self._stop = False
-        self._failure: BaseException | None = None
-        self._at_work = 0
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Carry out all tasks. The first error of any is raised; the others' current tasks are waited for.
@@ -368,7 +354,7 @@ class Workers(Generic[Task, Tool]):
         When ``check`` raises, nobody is waited for.
         """
         pending = iter(tasks)
-        tools = self._tools[: max(1, min(len(self._tools), len(tasks)))]
+        tools = self.tools[: max(1, min(len(self.tools), len(tasks)))]
         self._at_work = len(tools)
         for number, tool in enumerate(tools):
             threading.Thread(
@@ -378,7 +364,7 @@ class Workers(Generic[Task, Tool]):
             with self._finished:
                 while self._at_work:
                     self._finished.wait(_LOOK_S)
-                    self._check()
+                    self.check()
         finally:
             self._stop = True
         if self._failure is not None:
@@ -391,7 +377,7 @@ class Workers(Generic[Task, Tool]):
                     task: Task | None = next(pending, None)  # type: ignore[call-overload]
                 if task is None:
                     break
-                self._carry_out(task, tool)
+                self.carry_out(task, tool)
         except BaseException as error:
             with self._lock:
                 self._failure = self._failure or error

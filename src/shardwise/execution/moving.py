@@ -98,6 +98,7 @@ class _RankPart:
         return part
 
 
+@dataclass
 class Exchange:
     """One rank's side of moving tensors, round by round.
 
@@ -110,25 +111,16 @@ class Exchange:
         device: where staging memory lies: of the kind that the process group's backend moves.
     """
 
-    def __init__(
-        self,
-        world: World,
-        rounds: Sequence[Round],
-        share: Share,
-        room: Room,
-        dtype_of: Mapping[str, torch.dtype],
-        device: torch.device,
-    ) -> None:
-        self.traffic = Traffic()
-        self._world = world
-        self._rounds = rounds
-        self._share = share
-        self._room = room
-        self._dtype_of = dtype_of
-        self._device = device
-        self._staging = torch.empty(0, dtype=torch.uint8)
-        self._work: dist.Work | None = None
-        self._failure: Exception | None = None
+    world: World
+    rounds: Sequence[Round]
+    share: Share
+    room: Room
+    dtype_of: Mapping[str, torch.dtype]
+    device: torch.device
+    traffic: Traffic = field(default_factory=Traffic)
+    _staging: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    _work: dist.Work | None = None
+    _failure: Exception | None = None
 
     def run(self) -> Generator[Round]:
         """Yield each round when all of it has arrived. See [Note: Rounds].
@@ -142,16 +134,16 @@ class Exchange:
             CheckpointError: (or a subclass) the same on every rank, when anything raised on any.
             RankLostError: a rank has been lost, or has left.
         """
-        parts = [_RankPart.of(blocks, self._world.rank, self._world.size) for blocks in self._rounds]
+        parts = [_RankPart.of(blocks, self.world.rank, self.world.size) for blocks in self.rounds]
         self.traffic.staging_bytes = max((sum(part.sent) + sum(part.received) for part in parts), default=0)
         arriving: _RankPart | None = None
         try:
             for number, leaving in enumerate([*parts, None]):
-                self._world.together(partial(self._step, arriving, leaving))
+                self.world.together(partial(self._step, arriving, leaving))
                 if leaving is not None:
-                    self._send(leaving, any(_moves(block) for block in self._rounds[number]))
+                    self._send(leaving, any(_moves(block) for block in self.rounds[number]))
                 if arriving is not None:
-                    yield self._rounds[number - 1]
+                    yield self.rounds[number - 1]
                 arriving = leaving
         finally:
             # Nobody is kept waiting for what is under way, and its memory is in use. A rank that is lost is told of
@@ -173,7 +165,7 @@ class Exchange:
                 self.traffic.received_bytes += _nbytes(block, given)
         if leaving is not None:
             if self._staging.numel() < self.traffic.staging_bytes:
-                self._staging = torch.empty(self.traffic.staging_bytes, dtype=torch.uint8, device=self._device)
+                self._staging = torch.empty(self.traffic.staging_bytes, dtype=torch.uint8, device=self.device)
             for block, given, starts in leaving.sends:
                 places = [sum(leaving.sent[:target]) + start for target, start in starts.items()]
                 for values, *copies in zip(
@@ -185,18 +177,18 @@ class Exchange:
 
     def _given(self, block: Block, given: Sequence[Piece]) -> Iterator[torch.Tensor]:
         for piece in given:
-            self._world.check()
-            yield strided_view(self._share(block.leaves[piece.leaf], piece.share), piece.source)
+            self.world.check()
+            yield strided_view(self.share(block.leaves[piece.leaf], piece.share), piece.source)
 
     def _put(self, block: Block, given: Sequence[Piece], values: Iterator[torch.Tensor]) -> None:
-        memory = self._room(block.key, block.box)
+        memory = self.room(block.key, block.box)
         for piece, value in zip(given, values, strict=True):
-            self._world.check()
+            self.world.check()
             strided_view(memory, piece.target).copy_(value)
 
     def _pieces(self, block: Block, given: Sequence[Piece], start: int) -> Iterator[torch.Tensor]:
         """The pieces in staging memory, from a byte of it on."""
-        flat = self._staging[start : start + _nbytes(block, given)].view(self._dtype_of[block.key])
+        flat = self._staging[start : start + _nbytes(block, given)].view(self.dtype_of[block.key])
         for piece in given:
             yield flat[: piece.target.numel].view(piece.target.sizes)
             flat = flat[piece.target.numel :]
@@ -212,7 +204,7 @@ class Exchange:
                 self._staging[:sent],
                 output_split_sizes=part.received,
                 input_split_sizes=part.sent,
-                group=self._world.group,
+                group=self.world.group,
                 async_op=True,
             )
         except Exception as error:  # told to all by the next meeting: between meetings nobody would know
@@ -223,7 +215,7 @@ class Exchange:
             raise self._failure
         work, self._work = self._work, None  # what has failed is not waited for again: it may never end
         if work is not None:
-            self._world.wait_for(work)
+            self.world.wait_for(work)
 
 
 def _moves(block: Block) -> bool:

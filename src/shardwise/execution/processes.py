@@ -29,7 +29,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlacementError, RankLostError, ShardwiseError
 from shardwise.execution.meetings import Meetings, detector_of
@@ -331,21 +331,17 @@ _COLLECTIVE = re.compile(
 _MEMORY = re.compile(r"out of memory|DefaultCPUAllocator|can.t allocate memory|not enough memory", re.IGNORECASE)
 
 
-WhenStuck: TypeAlias = Callable[[RankLostError], object]
-
 _STUCK_S = 5.0
 """A rank that is still in a collective so long after another was lost will not come out of it in time."""
 
-_ASKED_S = 1.0
-"""The same of a rank that was asked to stop."""
+_LOOK_S = 1.0
 
 
 @contextmanager
 def naming_the_lost(
     world: World,
     where: Callable[[], str],
-    when_stuck: WhenStuck = lambda error: None,
-    is_asked: Callable[[], bool] = lambda: False,
+    when_stuck: Callable[[RankLostError], object] = lambda error: None,
 ) -> Iterator[None]:
     """In this block ranks compute by collectives of torch's own, which break when one of them is gone.
 
@@ -355,14 +351,14 @@ def naming_the_lost(
 
     A collective may also wait for a lost rank for as long as its backend does, and cannot be called back. Where it
     has for some seconds, ``when_stuck`` is called, on another thread, which needs no store to notice: this rank may
-    be the one that is cut off. It is called sooner where this rank ``is_asked`` to stop.
+    be the one that is cut off.
 
     Raises:
         RankLostError: a rank is lost, has left the block, or has run out of memory; the same on every rank.
     """
     line = world.meetings
     try:
-        with _watched(line, where, when_stuck, is_asked):
+        with _watched(line, where, when_stuck):
             yield
     except ShardwiseError:
         raise
@@ -387,7 +383,7 @@ def naming_the_lost(
 
 @contextmanager
 def _watched(
-    line: Meetings | None, where: Callable[[], str], when_stuck: WhenStuck, is_asked: Callable[[], bool]
+    line: Meetings | None, where: Callable[[], str], when_stuck: Callable[[RankLostError], object]
 ) -> Iterator[None]:
     if line is None:
         yield
@@ -396,11 +392,10 @@ def _watched(
 
     def watch() -> None:
         since = math.inf
-        while not has_left.wait(min(line.patience.beat_s, _ASKED_S)):
-            in_haste = is_asked()
-            lost = line.lost(in_haste=in_haste)
+        while not has_left.wait(min(line.patience.beat_s, _LOOK_S)):
+            lost = line.lost()
             since = math.inf if lost is None else min(since, time.monotonic())
-            if lost is not None and time.monotonic() - since >= (_ASKED_S if in_haste else _STUCK_S):
+            if lost is not None and time.monotonic() - since >= _STUCK_S:
                 when_stuck(RankLostError(f"{where()}: {lost}"))
                 return
 
@@ -410,7 +405,7 @@ def _watched(
         yield
     finally:
         has_left.set()
-        watching.join(timeout=_ASKED_S)  # it holds on to what was trained
+        watching.join(timeout=_LOOK_S)  # it holds on to what was trained
 
 
 def _out_of_memory(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.conversion import Expression, key_of
+from shardwise.conversion import Expression
 from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError, StorageError
 from shardwise.execution import Patience
 from shardwise.execution.memory import home_of, managers_of, materialize, require_budget
@@ -60,34 +60,21 @@ from shardwise.tensors import Box
 
 
 @dataclass(frozen=True)
-class Survey:
-    """What the ranks have of every tensor, and from whom each could take it.
-
-    ``names`` are the model's tensors, and after them the optimizers' (``keys``). ``live`` has this rank's values;
-    what is handed over is taken out of it.
-    """
-
-    names: list[str]
-    keys: dict[str, Key]
-    source_of: list[tuple[int, ...]]
-    stored: list[list[str]]
-    """The dtype of every tensor, by rank."""
-    dtypes: list[str]
-    """Those on which the ranks have settled."""
-    most: list[int]
-    """How many tensors each rank has values of."""
-    live: dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
 class Supply:
-    """Whose values every tensor gets, and in which dtype, by name.
+    """The ranks whose values every tensor gets, and its dtype, by name.
 
-    ``cast`` has ("dtype before", "dtype then") where they differ, ``differed`` the rank whose values are taken
-    although others have different ones.
+    Attributes:
+        keys: names of optimizers' tensors, which follow the model's in ``source_of``.
+        live: this rank's values; what is handed over is taken out of it.
+        source_of: by rank, the rank that gives it the values.
+        dtypes: on which the ranks have settled.
+        cast: ("dtype before", "dtype then") of tensors whose dtype changes.
+        differed: the rank whose values are taken although others have different ones.
+        scalars: counts of steps and the like.
     """
 
-    survey: Survey
+    keys: dict[str, Key]
+    live: dict[str, torch.Tensor]
     source_of: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     cast: dict[str, tuple[str, str]]
@@ -95,18 +82,18 @@ class Supply:
     scalars: dict[Key, Scalar]
 
 
-def survey(
+def agree_on_supply(
     world: World,
     held: Sequence[Held],
     bounds: Sequence[Bound],
     values_from: ValuesFrom,
-) -> Survey:
-    """Find out which rank has values of what.
-
-    Collective: yes.
+    trained_dtype: TrainedDtype,
+) -> Supply:
+    """Find out which rank has values of what, compare those that several have, and decide. Collective: yes.
 
     Raises:
-        DisagreementError: when ranks that ``values_from`` relies on have none, or dtypes cannot be settled.
+        DisagreementError: ranks that ``values_from`` relies on have no values, values differ that it takes to be
+            equal, or dtypes cannot be settled.
     """
     keys = _state_keys(world, bounds)
     tensors = {item.fqn: item.tensor for item in held} | {
@@ -115,54 +102,36 @@ def survey(
     live = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
     names = [*(item.fqn for item in held), *keys]
     has = [list(map(bool, told)) for told in world.gather(bytes(name in live for name in names))]
-    source_of = world.together(lambda: choose_sources(names, has, values_from))
+    chosen = world.together(lambda: choose_sources(names, has, values_from))
     own = [_name_of(tensors[name].dtype) if name in tensors else "" for name in names]
-    stored = _filled(world.gather(own), source_of)
-    dtypes = world.together(lambda: settle_dtypes(names, source_of, stored))
-    return Survey(names, keys, source_of, stored, dtypes, list(map(sum, has)), live)
-
-
-def compare(
-    world: World,
-    found: Survey,
-    held: Sequence[Held],
-    bounds: Sequence[Bound],
-    values_from: ValuesFrom,
-    trained_dtype: TrainedDtype,
-) -> Supply:
-    """Compare values that several ranks have, and decide. Collective: yes.
-
-    Raises:
-        DisagreementError: when values differ that ``values_from`` takes to be equal.
-    """
+    stored = _filled(world.gather(own), chosen)
+    agreed = world.together(lambda: settle_dtypes(names, chosen, stored))
     several = [
         name
-        for name, source_of in zip(found.names, found.source_of, strict=True)
+        for name, source_of in zip(names, chosen, strict=True)
         if len(set(source_of)) > 1 and source_of[world.rank] == world.rank
     ]
-    sums = world.gather(world.together(lambda: {name: checksum(found.live[name]) for name in several}))
-    settled, differed = world.together(
-        lambda: settle_differences(found.names, found.source_of, sums, found.most, values_from)
-    )
-    scalars = _scalars(world, bounds, found.most, values_from, differed)
-    source_of = dict(zip(found.names, settled, strict=True))
+    sums = world.gather(world.together(lambda: {name: checksum(live[name]) for name in several}))
+    most = list(map(sum, has))
+    settled, differed = world.together(lambda: settle_differences(names, chosen, sums, most, values_from))
+    scalars = _scalars(world, bounds, most, values_from, differed)
     before = {
-        name: [found.stored[rank][index] for rank in (*source_of[name], *range(world.size))]
-        for index, name in enumerate(found.names)
+        name: [stored[rank][index] for rank in (*settled[index], *range(world.size))]
+        for index, name in enumerate(names)
     }
-    dtypes = {name: getattr(torch, dtype) for name, dtype in zip(found.names, found.dtypes, strict=True)}
+    dtypes = {name: getattr(torch, dtype) for name, dtype in zip(names, agreed, strict=True)}
     for item in held:
         if item.kind is TensorKind.PARAMETER:
             dtypes[item.fqn] = trained_dtype_of(trained_dtype, dtypes[item.fqn], item.tensor.requires_grad)
-    for name, key in found.keys.items():  # state in the parameter's dtype goes along, as when torch loads it
+    for name, key in keys.items():  # state in the parameter's dtype goes along, as when torch loads it
         if before[name][0] == before[key.parameter][0]:
             dtypes[name] = dtypes[key.parameter]
     cast = {
         name: (other[0], _name_of(dtypes[name]))
-        for name in found.names
+        for name in names
         if (other := [dtype for dtype in before[name] if dtype != _name_of(dtypes[name])])
     }
-    return Supply(found, source_of, dtypes, cast, differed, scalars)
+    return Supply(keys, live, dict(zip(names, settled, strict=True)), dtypes, cast, differed, scalars)
 
 
 def _scalars(
@@ -250,33 +219,32 @@ class Arrivals:
         self.supply = supply
         self.managers = managers_of(model)
         self.held = {item.fqn: item for item in look_inside(model)}
-        live = next(iter(supply.survey.live.values()), None)
+        live = next(iter(supply.live.values()), None)
         self.home = home_of(list(self.held.values()), None if live is None else live.device)
         self.state: dict[Key, torch.Tensor] = {}
 
     def handovers(self, world: World) -> list[Handover]:
         """All values that are handed over: not those of buffers that every rank has already."""
-        survey = self.supply.survey
+        supply = self.supply
         ranks = list(range(1)) if world.size == 1 else dist.get_process_group_ranks(world.group)
         handovers: list[Handover] = []
-        for name in survey.names:
-            source_of = self.supply.source_of[name]
-            live = survey.live.pop(name, None)
+        for name, source_of in supply.source_of.items():
+            live = supply.live.pop(name, None)
             is_buffer = name in self.held and self.held[name].kind is not TensorKind.PARAMETER
             if source_of != NOBODY and not (is_buffer and source_of == tuple(range(world.size))):
-                key = survey.keys.get(name)
+                key = supply.keys.get(name)
                 tensor = self.held[key.parameter if key is not None else name].tensor
                 boxes = boxes_of_ranks(tensor, name, ranks)
                 whole = Box.whole(tensor.shape)
                 held = tuple((whole,) if source == rank else () for rank, source in enumerate(source_of))
                 mine = LocalTensor.whole(live) if live is not None and held[world.rank] else None
-                dtype = self.supply.dtypes[name]
+                dtype = supply.dtypes[name]
                 handovers.append(Handover(name, tensor.shape, dtype, held, boxes, mine, None))
         return handovers
 
     def prepare(self, names: Sequence[str]) -> dict[str, LocalTensor]:
         """Memory for tensors that are about to arrive."""
-        keys = self.supply.survey.keys
+        keys = self.supply.keys
         parameters = [self.held[keys[name].parameter if name in keys else name] for name in names]
         wanted = [item for item in parameters if item.kind is TensorKind.PARAMETER]
         materialize(wanted, self.managers, self.home)
@@ -563,7 +531,6 @@ class StoredValues:
             for names in ties
             if len(present := [name for name in names if name in self.expressions]) > 1
             for other in present[1:]
-            if not self._is_same_place(present[0], other)
         ]
         if not pairs:
             return
@@ -577,19 +544,6 @@ class StoredValues:
         for found in world.each(unequal):
             if found:
                 raise untied(*found[0])
-
-    def _is_same_place(self, one: str, other: str) -> bool:
-        """Whether two names are stored as one tensor."""
-        keys = [key_of(self.expressions[name]) for name in (one, other)]
-        if None in keys:
-            return False
-        first, second = (self.index.entries[key] for key in keys if key is not None)
-        return (first.file, first.range, first.dtype, first.shape) == (
-            second.file,
-            second.range,
-            second.dtype,
-            second.shape,
-        )
 
     def _are_equal(self, pair: tuple[str, str], placer: Placer, world: World) -> bool:
         one, other = (self.expressions[name] for name in pair)

@@ -70,8 +70,6 @@ class ShardwiseTrainer(_Trainer):
         given = given_arguments(after, positional, keywords)
         with World.current(call="ShardwiseTrainer") as world:
             world.together(lambda: require_trainable(type(self), given, world))
-        self.is_asked_to_stop: Callable[[], bool] = lambda: False
-        """Whether a signal asks for the end: ranks that wait for a lost one then do so for a second at most."""
         self._asked_for: list[bool] = []
         """``save_only_model``, as it was."""
         try:
@@ -158,7 +156,7 @@ class ShardwiseTrainer(_Trainer):
         if watched.size > 1:
             watched.together(lambda: None)
         try:
-            named = naming_the_lost(watched, self._where, _end_stuck, lambda: self.is_asked_to_stop())
+            named = naming_the_lost(watched, self._where, _end_stuck)
             with named, self._meeting(watched):
                 return super().train(None if source is None else str(source), *others, **keywords)
         finally:
