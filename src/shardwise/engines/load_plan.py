@@ -237,8 +237,8 @@ class LoadOptions:
         progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
         process_group: the ranks that load together; None is the default group, or this process alone.
         patience: how long ranks wait for each other.
-        shared_reads: whether one rank reads what several hold (replicas) and sends it to the others: "auto" does
-            so if the storage is remote, "always" and "never" are the other choices.
+        shared_reads: whether ranks that hold the same (replicas) read a share each and send it to the others:
+            "auto" does so if the storage is remote, "always" and "never" are the other choices.
         check_memory: refuse a load whose forecast exceeds free memory before anything is read.
     """
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import cast, get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -15,11 +14,9 @@ from torch.optim import Optimizer
 
 from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.errors import ConfigError
-from shardwise.execution import Patience
-from shardwise.execution.memory import require_budget
 from shardwise.execution.moving import distribute
 from shardwise.execution.replicas import require_alike_models
-from shardwise.execution.supply import Arrivals, agree_on_supply, wrap_without_values
+from shardwise.execution.supply import Arrivals, StateOptions, agree_on_supply, wrap_without_values
 from shardwise.execution.world import Clock, World
 from shardwise.layout import TensorKind
 from shardwise.models import wrap
@@ -36,21 +33,8 @@ from shardwise.tuning.lora import let_merge_in_four_bits
 
 
 @dataclass(frozen=True, slots=True)
-class ShardOptions:
-    """How a sharding is carried out; none of it changes the values.
-
-    Attributes:
-        budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
-        process_group: the ranks of the mesh; None is the default group, or this process alone.
-        patience: how long ranks wait for each other.
-    """
-
-    budget_bytes: int = 64 << 20
-    process_group: dist.ProcessGroup | None = None
-    patience: Patience = field(default_factory=Patience)
-
-    def __post_init__(self) -> None:
-        require_budget(self.budget_bytes)
+class ShardOptions(StateOptions):
+    """How a sharding is carried out; none of it changes the values. Its fields are those of ``StateOptions``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,9 @@
 
 Where one of these questions has the wrong answer, nothing of the older save has been removed, and what was set
 aside or replaced is put back as far as it is this save's: a StorageError says what was found.
+
+Lists of renames are carried out here, too, and what saves by such lists have left is removed; see [Note: A list of
+renames].
 """
 
 from __future__ import annotations
@@ -34,28 +37,7 @@ from shardwise.formats.accelerate_names import is_distributed_folder
 from shardwise.formats.distributed import METADATA, read_metadata
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, is_training_file, named_training
 from shardwise.formats.safetensors_header import read_header
-from shardwise.planning import fingerprints
-from shardwise.planning.save_plan import (
-    ADAPTER,
-    OLDER,
-    Commit,
-    CommitStep,
-    FolderState,
-    Publish,
-    Remove,
-    Rename,
-    Renames,
-    SavePlan,
-    WrittenFiles,
-    commit_of,
-    fresh,
-    is_on_its_way,
-    lists_among,
-    look_at_folder,
-    obsolete,
-    on_its_way,
-    token_of_fresh,
-)
+from shardwise.planning import fingerprints, save_plan
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.names import shown
 from shardwise.storage.reading.local import LocalReader
@@ -70,14 +52,16 @@ _BLOCK_BYTES = 8 << 20
 
 def remove_unnamed(writer: StorageWriter, files: Collection[str]) -> None:
     """Remove those of these files that were on their way to another name: by them nothing can begin to count."""
-    names = [file for file in files if is_on_its_way(file)]
+    names = [file for file in files if save_plan.is_on_its_way(file)]
     for name in names:
         writer.remove(name)
     if names:
         writer.sync_names()
 
 
-def let_count(writer: StorageWriter, held: HeldMark, commit: Commit, beside: Mapping[str, bytes]) -> list[str]:
+def let_count(
+    writer: StorageWriter, held: HeldMark, commit: save_plan.Commit, beside: Mapping[str, bytes]
+) -> list[str]:
     """Let a written and synced save count, and remove the older one; the names of what was removed.
 
     Args:
@@ -102,12 +86,16 @@ def let_count(writer: StorageWriter, held: HeldMark, commit: Commit, beside: Map
             writer.sync_names()
             held.require()
         for step in commit.steps:
-            if isinstance(step, Remove) or step in commit.aside:
+            if isinstance(step, save_plan.Remove) or step in commit.aside:
                 held.require()  # these concern the files of others, which nothing of this save's fences
-            if isinstance(step, Remove):
+            if isinstance(step, save_plan.Remove):
                 _require_there(writer, commit.then)
             _take(writer, step)
-        _require_counting(writer, commit)
+        if not counts(writer, commit):
+            raise StorageError(
+                f"{writer.root}: another save has taken this one's place while it was committed; nothing of the "
+                "older one has been removed. Save to a directory of its own"
+            )
     if held.whose() is not Whose.OURS:
         return []  # it counts. Whoever has the folder by now takes its place in turn, and removes what is older
     aside = {step.file: step.name for step in commit.aside}
@@ -129,10 +117,10 @@ def publish(
     ``files`` have their names already; ``beside`` are small files that belong to them. Raises as
     :func:`let_count` does.
     """
-    ready = on_its_way(name, held.token)
-    commit = Commit(
+    ready = save_plan.on_its_way(name, held.token)
+    commit = save_plan.Commit(
         files,
-        steps=(Publish(ready, name),),
+        steps=(save_plan.Publish(ready, name),),
         then=files,
         ready={ready: content},
         says={**beside, name: content},
@@ -141,7 +129,7 @@ def publish(
     let_count(writer, held, commit, beside)
 
 
-def counts(writer: StorageWriter, commit: Commit) -> bool:
+def counts(writer: StorageWriter, commit: save_plan.Commit) -> bool:
     """Whether it is this save that counts, whole."""
     sizes = writer.sizes()
     return (
@@ -176,19 +164,11 @@ def _require_there(writer: StorageWriter, files: Mapping[str, int]) -> None:
             )
 
 
-def _require_counting(writer: StorageWriter, commit: Commit) -> None:
-    if not counts(writer, commit):
-        raise StorageError(
-            f"{writer.root}: another save has taken this one's place while it was committed; nothing of the older "
-            "one has been removed. Save to a directory of its own"
-        )
-
-
-def _take(writer: StorageWriter, step: CommitStep) -> None:
+def _take(writer: StorageWriter, step: save_plan.CommitStep) -> None:
     match step:
-        case Rename(file, name) | Publish(file, name):
+        case save_plan.Rename(file, name) | save_plan.Publish(file, name):
             try:
-                writer.rename(file, name) if isinstance(step, Rename) else writer.publish(file, name)
+                writer.rename(file, name) if isinstance(step, save_plan.Rename) else writer.publish(file, name)
             except StorageError as error:
                 if file in writer.list():
                     raise
@@ -196,14 +176,14 @@ def _take(writer: StorageWriter, step: CommitStep) -> None:
                     f"{shown(file)} in {writer.root}: another save has taken this folder over, and has removed "
                     f"what was to be {shown(name)}; what is theirs stays. Save to a directory of its own"
                 ) from error
-        case Remove(file):
+        case save_plan.Remove(file):
             writer.remove(file)
             writer.sync_names()
 
 
 @contextmanager
 def _put_back_if_in_vain(
-    writer: StorageWriter, held: HeldMark, commit: Commit, beside: Mapping[str, bytes]
+    writer: StorageWriter, held: HeldMark, commit: save_plan.Commit, beside: Mapping[str, bytes]
 ) -> Iterator[None]:
     """When the block fails and this save does not count, put back what it set aside and replaced."""
     before = {name: writer.read(name) for name in {**beside, **commit.says}}
@@ -219,7 +199,7 @@ def _put_back_if_in_vain(
 def _put_back(
     writer: StorageWriter,
     held: HeldMark,
-    commit: Commit,
+    commit: save_plan.Commit,
     beside: Mapping[str, bytes],
     before: Mapping[str, bytes | None],
 ) -> None:
@@ -256,9 +236,9 @@ def write_again(writer: StorageWriter, file: str, token: str) -> None:
         StorageError: it cannot be read or written, or changes meanwhile.
     """
     folder, slash, name = file.rpartition("/")
-    fresh = f"{folder}{slash}{on_its_way(name, token)}"
-    copy_in(writer, os.path.join(writer.root, file), fresh)
-    writer.rename(fresh, file)
+    new = f"{folder}{slash}{save_plan.on_its_way(name, token)}"
+    copy_in(writer, os.path.join(writer.root, file), new)
+    writer.rename(new, file)
 
 
 def copy_in(writer: StorageWriter, source: str, file: str) -> int:
@@ -291,11 +271,11 @@ class Begun:
     """A save that has the mark of its folder; what counted there before, and what is recorded of it."""
 
     held: HeldMark
-    standing: FolderState
+    standing: save_plan.FolderState
     recorded: Sequence[fingerprints.RecordedSave]
 
 
-def begin_save(writer: StorageWriter, plan: SavePlan) -> Begun:
+def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> Begun:
     """Mark the folder, look at what is there, and remove what saves left behind that were never committed.
 
     Raises:
@@ -304,16 +284,22 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> Begun:
     held = take_lock(writer, plan.token)
     try:
         nothing: frozenset[str] = frozenset()
-        remove_unnamed(writer, obsolete(plan, FolderState(frozenset(writer.list()), nothing)))
-        standing = look_at_folder(writer.list(), writer.read(plan.index_file), plan.single_file)
+        remove_unnamed(writer, save_plan.obsolete(plan, save_plan.FolderState(frozenset(writer.list()), nothing)))
+        standing = save_plan.look_at_folder(writer.list(), writer.read(plan.index_file), plan.single_file)
         standing = replace(standing, named=standing.named | _trainings_named(writer, plan))
         recorded = fingerprints.from_bytes(writer.read(fingerprints.file_beside(plan.stem)))
-        left = [name for name in obsolete(plan, FolderState(standing.files, nothing)) if name != plan.index_file]
+        left = [
+            name
+            for name in save_plan.obsolete(plan, save_plan.FolderState(standing.files, nothing))
+            if name != plan.index_file
+        ]
         if standing.weights:
             writer.sync_names()  # what counts must last before weights that were set aside for it go
         kept = standing.weights | standing.named  # by whoever had the folder before, if it goes on after all
         for name in left:
-            is_needed = name.endswith(OLDER) and not standing.weights  # the only weights until something counts
+            is_needed = (
+                name.endswith(save_plan.OLDER) and not standing.weights
+            )  # the only weights until something counts
             if name not in kept and not is_needed:
                 writer.remove(name)  # its space may be needed
     except BaseException:
@@ -323,10 +309,10 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> Begun:
     return Begun(held, standing, recorded)
 
 
-def undo_save(writer: StorageWriter, plan: SavePlan, begun: Begun) -> None:
+def undo_save(writer: StorageWriter, plan: save_plan.SavePlan, begun: Begun) -> None:
     """Remove what was made, save for what counts by now; the older save is as it was."""
     with contextlib.suppress(StorageError):
-        names = {name for name in writer.list() if is_on_its_way(name) and plan.token in name}
+        names = {name for name in writer.list() if save_plan.is_on_its_way(name) and plan.token in name}
         if plan.index is None or writer.read(plan.index_file) != plan.index:
             names |= {file.name for file in plan.files} - _trainings_named(writer, plan)
         for name in names:
@@ -336,13 +322,13 @@ def undo_save(writer: StorageWriter, plan: SavePlan, begun: Begun) -> None:
         writer.sync_names()
 
 
-def _trainings_named(writer: StorageWriter, plan: SavePlan) -> frozenset[str]:
+def _trainings_named(writer: StorageWriter, plan: save_plan.SavePlan) -> frozenset[str]:
     """Files with the training of an adapter that counts, or is set aside; all that are there if none can tell."""
     files = writer.list()
     there = frozenset(name for name in files if is_training_file(name))
-    if plan.stem != ADAPTER or not there:
+    if plan.stem != save_plan.ADAPTER or not there:
         return frozenset()
-    aside = [name for name in files if name.startswith(plan.stem) and name.endswith(OLDER)]
+    aside = [name for name in files if name.startswith(plan.stem) and name.endswith(save_plan.OLDER)]
     try:
         with open_storage(writer.root).reader as reader:
             adapters = [plan.single_file] if plan.single_file in files else aside
@@ -353,7 +339,7 @@ def _trainings_named(writer: StorageWriter, plan: SavePlan) -> frozenset[str]:
 
 def commit_save(
     writer: StorageWriter,
-    plan: SavePlan,
+    plan: save_plan.SavePlan,
     begun: Begun,
     small_files: Mapping[str, bytes],
     sums: Mapping[str, int],
@@ -378,7 +364,7 @@ def commit_save(
     fingerprints_file = fingerprints.file_beside(plan.stem)
     bound = _bound(writer, plan, small_files)
     free = {name: content for name, content in small_files.items() if name not in bound}
-    commit = commit_of(plan, begun.standing, can_rename=writer.policy.can_rename, bound=bound)
+    commit = save_plan.commit_of(plan, begun.standing, can_rename=writer.policy.can_rename, bound=bound)
     removed = let_count(writer, begun.held, commit, {**free, fingerprints_file: both})
     if begun.held.whose() is Whose.OURS:
         writer.replace(fingerprints_file, fingerprints.to_bytes([recorded]))
@@ -387,10 +373,10 @@ def commit_save(
     return removed
 
 
-def _bound(writer: StorageWriter, plan: SavePlan, small_files: Mapping[str, bytes]) -> dict[str, bytes]:
+def _bound(writer: StorageWriter, plan: save_plan.SavePlan, small_files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Small files that would have the older weights read as what they are not: an adapter's config that differs."""
     content = small_files.get(ADAPTER_CONFIG)
-    if plan.stem != ADAPTER or content is None or writer.read(ADAPTER_CONFIG) == content:
+    if plan.stem != save_plan.ADAPTER or content is None or writer.read(ADAPTER_CONFIG) == content:
         return {}
     return {ADAPTER_CONFIG: content}
 
@@ -415,7 +401,8 @@ def tidy(marked: Marked) -> None:
     folders = distributed_folders(root)
     with FoldersWriter(root, folders) as writer:
         remove_unnamed(writer, writer.list())  # by what was about to be named nothing can begin to count
-        _finish_all(root, marked.held)
+        for file in save_plan.lists_among(writer.list()):
+            _finish(root, file, marked.held)
         remove_fresh(writer, writer.list())
         for folder in folders:
             for name in left_in(Path(root, folder)):
@@ -432,10 +419,10 @@ def undo(marked: Marked, also: Collection[str] = ()) -> None:
     also = [folder for folder in also if not is_through_link(root, folder)]
     with FoldersWriter(root, {*folders, *also}) as writer:
         names = writer.list()
-        listed = Renames(marked.token, ()).file
-        writer.remove(on_its_way(listed, marked.token))
+        listed = save_plan.Renames(marked.token, ()).file
+        writer.remove(save_plan.on_its_way(listed, marked.token))
         if listed not in names:
-            remove_fresh(writer, [name for name in names if token_of_fresh(name) == marked.token])
+            remove_fresh(writer, [name for name in names if save_plan.token_of_fresh(name) == marked.token])
             for folder in folders:
                 for name in left_in(Path(root, folder), of=marked.token):
                     writer.remove(f"{folder}/{name}")
@@ -444,7 +431,10 @@ def undo(marked: Marked, also: Collection[str] = ()) -> None:
 
 
 def commit_written(
-    marked: Marked, written: WrittenFiles, older: Sequence[str], beside: Mapping[str, bytes] = MappingProxyType({})
+    marked: Marked,
+    written: save_plan.WrittenFiles,
+    older: Sequence[str],
+    beside: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
     """Let the files of a save count, give them their names, and remove the older ones; then release the mark.
 
@@ -454,7 +444,7 @@ def commit_written(
         StorageError: as of :func:`~shardwise.execution.committing.let_count`.
     """
     root = marked.writer.root
-    renames = Renames(marked.token, tuple(written.named), tuple(older))
+    renames = save_plan.Renames(marked.token, tuple(written.named), tuple(older))
     folders = {name.rpartition("/")[0] for name in (*written.named, *written.beside, *older)} - {""}
     with FoldersWriter(root, folders) as writer:
         let_count(writer, marked.held, renames.commit(written), beside)
@@ -478,7 +468,7 @@ def distributed_folders(root: str) -> list[str]:
 def remove_fresh(writer: FoldersWriter, names: Collection[str]) -> None:
     """Remove those of these files that saves have written and not named."""
     for name in names:
-        if token_of_fresh(name) is not None:
+        if save_plan.token_of_fresh(name) is not None:
             writer.remove(name)
 
 
@@ -486,13 +476,6 @@ def _remove_empty(root: str, folders: Collection[str]) -> None:
     for folder in sorted(folders, reverse=True):
         with contextlib.suppress(OSError):
             os.rmdir(os.path.join(root, folder))
-
-
-def _finish_all(root: str, held: HeldMark) -> None:
-    with FoldersWriter(root) as writer:
-        lists = lists_among(writer.list())
-    for file in lists:
-        _finish(root, file, held)
 
 
 def _finish(root: str, file: str, held: HeldMark) -> None:
@@ -509,8 +492,12 @@ def _finish(root: str, file: str, held: HeldMark) -> None:
             writer.add_folder_of(name)
         there = set(writer.list())
         for name in renames.names:
-            if fresh(name, renames.token) in there:
-                _rename(writer, fresh(name, renames.token), name)
+            if (new := save_plan.fresh(name, renames.token)) in there:
+                try:
+                    writer.rename(new, name)
+                except StorageError:
+                    if new in writer.list():
+                        raise
             elif name not in there and file in writer.list():
                 raise FormatError(
                     f"{file} in {root}: lists {shown(name)}, which is gone; remove that list, and save again"
@@ -527,18 +514,10 @@ def _finish(root: str, file: str, held: HeldMark) -> None:
         writer.sync_names()
 
 
-def _rename(writer: FoldersWriter, file: str, name: str) -> None:
-    try:
-        writer.rename(file, name)
-    except StorageError:
-        if file in writer.list():
-            raise
-
-
 _MAX_LIST_BYTES = 1 << 24
 
 
-def read_list(folder: Path, file: str) -> Renames | None:
+def read_list(folder: Path, file: str) -> save_plan.Renames | None:
     """A list of renames; None where it is not there any more.
 
     Raises:
@@ -553,7 +532,7 @@ def read_list(folder: Path, file: str) -> Renames | None:
             if not os.path.lexists(folder / file):
                 return None  # carried out meanwhile
             raise
-    renames = Renames.from_bytes(file, content)
+    renames = save_plan.Renames.from_bytes(file, content)
     if renames is None:
         raise FormatError(f"{file} in {folder}: is no list of renames of an interrupted save; remove it")
     linked = [way for way in _folders_of(folder, renames) if (folder / way).is_symlink()]
@@ -564,7 +543,7 @@ def read_list(folder: Path, file: str) -> Renames | None:
     return renames
 
 
-def _folders_of(folder: Path, renames: Renames) -> list[str]:
+def _folders_of(folder: Path, renames: save_plan.Renames) -> list[str]:
     """Folders that listed names lead into, as far as they are there, each before what lies in it."""
     found: set[str] = set()
     for around in {name.rpartition("/")[0] for name in (*renames.names, *renames.older)} - {""}:
@@ -580,7 +559,7 @@ def home_of(path: Path) -> Path:
     return path.parent if not path.is_dir() or is_distributed_folder(path.name) else path
 
 
-def lists_in(folder: Path) -> list[Renames]:
+def lists_in(folder: Path) -> list[save_plan.Renames]:
     """The lists of renames that an interrupted save has left in a folder.
 
     Raises:
@@ -590,7 +569,7 @@ def lists_in(folder: Path) -> list[Renames]:
         names = os.listdir(folder) if folder.is_dir() else []
     except OSError as error:
         raise StorageError(f"{folder}: listing it failed, {error.strerror}; check its permissions") from error
-    return [found for file in lists_among(names) if (found := read_list(folder, file)) is not None]
+    return [found for file in save_plan.lists_among(names) if (found := read_list(folder, file)) is not None]
 
 
 @contextmanager
@@ -630,16 +609,20 @@ def leads_nowhere(place: Path) -> bool:
     return any(path.is_symlink() and not path.exists() for path in place.rglob("*"))
 
 
-def _link(folder: Path, pending: Sequence[Renames], place: Path) -> list[str]:
+def _link(folder: Path, pending: Sequence[save_plan.Renames], place: Path) -> list[str]:
     """Make links to what is in a folder, by the names that files are to have; the listed names that are gone."""
     inner = {way for renames in pending for way in _folders_of(folder, renames)}
     links: dict[str, str] = {}
     for way in ("", *sorted(inner)):
         (place / way).mkdir(exist_ok=True)
         names = [(PurePosixPath(way) / name).as_posix() for name in os.listdir(folder / way)]
-        links |= {name: name for name in names if name not in inner and token_of_fresh(name) is None}
+        links |= {name: name for name in names if name not in inner and save_plan.token_of_fresh(name) is None}
     for renames in pending:
-        links |= {name: new for name in renames.names if (folder / (new := fresh(name, renames.token))).is_file()}
+        links |= {
+            name: new
+            for name in renames.names
+            if (folder / (new := save_plan.fresh(name, renames.token))).is_file()
+        }
         for name in {renames.file, *renames.older} - {*renames.names}:
             links.pop(name, None)
     for name, lies_at in links.items():

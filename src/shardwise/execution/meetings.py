@@ -3,12 +3,18 @@
 [Note: Nobody waits in a collective] A collective waits as long as its slowest rank, and hangs when one is gone. So
 ranks meet here first: each hands the first rank a message, which may be empty, and reads the one answer that the
 first rank makes of all. A meeting ends with an error when the detector
-(:mod:`~shardwise.execution.meetings`) finds that a rank is lost: the rank that finds out first
+(:class:`Detector`) finds that a rank is lost: the rank that finds out first
 publishes the verdict, and every rank raises it. A rank that fails in its work says so at once, and the others can
 stop theirs.
 
 The n-th call of a rank meets the n-th of every other. Where these are not the same call, all ranks raise an error
 that names two of them, and their next calls meet again.
+
+[Note: Heartbeats] Each process has one thread that counts in the store, from its first call until it ends, over a
+connection of its own, since the other one may be held by whoever waits for a key. Ranks of a call watch the first
+rank, and the first rank watches all others. A count that stops means a process that was killed, is stopped or is
+unreachable. On one machine the process itself is looked at as well: it is known at once when it has ended, and a
+count that pauses (a library may not let other threads run) means nothing while the process runs.
 """
 
 from __future__ import annotations

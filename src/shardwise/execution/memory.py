@@ -1,4 +1,7 @@
-"""Gives meta tensors memory, at every place where a model registers them."""
+"""Memory and threads of a rank: memory for meta tensors, staging of what is read, free memory, workers.
+
+Tensors get memory at every place where a model registers them. Workers stop together when one of them fails.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from shardwise.models.torch_words import module_of, take_after, to_torch
 from shardwise.models.view import Held, local_tensor, strided_view
 from shardwise.planning.load_memory import Available, Segment, staging_within
 from shardwise.storage.contract import ReadPolicy
-from shardwise.storage.machine import GROUPS, OWN_GROUP, ControlGroup, control_groups, text_of
+from shardwise.storage.machine import GROUPS, OWN_GROUP, control_groups, number_in, text_of
 from shardwise.tensors import Strided
 
 
@@ -233,8 +236,6 @@ def memory_of(flat: torch.Tensor) -> memoryview:
 
 
 _MEMINFO = Path("/proc/meminfo")
-_NO_LIMIT = 1 << 60
-"""A limit of this size or more is none (the first version of control groups writes a huge number)."""
 
 
 def available_memory(home: torch.device) -> Available:
@@ -253,7 +254,7 @@ def available_memory(home: torch.device) -> Available:
 
 def host_memory(meminfo: Path = _MEMINFO, own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> int | None:
     """Return free bytes of the machine, or of a control group that limits this process further; None if unknown."""
-    found = [_room(group) for group in control_groups("memory", own_group, groups)]
+    found = [_room(group) for group in control_groups(own_group, groups)]
     for line in text_of(meminfo).splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
@@ -261,16 +262,11 @@ def host_memory(meminfo: Path = _MEMINFO, own_group: Path = OWN_GROUP, groups: P
     return min((room for room in found if room is not None), default=None)
 
 
-def _room(group: ControlGroup) -> int | None:
-    limit, usage = (
-        ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        if group.is_of_first_version
-        else ("memory.max", "memory.current")
-    )
-    most, used = group.number(limit), group.number(usage)
-    if most is None or used is None or most >= _NO_LIMIT:
+def _room(group: Path) -> int | None:
+    most, used = number_in(group / "memory.max"), number_in(group / "memory.current")
+    if most is None or used is None:
         return None
-    statistics = dict(line.split() for line in group.text("memory.stat").splitlines())
+    statistics = dict(line.split() for line in text_of(group / "memory.stat").splitlines())
     cache = sum(int(statistics.get(name, 0)) for name in ("inactive_file", "active_file"))
     return max(0, most - used + cache)  # the page cache gives way
 

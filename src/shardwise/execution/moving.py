@@ -25,20 +25,7 @@ from shardwise.execution.reading import Destination, Placer
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox, place_of
 from shardwise.models.view import Held, boxes_of_ranks, local_boxes, local_tensor, strided_view
-from shardwise.planning.moves import (
-    Block,
-    Boxes,
-    Move,
-    Piece,
-    Round,
-    StateForm,
-    covers,
-    holders_of,
-    plan_rounds,
-    receivers,
-    shares_by_rank,
-    whole_on,
-)
+from shardwise.planning import moves
 from shardwise.report.names import few_names
 from shardwise.tensors import Box, DType, Strided, numel
 
@@ -75,12 +62,12 @@ class _RankPart:
 
     sent: list[int]
     received: list[int]
-    keeps: list[tuple[Block, tuple[Piece, ...]]] = field(default_factory=list)
-    sends: list[tuple[Block, tuple[Piece, ...], dict[int, int]]] = field(default_factory=list)
-    receives: list[tuple[Block, tuple[Piece, ...], int, int]] = field(default_factory=list)
+    keeps: list[tuple[moves.Block, tuple[moves.Piece, ...]]] = field(default_factory=list)
+    sends: list[tuple[moves.Block, tuple[moves.Piece, ...], dict[int, int]]] = field(default_factory=list)
+    receives: list[tuple[moves.Block, tuple[moves.Piece, ...], int, int]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, blocks: Round, rank: int, size: int) -> _RankPart:
+    def of(cls, blocks: moves.Round, rank: int, size: int) -> _RankPart:
         part = cls([0] * size, [0] * size)
         for block in blocks:
             for source, given in block.given:
@@ -112,7 +99,7 @@ class Exchange:
     """
 
     world: World
-    rounds: Sequence[Round]
+    rounds: Sequence[moves.Round]
     share: Share
     room: Room
     dtype_of: Mapping[str, torch.dtype]
@@ -122,7 +109,7 @@ class Exchange:
     _work: dist.Work | None = None
     _failure: Exception | None = None
 
-    def run(self) -> Generator[Round]:
+    def run(self) -> Generator[moves.Round]:
         """Yield each round when all of it has arrived. See [Note: Rounds].
 
         A generator that all ranks go through alike. Closing it on all ranks after the same round is no fault.
@@ -175,27 +162,27 @@ class Exchange:
                         copy.copy_(values)
                 self.traffic.sent_bytes += _nbytes(block, given) * len(places)
 
-    def _given(self, block: Block, given: Sequence[Piece]) -> Iterator[torch.Tensor]:
+    def _given(self, block: moves.Block, given: Sequence[moves.Piece]) -> Iterator[torch.Tensor]:
         for piece in given:
             self.world.check()
             yield strided_view(self.share(block.leaves[piece.leaf], piece.share), piece.source)
 
-    def _put(self, block: Block, given: Sequence[Piece], values: Iterator[torch.Tensor]) -> None:
+    def _put(self, block: moves.Block, given: Sequence[moves.Piece], values: Iterator[torch.Tensor]) -> None:
         memory = self.room(block.key, block.box)
         for piece, value in zip(given, values, strict=True):
             self.world.check()
             strided_view(memory, piece.target).copy_(value)
 
-    def _pieces(self, block: Block, given: Sequence[Piece], start: int) -> Iterator[torch.Tensor]:
+    def _pieces(self, block: moves.Block, given: Sequence[moves.Piece], start: int) -> Iterator[torch.Tensor]:
         """The pieces in staging memory, from a byte of it on."""
         flat = self._staging[start : start + _nbytes(block, given)].view(self.dtype_of[block.key])
         for piece in given:
             yield flat[: piece.target.numel].view(piece.target.sizes)
             flat = flat[piece.target.numel :]
 
-    def _send(self, part: _RankPart, moves: bool) -> None:  # noqa: FBT001
+    def _send(self, part: _RankPart, is_needed: bool) -> None:  # noqa: FBT001
         """Begin to move a round that all ranks have packed; what fails is raised by :meth:`_wait`."""
-        if not moves:  # on any rank
+        if not is_needed:  # on any rank
             return
         sent = sum(part.sent)
         try:
@@ -218,11 +205,11 @@ class Exchange:
             self.world.wait_for(work)
 
 
-def _moves(block: Block) -> bool:
+def _moves(block: moves.Block) -> bool:
     return any(set(block.targets) - {source} for source, _ in block.given)
 
 
-def _nbytes(block: Block, given: Sequence[Piece]) -> int:
+def _nbytes(block: moves.Block, given: Sequence[moves.Piece]) -> int:
     return sum(piece.target.numel for piece in given) * block.itemsize
 
 
@@ -271,8 +258,8 @@ class Handover:
     name: str
     shape: Sequence[int]
     dtype: torch.dtype
-    held: tuple[Boxes, ...]
-    wanted: tuple[Boxes, ...]
+    held: tuple[moves.Boxes, ...]
+    wanted: tuple[moves.Boxes, ...]
     mine: LocalTensor | None
     into: LocalTensor | None
 
@@ -281,13 +268,13 @@ class Handover:
         """Bytes of all of it."""
         return numel(self.shape) * self.dtype.itemsize
 
-    def move(self) -> Move:
+    def move(self) -> moves.Move:
         """What has to come from other ranks. Its elements are only counted, whatever their dtype."""
         lacking = tuple(
             tuple(box for box in wanted if not _is_held(box, held))
             for wanted, held in zip(self.wanted, self.held, strict=True)
         )
-        return Move(self.name, Stored(self.name, tuple(self.shape), DType.U8), self.dtype.itemsize, lacking)
+        return moves.Move(self.name, Stored(self.name, tuple(self.shape), DType.U8), self.dtype.itemsize, lacking)
 
     def take_own(self, rank: int) -> int:
         """Copy what this rank has itself; its bytes."""
@@ -297,7 +284,7 @@ class Handover:
         return sum(box.numel for box in own) * self.dtype.itemsize
 
 
-def _is_held(box: Box, held: Boxes) -> bool:
+def _is_held(box: Box, held: moves.Boxes) -> bool:
     return any(part.intersect(box) == box for part in held)
 
 
@@ -318,7 +305,7 @@ def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, dev
     """
     by_name = {item.name: item for item in items}
     shares = {
-        item.name: shares_by_rank(item.held, number % world.size, item.dtype.itemsize)
+        item.name: moves.shares_by_rank(item.held, number % world.size, item.dtype.itemsize)
         for number, item in enumerate(items)
     }
     last: dict[tuple[str, int], torch.Tensor] = {}
@@ -336,7 +323,7 @@ def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, dev
             arrived[name, box] = torch.empty(box.numel, dtype=by_name[name].dtype, device=place.device)
         return arrived[name, box]
 
-    rounds = world.together(lambda: plan_rounds([[item.move() for item in items]], shares, budget_bytes))
+    rounds = world.together(lambda: moves.plan_rounds([[item.move() for item in items]], shares, budget_bytes))
     exchange = Exchange(world, rounds, share, room, {item.name: item.dtype for item in items}, device)
     for _ in exchange.run():
         for (name, box), values in arrived.items():
@@ -375,7 +362,7 @@ def distribute(
 def gather(
     world: World,
     tensors: Mapping[str, torch.Tensor],
-    form: StateForm,
+    form: moves.StateForm,
     *,
     budget_bytes: int,
     device: torch.device,
@@ -394,7 +381,7 @@ def gather(
     """
     told = world.each(lambda: {name: facts_of(tensor, name) for name, tensor in tensors.items()})
     held = world.together(lambda: held_by_rank(told))
-    targets = receivers(form, world.size)
+    targets = moves.receivers(form, world.size)
     made: dict[str, torch.Tensor] = {}
 
     def begin() -> list[Handover]:
@@ -404,7 +391,7 @@ def gather(
             if world.rank in targets:
                 made[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                 into = LocalTensor.whole(made[name])
-            wanted = whole_on(targets, tuple(tensor.shape), world.size)
+            wanted = moves.whole_on(targets, tuple(tensor.shape), world.size)
             mine = LocalTensor.of(tensor, name)
             items.append(Handover(name, tensor.shape, tensor.dtype, held[name], wanted, mine, into))
         return items
@@ -419,7 +406,7 @@ class TensorFacts:
 
     shape: tuple[int, ...]
     dtype: str
-    boxes: Boxes
+    boxes: moves.Boxes
 
 
 def facts_of(tensor: torch.Tensor, name: str) -> TensorFacts:
@@ -427,7 +414,7 @@ def facts_of(tensor: torch.Tensor, name: str) -> TensorFacts:
     return TensorFacts(tuple(tensor.shape), str(tensor.dtype), boxes_of(tensor, name))
 
 
-def boxes_of(tensor: torch.Tensor, name: str) -> Boxes:
+def boxes_of(tensor: torch.Tensor, name: str) -> moves.Boxes:
     """The boxes of a tensor that this rank has."""
     return tuple(item.box for item in local_boxes(tensor, name))
 
@@ -450,7 +437,7 @@ def require_same_tensors(told: Sequence[Mapping[str, TensorFacts]]) -> None:
         )
 
 
-def held_by_rank(told: Sequence[Mapping[str, TensorFacts]]) -> dict[str, tuple[Boxes, ...]]:
+def held_by_rank(told: Sequence[Mapping[str, TensorFacts]]) -> dict[str, tuple[moves.Boxes, ...]]:
     """The boxes with elements of every tensor by rank; one value for all tensors that lie alike.
 
     Raises:
@@ -458,12 +445,12 @@ def held_by_rank(told: Sequence[Mapping[str, TensorFacts]]) -> dict[str, tuple[B
         PlacementError: ranks do not have, together, all of a tensor.
     """
     require_same_tensors(told)
-    made: dict[tuple[Boxes, ...], tuple[Boxes, ...]] = {}
-    held: dict[str, tuple[Boxes, ...]] = {}
+    made: dict[tuple[moves.Boxes, ...], tuple[moves.Boxes, ...]] = {}
+    held: dict[str, tuple[moves.Boxes, ...]] = {}
     for name in told[0]:
         boxes = tuple(tuple(box for box in found[name].boxes if box.numel) for found in told)
         held[name] = made.setdefault(boxes, boxes)
-    if lacking := [name for name, item in told[0].items() if not covers(item.shape, held[name])]:
+    if lacking := [name for name, item in told[0].items() if not moves.covers(item.shape, held[name])]:
         raise PlacementError(
             f"the ranks do not hold, together, each element of {few_names(lacking)}; pass a process_group that has "
             "all ranks of the tensors' meshes"
@@ -473,14 +460,14 @@ def held_by_rank(told: Sequence[Mapping[str, TensorFacts]]) -> dict[str, tuple[B
 
 def shared_boxes(
     world: World, held: Mapping[str, Held], items: Sequence[Destination]
-) -> dict[str, tuple[Boxes, ...]]:
+) -> dict[str, tuple[moves.Boxes, ...]]:
     """The tensors that ranks read together, by name, with the boxes that each rank holds: those with replicas.
 
     Each of the ranks that hold a box reads a share of it, and gets the others' (:func:`exchange_shared`).
     """
     ranks = dist.get_process_group_ranks(world.group)
-    alike: dict[object, tuple[Boxes, ...]] = {}
-    found: dict[str, tuple[Boxes, ...]] = {}
+    alike: dict[object, tuple[moves.Boxes, ...]] = {}
+    found: dict[str, tuple[moves.Boxes, ...]] = {}
     for item in items:
         tensor = held[item.fqn].tensor
         lies = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
@@ -491,13 +478,13 @@ def shared_boxes(
         form = tuple(tensor.shape), lies
         if form not in alike:
             alike[form] = boxes_of_ranks(tensor, item.fqn, ranks)
-        if any(len(holders) > 1 for holders in holders_of(alike[form]).values()):
+        if any(len(holders) > 1 for holders in moves.holders_of(alike[form]).values()):
             found[item.fqn] = alike[form]
     return found
 
 
 def shared_parts(
-    world: World, shared: Mapping[str, tuple[Boxes, ...]], items: Sequence[Destination]
+    world: World, shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[Destination]
 ) -> list[Destination]:
     """The destinations with only this rank's share of the boxes of those that ranks read together."""
     shares = _shares_of_reads(shared, items)
@@ -510,15 +497,17 @@ def shared_parts(
 
 
 def _shares_of_reads(
-    shared: Mapping[str, tuple[Boxes, ...]], items: Sequence[Destination]
-) -> dict[str, tuple[Boxes, ...]]:
+    shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[Destination]
+) -> dict[str, tuple[moves.Boxes, ...]]:
     wanted = sorted((item.fqn, item.dtype.itemsize) for item in items if item.fqn in shared)
-    return {name: shares_by_rank(shared[name], turn, itemsize) for turn, (name, itemsize) in enumerate(wanted)}
+    return {
+        name: moves.shares_by_rank(shared[name], turn, itemsize) for turn, (name, itemsize) in enumerate(wanted)
+    }
 
 
 def exchange_shared(
     world: World,
-    shared: Mapping[str, tuple[Boxes, ...]],
+    shared: Mapping[str, tuple[moves.Boxes, ...]],
     held: Mapping[str, Held],
     items: Sequence[Destination],
     placer: Placer,

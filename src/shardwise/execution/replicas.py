@@ -5,6 +5,8 @@ Where their values differ, what is put together is on no rank. Parameters, and w
 equal where gradients are averaged; if they are not, something is wrong, and the ranks say so. Buffers may differ
 for good reasons, as the running statistics of BatchNorm do: those of the first rank that holds them count, all of
 them, so that they belong together.
+
+Then decides which part of a model's tensors each rank gives, each element once, and takes out its values.
 """
 
 from __future__ import annotations

@@ -386,22 +386,6 @@ class Marked:
         self.writer.sync_names()
 
 
-@contextmanager
-def marked_here(folder: str | PathLike[str]) -> Iterator[Marked]:
-    """Mark a folder for the time of the block, by one rank. Collective: no.
-
-    Raises:
-        StorageError: another save is writing there, or the folder cannot be written to.
-    """
-    with open_writer(folder) as writer:
-        token = new_token()
-        marked = Marked(writer, take_lock(writer, token), token)
-        try:
-            yield marked
-        finally:
-            marked.release()
-
-
 OnFirst: TypeAlias = Callable[[Marked], None]
 """What the first rank does in a marked folder."""
 
@@ -471,3 +455,15 @@ def marked_by_first(world: World, folder: str | PathLike[str], tidy: OnFirst, un
                 with contextlib.suppress(StorageError):
                     marked.release()
             raise
+
+
+@contextmanager
+def marked_here(folder: str | PathLike[str]) -> Iterator[Marked]:
+    """Mark a folder for the time of the block, by one rank. Collective: no.
+
+    Raises:
+        StorageError: another save is writing there, or the folder cannot be written to.
+    """
+    with marked_by_first(World(0, 1), folder, lambda _: None, lambda _: None) as saving:
+        yield saving.marked
+        saving.marked.release()

@@ -1,4 +1,9 @@
-"""Writes a save in one process, file after file, block after block, and commits it."""
+"""Writes a save in one process, block after block, and commits it; folds adapters into its tensors.
+
+[Note: One rounding] Everything is computed in float32 (float64 for tensors of that dtype), from the stored values
+of the base and the adapter, and rounded once, to the dtype that is written. PEFT rounds a delta of low precision
+before it adds it, and so may differ in the last bit.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,8 @@ from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.committing import begin_save, commit_save, undo_save
 from shardwise.execution.memory import memory_of, trim_heap
 from shardwise.execution.reading import Placer
-from shardwise.execution.write import Sink, WrittenTensors
+from shardwise.execution.world import World
+from shardwise.execution.write import OwnFiles, WrittenTensors
 from shardwise.models.torch_words import to_torch
 from shardwise.planning.merge_plan import Added, Edit, LowRank, Replaced, WeightForm
 from shardwise.planning.save_plan import Saved, SavePlan
@@ -29,43 +35,6 @@ from shardwise.report.names import in_bytes
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.names import shown
 from shardwise.tensors import Box, DType, numel, row_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A row-major run of a tensor: it begins at byte ``inside`` of the tensor, and at byte ``start`` of a file."""
-
-    key: str
-    dtype: DType
-    box: Box
-    start: int
-    inside: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.box.numel * self.dtype.itemsize
-
-
-def extents(places: Iterable[tuple[int, Saved]], block_bytes: int) -> Iterator[list[Extent]]:
-    """A file's tensors in their order, about ``block_bytes`` at a time.
-
-    ``places`` are the bytes at which tensors begin, with these.
-    """
-    block: list[Extent] = []
-    used = 0
-    for start, (key, dtype, shape) in places:
-        inside = 0
-        for box in row_blocks(shape, max(1, block_bytes // dtype.itemsize)):
-            nbytes = box.numel * dtype.itemsize
-            if block and used + nbytes > block_bytes:
-                yield block
-                block, used = [], 0
-            block.append(Extent(key, dtype, box, start + inside, inside))
-            inside += nbytes
-            used += nbytes
-    if block:
-        yield block
-
 
 Part = tuple[str, Box]
 """A box of a tensor of the save, by its key."""
@@ -106,68 +75,55 @@ def stream_out(
     Raises:
         StorageError: something could not be written.
     """
-    written = WrittenTensors(dict.fromkeys(plan.entries, 0))
-    sink = Sink(writer, written.add, bytes_by_file=written.bytes_by_file)
+    out = OwnFiles(World(0, 1), writer, plan.files, advance)
     begun = begin_save(writer, plan)
     try:
-        for file in plan.files:
-            writer.create(file.name, file.nbytes)
-            writer.write(file.name, 0, [memoryview(file.header)])
-            places = [(entry.start, (entry.key, entry.dtype, entry.shape)) for entry in file.entries]
-            _write_ahead(sink, file.name, places, values, advance, block_bytes)
-            writer.sync(file.name)
-        check(written)
-        commit_save(writer, plan, begun, companions, written.fingerprints)
+        _write_ahead(out, parts_of(plan, block_bytes), values)
+        check(out.written)
+        commit_save(writer, plan, begun, companions, out.written.fingerprints)
     except BaseException:
         undo_save(writer, plan, begun)
         raise
-    return written
+    return out.written
+
+
+def parts_of(plan: SavePlan, block_bytes: int) -> Iterator[list[Part]]:
+    """The boxes of a plan's tensors in their order, about ``block_bytes`` at a time."""
+    block: list[Part] = []
+    used = 0
+    for entry in plan.entries.values():
+        for box in row_blocks(entry.shape, max(1, block_bytes // entry.dtype.itemsize)):
+            nbytes = box.numel * entry.dtype.itemsize
+            if block and used + nbytes > block_bytes:
+                yield block
+                block, used = [], 0
+            block.append((entry.key, box))
+            used += nbytes
+    yield block
 
 
 def _write_ahead(
-    sink: Sink,
-    file: str,
-    places: Iterable[tuple[int, Saved]],
-    values: Callable[[Sequence[Part]], Sequence[torch.Tensor]],
-    advance: Callable[[int], None],
-    block_bytes: int,
+    out: OwnFiles, blocks: Iterable[Sequence[Part]], values: Callable[[Sequence[Part]], Sequence[torch.Tensor]]
 ) -> None:
-    """Write tensors to their places in a file, in the order of these; a block is written while the next is made."""
+    """Write blocks, each while the next is made."""
     pending: Future[None] | None = None
     kept = 0
     with ThreadPoolExecutor(1) as pool:
-        for block in extents(places, block_bytes):
-            tensors = values([(extent.key, extent.box) for extent in block])
+        for block in blocks:
+            tensors = values(block)
             if pending is not None:
                 pending.result()
-            pending = pool.submit(_write_extents, sink, file, block, tensors)
-            nbytes = sum(tensor.nbytes for tensor in tensors)
-            advance(nbytes)
-            del tensors
-            kept += nbytes
+            memories = [memory_of(tensor.contiguous().view(-1).view(torch.uint8)) for tensor in tensors]
+            run = [(key, box, memory) for (key, box), memory in zip(block, memories, strict=True)]
+            kept += sum(map(len, memories))
+            pending = pool.submit(out.write, run)
+            del tensors, memories, run
             if kept >= _KEPT_BYTES:
                 trim_heap()
                 kept = 0
         if pending is not None:
             pending.result()
-
-
-def _write_extents(sink: Sink, file: str, extents: Sequence[Extent], tensors: Sequence[torch.Tensor]) -> None:
-    """Put boxes of tensors, which are on the CPU and contiguous, where they belong in a file.
-
-    What lies side by side is one run.
-    """
-    run: list[tuple[str | None, int, memoryview]] = []
-    start = stop = 0
-    for extent, tensor in zip(extents, tensors, strict=True):
-        if run and extent.start != stop:
-            sink.write(file, start, run)
-            run = []
-        start = start if run else extent.start
-        run.append((extent.key, extent.inside, memory_of(tensor.contiguous().view(-1).view(torch.uint8))))
-        stop = extent.stop
-    if run:
-        sink.write(file, start, run)
+    out.finish()
 
 
 COMPUTED_BYTES = 512 << 20

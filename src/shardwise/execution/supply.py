@@ -1,10 +1,14 @@
-"""Settles from which rank each tensor of a model, and of its optimizers, gets its values."""
+"""Settles from which rank each tensor gets its values: those of a model to shard, and those of a state to set.
+
+A state is brought by ranks (:class:`BroughtValues`) or read from files (:class:`StoredValues`), and resharded to
+where it belongs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,47 +17,19 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.conversion import Expression
 from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError, StorageError
-from shardwise.execution import Patience
+from shardwise.execution import Patience, moving
 from shardwise.execution.memory import home_of, managers_of, materialize, require_budget
-from shardwise.execution.moving import (
-    Handover,
-    LocalTensor,
-    TensorFacts,
-    Traffic,
-    boxes_of,
-    facts_of,
-    hand_over,
-    require_same_tensors,
-)
 from shardwise.execution.reading import Destination, Placer, are_equal, arrange, require_one_checkpoint
 from shardwise.execution.replicas import checksum
 from shardwise.execution.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import TensorKind
-from shardwise.models import wrap
+from shardwise.models import torch_words, wrap
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.rebind import Bound, Key, Scalar, state_like
-from shardwise.models.torch_words import (
-    TrainedDtype,
-    in_memory,
-    take_after,
-    to_torch,
-    trained_dtype_of,
-)
 from shardwise.models.view import Held, boxes_of_ranks, canonical, local_boxes, local_tensor, look_inside, raw_bytes
 from shardwise.models.wrap import Sharding
-from shardwise.planning.matching import (
-    NOBODY,
-    Brought,
-    Match,
-    Taken,
-    ValuesFrom,
-    choose_sources,
-    digest,
-    leading,
-    settle_differences,
-    settle_dtypes,
-)
+from shardwise.planning import matching
 from shardwise.report.names import few_names
 from shardwise.storage.contract import StorageReader
 from shardwise.tensors import Box
@@ -86,8 +62,8 @@ def agree_on_supply(
     world: World,
     held: Sequence[Held],
     bounds: Sequence[Bound],
-    values_from: ValuesFrom,
-    trained_dtype: TrainedDtype,
+    values_from: matching.ValuesFrom,
+    trained_dtype: torch_words.TrainedDtype,
 ) -> Supply:
     """Find out which rank has values of what, compare those that several have, and decide. Collective: yes.
 
@@ -102,10 +78,10 @@ def agree_on_supply(
     live = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
     names = [*(item.fqn for item in held), *keys]
     has = [list(map(bool, told)) for told in world.gather(bytes(name in live for name in names))]
-    chosen = world.together(lambda: choose_sources(names, has, values_from))
+    chosen = world.together(lambda: matching.choose_sources(names, has, values_from))
     own = [_name_of(tensors[name].dtype) if name in tensors else "" for name in names]
     stored = _filled(world.gather(own), chosen)
-    agreed = world.together(lambda: settle_dtypes(names, chosen, stored))
+    agreed = world.together(lambda: matching.settle_dtypes(names, chosen, stored))
     several = [
         name
         for name, source_of in zip(names, chosen, strict=True)
@@ -113,7 +89,7 @@ def agree_on_supply(
     ]
     sums = world.gather(world.together(lambda: {name: checksum(live[name]) for name in several}))
     most = list(map(sum, has))
-    settled, differed = world.together(lambda: settle_differences(names, chosen, sums, most, values_from))
+    settled, differed = world.together(lambda: matching.settle_differences(names, chosen, sums, most, values_from))
     scalars = _scalars(world, bounds, most, values_from, differed)
     before = {
         name: [stored[rank][index] for rank in (*settled[index], *range(world.size))]
@@ -122,7 +98,9 @@ def agree_on_supply(
     dtypes = {name: getattr(torch, dtype) for name, dtype in zip(names, agreed, strict=True)}
     for item in held:
         if item.kind is TensorKind.PARAMETER:
-            dtypes[item.fqn] = trained_dtype_of(trained_dtype, dtypes[item.fqn], item.tensor.requires_grad)
+            dtypes[item.fqn] = torch_words.trained_dtype_of(
+                trained_dtype, dtypes[item.fqn], item.tensor.requires_grad
+            )
     for name, key in keys.items():  # state in the parameter's dtype goes along, as when torch loads it
         if before[name][0] == before[key.parameter][0]:
             dtypes[name] = dtypes[key.parameter]
@@ -135,20 +113,24 @@ def agree_on_supply(
 
 
 def _scalars(
-    world: World, bounds: Sequence[Bound], most: Sequence[int], values_from: ValuesFrom, differed: dict[str, int]
+    world: World,
+    bounds: Sequence[Bound],
+    most: Sequence[int],
+    values_from: matching.ValuesFrom,
+    differed: dict[str, int],
 ) -> dict[Key, Scalar]:
     """Counts of steps and the like: those of the rank whose values count. Collective: yes."""
     mine: dict[Key, Scalar] = {}
     for bound in bounds:
         for key, value in bound.scalars.items():
             mine[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
-    if len(set(world.gather(digest(list(mine.items()))))) == 1:
+    if len(set(world.gather(matching.digest(list(mine.items()))))) == 1:
         return mine
     told = world.gather(mine)
     chosen: dict[Key, Scalar] = {}
     for key in dict.fromkeys(key for values in told for key in values):
         having = [rank for rank, values in enumerate(told) if key in values]
-        rank = 0 if values_from == "first_rank" else leading(having, most)
+        rank = 0 if values_from == "first_rank" else matching.leading(having, most)
         if rank not in having:
             raise DisagreementError(f"{values_from} relies on values that rank 0 does not have: {key}")
         chosen[key] = told[rank][key]
@@ -202,7 +184,7 @@ def wrap_without_values(
             attributes[item.fqn] = dict(vars(item.tensor))
             empty = torch.empty(item.tensor.shape, dtype=supply.dtypes[item.fqn], device="meta")
             parameter = nn.Parameter(empty, requires_grad=item.tensor.requires_grad)
-            take_after(parameter, item.tensor)
+            torch_words.take_after(parameter, item.tensor)
             item.install(parameter)
     wrap.prepare_blocks(model, sharding)
     groups = wrap.wrap(model, sharding) if sharding.mesh is not None else ()
@@ -223,32 +205,32 @@ class Arrivals:
         self.home = home_of(list(self.held.values()), None if live is None else live.device)
         self.state: dict[Key, torch.Tensor] = {}
 
-    def handovers(self, world: World) -> list[Handover]:
+    def handovers(self, world: World) -> list[moving.Handover]:
         """All values that are handed over: not those of buffers that every rank has already."""
         supply = self.supply
         ranks = list(range(1)) if world.size == 1 else dist.get_process_group_ranks(world.group)
-        handovers: list[Handover] = []
+        handovers: list[moving.Handover] = []
         for name, source_of in supply.source_of.items():
             live = supply.live.pop(name, None)
             is_buffer = name in self.held and self.held[name].kind is not TensorKind.PARAMETER
-            if source_of != NOBODY and not (is_buffer and source_of == tuple(range(world.size))):
+            if source_of != matching.NOBODY and not (is_buffer and source_of == tuple(range(world.size))):
                 key = supply.keys.get(name)
                 tensor = self.held[key.parameter if key is not None else name].tensor
                 boxes = boxes_of_ranks(tensor, name, ranks)
                 whole = Box.whole(tensor.shape)
                 held = tuple((whole,) if source == rank else () for rank, source in enumerate(source_of))
-                mine = LocalTensor.whole(live) if live is not None and held[world.rank] else None
+                mine = moving.LocalTensor.whole(live) if live is not None and held[world.rank] else None
                 dtype = supply.dtypes[name]
-                handovers.append(Handover(name, tensor.shape, dtype, held, boxes, mine, None))
+                handovers.append(moving.Handover(name, tensor.shape, dtype, held, boxes, mine, None))
         return handovers
 
-    def prepare(self, names: Sequence[str]) -> dict[str, LocalTensor]:
+    def prepare(self, names: Sequence[str]) -> dict[str, moving.LocalTensor]:
         """Memory for tensors that are about to arrive."""
         keys = self.supply.keys
         parameters = [self.held[keys[name].parameter if name in keys else name] for name in names]
         wanted = [item for item in parameters if item.kind is TensorKind.PARAMETER]
         materialize(wanted, self.managers, self.home)
-        landings: dict[str, LocalTensor] = {}
+        landings: dict[str, moving.LocalTensor] = {}
         for name in names:
             if name in keys:
                 target = self._new_state(keys[name])
@@ -258,7 +240,7 @@ class Arrivals:
                     shape, dtype = item.tensor.shape, self.supply.dtypes[name]
                     item.install(torch.empty(shape, dtype=dtype, device=self.home))
                 target = item.tensor
-            landings[name] = LocalTensor.of(target, name)
+            landings[name] = moving.LocalTensor.of(target, name)
         return landings
 
     def _new_state(self, key: Key) -> torch.Tensor:
@@ -345,7 +327,7 @@ def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, 
     return found
 
 
-def brought(tensors: Mapping[str, Any]) -> dict[str, Brought]:
+def brought(tensors: Mapping[str, Any]) -> dict[str, matching.Brought]:
     """What this rank has of tensors.
 
     Raises:
@@ -357,7 +339,9 @@ def brought(tensors: Mapping[str, Any]) -> dict[str, Brought]:
         raise ConfigError(f"{others[0]} in the state is a {_kind(tensors[others[0]])}; only tensors can be set")
     refuse_meta(tensors, "the state that was given")
     return {
-        name: Brought(tuple(tensor.shape), in_memory(tensor.dtype), boxes_of(tensor, name))
+        name: matching.Brought(
+            tuple(tensor.shape), torch_words.in_memory(tensor.dtype), moving.boxes_of(tensor, name)
+        )
         for name, tensor in tensors.items()
     }
 
@@ -373,78 +357,59 @@ def refuse_meta(tensors: Mapping[str, torch.Tensor], what: str) -> None:
         raise PlacementError(f"{len(found)} tensors of {what} are on meta and have no values: {few_names(found)}")
 
 
-class Values(Protocol):
-    """The values of a state, by name, wherever they are: on ranks, or in files."""
-
-    def told(self, world: World) -> list[dict[str, Brought]]:
-        """What there is of the state, by who brings it. Collective: yes."""
-        ...
-
-    def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
-        """Raise when names of one tensor have different values. Collective: yes.
-
-        Raises:
-            CoverageError: naming two.
-        """
-        ...
-
-    def bring(
-        self,
-        world: World,
-        match: Match,
-        targets: Mapping[str, torch.Tensor],
-        *,
-        budget_bytes: int,
-        device: torch.device,
-    ) -> Traffic:
-        """Bring what has been matched into ``targets``, by the first names of the places. Collective: yes."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class BroughtValues:
     """Tensors that ranks have: whole ones or shards, on this rank these."""
 
     tensors: Mapping[str, Any]
 
-    def told(self, world: World) -> list[dict[str, Brought]]:
-        """Raises as :func:`brought`."""
+    def told(self, world: World) -> list[dict[str, matching.Brought]]:
+        """What there is of the state, by rank. Collective: yes. Raises as :func:`brought`."""
         return world.each(lambda: brought(self.tensors))
 
     def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
-        world.together(lambda: require_ties(self.tensors, ties))
+        """Raise when names of one tensor come with different values. Collective: yes.
+
+        Raises:
+            CoverageError: naming the first two.
+        """
+        pairs = _pairs(ties, self.tensors)
+
+        def compare() -> None:
+            _refuse_untied([(one, two) for one, two in pairs if not _is_same(self.tensors[one], self.tensors[two])])
+
+        world.together(compare)
 
     def bring(
         self,
         world: World,
-        match: Match,
+        match: matching.Match,
         targets: Mapping[str, torch.Tensor],
         *,
         budget_bytes: int,
         device: torch.device,
-    ) -> Traffic:
-        return bring(world, match, self.tensors, targets, budget_bytes=budget_bytes, device=device)
+    ) -> moving.Traffic:
+        """Bring what has been matched into ``targets``, which are by the first names of the places.
 
+        Collective: yes.
+        Memory: ``budget_bytes``.
 
-def require_ties(tensors: Mapping[str, torch.Tensor], ties: Iterable[Sequence[str]]) -> None:
-    """Raise when names of one tensor come with different values. What has been matched has one shape.
+        Raises:
+            DisagreementError: ranks have different targets.
+        """
+        told = world.each(lambda: {name: moving.facts_of(target, name) for name, target in targets.items()})
+        world.together(lambda: moving.require_same_tensors(told))
 
-    Raises:
-        CoverageError: naming the first two.
-    """
-    for names in ties:
-        first, *others = [name for name in names if name in tensors] or [""]
-        for other in others:
-            if not _is_same(tensors[first], tensors[other]):
-                raise untied(first, other)
+        def handover(item: matching.Taken) -> moving.Handover:
+            name = item.place.names[0]
+            target = targets[name]
+            mine = moving.LocalTensor.of(self.tensors[item.name], item.name) if item.name in self.tensors else None
+            wanted = tuple(found[name].boxes for found in told)
+            into = moving.LocalTensor.of(target, name)
+            return moving.Handover(name, target.shape, target.dtype, item.held, wanted, mine, into)
 
-
-def untied(first: str, other: str) -> CoverageError:
-    """What to say of names of one tensor that come with two values."""
-    return CoverageError(
-        f"{first} and {other} are one tensor in the model, and two with different values in the state; "
-        "leave out the one that does not count"
-    )
+        items = world.together(lambda: list(map(handover, match.taken)))
+        return moving.hand_over(world, items, budget_bytes=budget_bytes, device=device)
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -456,41 +421,18 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return mine.shape == its.shape and torch.equal(raw_bytes(mine).to(its.device), raw_bytes(its))
 
 
-def bring(
-    world: World,
-    match: Match,
-    tensors: Mapping[str, torch.Tensor],
-    targets: Mapping[str, torch.Tensor],
-    *,
-    budget_bytes: int,
-    device: torch.device,
-) -> Traffic:
-    """Bring what has been matched from ``tensors`` into ``targets``, which are by the first names of the places.
-
-    Collective: yes.
-    Memory: ``budget_bytes``.
-
-    Raises:
-        DisagreementError: ranks have different targets.
-    """
-    told = world.each(lambda: {name: facts_of(target, name) for name, target in targets.items()})
-    world.together(lambda: require_same_tensors(told))
-    items = world.together(lambda: [_handover(item, told, tensors, targets) for item in match.taken])
-    return hand_over(world, items, budget_bytes=budget_bytes, device=device)
+def _pairs(ties: Sequence[Sequence[str]], present: Collection[str]) -> list[tuple[str, str]]:
+    """Names of one tensor that are both there: the first one with each of the others."""
+    found = [[name for name in names if name in present] for names in ties]
+    return [(names[0], other) for names in found for other in names[1:]]
 
 
-def _handover(
-    item: Taken,
-    told: Sequence[Mapping[str, TensorFacts]],
-    tensors: Mapping[str, torch.Tensor],
-    targets: Mapping[str, torch.Tensor],
-) -> Handover:
-    name = item.place.names[0]
-    target = targets[name]
-    mine = LocalTensor.of(tensors[item.name], item.name) if item.name in tensors else None
-    wanted = tuple(found[name].boxes for found in told)
-    into = LocalTensor.of(target, name)
-    return Handover(name, target.shape, target.dtype, item.held, wanted, mine, into)
+def _refuse_untied(odd: Sequence[tuple[str, str]]) -> None:
+    for first, other in odd:
+        raise CoverageError(
+            f"{first} and {other} are one tensor in the model, and two with different values in the state; "
+            "leave out the one that does not count"
+        )
 
 
 def _kind(value: object) -> str:
@@ -515,23 +457,18 @@ class StoredValues:
     budget_bytes: int
     read_bytes: int = 0
 
-    def told(self, world: World) -> list[dict[str, Brought]]:
-        """All of it, as if one brought it. The ranks' files are one checkpoint, see checkpoint_copies."""
+    def told(self, world: World) -> list[dict[str, matching.Brought]]:
+        """All of it, as if one brought it. The ranks' files are one checkpoint, see [Note: One checkpoint]."""
         require_one_checkpoint(world, self.reader, self.index)
         return [
             {
-                name: Brought(item.shape, item.dtype, (Box.whole(item.shape),))
+                name: matching.Brought(item.shape, item.dtype, (Box.whole(item.shape),))
                 for name, item in self.expressions.items()
             }
         ]
 
     def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
-        pairs = [
-            (present[0], other)
-            for names in ties
-            if len(present := [name for name in names if name in self.expressions]) > 1
-            for other in present[1:]
-        ]
+        pairs = _pairs(ties, self.expressions)
         if not pairs:
             return
 
@@ -541,9 +478,7 @@ class StoredValues:
             self.read_bytes += placer.read_bytes
             return found
 
-        for found in world.each(unequal):
-            if found:
-                raise untied(*found[0])
+        _refuse_untied([pair for found in world.each(unequal) for pair in found])
 
     def _are_equal(self, pair: tuple[str, str], placer: Placer, world: World) -> bool:
         one, other = (self.expressions[name] for name in pair)
@@ -552,12 +487,12 @@ class StoredValues:
     def bring(
         self,
         world: World,
-        match: Match,
+        match: matching.Match,
         targets: Mapping[str, torch.Tensor],
         *,
         budget_bytes: int,
         device: torch.device,  # noqa: ARG002 - values are read to where the targets are
-    ) -> Traffic:
+    ) -> moving.Traffic:
         """Read this rank's boxes. Memory: the budget.
 
         Raises:
@@ -586,13 +521,13 @@ class StoredValues:
 
         world.together(read)
         self.read_bytes += placer.read_bytes
-        return Traffic()
+        return moving.Traffic()
 
     def whole(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Small tensors, whole. Collective: no."""
         wanted = [(self.expressions[name], Box.whole(self.expressions[name].shape)) for name in names]
         placer = self._placer(World(0, 1))
-        found = placer.values_of([(item, box, to_torch(item.dtype)) for item, box in wanted])
+        found = placer.values_of([(item, box, torch_words.to_torch(item.dtype)) for item, box in wanted])
         self.read_bytes += placer.read_bytes
         return found
 
@@ -603,3 +538,7 @@ class StoredValues:
 class _Silent:
     def advance(self, nbytes: int) -> None:
         pass
+
+
+Values: TypeAlias = BroughtValues | StoredValues
+"""The values of a state, by name, wherever they are: on ranks, or in files."""

@@ -1,4 +1,7 @@
-"""Writes and reads files of ``torch.save``: a whole state in one, a file for each rank, and their trees."""
+"""Writes and reads files of ``torch.save`` and folders of ``torch.distributed.checkpoint``, and their trees.
+
+A whole state is in one file, a file for each rank, or a folder that counts when it has ``.metadata``.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 [Note: Together or not at all] A phase runs on every rank without communication; each rank catches what it raises.
 At the end of the phase all ranks exchange their outcomes, and if any of them failed, all raise the same error. So
 no rank is left waiting for another that is gone, and what a user reads does not depend on the rank.
+
+Also how far a call is: one progress bar, on the first rank, for what all ranks do, the times of phases, and the
+agreement of all ranks on a plan.
 """
 
 from __future__ import annotations

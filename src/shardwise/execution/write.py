@@ -1,4 +1,9 @@
-"""Writes the requests of a save from the memory of tensors to a storage."""
+"""Writes tensors from memory to a storage: the requests of a save, files by their owners, and chunks.
+
+In a folder of ``torch.distributed.checkpoint`` every rank writes a file of its own, chunk after chunk, each a
+tensor's box as ``torch.save`` writes it; then its values that are no tensors. Replicated tensors are written by one
+of their ranks, in parts or in turns.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -68,17 +72,13 @@ class Emitter:
     def write(self, requests: Sequence[ReadRequest]) -> None:
         """Carry out these requests; what they wrote is not durable yet. Memory: the staging.
 
-        Where writes wait for the disk, fingerprints are added up meanwhile; else :meth:`finish` does, while a sync
-        waits for it.
-
         Raises:
             StorageError: bytes could not be written.
         """
 
         def carry_out(request: ReadRequest, desk: _WorkerStaging) -> None:
             buffers = self._buffers(request, desk)
-            if self.writer.policy.is_direct:
-                self._add(request, buffers)
+            self._add(request, buffers)
             self.writer.write(request.file, request.bytes.start, buffers)
             with self._lock:
                 done = self.written_bytes.get(request.file, 0)
@@ -88,7 +88,7 @@ class Emitter:
         Workers(carry_out, self._desks(), self.world.check).run(requests)
 
     def finish(self, requests: Sequence[ReadRequest], created: Collection[str] = ()) -> None:
-        """Make what these requests wrote durable; all fingerprints of it are added up then.
+        """Make what these requests wrote durable.
 
         Files that this rank ``created`` are synced in any case: their sizes are not durable before.
         """
@@ -98,13 +98,7 @@ class Emitter:
             for file in files:
                 self.writer.sync(file)
 
-        def add(request: ReadRequest, desk: _WorkerStaging) -> None:
-            self._add(request, self._buffers(request, desk))
-
-        synced = Ahead(sync)
-        if not self.writer.policy.is_direct:
-            Workers(add, self._desks(), self.world.check).run(requests)
-        synced.value(self.world.check)
+        Ahead(sync).value(self.world.check)
 
     def require_same(self, reader: StorageReader, requests: Sequence[ReadRequest]) -> list[str]:
         """Read everything back; the keys of tensors of which other bytes came than memory holds.
@@ -114,20 +108,12 @@ class Emitter:
         differing: set[str] = set()
 
         def compare(request: ReadRequest, desk: _WorkerStaging) -> None:
-            stored: Any = np.empty(min(_READ_BACK_BYTES, request.bytes.nbytes), dtype=np.uint8)
-            first, known, place = 0, 0, 0  # bytes of the request: what is in ``stored``, and what comes next
             for segment, buffer in zip(request.segments, self._buffers(request, desk), strict=True):
-                wanted = np.frombuffer(buffer, dtype=np.uint8)
-                while len(wanted):
-                    if place == known:
-                        first, known = known, min(known + len(stored), request.bytes.nbytes)
-                        room = memoryview(stored[: known - first])
-                        reader.read_into(request.file, request.bytes.start + first, room)
-                    part = stored[place - first : min(known, place + len(wanted)) - first]
-                    if not np.array_equal(part, wanted[: len(part)]):
+                for first in range(0, len(buffer), _READ_BACK_BYTES):
+                    wanted = buffer[first : first + _READ_BACK_BYTES]
+                    start = segment.bytes.start + first
+                    if reader.read(request.file, start, start + len(wanted)) != wanted:
                         differing.add(segment.copy.leaf.key)
-                    wanted = wanted[len(part) :]
-                    place += len(part)
 
         Workers(compare, self._desks(), self.world.check).run(requests)
         return sorted(differing)
@@ -176,10 +162,6 @@ class _WorkerStaging:
             self._staging = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned)
         as_stored(self._staging, segment, start).copy_(strided_view(tensor, segment.copy.target))
         return memory_of(self._staging)[start : start + segment.bytes.nbytes]
-
-
-_SMALL_BYTES = 1 << 20
-"""What is not larger is looked at sooner than a thread has begun to."""
 
 
 @dataclass
@@ -233,19 +215,15 @@ class Sink:
         self._check()
         buffers = [data for _, _, data in run]
         named = [(name, first, data) for name, first, data in run if name is not None]
-        nbytes = sum(len(data) for _, _, data in named)
 
         def show() -> None:
             for item in named:
                 self._seen(*item)
 
-        if nbytes < _SMALL_BYTES:
-            self.writer.write(file, start, buffers)
-            show()
-        else:
-            showing = Ahead(show)
-            self.writer.write(file, start, buffers)
-            showing.value(self._check)
+        showing = Ahead(show)
+        self.writer.write(file, start, buffers)
+        showing.value(self._check)
+        nbytes = sum(len(data) for _, _, data in named)
         self._bytes_by_file[file] = self._bytes_by_file.get(file, 0) + nbytes
 
 
@@ -295,7 +273,7 @@ def write_by_owners(
     rounds = world.together(lambda: plan_rounds(streams, shares, budget_bytes // _BUCKETS))
     own = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
     dtypes = {entry.key: to_torch(entry.dtype) for file in files for entry in file.entries}
-    out = _OwnFiles(world, writer, own, progress)
+    out = OwnFiles(world, writer, own, progress.advance)
     arrived: dict[tuple[str, Box], torch.Tensor] = {}
 
     def room(key: str, box: Box) -> torch.Tensor:
@@ -315,17 +293,19 @@ def write_by_owners(
     return out.written
 
 
-class _OwnFiles:
-    """Writes this rank's files, one after the other."""
+class OwnFiles:
+    """Writes this rank's files, one after the other. ``advance`` is called with bytes that have been written."""
 
-    def __init__(self, world: World, writer: StorageWriter, files: Sequence[NewFile], progress: Progress) -> None:
-        self.written = WrittenTensors()
+    def __init__(
+        self, world: World, writer: StorageWriter, files: Sequence[NewFile], advance: Callable[[int], None]
+    ) -> None:
+        self.written = WrittenTensors({entry.key: 0 for file in files for entry in file.entries})
         self._sink = Sink(writer, self.written.add, check=world.check, bytes_by_file=self.written.bytes_by_file)
         self._writer = writer
         self._waiting = list(reversed(files))
         self._entries = {entry.key: entry for file in files for entry in file.entries}
         self._file: NewFile | None = None
-        self._progress = progress
+        self._advance = advance
 
     def write(self, blocks: Sequence[tuple[str, Box, memoryview]]) -> None:
         """Boxes of tensors, which follow what has been written."""
@@ -339,7 +319,7 @@ class _OwnFiles:
             for first in range(0, len(data), step):
                 part = data[first : first + step]
                 self._sink.write(entry.file, entry.start + inside + first, [(key, inside + first, part)])
-                self._progress.advance(len(part))
+                self._advance(len(part))
 
     def finish(self) -> None:
         """Complete the last file, and those that hold no elements."""

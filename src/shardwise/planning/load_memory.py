@@ -1,4 +1,8 @@
-"""Forecasts the memory of a load on one rank, and refuses a load that does not fit."""
+"""The requests and the memory of a load: ranges of files in order, and what they take on a rank. Pure.
+
+From the copies of a plan and the policy of a storage to a list of requests, which execution obeys; and a forecast,
+which refuses a load that does not fit.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 A rank brings all of the state or none of it. What it brings is known by name, shape, dtype and boxes: whole tensors
 are one box, shards several. Pure, and the same on every rank.
+
+Also chooses the ranks whose values become a model's. A rank has a tensor *live*, with values, or on meta, without.
+Every tensor is decided for itself, so that a model that is live everywhere, on one rank, in part or nowhere is the
+same case.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from shardwise.errors import ConfigError, CoverageError, DisagreementError
@@ -102,9 +106,13 @@ def match(
     _require_same_names(brought_by_rank, bringing)
     names = list(brought_by_rank[bringing[0]]) if bringing else []
     known = {name for place in places for name in place.names}
-    faults = _Mismatches(tolerance)
     unexpected = [name for name in names if name not in known]
-    faults.unexpected = [name for name in unexpected if not allows(tolerance.unexpected, name)]
+    faults: dict[str, list[str]] = {
+        "mismatched": [],
+        "missing": [],
+        "unexpected": [name for name in unexpected if not allows(tolerance.unexpected, name)],
+    }
+    parts: list[str] = []
     taken: list[Taken] = []
     missing: list[str] = []
     mismatched: list[str] = []
@@ -113,21 +121,28 @@ def match(
         if not present:
             missing.append(place.names[0])
             if not any(allows(tolerance.missing, name) for name in place.names):
-                faults.missing.append(place.names[0])
+                faults["missing"].append(place.names[0])
             continue
         wrong = _misfit(place, present, brought_by_rank, bringing)
         if wrong is not None:
             name, sentence = wrong
             mismatched.append(name)
             if not allows(tolerance.mismatched, name):
-                faults.mismatched.append(sentence)
+                faults["mismatched"].append(sentence)
             continue
         name = present[0]
         held = tuple(brought[name].boxes if brought else () for brought in brought_by_rank)
         if not covers(place.shape, held):
-            faults.parts.append(name)
+            parts.append(name)
         taken.append(Taken(place, name, brought_by_rank[bringing[0]][name].dtype, held))
-    faults.check()
+    if any(faults.values()):
+        raise CoverageError(faults_in_words("the state does not fit:", faults, STATE_REMEDIES))
+    if parts:
+        shown = "\n  ".join(few(parts))
+        raise DisagreementError(
+            f"what the ranks bring of these is not, together, each element once:\n  {shown}\nBring whole "
+            "tensors, or on every rank its own shards of one sharding."
+        )
     return Match(tuple(taken), tuple(missing), tuple(unexpected), tuple(mismatched))
 
 
@@ -156,26 +171,6 @@ def _misfit(
             if found.shape != place.shape or not follows(found.dtype, place.dtype):
                 return name, f"{name}: brought {found} by rank {rank}, wanted {place}"
     return None
-
-
-@dataclass(slots=True)
-class _Mismatches:
-    tolerance: Tolerance
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    mismatched: list[str] = field(default_factory=list)
-    parts: list[str] = field(default_factory=list)
-
-    def check(self) -> None:
-        found = {"mismatched": self.mismatched, "missing": self.missing, "unexpected": self.unexpected}
-        if any(found.values()):
-            raise CoverageError(faults_in_words("the state does not fit:", found, STATE_REMEDIES))
-        if self.parts:
-            shown = "\n  ".join(few(self.parts))
-            raise DisagreementError(
-                f"what the ranks bring of these is not, together, each element once:\n  {shown}\nBring whole "
-                "tensors, or on every rank its own shards of one sharding."
-            )
 
 
 STATE_REMEDIES = {

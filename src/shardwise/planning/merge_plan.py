@@ -120,14 +120,8 @@ class MergePlan:
     modules: tuple[str, ...]
 
 
-@dataclass
-class _Parts:
-    """The tensors that belong to one module, by their names in PEFT."""
-
-    tensors: dict[str, Stored] = field(default_factory=dict)
-
-    def get(self, *names: str) -> Stored | None:
-        return next((self.tensors[name] for name in names if name in self.tensors), None)
+_Parts: TypeAlias = dict[str, Stored]
+"""The tensors that belong to one module, by their names in PEFT."""
 
 
 def plan_merge(
@@ -213,7 +207,7 @@ class _MergePlanner:
             self.fault("tensors that are not used", f"{shown(key)}: is of the adapter {shown(found['adapter'])}")
             return
         name = part if kind == "weight" else f"{part}.{kind}"
-        parts = factors.setdefault(found["module"], _Parts()).tensors
+        parts = factors.setdefault(found["module"], {})
         if name in parts:
             self.fault("tensors that are stored twice", f"{shown(key)} and {shown(parts[name].key)}")
         parts[name] = leaf
@@ -241,7 +235,7 @@ class _MergePlanner:
         elif depth:
             self.fault(
                 "tensors that are not used",
-                f"{', '.join(shown(leaf.key) for leaf in parts.tensors.values())}: target_parameters names "
+                f"{', '.join(shown(leaf.key) for leaf in parts.values())}: target_parameters names "
                 f"{len(parameters)} parameters of {shown(module)}",
             )
         else:
@@ -288,8 +282,9 @@ class _MergePlanner:
     # Factors
 
     def fold_low_rank(self, module: str, weight: str, parts: _Parts, *, is_parameter: bool) -> None:
-        a, b = parts.get("lora_A", "lora_embedding_A"), parts.get("lora_B", "lora_embedding_B")
-        listed = ", ".join(shown(leaf.key) for leaf in parts.tensors.values())
+        a = parts.get("lora_A") or parts.get("lora_embedding_A")
+        b = parts.get("lora_B") or parts.get("lora_embedding_B")
+        listed = ", ".join(shown(leaf.key) for leaf in parts.values())
         if a is None or b is None:
             absent = "lora_A" if a is None else "lora_B"
             self.fault("tensors that are missing in the adapter", f"{absent} of {shown(module)}, beside {listed}")
@@ -300,7 +295,7 @@ class _MergePlanner:
             return
         named = weight if is_parameter else module
         rank = self.config.rank(named)
-        form = self.form_of(place, is_parameter=is_parameter, is_embedding="lora_embedding_A" in parts.tensors)
+        form = self.form_of(place, is_parameter=is_parameter, is_embedding="lora_embedding_A" in parts)
         shape = place[2]
         if (
             len(shape) < 2
@@ -351,8 +346,8 @@ class _MergePlanner:
     def fold_bias(self, module: str, named: str, parts: _Parts) -> None:
         bias = parts.get("lora_B.bias")
         for name in ("lora_A.bias", "lora_embedding_A.bias", "lora_embedding_B.bias", "lora_magnitude_vector.bias"):
-            if name in parts.tensors:
-                self.fault("tensors that are not used", f"{shown(parts.tensors[name].key)}: LoRA has no such bias")
+            if name in parts:
+                self.fault("tensors that are not used", f"{shown(parts[name].key)}: LoRA has no such bias")
         if bias is None:
             return
         place = self.find(f"{module}.bias")

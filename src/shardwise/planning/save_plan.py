@@ -8,6 +8,15 @@ there is one step after which the new save counts, and before which the old one 
 in the same way under a stem of its own, ``adapter_model``, and always to one file; where its config changes with
 it, the older one is set aside first, since a config of another scaling would make other values of it. The state of
 its training may lie in a file beside it, which counts when the adapter does: see [Note: Named by the adapter].
+
+[Note: One commit].
+
+[Note: A list of renames] Some files have given names, and no step renames several. They are written under names of
+the save's own, and what makes all of them count in one step is a small file that lists the renames. Before it is
+there the older files count, from then on the new ones: whoever saves there next carries out what a kill has left of
+the list, and whoever loads changes nothing, but reads each file by the name that it has until then
+(``execution/renames.py``). Another program would see some files of either save until then. A single
+file needs no list.
 """
 
 from __future__ import annotations
