@@ -79,7 +79,9 @@ def test_a_file_is_written_in_blocks_that_are_as_full_as_they_can_be(kinds, most
     assert all(size <= most for size in sizes)
     line = [(key, box) for block in blocks for key, box in block]
     assert line == [
-        (key, box) for key, dtype, shape in tensors for box in row_blocks(shape, max(1, most // dtype.itemsize))
+        (entry.key, box)
+        for entry in plan.entries.values()
+        for box in row_blocks(entry.shape, max(1, most // entry.dtype.itemsize))
     ]
     for block, following in itertools.pairwise(blocks):
         key, box = following[0]

@@ -258,7 +258,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def _on_host(tensor: torch.Tensor) -> int:
     total, start = 0, 0
-    for run in _runs(tensor, tensor.nbytes if tensor.is_contiguous() else _BLOCK_BYTES):
+    for run in runs_of(tensor, tensor.nbytes if tensor.is_contiguous() else _BLOCK_BYTES):
         total += fingerprint(memory_of(run), start)
         start += run.numel()
     return total
@@ -269,7 +269,7 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
     lanes = _lanes(tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     start = 0
-    for run in _runs(tensor, _BLOCK_BYTES):
+    for run in runs_of(tensor, _BLOCK_BYTES):
         first, head = divmod(start, SPAN_BYTES)
         padded = torch.nn.functional.pad(run, (head, -(head + run.numel()) % SPAN_BYTES))
         words = padded.view(torch.int64).view(-1, LANES)
@@ -288,7 +288,7 @@ def _signed(weight: int) -> int:
     return weight - MODULUS if weight >= MODULUS // 2 else weight
 
 
-def _runs(tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
+def runs_of(tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
     """The elements in order, as flat bytes, so many at a time."""
     if not tensor.numel():
         return

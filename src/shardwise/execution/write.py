@@ -33,7 +33,7 @@ from shardwise.conversion import Expression
 from shardwise.execution.memory import Ahead, Workers, as_stored, collected_later, memory_of
 from shardwise.execution.moving import Exchange, TensorFacts, held_by_rank
 from shardwise.execution.reading import bytes_of
-from shardwise.execution.replicas import Giver
+from shardwise.execution.replicas import Giver, runs_of
 from shardwise.execution.world import Progress, World
 from shardwise.formats.checkpoint_index import TensorEntry
 from shardwise.formats.safetensors_header import NewFile
@@ -47,7 +47,7 @@ from shardwise.planning.moves import Boxes, Round, plan_rounds, shares_by_rank, 
 from shardwise.planning.save_plan import choose_owners, wanted_by_owners
 from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.storage.reading.local import LocalReader
-from shardwise.tensors import Box, ByteRange, Strided, contiguous_strides, numel, row_blocks
+from shardwise.tensors import Box, ByteRange, Strided, contiguous_strides, numel
 
 _READ_BACK_BYTES = 4 << 20
 
@@ -586,14 +586,9 @@ def write_chunks(
 
 def _blocks(view: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
     """The bytes of a tensor in order: itself where it is contiguous in host memory, else copies of blocks."""
-    if not view.numel():
-        return
-    if view.device.type == "cpu" and view.is_contiguous():
-        yield bytes_of(view)[: view.nbytes]
-        return
-    for box in row_blocks(view.shape, max(1, block_bytes // view.element_size())):
-        part = view[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
-        yield bytes_of(part.to("cpu", memory_format=torch.contiguous_format, copy=True).contiguous())
+    is_plain = view.device.type == "cpu" and view.is_contiguous()
+    for run in runs_of(view, view.nbytes if is_plain else block_bytes):
+        yield memory_of(run.cpu())
 
 
 class _ChunkStream:
