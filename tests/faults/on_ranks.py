@@ -33,7 +33,7 @@ STAGES = {
     "materialize": ("shardwise.engines.loading", "materialize"),
     "read": ("shardwise.storage.reading.local", "LocalReader.read_vectored"),
     "join": ("shardwise.execution.moving", "boxes_of_ranks"),
-    "share": ("shardwise.execution.reading", "Placer.values_of"),
+    "share": ("shardwise.execution.moving", "Exchange._step"),
     "send": ("torch.distributed", "all_to_all_single"),
     "fill": ("shardwise.engines.loading", "fill"),
     "audit": ("shardwise.engines.loading", "audit"),
