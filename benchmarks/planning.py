@@ -161,7 +161,7 @@ class _Clock:
 def _index(wanted: Shape) -> Any:
     """The index of a checkpoint of this shape that nobody has written."""
     from shardwise.formats.contract import CheckpointIndex, TensorEntry
-    from shardwise.tensors.dtypes import dtype_named
+    from shardwise.tensors import dtype_named
 
     bf16 = dtype_named("BF16")
     entries: dict[str, Any] = {}

@@ -18,7 +18,7 @@ import yaml
 import shardwise
 from shardwise.cli.launch import read_launch
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.execution.spawned import run_spawned
+from shardwise.execution.processes import run_spawned
 
 QUESTIONS = ("What colour is grass?", "What is the capital of France?", "How many legs does a spider have?")
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 import shardwise
 from shardwise.engines.save_plan import SaveOptions
-from shardwise.execution.patience import Patience
+from shardwise.execution import Patience
 
 OPTIONS = SaveOptions(budget_bytes=1 << 20, patience=Patience(silence_s=120))
 

@@ -23,7 +23,7 @@ import shardwise
 from shardwise.engines.forecasting import _plan as plan_of_all_ranks
 from shardwise.engines.load_plan import SharedReads
 from shardwise.engines.outline import config_of, made_ready, outline
-from shardwise.execution.patience import Patience
+from shardwise.execution import Patience
 from shardwise.execution.reading import Destination, Placer, arrange
 from shardwise.execution.world import World
 from shardwise.formats.opening import open_checkpoint

@@ -39,16 +39,15 @@ from shardwise.engines.bringing_up import from_pretrained
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.observe import observe
 from shardwise.errors import ConfigError, FormatError, ShardwiseError, StorageError
-from shardwise.execution.launched import this_device
 from shardwise.execution.memory import host_memory, memory_of
-from shardwise.execution.spawned import RanksLateError
+from shardwise.execution.processes import RanksLateError, this_device
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
 from shardwise.models.view import local_tensor, raw_bytes
 from shardwise.observing import phase
+from shardwise.planning.fingerprints import fingerprint
 from shardwise.report.names import in_bytes
 from shardwise.storage.remote import resolve
-from shardwise.tensors.fingerprint import fingerprint
 
 OURS = "shardwise"
 PHASES = LOAD, WRAP, OPTIMIZER = "load", "wrap", "optimizer"

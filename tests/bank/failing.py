@@ -17,7 +17,7 @@ import shardwise
 from shardwise.bank import calls
 from shardwise.bank.calls import gather_zeros
 from shardwise.errors import ShardwiseError
-from shardwise.execution.patience import Patience
+from shardwise.execution import Patience
 from shardwise.models.policies import MinSize
 
 BAD = banking.WORDS - 1

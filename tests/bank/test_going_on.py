@@ -29,8 +29,8 @@ from shardwise.bank.tenant import TenantStart
 from shardwise.execution.committing import commit_save
 from shardwise.options import Ignore
 from shardwise.planning import fingerprints
+from shardwise.planning.fingerprints import fingerprint
 from shardwise.storage.writing import open_writer
-from shardwise.tensors.fingerprint import fingerprint
 
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────────
 

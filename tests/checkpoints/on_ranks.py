@@ -26,7 +26,7 @@ from shardwise import Checkpointer, TrainState
 from shardwise.checkpoints import write
 from shardwise.errors import StorageError
 from shardwise.execution import saving_lock
-from shardwise.execution.chunks import ChunkStaging
+from shardwise.execution.write import ChunkStaging
 from shardwise.options import (
     AdapterOnly,
     CheckpointerOptions,
@@ -517,7 +517,7 @@ def recorded(root: str, log: str | None) -> Any:
 
     with (
         mock.patch("shardwise.checkpoints.write.open_writer", opened),
-        mock.patch("shardwise.execution.marked_folder.open_writer", opened),
+        mock.patch("shardwise.execution.saving_lock.open_writer", opened),
         mock.patch("shardwise.checkpoints.folder.open_writer", opened),
     ):
         yield

@@ -17,9 +17,8 @@ from tests.faults.doomed import Doomed, Seat
 import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints import write
-from shardwise.execution import chunks, saving_lock
-from shardwise.execution import marked_folder as marked
-from shardwise.execution.patience import Patience
+from shardwise.execution import Patience, saving_lock
+from shardwise.execution import write as writing
 from shardwise.options import CheckpointerOptions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
@@ -27,10 +26,10 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 QUICK = Patience(beat_s=0.1, silence_s=3.0, join_s=60)
 
 STAGES = {
-    "begin": (marked, "new_token", 0),
-    "stage": (chunks, "copy_all", 1),
+    "begin": (saving_lock, "new_token", 0),
+    "stage": (writing, "copy_all", 1),
     "write": (write, "_write_own", 1),
-    "sync": (chunks, "envelope", 2),
+    "sync": (writing, "envelope", 2),
     "commit": (write, "metadata_of", 0),
     "remove": (saving_lock, "release_lock", 0),
 }

@@ -11,7 +11,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from shardwise.errors import CoverageError, FormatError, StorageError
-from shardwise.execution.patience import Patience
+from shardwise.execution import Patience
 from shardwise.execution.world import World
 from shardwise.storage import machine
 

@@ -10,16 +10,16 @@ from tests import zoo
 from tests.verbs.streaming import sharded
 
 from shardwise.errors import ShardwiseError, StorageError
-from shardwise.execution.given_parts import Giver, agree_on_shares
+from shardwise.execution.replicas import Giver, agree_on_shares
 from shardwise.execution.world import World
 from shardwise.execution.write import write_by_owners
 from shardwise.layout import Origin
 from shardwise.models.revert import revert
 from shardwise.models.view import layout_of, look_inside
+from shardwise.planning.fingerprints import fingerprint
 from shardwise.planning.save_plan import plan_save
 from shardwise.storage.contract import WritePolicy
 from shardwise.storage.writing import LocalWriter
-from shardwise.tensors.fingerprint import fingerprint
 
 POLICY = WritePolicy(has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=10_000, concurrency=1)
 

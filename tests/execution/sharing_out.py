@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.execution.given_parts import agree_on_shares
+from shardwise.execution.replicas import agree_on_shares
 from shardwise.execution.world import World
 from shardwise.models.view import look_inside
 

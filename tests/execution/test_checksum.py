@@ -10,7 +10,7 @@ from tests.execution.exchanging import DTYPES, noise
 
 from shardwise.execution import replicas as checksum_module
 from shardwise.execution.replicas import checksum
-from shardwise.tensors.fingerprint import fingerprint
+from shardwise.planning.fingerprints import fingerprint
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -39,4 +39,4 @@ def test_half_of_a_mesh_is_refused(worlds):
     ends = worlds(4).run(sharing_out.error_of_half_a_mesh)
     assert ends[0] == ends[1]
     assert ends[0][0] == "PlacementError"
-    assert "do not hold all of" in ends[0][1]
+    assert "do not hold, together, each element of" in ends[0][1]

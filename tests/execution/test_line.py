@@ -18,10 +18,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, DisagreementError, RankLostError
-from shardwise.execution import meetings
-from shardwise.execution.failure_detector import ProcessPlace, alive_keys, detector_of
-from shardwise.execution.meetings import Meetings
-from shardwise.execution.patience import Patience
+from shardwise.execution import Patience, meetings
+from shardwise.execution.meetings import Meetings, ProcessPlace, alive_keys, detector_of
 from shardwise.execution.world import decode, encode
 
 
@@ -185,7 +183,7 @@ def test_ranks_in_different_calls_are_told_so_and_meet_in_the_next(rounds, late)
 def ended() -> ProcessPlace:
     """Where a process was that ended."""
     code = (
-        "import json, dataclasses; from shardwise.execution.failure_detector import ProcessPlace; "
+        "import json, dataclasses; from shardwise.execution.meetings import ProcessPlace; "
         "print(json.dumps(dataclasses.asdict(ProcessPlace.here())))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
@@ -262,7 +260,7 @@ def test_a_rank_of_this_machine_that_runs_is_not_lost_though_its_pulse_pauses():
 def test_a_heartbeat_goes_on_until_its_store_or_its_process_ends(tmp_path):
     program = """if True:
         import sys, torch.distributed as dist
-        from shardwise.execution.failure_detector import detector_of
+        from shardwise.execution.meetings import detector_of
         store = dist.FileStore(sys.argv[1], 9)
         detector_of(store, 5)
     """

@@ -22,11 +22,10 @@ def system(tmp_path):
     return tmp_path, ask
 
 
-def group(folder, limit, used, *, cache=0, version=2):
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+def group(folder, limit, used, *, cache=0):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / names[0]).write_text(f"{limit}\n")
-    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
     (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cache}\nactive_file 0\n")
 
 
@@ -41,14 +40,6 @@ def test_a_group_s_limit_counts_and_its_page_cache_gives_way(system):
     group(folder / "groups/job/part", "max", 3 * GIB)
     group(folder / "groups/job", 4 * GIB, 3 * GIB, cache=2 * GIB)
     assert ask() == 3 * GIB
-
-
-def test_the_first_version_of_control_groups(system):
-    folder, ask = system
-    (folder / "own").write_text("5:cpu:/\n4:memory:/job\n0::/\n")
-    group(folder / "groups/memory/job", 2 * GIB, GIB, version=1)
-    group(folder / "groups/memory", 0x7FFFFFFFFFFFF000, GIB, version=1)
-    assert ask() == GIB
 
 
 def test_a_full_group_has_nothing_left(system):

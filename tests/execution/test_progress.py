@@ -7,8 +7,7 @@ import io
 
 import pytest
 
-from shardwise.execution.progress import ProgressBar
-from shardwise.execution.world import World
+from shardwise.execution.world import ProgressBar, World
 
 
 class Terminal(io.StringIO):

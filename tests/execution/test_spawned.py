@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -19,15 +19,15 @@ import torch
 from tests.execution import faults
 
 from shardwise.errors import PlacementError, RankLostError, StorageError
-from shardwise.execution import spawned
-from shardwise.execution.launched import this_device
-from shardwise.execution.spawned import (
+from shardwise.execution import processes
+from shardwise.execution.processes import (
     RankEndedError,
     RankError,
     RanksLateError,
     _priority,
     at_own_gpu,
     run_spawned,
+    this_device,
 )
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @pytest.mark.distributed
 def test_values_come_by_rank_and_errors_as_they_are(monkeypatch):
-    monkeypatch.setattr(spawned, "_GRACE_S", 1.0)
+    monkeypatch.setattr(processes, "_GRACE_S", 1.0)
     assert run_spawned(2, faults.add, 3, 4) == [7, 8]
     with pytest.raises(StorageError, match="^gone$"):
         run_spawned(2, faults.gone_on, 1)
@@ -52,8 +52,7 @@ def test_what_is_meant_for_the_process_that_forks_changes_no_other():
         return signal.getsignal(signal.SIGTERM), gc.isenabled(), list(sys.path)
 
     before = kept()
-    sys.modules.pop("shardwise.execution.importing", None)
-    importlib.import_module("shardwise.execution.importing")
+    runpy.run_path(processes.__file__)
     assert kept() == before
 
 
@@ -61,7 +60,7 @@ def test_what_is_meant_for_the_process_that_forks_changes_no_other():
 def test_ranks_share_one_import_and_the_parent_needs_none():
     program = (
         "import sys\n"
-        "from shardwise.execution.spawned import run_spawned\n"
+        "from shardwise.execution.processes import run_spawned\n"
         "from tests.execution.forked import place_of_torch\n"
         "told = run_spawned(3, place_of_torch, preloaded=('torch',))\n"
         "assert 'torch' not in sys.modules\n"
@@ -74,7 +73,7 @@ def test_ranks_share_one_import_and_the_parent_needs_none():
 @pytest.mark.distributed
 def test_ranks_end_when_whoever_started_them_is_killed(tmp_path):
     program = (
-        "from shardwise.execution.spawned import run_spawned\n"
+        "from shardwise.execution.processes import run_spawned\n"
         "from tests.execution.forked import goes_on\n"
         f"run_spawned(2, goes_on, {str(tmp_path)!r}, preloaded=('torch',))\n"
     )

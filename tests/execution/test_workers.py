@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from shardwise.execution.workers import Ahead, Workers
+from shardwise.execution.memory import Ahead, Workers
 
 
 def nothing() -> None:

@@ -12,8 +12,7 @@ from tests.faults.doomed import Seat
 from tests.verbs.on_ranks import Plain, angles, shard_plain
 
 import shardwise
-from shardwise.execution import meetings
-from shardwise.execution.patience import Patience
+from shardwise.execution import Patience, meetings
 from shardwise.execution.world import Failure, World
 
 Told = tuple[str, str]

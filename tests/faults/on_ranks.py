@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 import shardwise
-from shardwise.execution.patience import Patience
+from shardwise.execution import Patience
 from shardwise.report.reports import LoadReport
 from shardwise.storage.reading import LocalReader
 
@@ -32,15 +32,15 @@ STAGES = {
     "plan": ("shardwise.engines.load_plan", "make_plan"),
     "materialize": ("shardwise.engines.loading", "materialize"),
     "read": ("shardwise.storage.reading", "LocalReader.read_vectored"),
-    "join": ("shardwise.execution.shared_reads", "boxes_of_ranks"),
-    "share": ("shardwise.execution.reading", "Placer.values_of"),
+    "join": ("shardwise.execution.moving", "boxes_of_ranks"),
+    "share": ("shardwise.execution.moving", "Exchange._step"),
     "send": ("torch.distributed", "all_to_all_single"),
     "fill": ("shardwise.engines.loading", "fill"),
     "audit": ("shardwise.engines.loading", "audit"),
     "look": ("shardwise.engines.sharding", "look_inside"),
     "give": ("shardwise.execution.moving", "Exchange._given"),
     "take": ("shardwise.execution.moving", "Exchange._put"),
-    "pack": ("shardwise.execution.given_parts", "Giver.share"),
+    "pack": ("shardwise.execution.replicas", "Giver.share"),
     "arrange": ("shardwise.engines.saving", "prepare"),
     "create": ("shardwise.storage.writing", "LocalWriter.create"),
     "mark": ("shardwise.engines.saving", "require_lock"),

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise
-from shardwise.execution.patience import Patience
+from shardwise.execution import Patience
 
 ONE_FILE, SEVERAL_FILES = "1GB", "2KB"
 

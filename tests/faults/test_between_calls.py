@@ -8,7 +8,7 @@ import pytest
 from tests.faults import between
 from tests.faults.doomed import Doomed, through_a_file, through_rank_0
 
-from shardwise.execution.patience import Patience
+from shardwise.execution import Patience
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 

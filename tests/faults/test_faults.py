@@ -11,7 +11,7 @@ from tests.faults import on_ranks
 from tests.faults.doomed import Doomed, through_rank_0
 from tests.faults.on_ranks import Blow
 
-from shardwise.execution.patience import Patience
+from shardwise.execution import Patience
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 

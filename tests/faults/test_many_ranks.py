@@ -9,7 +9,7 @@ from tests.faults import on_ranks
 from tests.faults.doomed import Doomed
 from tests.verbs.conftest import small_qwen3
 
-from shardwise.execution.patience import Patience
+from shardwise.execution import Patience
 
 RANKS = 64
 

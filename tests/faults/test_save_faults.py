@@ -17,7 +17,7 @@ from tests.faults.on_ranks import Blow
 from tests.faults.saving import ONE_FILE, SEVERAL_FILES, is_model, litter
 
 import shardwise
-from shardwise.execution.patience import Patience
+from shardwise.execution import Patience
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from shardwise.errors import ShardwiseError
-from shardwise.execution.spawned import live_as_rank, start_server
+from shardwise.execution.processes import live_as_rank, start_server
 from shardwise.storage import machine
 
 _GRACE_S = 10.0

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.hosts.netns import PORT, HostProcess, Hosts, ended, lacking, two_hosts
 from tests.training import tiny
 
-from shardwise.execution.patience import Patience
+from shardwise.execution import Patience
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(180)]
 

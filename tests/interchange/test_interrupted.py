@@ -14,9 +14,9 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution import renames
-from shardwise.execution import renames as renamed_folder
-from shardwise.execution.marked_folder import marked_here
+from shardwise.execution import committing
+from shardwise.execution import committing as renamed_folder
+from shardwise.execution.saving_lock import marked_here
 
 TOKEN = "0123abcd"
 LIST = f".shardwise.{TOKEN}.renames.json"
@@ -86,7 +86,7 @@ def test_a_load_that_looks_while_another_finishes_looks_again(tmp_path, monkeypa
     def finish_first(*arguments):
         monkeypatch.setattr(renamed_folder, "_link", link)
         with marked_here(tmp_path) as marked:
-            renames.tidy(marked)
+            committing.tidy(marked)
         looked.append(True)
         return link(*arguments)
 

@@ -86,7 +86,7 @@ FAULTS: dict[str, tuple[Callable[[dict], dict], list[str]]] = {
     ),
     "another base": (
         lambda found: {k: torch.ones(4, 64) if "lora_A" in k else v for k, v in found.items()},
-        ["do not fit: 4", f"{_Q}.lora_A.weight: (4, 64), but (4, 32) fits r=4", "(32, 32)"],
+        ["do not fit: 4", "layers.*.self_attn.q_proj.lora_A.weight: (4, 64), but (4, 32) fits r=4", "(32, 32)"],
     ),
     "another rank than the config's": (
         lambda found: {k: v[:2] if "lora_A" in k else v[:, :2] for k, v in found.items()},

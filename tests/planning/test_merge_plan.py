@@ -264,7 +264,7 @@ def test_factors_of_whole_numbers() -> None:
 
 
 def test_every_fault_at_once_and_long_lists_cut() -> None:
-    shapes = {f"n{number}__weight": (1,) for number in range(23)}
+    shapes = {f"n{chr(97 + number)}__weight": (1,) for number in range(23)}
     message = refusal(adapter(**shapes, q__lora_A__weight=(2, 6))).splitlines()
     assert message[0] == "  tensors that are not used: 23"
     assert len([line for line in message if "the base has no n" in line]) == 20

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, view
 
-from shardwise.execution.stream_out import extents
+from shardwise.execution.stream_out import parts_of
+from shardwise.planning.load_memory import aligned
 from shardwise.planning.save_plan import arrange_writes, plan_save
-from shardwise.planning.schedule import aligned
 from shardwise.storage.contract import WritePolicy
-from shardwise.tensors import Box, DType, Strided
+from shardwise.tensors import Box, DType, Strided, row_blocks
 
 DTYPES = (DType.U8, DType.BF16, DType.F32)
 
@@ -71,19 +71,21 @@ def test_nothing_to_save_is_a_file_and_one_that_cannot_be_renamed_has_an_index()
     st.integers(4, 60),
 )
 def test_a_file_is_written_in_blocks_that_are_as_full_as_they_can_be(kinds, most):
-    places, start = [], 100
-    for number, (dtype, shape) in enumerate(kinds):
-        places.append((start, (f"t{number}", dtype, tuple(shape))))
-        start += int(np.prod(shape)) * dtype.itemsize
-    blocks = list(extents(places, most))
-    line = [extent for block in blocks for extent in block]
-    assert [extent.start for extent in line] == [100, *(extent.stop for extent in line)][: len(line)]
-    assert sum(extent.stop - extent.start for extent in line) == start - 100
-    begin = {key: place for place, (key, _, _) in places}
-    assert all(extent.inside == extent.start - begin[extent.key] for extent in line)
-    assert all(0 < block[-1].stop - block[0].start <= most for block in blocks)
+    tensors = [(f"t{number}", dtype, tuple(shape)) for number, (dtype, shape) in enumerate(kinds)]
+    plan = plan_save(tensors, max_shard_bytes=1 << 20, parameters=7, token="0123abcd")
+    blocks = list(parts_of(plan, most))
+    sizes = [sum(box.numel * plan.entries[key].dtype.itemsize for key, box in block) for block in blocks]
+    assert sum(sizes) == plan.nbytes
+    assert all(size <= most for size in sizes)
+    line = [(key, box) for block in blocks for key, box in block]
+    assert line == [
+        (entry.key, box)
+        for entry in plan.entries.values()
+        for box in row_blocks(entry.shape, max(1, most // entry.dtype.itemsize))
+    ]
     for block, following in itertools.pairwise(blocks):
-        assert following[0].stop - block[0].start > most
+        key, box = following[0]
+        assert sum(box.numel * plan.entries[key].dtype.itemsize for key, box in [*block, (key, box)]) > most
 
 
 def dealt(rng, array, ranks):

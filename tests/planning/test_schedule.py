@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwise.conversion.computed import Copy, copies
 from shardwise.conversion.expression import Stored, permute
 from shardwise.formats.contract import TensorEntry
-from shardwise.planning.schedule import aligned, copies_by_run, schedule, segments_of
+from shardwise.planning.load_memory import aligned, copies_by_run, schedule, segments_of
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box, DType, Strided
 

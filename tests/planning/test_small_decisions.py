@@ -12,10 +12,10 @@ from shardwise.conversion.expression import Stored
 from shardwise.errors import ConfigError
 from shardwise.formats.contract import TensorEntry
 from shardwise.formats.safetensors_files import NewFile
-from shardwise.planning.fingerprints import FINGERPRINTS_FILE, RecordedSave, from_bytes, to_bytes
-from shardwise.planning.load_plan import Consent, FaultKind, Faults, Ignore, Initialize, allows
+from shardwise.planning.fingerprints import RecordedSave, file_beside, from_bytes, to_bytes
+from shardwise.planning.load_memory import ComputingShare, staging_within
+from shardwise.planning.load_plan import Consent, Ignore, Initialize, allows, faults_in_words
 from shardwise.planning.save_plan import choose_owners, wanted_by_owners
-from shardwise.planning.schedule import ComputingShare, staging_within
 from shardwise.tensors import Box, DType
 
 # Staging
@@ -76,7 +76,7 @@ def test_the_file_of_fingerprints() -> None:
     assert written == {"format": "shardwise fingerprints 1", "saves": [saved]}
     by_older_code = json.dumps({**written, "saves": [older]}).encode()
     assert from_bytes(by_older_code) == [RecordedSave({"f": 3}, {"a": 255})]
-    assert FINGERPRINTS_FILE == "model.fingerprints.json"
+    assert file_beside("model") == "model.fingerprints.json"
     assert content.endswith(b"}\n")
     for damaged in (
         None,
@@ -127,24 +127,21 @@ def test_what_owners_want() -> None:
 
 
 def test_faults_in_words() -> None:
-    faults = Faults()
-    assert not faults
-    for number in range(30):
-        faults.add(FaultKind.MISSING, f"{chr(97 + number % 26)}{'x' * (number // 26)}weight")
-    faults.add(FaultKind.UNEXPECTED, "model.extra")
-    for layer in range(4):
-        faults.add(FaultKind.MISMATCHED, f"layers.{layer}.weight")
-    assert faults
-    lines = faults.message("place").splitlines()
-    assert lines[0] == "the checkpoint place does not fit the model"
+    faults = {
+        "mismatched": [f"layers.{layer}.weight" for layer in range(4)],
+        "missing": [f"{chr(97 + number % 26)}{'x' * (number // 26)}weight" for number in range(30)],
+        "unexpected": ["model.extra"],
+        "twice": [],
+    }
+    ways = {"mismatched": "one", "unexpected": "two", "twice": "three"}
+    lines = faults_in_words("it does not fit", faults, ways).splitlines()
+    assert lines[0] == "it does not fit"
     assert lines[1] == "  mismatched 4     layers.{0..3}.weight (x4)"
     assert lines[2].startswith("  missing 30       ")
     assert [line.startswith("    ") for line in lines[3:15]] == [True] * 12
     assert lines[14] == f"  {'':<17}... and 18 more"
     assert lines[15] == "  unexpected 1     model.extra"
-    assert lines[16].startswith("Pass on_mismatched=Initialize(only=...)")
-    assert "; on_unexpected=Ignore" in lines[16]
-    assert "buffers=" not in lines[16]
+    assert lines[16] == "Pass one; two."
 
 
 def test_consents() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import DisagreementError
-from shardwise.planning.sources import (
+from shardwise.planning.matching import (
     NOBODY,
     Item,
     choose_sources,
@@ -15,12 +15,11 @@ from shardwise.planning.sources import (
     settle_dtypes,
 )
 
-TWO_NODES = ["a", "a", "b", "b"]
 ANYONE = "any"
 
 
 def chosen(live, values_from=ANYONE):
-    (sources,) = choose_sources(["w"], [[has] for has in live], values_from, TWO_NODES)
+    (sources,) = choose_sources(["w"], [[has] for has in live], values_from)
     return sources
 
 
@@ -31,11 +30,11 @@ def chosen(live, values_from=ANYONE):
         ((1, 1, 1, 1), (0, 1, 2, 3)),
         ((1, 0, 0, 0), (0, 0, 0, 0)),
         ((0, 0, 1, 0), (2, 2, 2, 2)),
-        ((1, 0, 0, 1), (0, 0, 3, 3)),
+        ((1, 0, 0, 1), (0, 0, 0, 3)),
         ((1, 1, 0, 0), (0, 1, 0, 0)),
     ],
 )
-def test_anyone_is_the_nearest_that_has_it(live, sources):
+def test_a_rank_without_values_gets_those_of_the_first_that_has_the_most(live, sources):
     assert chosen(live) == sources
 
 
@@ -43,7 +42,6 @@ def test_the_other_modes_rely_on_certain_ranks():
     assert chosen((1, 1, 1, 1), "first_rank") == (0, 0, 0, 0)
     assert chosen((1, 0, 0, 1), "first_rank") == (0, 0, 0, 0)
     assert chosen((1, 1, 1, 1), "all_ranks") == (0, 1, 2, 3)
-    assert chosen((0, 1, 1, 1), "first_rank_per_node") == (1, 1, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +49,6 @@ def test_the_other_modes_rely_on_certain_ranks():
     [
         ((0, 1, 1, 1), "first_rank", "rank 0: w"),
         ((1, 0, 1, 0), "all_ranks", "ranks 1, 3: w"),
-        ((1, 1, 0, 0), "first_rank_per_node", "ranks 2, 3: w"),
     ],
 )
 def test_ranks_that_should_have_values_and_do_not_are_named(live, values_from, who):
@@ -62,8 +59,7 @@ def test_ranks_that_should_have_values_and_do_not_are_named(live, values_from, w
 def test_where_values_differ_the_rank_with_the_most_of_the_model_counts():
     names = ["weight", "table"]
     live = [[False, True], [True, True], [True, True]]
-    nodes = ["a"] * 3
-    sources = choose_sources(names, live, "any", nodes)
+    sources = choose_sources(names, live, "any")
     assert sources == [(1, 1, 2), (0, 1, 2)]
     sums = [{"table": 5}, {"weight": 1, "table": 5}, {"weight": 2, "table": 6}]
     settled, taken = settle_differences(names, sources, sums, [1, 2, 2], "any")

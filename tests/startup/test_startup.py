@@ -21,7 +21,7 @@ from shardwise import pictures
 from shardwise import startup as comparison
 from shardwise.cli import bench, main
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution.spawned import RankError, RanksLateError
+from shardwise.execution.processes import RankError, RanksLateError
 from shardwise.pictures import read_run
 from shardwise.startup import ARMS, PHASES, ArmOnRank, ArmRun, StartupResult, arm_run
 

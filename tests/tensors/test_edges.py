@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.tensors import Box, ByteRange, DType, Strided, coalesce, numel
-from shardwise.tensors.dtypes import casts_safely, follows
+from shardwise.tensors import Box, ByteRange, DType, Strided, casts_safely, coalesce, follows, numel
 
 strided = st.integers(0, 3).flatmap(
     lambda dims: st.builds(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shardwise.tensors.fingerprint import MODULUS, fingerprint
+from shardwise.planning.fingerprints import MODULUS, fingerprint
 
 LANES = 1 << 14
 SPAN = 8 * LANES

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.tensors import Box, Strided
-from shardwise.tensors.boxes import row_blocks
+from shardwise.tensors import Box, Strided, row_blocks
 
 
 def places(box: Box, shape: tuple[int, ...]) -> list[int]:

@@ -21,8 +21,6 @@ import shardwise
 from shardwise.models.view import local_boxes, local_tensor, look_inside, raw_bytes, strided_view
 from shardwise.models.wrap import Sharding
 
-NODES = ("a", "a", "b", "b")
-
 
 class Table(nn.Module):
     """Nothing but buffers: one that is saved, and one that is not."""
@@ -163,7 +161,7 @@ def shard_from(state: str, mesh: str, folder: str, values_from: Any) -> tuple[li
         given,
         Sharding(mesh=mesh_of(mesh)),
         values_from=values_from,
-        options=shardwise.options.ShardOptions(nodes=NODES if state == "nodes" else None, budget_bytes=4096),
+        options=shardwise.options.ShardOptions(budget_bytes=4096),
     )
     if state in ("meta", "buffers"):
         assert {f"blocks.{n}.linear.weight" for n in (0, 1)} <= set(report.on_meta)

@@ -15,8 +15,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import shardwise
 from shardwise.engines.streaming import StreamOptions, iter_hf_tensors
-from shardwise.execution.given_parts import Giver
-from shardwise.execution.patience import Patience
+from shardwise.execution import Patience
+from shardwise.execution.replicas import Giver
 from shardwise.models.selection import MergedAdapter
 from shardwise.models.view import raw_bytes
 

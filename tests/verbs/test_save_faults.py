@@ -84,7 +84,7 @@ class TestDisk:
         original = LocalWriter.replace
 
         def replace(self, file, content):
-            if file == fingerprints.FINGERPRINTS_FILE:
+            if file == fingerprints.file_beside("model"):
                 raise StorageError("the disk is full")
             original(self, file, content)
 
@@ -162,7 +162,7 @@ class TestFolder:
         (tmp_path / "model.safetensors").mkdir()
         with pytest.raises(StorageError, match="model.safetensors"):
             shardwise.save(linear(), tmp_path)
-        assert [path.name for path in tmp_path.iterdir() if path.name != fingerprints.FINGERPRINTS_FILE] == [
+        assert [path.name for path in tmp_path.iterdir() if path.name != fingerprints.file_beside("model")] == [
             "model.safetensors"
         ]
 

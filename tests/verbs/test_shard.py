@@ -47,7 +47,6 @@ def net_checkpoint(tmp_path_factory):
         (4, "everywhere", "hsdp", ANYONE),
         (4, "first", "hsdp", ANYONE),
         (4, "nodes", "hsdp", ANYONE),
-        (4, "nodes", "", "first_rank_per_node"),
         (4, "buffers", "hsdp", ANYONE),
     ],
 )
@@ -168,7 +167,6 @@ def test_a_model_that_cannot_be_sharded_is_told_by_name_and_left_alone(worlds, f
             "PlacementError",
             "matches nothing in Model",
         ),
-        ({"options": shardwise.options.ShardOptions(nodes=("a",))}, "ConfigError", "the machines of 1 ranks"),
     ],
 )
 def test_arguments_that_cannot_be_honoured_leave_the_model_alone(worlds, keywords, kind, words):

@@ -27,9 +27,8 @@ from shardwise.engines.model_states import set_values, stored_values
 from shardwise.engines.save_plan import TrainingBeside
 from shardwise.engines.verifying import require_as_saved
 from shardwise.errors import ConfigError, FormatError
-from shardwise.execution.agreed import StateOptions
-from shardwise.execution.progress import Clock
-from shardwise.execution.world import World
+from shardwise.execution.supply import StateOptions
+from shardwise.execution.world import Clock, World
 from shardwise.formats.peft_adapter import TRAINING_KEY, training_beside
 from shardwise.formats.safetensors_files import read_header
 from shardwise.layout import TensorKind

@@ -8,7 +8,6 @@ from functools import cached_property
 
 from shardwise.checkpoints.state import Looked, key_of
 from shardwise.errors import DisagreementError
-from shardwise.execution.chunks import TensorsPlan, Views
 from shardwise.execution.replicas import (
     DigestWords,
     OddCircles,
@@ -17,6 +16,7 @@ from shardwise.execution.replicas import (
     odd_circles,
 )
 from shardwise.execution.world import OddRanks
+from shardwise.execution.write import TensorsPlan, Views
 from shardwise.planning.moves import Common
 from shardwise.tensors import Box
 

@@ -27,10 +27,10 @@ from shardwise.errors import DisagreementError, FormatError
 from shardwise.layout import LocalBox, TensorKind
 from shardwise.models.four_bit_layers import SCALES
 from shardwise.models.view import Held, local_boxes, local_tensor, strided_view
+from shardwise.planning.fingerprints import lane_weights
 from shardwise.planning.load_plan import allows
 from shardwise.planning.matching import OnFault
 from shardwise.tensors import Strided, numel
-from shardwise.tensors.fingerprint import lane_weights
 
 _MOST_TENSORS: Final = 256
 _MOST_ELEMENTS: Final = 256

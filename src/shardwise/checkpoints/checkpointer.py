@@ -35,14 +35,13 @@ from shardwise.checkpoints.state import (
 from shardwise.checkpoints.write import Background, done_now
 from shardwise.engines.arguments import hints_of, require_meant
 from shardwise.errors import ConfigError, StorageError
-from shardwise.execution.agreed import refuse_meta
-from shardwise.execution.chunks import ChunkStaging, Views, plan_tensors, views_of
 from shardwise.execution.memory import collected_later
 from shardwise.execution.moving import facts_of
-from shardwise.execution.progress import Clock
 from shardwise.execution.replicas import odd_circles, require_mode, settle_odd
 from shardwise.execution.replicas import tell as tell_of
-from shardwise.execution.world import World
+from shardwise.execution.supply import refuse_meta
+from shardwise.execution.world import Clock, World
+from shardwise.execution.write import ChunkStaging, Views, plan_tensors, views_of
 from shardwise.models.optimizer_state import class_name
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.planning.load_plan import OnDiffering

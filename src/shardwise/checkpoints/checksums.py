@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from shardwise.errors import FormatError
+from shardwise.planning.fingerprints import MODULUS, fingerprint
 from shardwise.storage.reading import LocalReader
-from shardwise.tensors.fingerprint import MODULUS, fingerprint
 
 BLOCK_BYTES = 1 << 17
 _PIECE_BLOCKS = 8  # read at once: they are in a cache of the processor's when they are compared

@@ -14,9 +14,8 @@ from shardwise.execution.memory import collected_later
 from shardwise.models.optimizer_state import by_parameter, unlike, why_unlike
 from shardwise.models.selection import Selection
 from shardwise.models.torch_words import in_memory
-from shardwise.planning.load_plan import allows
-from shardwise.planning.matching import Tolerance
-from shardwise.planning.matching import in_words as faults_in_words
+from shardwise.planning.load_plan import allows, faults_in_words
+from shardwise.planning.matching import STATE_REMEDIES, Tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ class _Misfits:
 
     def check(self, head: str) -> None:
         if any(self._refused.values()):
-            raise CoverageError(faults_in_words(head, self._refused))
+            raise CoverageError(faults_in_words(head, self._refused, STATE_REMEDIES))
 
 
 def _require_same_tuning(opened: Opened, looked: Looked, only: Selection, base: BaseMatch) -> None:

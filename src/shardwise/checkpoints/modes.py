@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
+from shardwise.execution import Patience
 from shardwise.execution.memory import require_budget
-from shardwise.execution.patience import Patience
 
 Mode: TypeAlias = Literal["sync", "async"]
 

@@ -26,10 +26,9 @@ from shardwise.engines.opening import OpenSource
 from shardwise.engines.optimizer_states import Fitting, Ours, fit
 from shardwise.errors import CoverageError, PlacementError
 from shardwise.execution.memory import collected_later
-from shardwise.execution.progress import Clock, ProgressBar
 from shardwise.execution.reading import Destination, Placer, arrange
-from shardwise.execution.supply import require_alike_models
-from shardwise.execution.world import World
+from shardwise.execution.replicas import require_alike_models
+from shardwise.execution.world import Clock, ProgressBar, World
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.optimizer_state import Given, read
 from shardwise.models.rebind import made_again

@@ -11,7 +11,7 @@ from shardwise.checkpoints.facts import FACTS
 from shardwise.checkpoints.folder import StepKind, folders_of
 from shardwise.checkpoints.opened import Opened, open_checkpoint, open_folder, resolve
 from shardwise.engines.verifying import verify_files
-from shardwise.execution.workers import Workers
+from shardwise.execution.memory import Workers
 from shardwise.formats.joining import METADATA
 from shardwise.report.save_reports import ReopenReport
 from shardwise.storage.names import is_url

@@ -20,14 +20,12 @@ from shardwise.checkpoints.checksums import BlockSums, digest, with_checksums
 from shardwise.checkpoints.facts import FACTS, Facts
 from shardwise.checkpoints.state import KeyPath
 from shardwise.errors import StorageError
-from shardwise.execution.chunks import TensorsPlan, Views, data_file, metadata_of, write_chunks
 from shardwise.execution.committing import publish
-from shardwise.execution.marked_folder import Marked, Saving, marked_by_first
-from shardwise.execution.saving_lock import Whose
+from shardwise.execution.saving_lock import Marked, Saving, Whose, marked_by_first
 from shardwise.execution.world import World
-from shardwise.execution.write import Sink
+from shardwise.execution.write import Sink, TensorsPlan, Views, data_file, metadata_of, write_chunks
 from shardwise.formats.joining import METADATA
-from shardwise.planning.commit import on_its_way
+from shardwise.planning.save_plan import on_its_way
 from shardwise.report.save_reports import CheckpointReport
 from shardwise.storage.writing import open_writer
 

@@ -58,23 +58,19 @@ def run_ranks(
 
     Returns the values of all ranks, in order, where the result is to be shown; and an empty list in the other
     processes of a launcher. For ``asks_first`` and ``preloaded`` see
-    :func:`~shardwise.execution.spawned.run_spawned`.
+    :func:`~shardwise.execution.processes.run_spawned`.
 
     Raises:
         ConfigError: as :func:`read_launch`.
         ShardwiseError: as raised by the function.
     """
-    launched = read_launch(os.environ, nproc_per_node)
-    if launched is not None:
-        from shardwise.execution.launched import Seat, run_seated
+    if read_launch(os.environ, nproc_per_node) is not None:
+        from shardwise.execution.processes import run_launched
 
-        place = (launched["RANK"], launched["WORLD_SIZE"], launched["LOCAL_RANK"])
-        has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        seat = Seat(*place, os.environ["MASTER_ADDR"], launched["MASTER_PORT"], has_store)
-        return run_seated(seat, function, *args)
+        return run_launched(os.environ, function, *args)
     if nproc_per_node == 1:
         return [function(*args)]
-    from shardwise.execution.spawned import run_spawned
+    from shardwise.execution.processes import run_spawned
 
     os.environ.setdefault(*_CUDA_FROM_AFAR)
     return run_spawned(nproc_per_node, function, *args, asks_first=asks_first, preloaded=preloaded)
@@ -95,7 +91,7 @@ def run_fresh(
     """
     if read_launch(os.environ) is not None:
         raise ConfigError("this command starts its ranks itself (RANK is set): call it without torchrun")
-    from shardwise.execution.spawned import run_spawned
+    from shardwise.execution.processes import run_spawned
 
     os.environ.setdefault(*_CUDA_FROM_AFAR)
     return run_spawned(size, function, *args, preloaded=preloaded, timeout_s=timeout_s)
@@ -103,9 +99,9 @@ def run_fresh(
 
 def this_place() -> tuple[int, int]:
     """This rank, and how many there are."""
-    from shardwise.execution import launched
+    from shardwise.execution import processes
 
-    return launched.this_place()
+    return processes.this_place()
 
 
 def print_report(report: Any, *, as_json: bool) -> None:

@@ -199,7 +199,7 @@ def plan_command(
     training, as for ``shardwise train``, with --KEY VALUE overrides. Exits with 2 if the model cannot be loaded so,
     or does not fit into --memory.
     """
-    from shardwise.tensors.boxes import in_bytes_of
+    from shardwise.tensors import in_bytes_of
 
     limit = None if memory is None else in_bytes_of(memory)
     if model.endswith((".yaml", ".yml")):

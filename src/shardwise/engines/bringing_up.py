@@ -19,10 +19,8 @@ from shardwise.engines.load_plan import Load, LoadOptions, load_words
 from shardwise.engines.loading import carry_out, form_of
 from shardwise.engines.opening import OpenSource, read_index, resolve_everywhere
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
-from shardwise.execution.audit import are_equal
-from shardwise.execution.progress import Clock, ProgressBar, require_same_settings
-from shardwise.execution.reading import Placer
-from shardwise.execution.world import OddRanks, World
+from shardwise.execution.reading import Placer, are_equal
+from shardwise.execution.world import Clock, OddRanks, ProgressBar, World, require_same_settings
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.models import pretrained, wrap
 from shardwise.models.gradients import average_replicated_gradients

@@ -16,6 +16,7 @@ from shardwise.conversion.computed import Bindings, SmallestBlocks, computed_lea
 from shardwise.conversion.expression import rows_stored
 from shardwise.engines.opening import OpenSource
 from shardwise.errors import CoverageError, PlacementError
+from shardwise.execution import Patience
 from shardwise.execution.memory import (
     Managers,
     available_memory,
@@ -26,7 +27,6 @@ from shardwise.execution.memory import (
     offloads_shards,
     require_budget,
 )
-from shardwise.execution.patience import Patience
 from shardwise.execution.reading import Arrangement, Destination, arrange
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
@@ -83,7 +83,7 @@ class Load:
     home: torch.device = field(init=False)
     managers: Managers = field(init=False)
     items: Sequence[Destination] = field(init=False)
-    shared: Mapping[str, Sequence[Boxes]] = field(init=False)
+    shared: Mapping[str, tuple[Boxes, ...]] = field(init=False)
     own: Arrangement = field(init=False)
     forecast: RankForecast = field(init=False)
     available: Available = field(init=False)
@@ -157,13 +157,13 @@ def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> N
     load.home, load.managers = home_of(held, options.device), managers_of(model)
     by_name = {item.fqn: item for item in held}
     load.items = destinations(load.plan, by_name, devices_of(held, load.managers, load.home))
-    load.shared, mode = {}, options.shared_reads
+    load.shared, mode, parts = {}, options.shared_reads, load.items
     if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
-        from shardwise.execution.shared_reads import shared_boxes
+        from shardwise.execution.moving import shared_boxes, shared_parts
 
         load.shared = shared_boxes(world, by_name, load.items)
-    alone = [item for item in load.items if item.fqn not in load.shared]
-    load.own = arrange(alone, source.index, policy, options.budget_bytes, world.place)
+        parts = shared_parts(world, load.shared, load.items)
+    load.own = arrange(parts, source.index, policy, options.budget_bytes, world.place)
     homes = Homes.of(
         load.plan,
         policy,
@@ -244,8 +244,8 @@ class LoadOptions:
         progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
         process_group: the ranks that load together; None is the default group, or this process alone.
         patience: how long ranks wait for each other.
-        shared_reads: whether one rank reads what several hold (replicas) and sends it to the others: "auto" does
-            so if the storage is remote, "always" and "never" are the other choices.
+        shared_reads: whether ranks that hold the same (replicas) read a share each and send it to the others:
+            "auto" does so if the storage is remote, "always" and "never" are the other choices.
         check_memory: refuse a load whose forecast exceeds free memory before anything is read.
     """
 

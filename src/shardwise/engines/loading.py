@@ -18,11 +18,9 @@ from shardwise.engines.arguments import agree_on_call, hints_of, require_meant, 
 from shardwise.engines.load_plan import BaseForm, Load, LoadOptions, load_words, prepare, tie_declared
 from shardwise.engines.opening import OpenSource, Source, open_source
 from shardwise.errors import CoverageError, PlacementError
-from shardwise.execution.audit import audit, require_equal_buffers, unequal_twins
 from shardwise.execution.memory import collected_later, materialize
-from shardwise.execution.progress import Clock, ProgressBar, agree_on
-from shardwise.execution.reading import Placer
-from shardwise.execution.world import World
+from shardwise.execution.reading import Placer, audit, require_equal_buffers, unequal_twins
+from shardwise.execution.world import Clock, ProgressBar, World, agree_on
 from shardwise.layout import LocalBox, Origin, TensorKind, TensorLayout, first_rows, last_rows
 from shardwise.models import pretrained
 from shardwise.models.initialize import Additions, BufferRules, RowNorms
@@ -88,10 +86,10 @@ def carry_out(
             world.together(read)
         means = average_rows(world, load)
         if load.shared:
-            from shardwise.execution.shared_reads import read_shared
+            from shardwise.execution.moving import exchange_shared
 
             with clock.phase("share"):
-                read_shared(world, load.shared, {item.fqn: item for item in held}, load.items, placer)
+                exchange_shared(world, load.shared, {item.fqn: item for item in held}, load.items, placer)
     with clock.phase("fill"):
         completed = form_of(model).complete(world, model, budget_bytes=options.budget_bytes)
     attributes = world.together(lambda: finish(model, load, means, {**placer.written, **completed}, clock))

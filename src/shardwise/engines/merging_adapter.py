@@ -25,10 +25,8 @@ from shardwise.engines.companions import (
 from shardwise.engines.outline import ModelOptions, Outline, config_of
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.errors import CoverageError, FormatError
-from shardwise.execution.adapter_merge import edited
-from shardwise.execution.audit import are_equal
-from shardwise.execution.reading import Placer
-from shardwise.execution.stream_out import Outgoing
+from shardwise.execution.reading import Placer, are_equal
+from shardwise.execution.stream_out import Outgoing, edited
 from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.joining import beside
@@ -48,8 +46,7 @@ from shardwise.storage.names import HubOptions, shown, why_unsafe
 from shardwise.storage.reading import Beside, LocalReader, open_storage
 from shardwise.storage.remote import resolve
 from shardwise.storage.writing import LocalWriter
-from shardwise.tensors import DType, row_blocks
-from shardwise.tensors.boxes import in_bytes_of
+from shardwise.tensors import DType, in_bytes_of, row_blocks
 
 ADAPTER = beside_of("merged")
 """What the names of the adapter's files and keys begin with, beside those of the base."""

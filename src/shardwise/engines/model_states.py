@@ -13,16 +13,12 @@ from torch import nn
 from shardwise.engines.arguments import world_of
 from shardwise.engines.loading import give_value
 from shardwise.errors import FormatError
-from shardwise.execution import agreed
-from shardwise.execution.agreed import (
-    StoredValues,
-)
+from shardwise.execution import supply
 from shardwise.execution.memory import home_among, managers_of, materialize
 from shardwise.execution.moving import gather
-from shardwise.execution.progress import Clock
-from shardwise.execution.replicas import equal_on_all
-from shardwise.execution.supply import require_alike_models
-from shardwise.execution.world import World
+from shardwise.execution.replicas import equal_on_all, require_alike_models
+from shardwise.execution.supply import StoredValues
+from shardwise.execution.world import Clock, World
 from shardwise.formats.opening import open_checkpoint
 from shardwise.layout import TensorKind
 from shardwise.models.initialize import Initialisers
@@ -31,7 +27,8 @@ from shardwise.models.torch_words import in_memory
 from shardwise.models.view import Held, canonical, look_inside, refuse_subclasses, without_compile
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import OnDiffering
-from shardwise.planning.matching import OnFault, StateForm, StateSlot, Tolerance, match, require_form
+from shardwise.planning.matching import OnFault, StateSlot, Tolerance, match, require_form
+from shardwise.planning.moves import StateForm
 from shardwise.report.reports import StateReport
 from shardwise.storage.reading import LocalReader
 
@@ -59,7 +56,7 @@ class TakenModel:
         first_of = {name: item.fqn for item in self.held for name in item.names}
         return {name: found[first_of[fqn]] for name, fqn in self.names.items() if first_of[fqn] in found}
 
-    def in_form(self, world: World, form: StateForm, options: agreed.StateOptions) -> dict[str, torch.Tensor]:
+    def in_form(self, world: World, form: StateForm, options: supply.StateOptions) -> dict[str, torch.Tensor]:
         """The state, gathered where that is asked for, empty on ranks that the form leaves out. Collective."""
         if form == "sharded":
             return self.by_name({name: tensor.detach() for name, tensor in self.tensors.items()})
@@ -68,7 +65,7 @@ class TakenModel:
 
 
 def take_out(
-    world: World, model: nn.Module, only: Selection, on_differing_buffers: OnDiffering, options: agreed.StateOptions
+    world: World, model: nn.Module, only: Selection, on_differing_buffers: OnDiffering, options: supply.StateOptions
 ) -> TakenModel:
     """Look for the tensors of a state, and compare what several ranks hold. Collective: yes.
 
@@ -80,7 +77,7 @@ def take_out(
     names = world.from_first(lambda: names_outside(model, held, only))
     wanted = set(names.values())
     chosen = {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
-    world.together(lambda: agreed.refuse_meta(chosen, "the model"))
+    world.together(lambda: supply.refuse_meta(chosen, "the model"))
     home = home_among(held, chosen.values())
     buffers = {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
     budget = options.budget_bytes
@@ -93,11 +90,11 @@ def take_out(
 def set_values(
     world: World,
     model: nn.Module,
-    values: agreed.Values,
+    values: supply.Values,
     *,
     only: Selection,
     tolerance: Tolerance,
-    options: agreed.StateOptions,
+    options: supply.StateOptions,
     clock: Clock,
 ) -> StateReport:
     """Give a model values from wherever they are.
@@ -186,7 +183,7 @@ def model_state(
     *,
     only: Selection = None,
     on_differing_buffers: OnDiffering = "first_rank",
-    options: agreed.StateOptions = agreed.StateOptions(),  # noqa: B008
+    options: supply.StateOptions = supply.StateOptions(),  # noqa: B008
 ) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers of a model, by the names of the plain model.
 
@@ -219,7 +216,7 @@ def model_state(
     model = without_compile(model)
     with world_of(options, "model_state") as world, torch.device("cpu"):
         world.together(lambda: require_form(form))
-        agreed.require_same_call(world, form, only, on_differing_buffers, options=options)
+        supply.require_same_call(world, form, only, on_differing_buffers, options=options)
         return take_out(world, model, only, on_differing_buffers, options).in_form(world, form, options)
 
 
@@ -232,7 +229,7 @@ def set_model_state(
     on_missing: OnFault = "error",
     on_unexpected: OnFault = "error",
     on_mismatched: OnFault = "error",
-    options: agreed.StateOptions = agreed.StateOptions(),  # noqa: B008
+    options: supply.StateOptions = supply.StateOptions(),  # noqa: B008
 ) -> StateReport:
     """Give the parameters and persistent buffers of a model the values of a state, in place.
 
@@ -270,15 +267,15 @@ def set_model_state(
     tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
     with world_of(options, "set_model_state") as world, torch.device("cpu"):
         with clock.phase("agree"):
-            agreed.require_same_call(world, only, tolerance, options=options)
-            given = world.together(lambda: agreed.by_canonical_names(state, "state"))
+            supply.require_same_call(world, only, tolerance, options=options)
+            given = world.together(lambda: supply.by_canonical_names(state, "state"))
         return set_values(
-            world, model, agreed.BroughtValues(given), only=only, tolerance=tolerance, options=options, clock=clock
+            world, model, supply.BroughtValues(given), only=only, tolerance=tolerance, options=options, clock=clock
         )
 
 
 def stored_values(
-    world: World, folder: str, file: str, options: agreed.StateOptions, stack: ExitStack
+    world: World, folder: str, file: str, options: supply.StateOptions, stack: ExitStack
 ) -> StoredValues:
     """The tensors in files of a folder, by names without wrappers; closed with ``stack``. Collective: yes.
 

@@ -17,11 +17,9 @@ from shardwise.conversion.expression import Expression, stored_leaves, substitut
 from shardwise.engines.load_plan import rules_of
 from shardwise.engines.outline import ModelOptions, Outline, outline
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.execution.audit import are_equal
-from shardwise.execution.progress import ProgressBar
-from shardwise.execution.reading import Placer
+from shardwise.execution.reading import Placer, are_equal
 from shardwise.execution.stream_out import COMPUTED_BYTES, Outgoing, stream_out
-from shardwise.execution.world import World
+from shardwise.execution.world import ProgressBar, World
 from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import as_the_model_has_it, open_checkpoint

@@ -80,7 +80,7 @@ def read_index(
     """The headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
 
     What the ranks have opened is one checkpoint, see [Note: One checkpoint] in
-    ``execution/checkpoint_copies.py``. One that is refused is closed, unless it is the user's (``is_own``
+    ``execution/reading.py``. One that is refused is closed, unless it is the user's (``is_own``
     False).
     """
     reader = opened.reader
@@ -99,7 +99,7 @@ def read_index(
         found: dict[str, str] = {}
         notes: tuple[str, ...] = ()
         if world.size > 1:
-            from shardwise.execution.checkpoint_copies import require_one_checkpoint
+            from shardwise.execution.reading import require_one_checkpoint
 
             found, notes = require_one_checkpoint(world, reader, index)
         elif isinstance(reader, FilePlaces):

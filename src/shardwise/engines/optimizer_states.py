@@ -12,7 +12,10 @@ from torch.optim import Optimizer
 
 from shardwise.engines.arguments import world_of
 from shardwise.errors import CoverageError, DisagreementError, PlacementError
-from shardwise.execution.agreed import (
+from shardwise.execution.memory import home_among
+from shardwise.execution.moving import gather
+from shardwise.execution.replicas import as_bytes, equal_on_all, require_alike_models
+from shardwise.execution.supply import (
     BroughtValues,
     StateOptions,
     StoredValues,
@@ -20,12 +23,7 @@ from shardwise.execution.agreed import (
     refuse_meta,
     require_same_call,
 )
-from shardwise.execution.memory import home_among
-from shardwise.execution.moving import gather
-from shardwise.execution.progress import Clock
-from shardwise.execution.replicas import as_bytes, equal_on_all
-from shardwise.execution.supply import require_alike_models
-from shardwise.execution.world import World
+from shardwise.execution.world import Clock, World
 from shardwise.models.optimizer_state import (
     Given,
     by_parameter,
@@ -42,8 +40,8 @@ from shardwise.models.rebind import Bound, Key, Scalar, keeps_reduced, label, lo
 from shardwise.models.torch_words import in_memory, to_torch
 from shardwise.models.view import Held, look_inside, without_compile
 from shardwise.planning import matching
-from shardwise.planning.matching import StateForm, receivers, require_form
-from shardwise.planning.sources import digest
+from shardwise.planning.matching import digest, require_form
+from shardwise.planning.moves import StateForm, receivers
 from shardwise.report.names import few
 from shardwise.report.reports import StateReport
 from shardwise.tensors import Box, DType

@@ -15,9 +15,9 @@ from torch import nn
 
 from shardwise.conversion.computed import computes
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.execution.given_parts import Shares
+from shardwise.execution import Patience
 from shardwise.execution.memory import collected_later, require_budget
-from shardwise.execution.patience import Patience
+from shardwise.execution.replicas import Shares
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin, TensorKind, place_of
 from shardwise.models import four_bit_files
@@ -25,8 +25,8 @@ from shardwise.models.revert import Output, names_in_file, revert
 from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.torch_words import from_torch, saved_dtype
 from shardwise.models.view import Held, layout_of, look_inside
+from shardwise.planning.load_memory import ReadRequest, Staging, staging_within
 from shardwise.planning.save_plan import ADAPTER, MODEL, SavedTraining, SavePlan, arrange_writes, plan_save
-from shardwise.planning.schedule import ReadRequest, Staging, staging_within
 from shardwise.storage.contract import WritePolicy
 
 

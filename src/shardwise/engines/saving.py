@@ -26,11 +26,10 @@ from shardwise.engines.save_plan import (
 )
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.committing import Begun, begin_save, commit_save, undo_save
-from shardwise.execution.given_parts import Giver, agree_on_shares
 from shardwise.execution.memory import home_of
-from shardwise.execution.progress import Clock, ProgressBar
+from shardwise.execution.replicas import Giver, agree_on_shares
 from shardwise.execution.saving_lock import new_token, require_lock
-from shardwise.execution.world import World
+from shardwise.execution.world import Clock, ProgressBar, World
 from shardwise.execution.write import Emitter, write_by_owners
 from shardwise.models import revert
 from shardwise.models.four_bit_layers import is_in_four_bits
@@ -43,8 +42,7 @@ from shardwise.storage import machine
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading import open_storage
 from shardwise.storage.writing import open_writer
-from shardwise.tensors import DType
-from shardwise.tensors.boxes import in_bytes_of
+from shardwise.tensors import DType, in_bytes_of
 from shardwise.tuning import peft_compat
 
 

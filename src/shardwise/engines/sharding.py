@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import cast, get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -15,40 +14,23 @@ from torch.optim import Optimizer
 
 from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.errors import ConfigError
-from shardwise.execution.memory import require_budget
 from shardwise.execution.moving import distribute
-from shardwise.execution.patience import Patience
-from shardwise.execution.progress import Clock
-from shardwise.execution.supply import Arrivals, compare, require_alike_models, survey, wrap_without_values
-from shardwise.execution.world import World
+from shardwise.execution.replicas import require_alike_models
+from shardwise.execution.supply import Arrivals, StateOptions, agree_on_supply, wrap_without_values
+from shardwise.execution.world import Clock, World
 from shardwise.layout import TensorKind
 from shardwise.models import wrap
 from shardwise.models.policies import Classes, MinSize, NamedPolicy, WrapPolicy, group_parameters
 from shardwise.models.rebind import look_at, require_steps_shards
 from shardwise.models.view import Held, is_sharded, look_inside, without_compile
 from shardwise.models.wrap import Sharding, TrainedDtype, refuse_unmovable, require_trainable_dtype
-from shardwise.planning.sources import ValuesFrom
+from shardwise.planning.matching import ValuesFrom
 from shardwise.report.reports import ShardReport
 
 
 @dataclass(frozen=True, slots=True)
-class ShardOptions:
-    """How a sharding is carried out; none of it changes the values.
-
-    Attributes:
-        budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
-        process_group: the ranks of the mesh; None is the default group, or this process alone.
-        nodes: the machine of each rank, by any name; None asks for the boot of its kernel.
-        patience: how long ranks wait for each other.
-    """
-
-    budget_bytes: int = 64 << 20
-    process_group: dist.ProcessGroup | None = None
-    nodes: tuple[str, ...] | None = None
-    patience: Patience = field(default_factory=Patience)
-
-    def __post_init__(self) -> None:
-        require_budget(self.budget_bytes)
+class ShardOptions(StateOptions):
+    """How a sharding is carried out; none of it changes the values. Its fields are those of ``StateOptions``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +46,7 @@ class ShardCall:
     def words(self, sharding: Sharding) -> str:
         """What of it ranks must have in common, with the sharding that has a mesh."""
         options = self.options
-        told = (wrap.in_words(sharding), self.values_from, self.trained_dtype, options.budget_bytes, options.nodes)
+        told = (wrap.in_words(sharding), self.values_from, self.trained_dtype, options.budget_bytes)
         return repr(told)
 
 
@@ -85,16 +67,15 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
         world.together(lambda: _refuse(model, held, settled, call.optimizers))
         world.require_equal(call.words(settled), "the list of arguments (mesh, policies, modes, budget)")
         require_alike_models(world, held, bounds)
-        found = survey(world, held, bounds, call.values_from, _nodes(world, options))
     with clock.phase("compare"):
-        supply = compare(world, found, held, bounds, call.values_from, call.trained_dtype)
+        supply = agree_on_supply(world, held, bounds, call.values_from, call.trained_dtype)
     with clock.phase("wrap"):
         groups = world.together(lambda: wrap_without_values(model, held, bounds, settled, supply))
         arrivals = world.together(lambda: Arrivals(model, supply))
     with clock.phase("exchange"):
-        shipments = world.together(lambda: arrivals.shipments(world))
+        handovers = world.together(lambda: arrivals.handovers(world))
         traffic = distribute(
-            world, shipments, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
+            world, handovers, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
         )
     with clock.phase("finish"):
         awaiting = world.together(lambda: arrivals.finish(bounds, settled))
@@ -118,12 +99,6 @@ def _refuse(model: nn.Module, held: Sequence[Held], sharding: Sharding, optimize
         require_steps_shards(optimizers)
         group_parameters(model, sharding.wrap)
     wrap.blocks_to_prepare(model, sharding)
-
-
-def _nodes(world: World, options: ShardOptions) -> tuple[str, ...] | None:
-    if options.nodes is not None and len(options.nodes) != world.size:
-        raise ConfigError(f"nodes names the machines of {len(options.nodes)} ranks, and there are {world.size}")
-    return options.nodes
 
 
 def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock) -> ShardReport:

@@ -14,10 +14,10 @@ from torch import nn
 from shardwise.conversion.computed import computes
 from shardwise.engines.save_plan import WrittenNames
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.execution.given_parts import Giver, MergingGiver, PackedRows, agree_on_shares, in_numbers
+from shardwise.execution import Patience
 from shardwise.execution.memory import home_of
 from shardwise.execution.moving import Exchange, part_of
-from shardwise.execution.patience import Patience
+from shardwise.execution.replicas import Giver, MergingGiver, PackedRows, agree_on_shares, in_numbers
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin
 from shardwise.models import four_bit_files

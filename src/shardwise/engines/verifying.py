@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.engines.forecasting import plan
 from shardwise.errors import FormatError
-from shardwise.execution.workers import Workers
+from shardwise.execution.memory import Workers
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import (
@@ -21,13 +21,12 @@ from shardwise.formats.peft_adapter import (
     training_beside,
 )
 from shardwise.planning import fingerprints
-from shardwise.planning.fingerprints import RecordedSave
+from shardwise.planning.fingerprints import MODULUS, RecordedSave, fingerprint
 from shardwise.planning.save_plan import ADAPTER, MODEL
 from shardwise.report.save_reports import ReopenReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.storage.reading import open_storage
-from shardwise.tensors.fingerprint import MODULUS, fingerprint
 
 _BLOCK_BYTES = 8 << 20
 _CONFIG = "config.json"

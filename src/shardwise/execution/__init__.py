@@ -1,5 +1,31 @@
 """Effects: what a plan decided is done, on all ranks, within a budget of memory."""
 
-from shardwise.errors import require_versions
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError, require_versions
 
 require_versions()
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long ranks wait for each other, in seconds.
+
+    Attributes:
+        beat_s: between two signs of life.
+        silence_s: without a sign of life, after which a rank counts as lost, in a call or since its last one.
+        join_s: for a rank to come to the call at all; until then it may be busy with something else.
+    """
+
+    beat_s: float = 1.0
+    silence_s: float = 18.0
+    join_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beat_s < self.silence_s <= self.join_s or not math.isfinite(self.silence_s):
+            raise ConfigError(
+                f"{self}: a beat is shorter than the silence, and that not longer than the wait to join"
+            )

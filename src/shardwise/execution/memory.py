@@ -1,14 +1,18 @@
-"""Gives meta tensors memory, at every place where a model registers them."""
+"""Memory and threads of a rank: memory for meta tensors, staging of what is read, free memory, workers.
+
+Tensors get memory at every place where a model registers them. Workers stop together when one of them fails.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -18,9 +22,9 @@ from shardwise.errors import ConfigError
 from shardwise.models import torch_words
 from shardwise.models.torch_words import module_of, take_after, to_torch
 from shardwise.models.view import Held, local_tensor, strided_view
-from shardwise.planning.load_memory import Available
-from shardwise.planning.schedule import Segment, staging_within
-from shardwise.storage.machine import GROUPS, OWN_GROUP, ControlGroup, control_groups, text_of
+from shardwise.planning.load_memory import Available, Segment, staging_within
+from shardwise.storage.contract import ReadPolicy
+from shardwise.storage.machine import GROUPS, OWN_GROUP, control_groups, number_in, text_of
 from shardwise.tensors import Strided
 
 
@@ -124,26 +128,6 @@ def offloads_shards(managers: Managers) -> bool:
     return any(torch_words.is_offloaded(manager) for manager in managers.values())
 
 
-class Landing(Protocol):
-    """One worker's staging memory and what it does with the bytes in it."""
-
-    def begin(self) -> memoryview:
-        """The staging memory for the next request; what was staged before may still be on its way."""
-        ...
-
-    def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
-        """Copy a segment, read to byte ``start`` of the staging memory, into its place in the tensor."""
-        ...
-
-    def end(self) -> None:
-        """Everything of this request has been put."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until all that was put is there."""
-        ...
-
-
 class HostLanding:
     """Staging for tensors in host memory. Memory: ``nbytes``, from the first request on that stages anything."""
 
@@ -152,19 +136,21 @@ class HostLanding:
         self._staging: torch.Tensor | None = None
 
     def begin(self) -> memoryview:
+        """The staging memory for the next request; what was staged before may still be on its way."""
         if self._staging is None:
             self._staging = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
         return memory_of(self._staging)
 
     def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
+        """Copy a segment, read to byte ``start`` of the staging memory, into its place in the tensor."""
         assert self._staging is not None
         strided_view(tensor, segment.copy.target).copy_(as_stored(self._staging, segment, start))
 
     def end(self) -> None:
-        pass
+        """Everything of this request has been put."""
 
     def finish(self) -> None:
-        pass
+        """Wait until all that was put is there."""
 
 
 class DeviceLanding:
@@ -224,6 +210,10 @@ class DeviceLanding:
         self._stream.synchronize()
 
 
+Landing: TypeAlias = HostLanding | DeviceLanding
+"""Staging memory of one worker, and what it does with the bytes in it."""
+
+
 def as_stored(staging: torch.Tensor, segment: Segment, start: int) -> torch.Tensor:
     """The elements of a segment that lies at byte ``start`` of a buffer, in the order of its copy."""
     source, dtype = segment.copy.source, to_torch(segment.dtype)
@@ -245,13 +235,7 @@ def memory_of(flat: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-if TYPE_CHECKING:
-    import torch
-
-
 _MEMINFO = Path("/proc/meminfo")
-_NO_LIMIT = 1 << 60
-"""A limit of this size or more is none (the first version of control groups writes a huge number)."""
 
 
 def available_memory(home: torch.device) -> Available:
@@ -270,7 +254,7 @@ def available_memory(home: torch.device) -> Available:
 
 def host_memory(meminfo: Path = _MEMINFO, own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> int | None:
     """Return free bytes of the machine, or of a control group that limits this process further; None if unknown."""
-    found = [_room(group) for group in control_groups("memory", own_group, groups)]
+    found = [_room(group) for group in control_groups(own_group, groups)]
     for line in text_of(meminfo).splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
@@ -278,16 +262,11 @@ def host_memory(meminfo: Path = _MEMINFO, own_group: Path = OWN_GROUP, groups: P
     return min((room for room in found if room is not None), default=None)
 
 
-def _room(group: ControlGroup) -> int | None:
-    limit, usage = (
-        ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        if group.is_of_first_version
-        else ("memory.max", "memory.current")
-    )
-    most, used = group.number(limit), group.number(usage)
-    if most is None or used is None or most >= _NO_LIMIT:
+def _room(group: Path) -> int | None:
+    most, used = number_in(group / "memory.max"), number_in(group / "memory.current")
+    if most is None or used is None:
         return None
-    statistics = dict(line.split() for line in group.text("memory.stat").splitlines())
+    statistics = dict(line.split() for line in text_of(group / "memory.stat").splitlines())
     cache = sum(int(statistics.get(name, 0)) for name in ("inactive_file", "active_file"))
     return max(0, most - used + cache)  # the page cache gives way
 
@@ -328,3 +307,106 @@ def trim_heap() -> None:
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
+
+
+Task = TypeVar("Task")
+Tool = TypeVar("Tool")
+
+_LOOK_S = 0.1
+"""How often the waiting thread looks whether there is a reason to leave."""
+
+
+def computing(policy: ReadPolicy, processors: int) -> int:
+    """Return the number of workers that compute at once; if reads cross a network, as many as read."""
+    return policy.concurrency if policy.is_remote else max(1, min(policy.concurrency, processors))
+
+
+@dataclass
+class Workers(Generic[Task, Tool]):
+    """Threads, each with a tool of its own, that take tasks in their order.
+
+    The threads are daemons: one that hangs in a read of a dead file system does not keep the process alive.
+
+    Args:
+        carry_out: what is done with a task, on a thread that has the tool.
+        tools: one for each thread.
+        check: called by the waiting thread now and then; what it raises ends the work.
+    """
+
+    carry_out: Callable[[Task, Tool], None]
+    tools: Sequence[Tool]
+    check: Callable[[], None]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _stop: bool = False
+    _failure: BaseException | None = None
+    _at_work: int = 0
+
+    def __post_init__(self) -> None:
+        self._finished = threading.Condition(self._lock)
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Carry out all tasks. The first error of any is raised; the others' current tasks are waited for.
+
+        When ``check`` raises, nobody is waited for.
+        """
+        pending = iter(tasks)
+        tools = self.tools[: max(1, min(len(self.tools), len(tasks)))]
+        self._at_work = len(tools)
+        for number, tool in enumerate(tools):
+            threading.Thread(
+                target=self._serve, args=(pending, tool), name=f"shardwise-worker-{number}", daemon=True
+            ).start()
+        try:
+            with self._finished:
+                while self._at_work:
+                    self._finished.wait(_LOOK_S)
+                    self.check()
+        finally:
+            self._stop = True
+        if self._failure is not None:
+            raise self._failure
+
+    def _serve(self, pending: object, tool: Tool) -> None:
+        try:
+            while not self._stop:
+                with self._lock:
+                    task: Task | None = next(pending, None)  # type: ignore[call-overload]
+                if task is None:
+                    break
+                self.carry_out(task, tool)
+        except BaseException as error:
+            with self._lock:
+                self._failure = self._failure or error
+                self._stop = True
+        with self._finished:
+            self._at_work -= 1
+            self._finished.notify_all()
+
+
+class Ahead(Generic[Task]):
+    """The value of a function that a thread of its own has begun to work out.
+
+    The thread is a daemon, as those of :class:`Workers` are.
+    """
+
+    def __init__(self, function: Callable[[], Task]) -> None:
+        self._function = function
+        self._value: list[Task] = []
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="shardwise-ahead", daemon=True)
+        self._thread.start()
+
+    def value(self, check: Callable[[], None]) -> Task:
+        """Wait for the value, or raise what the function raised; ``check`` is called meanwhile."""
+        while self._thread.is_alive():
+            self._thread.join(_LOOK_S)
+            check()
+        if self._failure is not None:
+            raise self._failure
+        return self._value[0]
+
+    def _work(self) -> None:
+        try:
+            self._value.append(self._function())
+        except BaseException as error:
+            self._failure = error

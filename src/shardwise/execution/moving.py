@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from shardwise.conversion.expression import Stored
+from shardwise.conversion.computed import computes
+from shardwise.conversion.expression import Stored, rows_stored
 from shardwise.errors import DisagreementError, PlacementError
 from shardwise.execution.memory import trim_heap
+from shardwise.execution.reading import Destination, Placer
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox, place_of
-from shardwise.models.view import local_boxes, local_tensor, strided_view
-from shardwise.planning.matching import StateForm, receivers
-from shardwise.planning.moves import Block, Boxes, Move, Piece, Round, covers, plan_rounds, shares_by_rank, whole_on
+from shardwise.models.view import Held, boxes_of_ranks, local_boxes, local_tensor, strided_view
+from shardwise.planning import moves
 from shardwise.report.names import few_names
-from shardwise.tensors import Box, DType, Strided
+from shardwise.tensors import Box, DType, Strided, numel
 
 Share = Callable[[str, int], torch.Tensor]
 """A share of a tensor that this rank gives, by name and number, as a row-major tensor."""
@@ -61,12 +63,12 @@ class _RankPart:
 
     sent: list[int]
     received: list[int]
-    keeps: list[tuple[Block, tuple[Piece, ...]]] = field(default_factory=list)
-    sends: list[tuple[Block, tuple[Piece, ...], dict[int, int]]] = field(default_factory=list)
-    receives: list[tuple[Block, tuple[Piece, ...], int, int]] = field(default_factory=list)
+    keeps: list[tuple[moves.Block, tuple[moves.Piece, ...]]] = field(default_factory=list)
+    sends: list[tuple[moves.Block, tuple[moves.Piece, ...], dict[int, int]]] = field(default_factory=list)
+    receives: list[tuple[moves.Block, tuple[moves.Piece, ...], int, int]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, blocks: Round, rank: int, size: int) -> _RankPart:
+    def of(cls, blocks: moves.Round, rank: int, size: int) -> _RankPart:
         part = cls([0] * size, [0] * size)
         for block in blocks:
             for source, given in block.given:
@@ -84,6 +86,7 @@ class _RankPart:
         return part
 
 
+@dataclass
 class Exchange:
     """One rank's side of moving tensors, round by round.
 
@@ -96,27 +99,18 @@ class Exchange:
         device: where staging memory lies: of the kind that the process group's backend moves.
     """
 
-    def __init__(
-        self,
-        world: World,
-        rounds: Sequence[Round],
-        share: Share,
-        room: Room,
-        dtype_of: Mapping[str, torch.dtype],
-        device: torch.device,
-    ) -> None:
-        self.traffic = Traffic()
-        self._world = world
-        self._rounds = rounds
-        self._share = share
-        self._room = room
-        self._dtype_of = dtype_of
-        self._device = device
-        self._staging = torch.empty(0, dtype=torch.uint8)
-        self._work: dist.Work | None = None
-        self._failure: Exception | None = None
+    world: World
+    rounds: Sequence[moves.Round]
+    share: Share
+    room: Room
+    dtype_of: Mapping[str, torch.dtype]
+    device: torch.device
+    traffic: Traffic = field(default_factory=Traffic)
+    _staging: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    _work: dist.Work | None = None
+    _failure: Exception | None = None
 
-    def run(self) -> Generator[Round]:
+    def run(self) -> Generator[moves.Round]:
         """Yield each round when all of it has arrived. See [Note: Rounds].
 
         A generator that all ranks go through alike. Closing it on all ranks after the same round is no fault.
@@ -128,16 +122,16 @@ class Exchange:
             CheckpointError: (or a subclass) the same on every rank, when anything raised on any.
             RankLostError: a rank has been lost, or has left.
         """
-        parts = [_RankPart.of(blocks, self._world.rank, self._world.size) for blocks in self._rounds]
+        parts = [_RankPart.of(blocks, self.world.rank, self.world.size) for blocks in self.rounds]
         self.traffic.staging_bytes = max((sum(part.sent) + sum(part.received) for part in parts), default=0)
         arriving: _RankPart | None = None
         try:
             for number, leaving in enumerate([*parts, None]):
-                self._world.together(partial(self._step, arriving, leaving))
+                self.world.together(partial(self._step, arriving, leaving))
                 if leaving is not None:
-                    self._send(leaving, any(_moves(block) for block in self._rounds[number]))
+                    self._send(leaving, any(_moves(block) for block in self.rounds[number]))
                 if arriving is not None:
-                    yield self._rounds[number - 1]
+                    yield self.rounds[number - 1]
                 arriving = leaving
         finally:
             # Nobody is kept waiting for what is under way, and its memory is in use. A rank that is lost is told of
@@ -159,7 +153,7 @@ class Exchange:
                 self.traffic.received_bytes += _nbytes(block, given)
         if leaving is not None:
             if self._staging.numel() < self.traffic.staging_bytes:
-                self._staging = torch.empty(self.traffic.staging_bytes, dtype=torch.uint8, device=self._device)
+                self._staging = torch.empty(self.traffic.staging_bytes, dtype=torch.uint8, device=self.device)
             for block, given, starts in leaving.sends:
                 places = [sum(leaving.sent[:target]) + start for target, start in starts.items()]
                 for values, *copies in zip(
@@ -169,27 +163,27 @@ class Exchange:
                         copy.copy_(values)
                 self.traffic.sent_bytes += _nbytes(block, given) * len(places)
 
-    def _given(self, block: Block, given: Sequence[Piece]) -> Iterator[torch.Tensor]:
+    def _given(self, block: moves.Block, given: Sequence[moves.Piece]) -> Iterator[torch.Tensor]:
         for piece in given:
-            self._world.check()
-            yield strided_view(self._share(block.leaves[piece.leaf], piece.share), piece.source)
+            self.world.check()
+            yield strided_view(self.share(block.leaves[piece.leaf], piece.share), piece.source)
 
-    def _put(self, block: Block, given: Sequence[Piece], values: Iterator[torch.Tensor]) -> None:
-        memory = self._room(block.key, block.box)
+    def _put(self, block: moves.Block, given: Sequence[moves.Piece], values: Iterator[torch.Tensor]) -> None:
+        memory = self.room(block.key, block.box)
         for piece, value in zip(given, values, strict=True):
-            self._world.check()
+            self.world.check()
             strided_view(memory, piece.target).copy_(value)
 
-    def _pieces(self, block: Block, given: Sequence[Piece], start: int) -> Iterator[torch.Tensor]:
+    def _pieces(self, block: moves.Block, given: Sequence[moves.Piece], start: int) -> Iterator[torch.Tensor]:
         """The pieces in staging memory, from a byte of it on."""
-        flat = self._staging[start : start + _nbytes(block, given)].view(self._dtype_of[block.key])
+        flat = self._staging[start : start + _nbytes(block, given)].view(self.dtype_of[block.key])
         for piece in given:
             yield flat[: piece.target.numel].view(piece.target.sizes)
             flat = flat[piece.target.numel :]
 
-    def _send(self, part: _RankPart, moves: bool) -> None:  # noqa: FBT001
+    def _send(self, part: _RankPart, is_needed: bool) -> None:  # noqa: FBT001
         """Begin to move a round that all ranks have packed; what fails is raised by :meth:`_wait`."""
-        if not moves:  # on any rank
+        if not is_needed:  # on any rank
             return
         sent = sum(part.sent)
         try:
@@ -198,7 +192,7 @@ class Exchange:
                 self._staging[:sent],
                 output_split_sizes=part.received,
                 input_split_sizes=part.sent,
-                group=self._world.group,
+                group=self.world.group,
                 async_op=True,
             )
         except Exception as error:  # told to all by the next meeting: between meetings nobody would know
@@ -209,14 +203,14 @@ class Exchange:
             raise self._failure
         work, self._work = self._work, None  # what has failed is not waited for again: it may never end
         if work is not None:
-            self._world.wait_for(work)
+            self.world.wait_for(work)
 
 
-def _moves(block: Block) -> bool:
+def _moves(block: moves.Block) -> bool:
     return any(set(block.targets) - {source} for source, _ in block.given)
 
 
-def _nbytes(block: Block, given: Sequence[Piece]) -> int:
+def _nbytes(block: moves.Block, given: Sequence[moves.Piece]) -> int:
     return sum(piece.target.numel for piece in given) * block.itemsize
 
 
@@ -265,18 +259,23 @@ class Handover:
     name: str
     shape: Sequence[int]
     dtype: torch.dtype
-    held: tuple[Boxes, ...]
-    wanted: tuple[Boxes, ...]
+    held: tuple[moves.Boxes, ...]
+    wanted: tuple[moves.Boxes, ...]
     mine: LocalTensor | None
     into: LocalTensor | None
 
-    def move(self) -> Move:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return numel(self.shape) * self.dtype.itemsize
+
+    def move(self) -> moves.Move:
         """What has to come from other ranks. Its elements are only counted, whatever their dtype."""
         lacking = tuple(
             tuple(box for box in wanted if not _is_held(box, held))
             for wanted, held in zip(self.wanted, self.held, strict=True)
         )
-        return Move(self.name, Stored(self.name, tuple(self.shape), DType.U8), self.dtype.itemsize, lacking)
+        return moves.Move(self.name, Stored(self.name, tuple(self.shape), DType.U8), self.dtype.itemsize, lacking)
 
     def take_own(self, rank: int) -> int:
         """Copy what this rank has itself; its bytes."""
@@ -286,7 +285,7 @@ class Handover:
         return sum(box.numel for box in own) * self.dtype.itemsize
 
 
-def _is_held(box: Box, held: Boxes) -> bool:
+def _is_held(box: Box, held: moves.Boxes) -> bool:
     return any(part.intersect(box) == box for part in held)
 
 
@@ -307,7 +306,7 @@ def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, dev
     """
     by_name = {item.name: item for item in items}
     shares = {
-        item.name: shares_by_rank(item.held, number % world.size, item.dtype.itemsize)
+        item.name: moves.shares_by_rank(item.held, number % world.size, item.dtype.itemsize)
         for number, item in enumerate(items)
     }
     last: dict[tuple[str, int], torch.Tensor] = {}
@@ -325,7 +324,7 @@ def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, dev
             arrived[name, box] = torch.empty(box.numel, dtype=by_name[name].dtype, device=place.device)
         return arrived[name, box]
 
-    rounds = world.together(lambda: plan_rounds([[item.move() for item in items]], shares, budget_bytes))
+    rounds = world.together(lambda: moves.plan_rounds([[item.move() for item in items]], shares, budget_bytes))
     exchange = Exchange(world, rounds, share, room, {item.name: item.dtype for item in items}, device)
     for _ in exchange.run():
         for (name, box), values in arrived.items():
@@ -335,73 +334,36 @@ def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, dev
     return exchange.traffic
 
 
-@dataclass(slots=True)
-class Shipment:
-    """A tensor that some ranks have whole, under way to all.
-
-    Attributes:
-        name, shape: the same on every rank.
-        dtype: in which it travels and arrives.
-        boxes: what each rank is to have, by rank.
-        source_of: the rank whose values each rank gets; a source gets its own.
-        live: on the sources, the whole tensor. Let go of once it has been given.
-    """
-
-    name: str
-    shape: Sequence[int]
-    dtype: torch.dtype
-    boxes: tuple[Boxes, ...]
-    source_of: tuple[int, ...]
-    live: torch.Tensor | None
-
-    def handover(self, rank: int, into: LocalTensor) -> Handover:
-        whole = Box.whole(self.shape)
-        held = tuple((whole,) if source == number else () for number, source in enumerate(self.source_of))
-        mine = None if self.live is None or self.source_of[rank] != rank else LocalTensor.whole(self.live)
-        return Handover(self.name, self.shape, self.dtype, held, self.boxes, mine, into)
-
-
 Prepare = Callable[[Sequence[str]], Mapping[str, LocalTensor]]
 """Makes memory for tensors, just before they arrive."""
 
 
 def distribute(
-    world: World, shipments: Sequence[Shipment], prepare: Prepare, *, budget_bytes: int, device: torch.device
+    world: World, items: list[Handover], prepare: Prepare, *, budget_bytes: int, device: torch.device
 ) -> Traffic:
-    """Bring every shipment to all ranks, as many at once as are of ``budget_bytes``, or one that is larger.
+    """Hand all tensors over, as many at once as are of ``budget_bytes``, or one that is larger.
 
     Collective: yes.
-    Memory: ``budget_bytes``, beside what ``prepare`` makes. A source lets go of a whole tensor that has been given.
+    Memory: ``budget_bytes``, in addition to what ``prepare`` makes. ``items`` is emptied: a source lets go of a
+    tensor that it has given.
     """
     traffic = Traffic()
-    for batch in _batches(shipments, budget_bytes):
+    items.reverse()
+    while items:
+        batch, used = [items.pop()], 0
+        while items and (used := used + batch[-1].nbytes) + items[-1].nbytes <= budget_bytes:
+            batch.append(items.pop())
         into = world.together(partial(prepare, [item.name for item in batch]))
-        items = [item.handover(world.rank, into[item.name]) for item in batch]
-        for item in batch:
-            item.live = None
-        traffic.add(hand_over(world, items, budget_bytes=budget_bytes, device=device))
+        batch = [replace(item, into=into[item.name]) for item in batch]
+        traffic.add(hand_over(world, batch, budget_bytes=budget_bytes, device=device))
         trim_heap()
     return traffic
-
-
-def _batches(shipments: Sequence[Shipment], budget_bytes: int) -> Iterator[list[Shipment]]:
-    batch: list[Shipment] = []
-    used = 0
-    for item in shipments:
-        nbytes = Box.whole(item.shape).numel * item.dtype.itemsize
-        if batch and used + nbytes > budget_bytes:
-            yield batch
-            batch, used = [], 0
-        batch.append(item)
-        used += nbytes
-    if batch:
-        yield batch
 
 
 def gather(
     world: World,
     tensors: Mapping[str, torch.Tensor],
-    form: StateForm,
+    form: moves.StateForm,
     *,
     budget_bytes: int,
     device: torch.device,
@@ -419,8 +381,8 @@ def gather(
         PlacementError: ranks do not have, together, all of a tensor.
     """
     told = world.each(lambda: {name: facts_of(tensor, name) for name, tensor in tensors.items()})
-    held = world.together(lambda: held_by_rank(tensors, told))
-    targets = receivers(form, world.size)
+    held = world.together(lambda: held_by_rank(told))
+    targets = moves.receivers(form, world.size)
     made: dict[str, torch.Tensor] = {}
 
     def begin() -> list[Handover]:
@@ -430,7 +392,7 @@ def gather(
             if world.rank in targets:
                 made[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                 into = LocalTensor.whole(made[name])
-            wanted = whole_on(targets, tuple(tensor.shape), world.size)
+            wanted = moves.whole_on(targets, tuple(tensor.shape), world.size)
             mine = LocalTensor.of(tensor, name)
             items.append(Handover(name, tensor.shape, tensor.dtype, held[name], wanted, mine, into))
         return items
@@ -445,7 +407,7 @@ class TensorFacts:
 
     shape: tuple[int, ...]
     dtype: str
-    boxes: Boxes
+    boxes: moves.Boxes
 
 
 def facts_of(tensor: torch.Tensor, name: str) -> TensorFacts:
@@ -453,7 +415,7 @@ def facts_of(tensor: torch.Tensor, name: str) -> TensorFacts:
     return TensorFacts(tuple(tensor.shape), str(tensor.dtype), boxes_of(tensor, name))
 
 
-def boxes_of(tensor: torch.Tensor, name: str) -> Boxes:
+def boxes_of(tensor: torch.Tensor, name: str) -> moves.Boxes:
     """The boxes of a tensor that this rank has."""
     return tuple(item.box for item in local_boxes(tensor, name))
 
@@ -476,21 +438,95 @@ def require_same_tensors(told: Sequence[Mapping[str, TensorFacts]]) -> None:
         )
 
 
-def held_by_rank(
-    tensors: Mapping[str, torch.Tensor], told: Sequence[Mapping[str, TensorFacts]]
-) -> dict[str, tuple[Boxes, ...]]:
-    """The boxes of every tensor by rank, when all ranks have the same tensors and all elements of each.
+def held_by_rank(told: Sequence[Mapping[str, TensorFacts]]) -> dict[str, tuple[moves.Boxes, ...]]:
+    """The boxes with elements of every tensor by rank; one value for all tensors that lie alike.
 
     Raises:
         DisagreementError: ranks have different tensors.
         PlacementError: ranks do not have, together, all of a tensor.
     """
     require_same_tensors(told)
-    held = {name: tuple(found[name].boxes for found in told) for name in tensors}
-    lacking = [name for name, tensor in tensors.items() if not covers(tuple(tensor.shape), held[name])]
-    if lacking:
+    made: dict[tuple[moves.Boxes, ...], tuple[moves.Boxes, ...]] = {}
+    held: dict[str, tuple[moves.Boxes, ...]] = {}
+    for name in told[0]:
+        boxes = tuple(tuple(box for box in found[name].boxes if box.numel) for found in told)
+        held[name] = made.setdefault(boxes, boxes)
+    if lacking := [name for name, item in told[0].items() if not moves.covers(item.shape, held[name])]:
         raise PlacementError(
             f"the ranks do not hold, together, each element of {few_names(lacking)}; pass a process_group that has "
             "all ranks of the tensors' meshes"
         )
     return held
+
+
+def shared_boxes(
+    world: World, held: Mapping[str, Held], items: Sequence[Destination]
+) -> dict[str, tuple[moves.Boxes, ...]]:
+    """The tensors that ranks read together, by name, with the boxes that each rank holds: those with replicas.
+
+    Each of the ranks that hold a box reads a share of it, and gets the others' (:func:`exchange_shared`).
+    """
+    ranks = dist.get_process_group_ranks(world.group)
+    alike: dict[object, tuple[moves.Boxes, ...]] = {}
+    found: dict[str, tuple[moves.Boxes, ...]] = {}
+    for item in items:
+        tensor = held[item.fqn].tensor
+        lies = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        if computes(item.expression) or rows_stored(item.expression) is not None:
+            continue
+        if lies is not None and lies[0].size() != world.size:
+            continue
+        form = tuple(tensor.shape), lies
+        if form not in alike:
+            alike[form] = boxes_of_ranks(tensor, item.fqn, ranks)
+        if any(len(holders) > 1 for holders in moves.holders_of(alike[form]).values()):
+            found[item.fqn] = alike[form]
+    return found
+
+
+def shared_parts(
+    world: World, shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[Destination]
+) -> list[Destination]:
+    """The destinations with only this rank's share of the boxes of those that ranks read together."""
+    shares = _shares_of_reads(shared, items)
+    return [
+        replace(item, boxes=tuple(LocalBox(box, place_of(box, item.boxes)) for box in shares[item.fqn][world.rank]))
+        if item.fqn in shares
+        else item
+        for item in items
+    ]
+
+
+def _shares_of_reads(
+    shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[Destination]
+) -> dict[str, tuple[moves.Boxes, ...]]:
+    wanted = sorted((item.fqn, item.dtype.itemsize) for item in items if item.fqn in shared)
+    return {
+        name: moves.shares_by_rank(shared[name], turn, itemsize) for turn, (name, itemsize) in enumerate(wanted)
+    }
+
+
+def exchange_shared(
+    world: World,
+    shared: Mapping[str, tuple[moves.Boxes, ...]],
+    held: Mapping[str, Held],
+    items: Sequence[Destination],
+    placer: Placer,
+) -> None:
+    """Send the shares that this rank has read to the other ranks that hold them, and get theirs.
+
+    Collective: yes.
+    Memory: the budget.
+    """
+    shares = _shares_of_reads(shared, items)
+    members = sorted((item for item in items if item.fqn in shared), key=lambda item: item.fqn)
+    handovers = []
+    for item in members:
+        tensor, read, wanted = held[item.fqn], shares[item.fqn], shared[item.fqn]
+        place = LocalTensor(tensor.local, item.boxes)
+        handovers.append(Handover(item.fqn, tensor.tensor.shape, item.dtype, read, wanted, place, place))
+        placer.count(
+            item.fqn, sum(box.numel for box in wanted[world.rank]) - sum(box.numel for box in read[world.rank])
+        )
+    device = next((item.device for item in members if item.device.type != "cpu"), members[0].device)
+    hand_over(world, handovers, budget_bytes=placer.budget_bytes // 2, device=device)

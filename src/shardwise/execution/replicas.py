@@ -5,6 +5,8 @@ Where their values differ, what is put together is on no rank. Parameters, and w
 equal where gradients are averaged; if they are not, something is wrong, and the ranks say so. Buffers may differ
 for good reasons, as the running statistics of BatchNorm do: those of the first rank that holds them count, all of
 them, so that they belong together.
+
+Then decides which part of a model's tensors each rank gives, each element once, and takes out its values.
 """
 
 from __future__ import annotations
@@ -12,22 +14,27 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 
-from shardwise.errors import ConfigError, DisagreementError
+from shardwise.errors import ConfigError, DisagreementError, PlacementError
 from shardwise.execution.memory import memory_of
-from shardwise.execution.moving import Handover, LocalTensor, facts_of, hand_over
+from shardwise.execution.moving import Handover, LocalTensor, TensorFacts, facts_of, hand_over, held_by_rank
 from shardwise.execution.world import World, digest_of
-from shardwise.layout import place_of
-from shardwise.models.view import local_boxes, local_tensor, raw_bytes, strided_view
+from shardwise.layout import TensorKind, place_of
+from shardwise.models.rebind import Bound
+from shardwise.models.selection import Factors
+from shardwise.models.torch_words import sets_grad_dtype
+from shardwise.models.view import Held, local_boxes, local_tensor, raw_bytes, strided_view
+from shardwise.planning.fingerprints import LANES, MODULUS, SPAN_BYTES, block_weight, fingerprint, lane_weights
 from shardwise.planning.load_plan import OnDiffering
-from shardwise.planning.moves import Common, in_common, shares_of_first
+from shardwise.planning.matching import Item, digest, require_alike
+from shardwise.planning.moves import Boxes, Common, in_common, shares_by_rank, shares_of_first
 from shardwise.report.names import few_names, shown_ranks
-from shardwise.tensors import row_blocks
-from shardwise.tensors.fingerprint import LANES, MODULUS, block_weight, fingerprint, lane_weights
+from shardwise.tensors import Box, row_blocks
 
 T = TypeVar("T")
 
@@ -229,7 +236,6 @@ def as_bytes(value: object) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(repr(value).encode(), dtype=np.uint8).copy())
 
 
-_WORD_BYTES = 8
 _BLOCK_BYTES = 64 << 20
 """Of what is copied, or taken at once on an accelerator. A multiple of what a block of a fingerprint has."""
 
@@ -252,7 +258,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def _on_host(tensor: torch.Tensor) -> int:
     total, start = 0, 0
-    for run in _runs(tensor, tensor.nbytes if tensor.is_contiguous() else _BLOCK_BYTES):
+    for run in runs_of(tensor, tensor.nbytes if tensor.is_contiguous() else _BLOCK_BYTES):
         total += fingerprint(memory_of(run), start)
         start += run.numel()
     return total
@@ -263,15 +269,12 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
     lanes = _lanes(tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     start = 0
-    for run in _runs(tensor, _BLOCK_BYTES):
-        words = _words(run, start % _WORD_BYTES)
-        place = start // _WORD_BYTES
-        head = min(-place % LANES, words.numel())
-        whole = head + (words.numel() - head) // LANES * LANES
-        for part in (words[:head], words[head:whole].view(-1, LANES), words[whole:]):
-            if part.numel():
-                total += _weighed(part, place, lanes)
-                place += part.numel()
+    for run in runs_of(tensor, _BLOCK_BYTES):
+        first, head = divmod(start, SPAN_BYTES)
+        padded = torch.nn.functional.pad(run, (head, -(head + run.numel()) % SPAN_BYTES))
+        words = padded.view(torch.int64).view(-1, LANES)
+        weights = [_signed(block_weight(first + number)) for number in range(len(words))]
+        total += ((words * lanes).sum(1) * torch.tensor(weights, device=words.device)).sum()
         start += run.numel()
     return total
 
@@ -281,28 +284,11 @@ def _lanes(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(lane_weights().view("<i8")).to(device)
 
 
-def _weighed(words: torch.Tensor, place: int, lanes: torch.Tensor) -> torch.Tensor:
-    """Whole blocks as rows, or words of one block, of which the first is word ``place`` of the tensor."""
-    block, first = divmod(place, LANES)
-    if words.ndim == 1:
-        return (words * lanes[first : first + words.numel()]).sum() * _signed(block_weight(block))
-    weights = [_signed(block_weight(block + number)) for number in range(len(words))]
-    return ((words * lanes).sum(1) * torch.tensor(weights, device=words.device)).sum()
-
-
-def _words(run: torch.Tensor, head: int) -> torch.Tensor:
-    """Bytes as words, with zeros for the ``head`` bytes before and for those that lack at the end."""
-    tail = -(head + run.numel()) % _WORD_BYTES
-    if head or tail or run.storage_offset() % _WORD_BYTES:
-        run = torch.nn.functional.pad(run, (head, tail)) if head or tail else run.clone()
-    return run.view(torch.int64)
-
-
 def _signed(weight: int) -> int:
     return weight - MODULUS if weight >= MODULUS // 2 else weight
 
 
-def _runs(tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
+def runs_of(tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
     """The elements in order, as flat bytes, so many at a time."""
     if not tensor.numel():
         return
@@ -312,3 +298,197 @@ def _runs(tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
     for box in row_blocks(tensor.shape, max(1, nbytes // tensor.element_size())):
         part = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
         yield raw_bytes(tensor[part])
+
+
+def require_alike_models(world: World, held: Sequence[Held], bounds: Sequence[Bound]) -> None:
+    """Models and optimizers are the same on all ranks, but for their values. Collective: yes.
+
+    Raises:
+        DisagreementError: naming tensors that differ.
+    """
+    items = [_item(item) for item in held]
+    if len(set(world.gather(digest(items)))) > 1:
+        gathered = world.gather(items)
+        world.together(lambda: require_alike(gathered))
+    setup = [bound.description() for bound in bounds]
+    world.require_equal(setup, "the setup of the optimizers (their classes, groups and settings)")
+
+
+def _item(item: Held) -> Item:
+    tensor = item.tensor
+    grad_dtype = ""
+    if isinstance(tensor, nn.Parameter) and sets_grad_dtype(tensor):
+        grad_dtype = str(tensor.grad_dtype or "any dtype")
+    return Item(item.names, item.kind.value, tuple(tensor.shape), tensor.requires_grad, grad_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What the ranks give. The same on every rank.
+
+    Attributes:
+        by_name: the boxes that each rank gives, by rank, of every saved tensor, under all of its names.
+        differing: buffers whose values differ between ranks, by their first names: the first rank's are given.
+    """
+
+    by_name: dict[str, tuple[Boxes, ...]]
+    differing: tuple[str, ...]
+
+
+def agree_on_shares(world: World, held: Sequence[Held], on_differing_buffers: OnDiffering) -> Shares:
+    """Find out what each rank gives, and that values that several ranks hold are equal.
+
+    Every rank tells what it holds: a mesh that is a part of the world (the data-parallel axis, for what is not
+    sharded by tensor parallelism) knows only the ranks that are in it. Of what several ranks hold each gives a
+    part; but buffers come from the first rank that holds them, see [Note: Patchworks].
+
+    Collective: yes.
+
+    Raises:
+        PlacementError: a tensor has no values, or a placement that holds none of its own; or the ranks together do
+            not hold all of it.
+        DisagreementError: the ranks hold different tensors, or different values of what they hold together.
+    """
+    require_alike_models(world, held, ())
+    saved = [item for item in held if item.kind.is_saved]
+
+    def look() -> dict[str, TensorFacts]:
+        if absent := [item.fqn for item in saved if item.tensor.is_meta]:
+            raise PlacementError(
+                f"{few_names(absent)} on meta: without values, there is nothing to take out; load the model first"
+            )
+        return {item.fqn: facts_of(item.tensor, item.fqn) for item in saved}
+
+    told = world.each(look)
+    boxes = world.together(lambda: held_by_rank(told))
+    shares = world.together(lambda: _dealt(saved, boxes))
+    tensors = {item.fqn: item.tensor for item in saved}
+    buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
+    replicas = world.together(lambda: Replicas.among(tensors, in_common(boxes, world.rank), buffers))
+    return Shares(shares, settle_replicas(world, replicas, on_differing_buffers))
+
+
+def _dealt(saved: Sequence[Held], held: Mapping[str, tuple[Boxes, ...]]) -> dict[str, tuple[Boxes, ...]]:
+    made: dict[tuple[int, int, int], tuple[Boxes, ...]] = {}
+    shares: dict[str, tuple[Boxes, ...]] = {}
+    for number, item in enumerate(saved):
+        boxes, turn, itemsize = held[item.fqn], number % len(held[item.fqn]), item.tensor.element_size()
+        if item.kind is not TensorKind.PARAMETER:
+            turn = -1
+        key = id(boxes), turn, itemsize
+        if key not in made:
+            made[key] = shares_of_first(boxes) if turn < 0 else shares_by_rank(boxes, turn, itemsize)
+        shares |= dict.fromkeys(item.names, made[key])
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Rows of a weight in four bits that this rank holds, and what they stand for.
+
+    Attributes:
+        weight: packed bytes.
+        scales: of the same rows: bytes of float32, or codes.
+        layer: the layer, which knows how.
+    """
+
+    weight: Held
+    scales: Held
+    layer: Any
+
+    def numbers(self, box: Box) -> torch.Tensor:
+        """The numbers of a box of the weight (out, in), rounded to the dtype that they had."""
+        first = local_boxes(self.weight.tensor, self.weight.fqn)[0].box.offsets[0]
+        start, count = box.offsets[0], box.sizes[0]
+        rows = slice(start - first, start - first + count)
+        scales = self.layer.scales_of(self.scales.local[rows].contiguous(), start)
+        packing = self.layer.packing
+        whole: torch.Tensor = packing.numbers(self.weight.local[rows].contiguous(), scales, packing.dtype)
+        return whole[:, box.offsets[1] : box.offsets[1] + box.sizes[1]].contiguous()
+
+
+NOTHING_PACKED: Mapping[str, PackedRows] = {}
+
+
+def in_numbers(boxes: Boxes) -> Boxes:
+    """Boxes of packed bytes as those of the numbers in them."""
+    return tuple(Box((box.offsets[0], 2 * box.offsets[1]), (box.sizes[0], 2 * box.sizes[1])) for box in boxes)
+
+
+class Giver:
+    """This rank's shares of a model's tensors. Both ``held`` and ``shares`` are by name.
+
+    ``packed`` are weights in four bits that are given as numbers, by name; their shares are boxes of numbers.
+    """
+
+    def __init__(
+        self,
+        held: Mapping[str, Held],
+        shares: Mapping[str, Sequence[Boxes]],
+        rank: int,
+        packed: Mapping[str, PackedRows] = NOTHING_PACKED,
+    ) -> None:
+        self.held = held
+        self._packed = packed
+        self._shares = shares
+        self._rank = rank
+        self._last: tuple[tuple[str, int], torch.Tensor] | None = None
+
+    def box(self, name: str, number: int) -> Box:
+        """What a share is of its tensor."""
+        return self._shares[name][self._rank][number]
+
+    def share(self, name: str, number: int) -> torch.Tensor:
+        """A share as a row-major tensor. The last one is kept: blocks ask for parts of it in turn.
+
+        Memory: none where it lies like that in its tensor, else the share.
+        """
+        if self._last is None or self._last[0] != (name, number):
+            self._last = None
+            self._last = (name, number), self.values(name, self.box(name, number))
+        return self._last[1]
+
+    def values(self, name: str, box: Box) -> torch.Tensor:
+        """A box of a tensor, as a row-major tensor."""
+        if name in self._packed:
+            return self._packed[name].numbers(box)
+        item = self.held[name]
+        return strided_view(item.local, place_of(box, local_boxes(item.tensor, item.fqn))).contiguous()
+
+
+class MergingGiver(Giver):
+    """Shares of the base's tensors, with what the adapter adds to them.
+
+    Args:
+        held: by name in the base.
+        shares: by name in the base.
+        rank: this rank.
+        factors: by name in the base, of the weights that the adapter changes.
+        matrices: all matrices of the adapter, whole, by FQN.
+        packed: as of :class:`Giver`.
+
+    Memory: beside ``matrices`` twice the largest share, and that in float32 where the adapter is.
+    """
+
+    def __init__(
+        self,
+        held: Mapping[str, Held],
+        shares: Mapping[str, Sequence[Boxes]],
+        rank: int,
+        factors: Mapping[str, Factors],
+        matrices: Mapping[str, torch.Tensor],
+        packed: Mapping[str, PackedRows] = NOTHING_PACKED,
+    ) -> None:
+        super().__init__(held, shares, rank, packed)
+        self._factors = factors
+        self._matrices = matrices
+
+    def values(self, name: str, box: Box) -> torch.Tensor:
+        values = super().values(name, box)
+        if name not in self._factors:
+            return values
+        factors = self._factors[name]
+        lora_A, lora_B = self._matrices[factors.lora_A], self._matrices[factors.lora_B]
+        rows, columns = (slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+        delta = factors.delta(lora_A[:, columns], lora_B[rows])
+        return values.add(delta.to(values.device)).to(values.dtype)

@@ -1,70 +1,56 @@
-"""Settles from which rank each tensor of a model, and of its optimizers, gets its values."""
+"""Settles from which rank each tensor gets its values: those of a model to shard, and those of a state to set.
+
+A state is brought by ranks (:class:`BroughtValues`) or read from files (:class:`StoredValues`), and resharded to
+where it belongs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import DisagreementError
-from shardwise.execution.memory import home_of, managers_of, materialize
-from shardwise.execution.moving import LocalTensor, Shipment
+from shardwise.conversion.expression import Expression
+from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError, StorageError
+from shardwise.execution import Patience, moving
+from shardwise.execution.memory import home_of, managers_of, materialize, require_budget
+from shardwise.execution.reading import Destination, Placer, are_equal, arrange, require_one_checkpoint
 from shardwise.execution.replicas import checksum
 from shardwise.execution.world import World
+from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import TensorKind
-from shardwise.models import wrap
+from shardwise.models import torch_words, wrap
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.rebind import Bound, Key, Scalar, state_like
-from shardwise.models.torch_words import sets_grad_dtype, take_after
-from shardwise.models.view import Held, boxes_of_ranks, look_inside
-from shardwise.models.wrap import Sharding, TrainedDtype, trained_dtype_of
-from shardwise.planning.sources import (
-    NOBODY,
-    Item,
-    ValuesFrom,
-    choose_sources,
-    digest,
-    leading,
-    require_alike,
-    settle_differences,
-    settle_dtypes,
-)
-from shardwise.storage.machine import boot
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What the ranks have of every tensor, and from whom each could take it.
-
-    ``names`` are the model's tensors, and after them the optimizers' (``keys``). ``live`` has this rank's values;
-    what is handed over is taken out of it.
-    """
-
-    names: list[str]
-    keys: dict[str, Key]
-    source_of: list[tuple[int, ...]]
-    stored: list[list[str]]
-    """The dtype of every tensor, by rank."""
-    dtypes: list[str]
-    """Those on which the ranks have settled."""
-    most: list[int]
-    """How many tensors each rank has values of."""
-    live: dict[str, torch.Tensor]
+from shardwise.models.view import Held, boxes_of_ranks, canonical, local_boxes, local_tensor, look_inside, raw_bytes
+from shardwise.models.wrap import Sharding
+from shardwise.planning import matching
+from shardwise.report.names import few_names
+from shardwise.storage.contract import StorageReader
+from shardwise.tensors import Box
 
 
 @dataclass(frozen=True)
 class Supply:
-    """Whose values every tensor gets, and in which dtype, by name.
+    """The ranks whose values every tensor gets, and its dtype, by name.
 
-    ``cast`` has ("dtype before", "dtype then") where they differ, ``differed`` the rank whose values are taken
-    although others have different ones.
+    Attributes:
+        keys: names of optimizers' tensors, which follow the model's in ``source_of``.
+        live: this rank's values; what is handed over is taken out of it.
+        source_of: by rank, the rank that gives it the values.
+        dtypes: on which the ranks have settled.
+        cast: ("dtype before", "dtype then") of tensors whose dtype changes.
+        differed: the rank whose values are taken although others have different ones.
+        scalars: counts of steps and the like.
     """
 
-    survey: Survey
+    keys: dict[str, Key]
+    live: dict[str, torch.Tensor]
     source_of: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     cast: dict[str, tuple[str, str]]
@@ -72,41 +58,18 @@ class Supply:
     scalars: dict[Key, Scalar]
 
 
-def require_alike_models(world: World, held: Sequence[Held], bounds: Sequence[Bound]) -> None:
-    """Models and optimizers are the same on all ranks, but for their values. Collective: yes.
-
-    Raises:
-        DisagreementError: naming tensors that differ.
-    """
-    items = [_item(item) for item in held]
-    if len(set(world.gather(digest(items)))) > 1:
-        gathered = world.gather(items)
-        world.together(lambda: require_alike(gathered))
-    setup = [bound.description() for bound in bounds]
-    world.require_equal(setup, "the setup of the optimizers (their classes, groups and settings)")
-
-
-def _item(item: Held) -> Item:
-    tensor = item.tensor
-    grad_dtype = ""
-    if isinstance(tensor, nn.Parameter) and sets_grad_dtype(tensor):
-        grad_dtype = str(tensor.grad_dtype or "any dtype")
-    return Item(item.names, item.kind.value, tuple(tensor.shape), tensor.requires_grad, grad_dtype)
-
-
-def survey(
+def agree_on_supply(
     world: World,
     held: Sequence[Held],
     bounds: Sequence[Bound],
-    values_from: ValuesFrom,
-    nodes: Sequence[str] | None,
-) -> Survey:
-    """Who has values of what. ``nodes`` are the machines by rank; None asks each for its own.
-
-    Collective: yes.
+    values_from: matching.ValuesFrom,
+    trained_dtype: wrap.TrainedDtype,
+) -> Supply:
+    """Find out which rank has values of what, compare those that several have, and decide. Collective: yes.
 
     Raises:
-        DisagreementError: when ranks that ``values_from`` relies on have none, or dtypes cannot be settled.
+        DisagreementError: ranks that ``values_from`` relies on have no values, values differ that it takes to be
+            equal, or dtypes cannot be settled.
     """
     keys = _state_keys(world, bounds)
     tensors = {item.fqn: item.tensor for item in held} | {
@@ -115,72 +78,57 @@ def survey(
     live = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
     names = [*(item.fqn for item in held), *keys]
     has = [list(map(bool, told)) for told in world.gather(bytes(name in live for name in names))]
-    places = nodes or world.gather(boot())
-    source_of = world.together(lambda: choose_sources(names, has, values_from, places))
+    chosen = world.together(lambda: matching.choose_sources(names, has, values_from))
     own = [_name_of(tensors[name].dtype) if name in tensors else "" for name in names]
-    stored = _filled(world.gather(own), source_of)
-    dtypes = world.together(lambda: settle_dtypes(names, source_of, stored))
-    return Survey(names, keys, source_of, stored, dtypes, list(map(sum, has)), live)
-
-
-def compare(
-    world: World,
-    found: Survey,
-    held: Sequence[Held],
-    bounds: Sequence[Bound],
-    values_from: ValuesFrom,
-    trained_dtype: TrainedDtype,
-) -> Supply:
-    """Compare values that several ranks have, and decide. Collective: yes.
-
-    Raises:
-        DisagreementError: when values differ that ``values_from`` takes to be equal.
-    """
+    stored = _filled(world.gather(own), chosen)
+    agreed = world.together(lambda: matching.settle_dtypes(names, chosen, stored))
     several = [
         name
-        for name, source_of in zip(found.names, found.source_of, strict=True)
+        for name, source_of in zip(names, chosen, strict=True)
         if len(set(source_of)) > 1 and source_of[world.rank] == world.rank
     ]
-    sums = world.gather(world.together(lambda: {name: checksum(found.live[name]) for name in several}))
-    settled, differed = world.together(
-        lambda: settle_differences(found.names, found.source_of, sums, found.most, values_from)
-    )
-    scalars = _scalars(world, bounds, found.most, values_from, differed)
-    source_of = dict(zip(found.names, settled, strict=True))
+    sums = world.gather(world.together(lambda: {name: checksum(live[name]) for name in several}))
+    most = list(map(sum, has))
+    settled, differed = world.together(lambda: matching.settle_differences(names, chosen, sums, most, values_from))
+    scalars = _scalars(world, bounds, most, values_from, differed)
     before = {
-        name: [found.stored[rank][index] for rank in (*source_of[name], *range(world.size))]
-        for index, name in enumerate(found.names)
+        name: [stored[rank][index] for rank in (*settled[index], *range(world.size))]
+        for index, name in enumerate(names)
     }
-    dtypes = {name: getattr(torch, dtype) for name, dtype in zip(found.names, found.dtypes, strict=True)}
+    dtypes = {name: getattr(torch, dtype) for name, dtype in zip(names, agreed, strict=True)}
     for item in held:
         if item.kind is TensorKind.PARAMETER:
-            dtypes[item.fqn] = trained_dtype_of(trained_dtype, dtypes[item.fqn], item.tensor.requires_grad)
-    for name, key in found.keys.items():  # state in the parameter's dtype goes along, as when torch loads it
+            dtypes[item.fqn] = wrap.trained_dtype_of(trained_dtype, dtypes[item.fqn], item.tensor.requires_grad)
+    for name, key in keys.items():  # state in the parameter's dtype goes along, as when torch loads it
         if before[name][0] == before[key.parameter][0]:
             dtypes[name] = dtypes[key.parameter]
     cast = {
         name: (other[0], _name_of(dtypes[name]))
-        for name in found.names
+        for name in names
         if (other := [dtype for dtype in before[name] if dtype != _name_of(dtypes[name])])
     }
-    return Supply(found, source_of, dtypes, cast, differed, scalars)
+    return Supply(keys, live, dict(zip(names, settled, strict=True)), dtypes, cast, differed, scalars)
 
 
 def _scalars(
-    world: World, bounds: Sequence[Bound], most: Sequence[int], values_from: ValuesFrom, differed: dict[str, int]
+    world: World,
+    bounds: Sequence[Bound],
+    most: Sequence[int],
+    values_from: matching.ValuesFrom,
+    differed: dict[str, int],
 ) -> dict[Key, Scalar]:
     """Counts of steps and the like: those of the rank whose values count. Collective: yes."""
     mine: dict[Key, Scalar] = {}
     for bound in bounds:
         for key, value in bound.scalars.items():
             mine[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
-    if len(set(world.gather(digest(list(mine.items()))))) == 1:
+    if len(set(world.gather(matching.digest(list(mine.items()))))) == 1:
         return mine
     told = world.gather(mine)
     chosen: dict[Key, Scalar] = {}
     for key in dict.fromkeys(key for values in told for key in values):
         having = [rank for rank, values in enumerate(told) if key in values]
-        rank = 0 if values_from == "first_rank" else leading(having, most)
+        rank = 0 if values_from == "first_rank" else matching.leading(having, most)
         if rank not in having:
             raise DisagreementError(f"{values_from} relies on values that rank 0 does not have: {key}")
         chosen[key] = told[rank][key]
@@ -234,7 +182,7 @@ def wrap_without_values(
             attributes[item.fqn] = dict(vars(item.tensor))
             empty = torch.empty(item.tensor.shape, dtype=supply.dtypes[item.fqn], device="meta")
             parameter = nn.Parameter(empty, requires_grad=item.tensor.requires_grad)
-            take_after(parameter, item.tensor)
+            torch_words.take_after(parameter, item.tensor)
             item.install(parameter)
     wrap.prepare_blocks(model, sharding)
     groups = wrap.wrap(model, sharding) if sharding.mesh is not None else ()
@@ -251,33 +199,36 @@ class Arrivals:
         self.supply = supply
         self.managers = managers_of(model)
         self.held = {item.fqn: item for item in look_inside(model)}
-        live = next(iter(supply.survey.live.values()), None)
+        live = next(iter(supply.live.values()), None)
         self.home = home_of(list(self.held.values()), None if live is None else live.device)
         self.state: dict[Key, torch.Tensor] = {}
 
-    def shipments(self, world: World) -> list[Shipment]:
-        """What has to be handed over: all values, but those of buffers that every rank has already."""
-        survey = self.supply.survey
+    def handovers(self, world: World) -> list[moving.Handover]:
+        """All values that are handed over: not those of buffers that every rank has already."""
+        supply = self.supply
         ranks = list(range(1)) if world.size == 1 else dist.get_process_group_ranks(world.group)
-        shipments: list[Shipment] = []
-        for name in survey.names:
-            source_of = self.supply.source_of[name]
-            live = survey.live.pop(name, None)
+        handovers: list[moving.Handover] = []
+        for name, source_of in supply.source_of.items():
+            live = supply.live.pop(name, None)
             is_buffer = name in self.held and self.held[name].kind is not TensorKind.PARAMETER
-            if source_of != NOBODY and not (is_buffer and source_of == tuple(range(world.size))):
-                key = survey.keys.get(name)
+            if source_of != matching.NOBODY and not (is_buffer and source_of == tuple(range(world.size))):
+                key = supply.keys.get(name)
                 tensor = self.held[key.parameter if key is not None else name].tensor
                 boxes = boxes_of_ranks(tensor, name, ranks)
-                shipments.append(Shipment(name, tensor.shape, self.supply.dtypes[name], boxes, source_of, live))
-        return shipments
+                whole = Box.whole(tensor.shape)
+                held = tuple((whole,) if source == rank else () for rank, source in enumerate(source_of))
+                mine = moving.LocalTensor.whole(live) if live is not None and held[world.rank] else None
+                dtype = supply.dtypes[name]
+                handovers.append(moving.Handover(name, tensor.shape, dtype, held, boxes, mine, None))
+        return handovers
 
-    def prepare(self, names: Sequence[str]) -> dict[str, LocalTensor]:
+    def prepare(self, names: Sequence[str]) -> dict[str, moving.LocalTensor]:
         """Memory for tensors that are about to arrive."""
-        keys = self.supply.survey.keys
+        keys = self.supply.keys
         parameters = [self.held[keys[name].parameter if name in keys else name] for name in names]
         wanted = [item for item in parameters if item.kind is TensorKind.PARAMETER]
         materialize(wanted, self.managers, self.home)
-        landings: dict[str, LocalTensor] = {}
+        landings: dict[str, moving.LocalTensor] = {}
         for name in names:
             if name in keys:
                 target = self._new_state(keys[name])
@@ -287,7 +238,7 @@ class Arrivals:
                     shape, dtype = item.tensor.shape, self.supply.dtypes[name]
                     item.install(torch.empty(shape, dtype=dtype, device=self.home))
                 target = item.tensor
-            landings[name] = LocalTensor.of(target, name)
+            landings[name] = moving.LocalTensor.of(target, name)
         return landings
 
     def _new_state(self, key: Key) -> torch.Tensor:
@@ -325,3 +276,267 @@ class Arrivals:
 
 def _is_averaged(tensor: torch.Tensor, sharding: Sharding) -> bool:
     return sharding.mesh is not None and tensor.requires_grad and not isinstance(tensor, DTensor)
+
+
+@dataclass(frozen=True, slots=True)
+class StateOptions:
+    """How a state is gathered or set; none of it changes the values.
+
+    Attributes:
+        budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
+        process_group: the ranks that act together; None is the default group, or this process alone.
+        patience: how long ranks wait for each other.
+    """
+
+    budget_bytes: int = 64 << 20
+    process_group: dist.ProcessGroup | None = None
+    patience: Patience = field(default_factory=Patience)
+
+    def __post_init__(self) -> None:
+        require_budget(self.budget_bytes)
+
+
+def require_same_call(world: World, *modes: object, options: StateOptions) -> None:
+    """Raise when ranks ask for different things. Collective: yes.
+
+    Raises:
+        DisagreementError: naming the ranks.
+    """
+    world.require_equal((repr(modes), options.budget_bytes), "the list of arguments (modes, budget)")
+
+
+def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
+    """A rank's part of a state under names without wrappers; nothing for None.
+
+    Raises:
+        ConfigError: it is no mapping, or two names become one.
+    """
+    given: object = {} if state is None else state
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"{what} is a mapping from names, or None on a rank that has none; got {_kind(given)}")
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        plain = canonical(name)
+        if plain in found and found[plain] is not value:
+            raise ConfigError(
+                f"{what} has {plain} twice, with and without the names of wrappers; leave one of them"
+            )
+        found[plain] = value
+    return found
+
+
+def brought(tensors: Mapping[str, Any]) -> dict[str, matching.Brought]:
+    """What this rank has of tensors.
+
+    Raises:
+        ConfigError: a value is no tensor.
+        PlacementError: a tensor is on meta, or is not placed as shards.
+    """
+    others = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise ConfigError(f"{others[0]} in the state is a {_kind(tensors[others[0]])}; only tensors can be set")
+    refuse_meta(tensors, "the state that was given")
+    return {
+        name: matching.Brought(
+            tuple(tensor.shape), torch_words.in_memory(tensor.dtype), moving.boxes_of(tensor, name)
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def refuse_meta(tensors: Mapping[str, torch.Tensor], what: str) -> None:
+    """Raise for tensors without values.
+
+    Raises:
+        PlacementError: naming them.
+    """
+    found = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if found:
+        raise PlacementError(f"{len(found)} tensors of {what} are on meta and have no values: {few_names(found)}")
+
+
+@dataclass(frozen=True, slots=True)
+class BroughtValues:
+    """Tensors that ranks have: whole ones or shards, on this rank these."""
+
+    tensors: Mapping[str, Any]
+
+    def told(self, world: World) -> list[dict[str, matching.Brought]]:
+        """What there is of the state, by rank. Collective: yes. Raises as :func:`brought`."""
+        return world.each(lambda: brought(self.tensors))
+
+    def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
+        """Raise when names of one tensor come with different values. Collective: yes.
+
+        Raises:
+            CoverageError: naming the first two.
+        """
+        pairs = _pairs(ties, self.tensors)
+
+        def compare() -> None:
+            _refuse_untied([(one, two) for one, two in pairs if not _is_same(self.tensors[one], self.tensors[two])])
+
+        world.together(compare)
+
+    def bring(
+        self,
+        world: World,
+        match: matching.Match,
+        targets: Mapping[str, torch.Tensor],
+        *,
+        budget_bytes: int,
+        device: torch.device,
+    ) -> moving.Traffic:
+        """Bring what has been matched into ``targets``, which are by the first names of the places.
+
+        Collective: yes.
+        Memory: ``budget_bytes``.
+
+        Raises:
+            DisagreementError: ranks have different targets.
+        """
+        told = world.each(lambda: {name: moving.facts_of(target, name) for name, target in targets.items()})
+        world.together(lambda: moving.require_same_tensors(told))
+
+        def handover(item: matching.Taken) -> moving.Handover:
+            name = item.place.names[0]
+            target = targets[name]
+            mine = moving.LocalTensor.of(self.tensors[item.name], item.name) if item.name in self.tensors else None
+            wanted = tuple(found[name].boxes for found in told)
+            into = moving.LocalTensor.of(target, name)
+            return moving.Handover(name, target.shape, target.dtype, item.held, wanted, mine, into)
+
+        items = world.together(lambda: list(map(handover, match.taken)))
+        return moving.hand_over(world, items, budget_bytes=budget_bytes, device=device)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, DTensor) != isinstance(other, DTensor) or one.dtype != other.dtype:
+        return False
+    mine, its = local_tensor(one), local_tensor(other)
+    return mine.shape == its.shape and torch.equal(raw_bytes(mine).to(its.device), raw_bytes(its))
+
+
+def _pairs(ties: Sequence[Sequence[str]], present: Collection[str]) -> list[tuple[str, str]]:
+    """Names of one tensor that are both there: the first one with each of the others."""
+    found = [[name for name in names if name in present] for names in ties]
+    return [(names[0], other) for names in found for other in names[1:]]
+
+
+def _refuse_untied(odd: Sequence[tuple[str, str]]) -> None:
+    for first, other in odd:
+        raise CoverageError(
+            f"{first} and {other} are one tensor in the model, and two with different values in the state; "
+            "leave out the one that does not count"
+        )
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+@dataclass
+class StoredValues:
+    """The tensors of a state that was saved: the :class:`~shardwise.execution.supply.Values` of files.
+
+    Attributes:
+        reader: of the files, which every rank sees.
+        index: the same on every rank.
+        expressions: what each tensor is made of, by the name that it is to have.
+        budget_bytes: for staging.
+        read_bytes: what this rank has read.
+    """
+
+    reader: StorageReader
+    index: CheckpointIndex
+    expressions: Mapping[str, Expression]
+    budget_bytes: int
+    read_bytes: int = 0
+
+    def told(self, world: World) -> list[dict[str, matching.Brought]]:
+        """All of it, as if one brought it. The ranks' files are one checkpoint, see [Note: One checkpoint]."""
+        require_one_checkpoint(world, self.reader, self.index)
+        return [
+            {
+                name: matching.Brought(item.shape, item.dtype, (Box.whole(item.shape),))
+                for name, item in self.expressions.items()
+            }
+        ]
+
+    def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
+        pairs = _pairs(ties, self.expressions)
+        if not pairs:
+            return
+
+        def unequal() -> list[tuple[str, str]]:
+            placer = self._placer(world)
+            found = [pair for pair in pairs if not self._are_equal(pair, placer, world)]
+            self.read_bytes += placer.read_bytes
+            return found
+
+        _refuse_untied([pair for found in world.each(unequal) for pair in found])
+
+    def _are_equal(self, pair: tuple[str, str], placer: Placer, world: World) -> bool:
+        one, other = (self.expressions[name] for name in pair)
+        return one.dtype is other.dtype and are_equal(one, other, one.dtype, placer, world.rank, world.size)
+
+    def bring(
+        self,
+        world: World,
+        match: matching.Match,
+        targets: Mapping[str, torch.Tensor],
+        *,
+        budget_bytes: int,
+        device: torch.device,  # noqa: ARG002 - values are read to where the targets are
+    ) -> moving.Traffic:
+        """Read this rank's boxes. Memory: the budget.
+
+        Raises:
+            StorageError: bytes could not be read, or a file was replaced meanwhile.
+        """
+        placer = self._placer(world)
+
+        def read() -> None:
+            items = []
+            for item in match.taken:
+                name = item.place.names[0]
+                target = targets[name]
+                boxes = tuple(part for part in local_boxes(target, name) if part.box.numel)
+                local = local_tensor(target)
+                items.append(Destination(name, self.expressions[item.name], boxes, local.dtype, local.device))
+            policy = self.reader.policy
+            arrangement = arrange(items, self.index, policy, budget_bytes, world.place)
+            placer.place(arrangement, [local_tensor(targets[item.fqn]) for item in arrangement.destinations])
+            for destination in arrangement.destinations:
+                wanted = sum(part.box.numel for part in destination.boxes)
+                if (written := placer.written.get(destination.fqn, 0)) != wanted:
+                    raise StorageError(
+                        f"{destination.fqn}: {written} of {wanted} elements were read from "
+                        f"{self.index.root}; it is damaged: save it again"
+                    )
+
+        world.together(read)
+        self.read_bytes += placer.read_bytes
+        return moving.Traffic()
+
+    def whole(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Small tensors, whole. Collective: no."""
+        wanted = [(self.expressions[name], Box.whole(self.expressions[name].shape)) for name in names]
+        placer = self._placer(World(0, 1))
+        found = placer.values_of([(item, box, torch_words.to_torch(item.dtype)) for item, box in wanted])
+        self.read_bytes += placer.read_bytes
+        return found
+
+    def _placer(self, world: World) -> Placer:
+        return Placer(self.reader, self.index, self.budget_bytes, _Silent(), world)
+
+
+class _Silent:
+    def advance(self, nbytes: int) -> None:
+        pass
+
+
+Values: TypeAlias = BroughtValues | StoredValues
+"""The values of a state, by name, wherever they are: on ranks, or in files."""

@@ -1,4 +1,7 @@
-"""Writes and reads files of ``torch.save``: a whole state in one, a file for each rank, and their trees."""
+"""Writes and reads files of ``torch.save`` and folders of ``torch.distributed.checkpoint``, and their trees.
+
+A whole state is in one file, a file for each rank, or a folder that counts when it has ``.metadata``.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,20 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import FormatError, PlacementError, StorageError
-from shardwise.execution.agreed import StoredValues
-from shardwise.execution.marked_folder import Saving
-from shardwise.execution.moving import gather
+from shardwise.execution.committing import make_file, number_of
+from shardwise.execution.moving import TensorFacts, facts_of, gather
+from shardwise.execution.saving_lock import Saving
+from shardwise.execution.supply import StoredValues
 from shardwise.execution.world import World
+from shardwise.execution.write import Sink, data_file, key_of, metadata_of, plan_tensors, views_of, write_chunks
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.distributed import DistributedMetadata, open_state, read_metadata
+from shardwise.formats.joining import METADATA
 from shardwise.formats.torch_files import refuse_others
 from shardwise.models.torch_words import to_torch
 from shardwise.models.view import local_boxes, local_tensor
-from shardwise.planning.commit import WrittenFiles, fresh
 from shardwise.planning.load_memory import stored_tensors
+from shardwise.planning.save_plan import WrittenFiles, fresh
 from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.storage.names import shown
 from shardwise.storage.reading import LocalReader
@@ -371,3 +377,74 @@ def read_file_tree(reader: StorageReader, file: str) -> SavedTree:
 
     tree = without_tensors(load_plain(Path(reader.root, file)), ())
     return SavedTree(index, tree, keys)
+
+
+def write_distributed_folder(
+    world: World, saving: Saving, name: str, state: Mapping[str, Any], *, budget_bytes: int
+) -> WrittenFiles:
+    """Write a nest of dicts with DTensors, whole tensors and other values into a folder of this name.
+
+    It is in the folder that is marked, which every rank sees. The new files have other names than an older
+    checkpoint's, which counts until ``.metadata`` takes the place of its own. What is no tensor is the first
+    rank's.
+
+    Collective: yes.
+    Memory: ``budget_bytes``, and that only for tensors that are strided, or on an accelerator.
+
+    Raises:
+        DisagreementError: ranks have different tensors.
+        PlacementError: together they do not hold all of one; two have one name.
+        StorageError: the folder could not be written to, or somebody else writes there, or has since.
+    """
+    tensors: dict[Levels, torch.Tensor] = {}
+    values: dict[Levels, bytes] = {}
+
+    def look() -> dict[str, TensorFacts]:
+        keys: set[str] = set()
+        for way, value in flattened(state, as_text=True):
+            if isinstance(value, Mapping):
+                continue  # an empty dict; torch leaves it out
+            if (key := key_of(way)) in keys:
+                raise PlacementError(f"{key}: two values have this name, with dots in other places; rename one")
+            keys.add(key)
+            if isinstance(value, torch.Tensor):
+                tensors[way] = value
+            elif world.rank == 0:
+                values[way] = _packed(value)
+        return {key_of(way): facts_of(tensor, key_of(way)) for way, tensor in tensors.items()}
+
+    told = world.each(look)
+    shapes = {way: (tuple(tensor.shape), tensor.dtype) for way, tensor in tensors.items()}
+    plan = world.together(lambda: plan_tensors(shapes, told))
+    sizes = world.each(lambda: {way: len(value) for way, value in values.items()})
+    number, folder = number_of(saving.token), Path(saving.folder, name)
+    files = {data_file(rank, number): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
+
+    def write_own() -> None:
+        saving.require()
+        file, chunks = data_file(world.rank, number), plan.by_rank[world.rank]
+        by_key = {key_of(way): tensor for way, tensor in tensors.items()}
+        views = views_of(chunks, by_key, {key: local_tensor(tensor) for key, tensor in by_key.items()})
+        with open_writer(folder) as writer:
+            writer.create(file, files[file])
+            sink = Sink(writer, check=world.check)
+            write_chunks(sink, file, chunks, views, list(values.values()), budget_bytes)
+            writer.sync(file)
+            writer.sync_names()
+
+    def write_metadata() -> int:
+        metadata = metadata_of(plan, sizes, lambda rank: data_file(rank, number))
+        with open_writer(folder) as writer:
+            make_file(writer, fresh(METADATA, saving.token), metadata)
+            writer.sync_names()
+        return len(metadata)
+
+    world.together(write_own)
+    named = {f"{name}/{METADATA}": world.from_first(write_metadata)}
+    return WrittenFiles(named, {f"{name}/{file}": nbytes for file, nbytes in files.items()})
+
+
+def _packed(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

@@ -46,9 +46,7 @@ from shardwise.formats.joining import (
 )
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
-from shardwise.tensors import Strided
-from shardwise.tensors.boxes import numel
-from shardwise.tensors.dtypes import DType, dtype_named
+from shardwise.tensors import DType, Strided, dtype_named, numel
 
 KEY = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"

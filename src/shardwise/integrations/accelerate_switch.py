@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from shardwise.engines.model_states import model_state
 from shardwise.errors import ConfigError, PlacementError, StorageError
-from shardwise.execution.agreed import StateOptions
-from shardwise.execution.renames import as_renamed, leads_nowhere
+from shardwise.execution.committing import as_renamed, leads_nowhere
+from shardwise.execution.supply import StateOptions
 from shardwise.execution.world import World
 from shardwise.formats.distributed import MODEL
 from shardwise.integrations import accelerate_compat as compat

@@ -34,9 +34,8 @@ from shardwise.engines.model_states import set_values
 from shardwise.engines.opening import read_index
 from shardwise.engines.outline import Outline, outline_of
 from shardwise.errors import ConfigError, CoverageError, PlacementError
-from shardwise.execution.agreed import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
-from shardwise.execution.progress import Clock
-from shardwise.execution.world import World
+from shardwise.execution.supply import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
+from shardwise.execution.world import Clock, World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.models import build, pretrained

@@ -37,8 +37,8 @@ from shardwise.checkpoints import randomness
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.state import TrainState, in_words
 from shardwise.errors import ConfigError, CoverageError, RankLostError, ShardwiseError
-from shardwise.execution.collectives import naming_the_lost
-from shardwise.execution.marked_folder import Marked
+from shardwise.execution.processes import naming_the_lost
+from shardwise.execution.saving_lock import Marked
 from shardwise.execution.world import World
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders

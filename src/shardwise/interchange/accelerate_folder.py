@@ -14,21 +14,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardwise.errors import StorageError
-from shardwise.execution.committing import copy_in
-from shardwise.execution.marked_folder import Marked, Saving, marked_by_first, marked_here
-from shardwise.execution.renames import (
+from shardwise.execution.committing import (
     as_renamed,
     commit_written,
+    copy_in,
     distributed_folders,
     remove_fresh,
     tidy,
     undo,
     work_folder,
 )
+from shardwise.execution.saving_lock import Marked, Saving, marked_by_first, marked_here
 from shardwise.execution.world import World
 from shardwise.formats.distributed import is_of_accelerate
 from shardwise.interchange.accelerate_writing import PartOf
-from shardwise.planning.commit import WrittenFiles, fresh
+from shardwise.planning.save_plan import WrittenFiles, fresh
 from shardwise.storage.writing import FoldersWriter, folders_in, remove_folder
 
 _NUMBERED = re.compile(r"checkpoint_([0-9]+)")

@@ -17,7 +17,8 @@ from shardwise.engines import optimizer_states
 from shardwise.engines.arguments import world_of
 from shardwise.engines.model_states import set_values, stored_values
 from shardwise.engines.optimizer_states import Ours
-from shardwise.execution.agreed import (
+from shardwise.execution.committing import as_renamed, home_of, lists_in
+from shardwise.execution.supply import (
     BroughtValues,
     StateOptions,
     StoredValues,
@@ -25,8 +26,6 @@ from shardwise.execution.agreed import (
     by_canonical_names,
     require_same_call,
 )
-from shardwise.execution.progress import Clock
-from shardwise.execution.renames import as_renamed, home_of, lists_in
 from shardwise.execution.torch_saves import (
     Levels,
     SavedTree,
@@ -34,7 +33,7 @@ from shardwise.execution.torch_saves import (
     read_file_tree,
     read_rank_file,
 )
-from shardwise.execution.world import World
+from shardwise.execution.world import Clock, World
 from shardwise.formats.distributed import (
     MODEL,
     OPTIMIZER,

@@ -16,18 +16,17 @@ from torch.optim import Optimizer
 from shardwise.engines import model_states, optimizer_states
 from shardwise.engines.arguments import world_of
 from shardwise.errors import ConfigError
-from shardwise.execution.agreed import StateOptions, require_same_call
-from shardwise.execution.distributed_folder import older_in, write_distributed_folder
-from shardwise.execution.marked_folder import Saving, marked_by_first
-from shardwise.execution.renames import commit_written, tidy, undo
-from shardwise.execution.torch_saves import flattened, write_rank_files, write_whole_file
+from shardwise.execution.committing import commit_written, older_in, tidy, undo
+from shardwise.execution.saving_lock import Saving, marked_by_first
+from shardwise.execution.supply import StateOptions, require_same_call
+from shardwise.execution.torch_saves import flattened, write_distributed_folder, write_rank_files, write_whole_file
 from shardwise.execution.world import World
 from shardwise.formats.distributed import MODEL, OPTIMIZER, SavedKind
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import Held, without_compile
-from shardwise.planning.commit import WrittenFiles
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import FileForm, require_file_form
+from shardwise.planning.save_plan import WrittenFiles
 from shardwise.report.save_reports import FilesReport
 from shardwise.storage.writing import FoldersWriter
 

@@ -19,13 +19,12 @@ from shardwise.engines.companions import companions_of, config_content, template
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.marked_folder import marked_by_first
-from shardwise.execution.progress import ProgressBar
+from shardwise.execution.committing import commit_written, home_of, lists_in, tidy, undo
 from shardwise.execution.reading import bytes_of
-from shardwise.execution.renames import commit_written, home_of, lists_in, tidy, undo
+from shardwise.execution.saving_lock import marked_by_first
 from shardwise.execution.stream_out import Outgoing
 from shardwise.execution.torch_saves import flattened, load_plain, nested
-from shardwise.execution.world import World
+from shardwise.execution.world import ProgressBar, World
 from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.distributed import holds_optimizer, open_state
@@ -34,16 +33,14 @@ from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.torch_files import TorchFileContents, read_torch_file
 from shardwise.interchange.named_outputs import OPTIMIZER_FILE, NamedOutputs, named_outputs, optimizer_outputs
 from shardwise.models.torch_words import to_torch
-from shardwise.planning.commit import WrittenFiles, fresh, look_at_folder
-from shardwise.planning.save_plan import INDEX_FILE
+from shardwise.planning.save_plan import INDEX_FILE, WrittenFiles, fresh, look_at_folder
 from shardwise.report.names import in_bytes
 from shardwise.report.save_reports import MergeWeightsReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.storage.reading import LocalReader, open_storage
 from shardwise.storage.writing import LocalWriter
-from shardwise.tensors import ByteRange, numel, row_blocks
-from shardwise.tensors.boxes import in_bytes_of
+from shardwise.tensors import ByteRange, in_bytes_of, numel, row_blocks
 
 Format: TypeAlias = Literal["safetensors", "bin"]
 

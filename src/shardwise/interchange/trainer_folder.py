@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import CoverageError, FormatError, StorageError
-from shardwise.execution.renames import as_renamed
+from shardwise.execution.committing import as_renamed
 from shardwise.execution.torch_saves import load_plain
 from shardwise.execution.world import World
 from shardwise.formats.distributed import MODEL, OPTIMIZER, SavedKind

@@ -16,9 +16,8 @@ from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import load_checkpoint
 from shardwise.engines.model_states import set_values, stored_values
-from shardwise.execution.agreed import StateOptions, require_same_call
-from shardwise.execution.progress import Clock
-from shardwise.execution.world import World
+from shardwise.execution.supply import StateOptions, require_same_call
+from shardwise.execution.world import Clock, World
 from shardwise.interchange.accelerate_reading import FilesSource, read_model, read_optimizer
 from shardwise.interchange.trainer_folder import (
     SavedNumbers,

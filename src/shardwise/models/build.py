@@ -20,7 +20,7 @@ from shardwise.models.initialize import NewRows
 from shardwise.models.pretrained import models_of
 from shardwise.models.torch_words import to_torch
 from shardwise.models.view import Held, look_inside
-from shardwise.tensors.dtypes import DType
+from shardwise.tensors import DType
 
 with KnownNames("transformers", "5.17 to 5.23"):
     from transformers.distributed.fsdp import is_fsdp_enabled

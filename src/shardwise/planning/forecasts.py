@@ -282,12 +282,3 @@ def trl_logits_bytes(tokens: int, words: int, hidden: int, itemsize: int, *, on_
     tile = min(tokens, _TOKEN_CHUNK) * min(words, _VOCAB_CHUNK)
     head = words * hidden * 4 if trained and itemsize < 4 else 0
     return tile * (itemsize + (5 * 4 if on_cpu else 0)) + tokens * hidden * 4 + head
-
-
-# Banks of adapters
-
-_STATE_BYTES: Final = 16
-"""Of each trained element: itself, its gradient, and AdamW's two moments, in float32."""
-
-_LOGITS_COPIES: Final = 3
-"""Float32 copies of the logits of a pass: log-probabilities and two gradients."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -18,51 +17,33 @@ from shardwise.errors import ConfigError, CoverageError
 from shardwise.formats.contract import CheckpointIndex, belongs_to_codes, entries_of, packed_names, scale_names
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.report.names import few
-from shardwise.tensors import DType
-from shardwise.tensors.dtypes import casts_safely
+from shardwise.tensors import DType, casts_safely
 
 _CODES = (DType.F8_E4M3, DType.F8_E5M2, DType.I8, DType.U8)
 
 
-class FaultKind(enum.Enum):
-    """Kinds of faults: the word shown, and what to do about it."""
-
-    MISMATCHED = ("mismatched", "on_mismatched=Initialize(only=...) for tensors that may start afresh")
-    MISSING = ("missing", "on_missing=Initialize(only=...) for the missing ones")
-    UNEXPECTED = ("unexpected", "on_unexpected=Ignore(only=...) for keys that may be left unread")
-    AMBIGUOUS = ("ambiguous", "a checkpoint that stores each tensor once")
-    QUANTISED = (
-        "quantised",
-        "a checkpoint whose config.json has the quantization_config that says what these codes stand for",
-    )
-    CONVERSION = ("conversion", "a checkpoint in the layout this version of transformers knows")
-    UNINITIALISED = ("uninitialised", "a checkpoint that holds them; no reset_parameters does either")
-    UNCOMPUTABLE = ("uncomputable", "buffers=... with a callable that computes them")
+_REMEDIES = {
+    "mismatched": "on_mismatched=Initialize(only=...) for tensors that may start afresh",
+    "missing": "on_missing=Initialize(only=...) for the missing ones",
+    "unexpected": "on_unexpected=Ignore(only=...) for keys that may be left unread",
+    "ambiguous": "a checkpoint that stores each tensor once",
+    "quantised": "a checkpoint whose config.json has the quantization_config that says what these codes stand for",
+    "conversion": "a checkpoint in the layout this version of transformers knows",
+    "uninitialised": "a checkpoint that holds them; no reset_parameters does either",
+    "uncomputable": "buffers=... with a callable that computes them",
+}
+"""What to do about a fault, by its kind."""
 
 
-class Faults:
-    """Faults by kind, in the order found. True when there is one."""
-
-    def __init__(self) -> None:
-        self.sentences: dict[FaultKind, list[str]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self.sentences)
-
-    def add(self, kind: FaultKind, sentence: str) -> None:
-        self.sentences.setdefault(kind, []).append(sentence)
-
-    def message(self, root: str) -> str:
-        """The error's text: every kind with its count, its first dozen of names (collapsed), and the way out."""
-        lines = [f"the checkpoint {root} does not fit the model"]
-        for kind in FaultKind:
-            sentences = self.sentences.get(kind, [])
-            for position, line in enumerate(few(sentences)):
-                head = f"{kind.value[0]} {len(sentences)}" if position == 0 else ""
-                lines.append(f"  {head:<17}{line}")
-        remedies = [kind.value[1] for kind in FaultKind if kind in self.sentences]
-        lines.append("Pass " + "; ".join(remedies) + ".")
-        return "\n".join(lines)
+def faults_in_words(head: str, faults: Mapping[str, Sequence[str]], remedies: Mapping[str, str]) -> str:
+    """An error's text: every kind of fault with its count, its names (the first dozen, collapsed), the way out."""
+    lines = [head]
+    for kind, sentences in faults.items():
+        for position, line in enumerate(few(sentences)):
+            counted = f"{kind} {len(sentences)}" if position == 0 else ""
+            lines.append(f"  {counted:<17}{line}")
+    found = [remedies[kind] for kind, sentences in faults.items() if sentences and kind in remedies]
+    return "\n".join([*lines, *([f"Pass {'; '.join(found)}."] if found else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,40 +205,38 @@ def plan_load(
     return _LoadPlanner(index, layout, bindings, rules, consent, known_as).plan()
 
 
+@dataclass
 class _LoadPlanner:
     """The state of one :func:`plan_load`: fills found so far, and faults found so far."""
 
-    def __init__(
-        self,
-        index: CheckpointIndex,
-        layout: ModelLayout,
-        bindings: Bindings,
-        rules: ModelRules,
-        consent: Consent,
-        known_as: Mapping[str, str],
-    ) -> None:
-        self.known_as = known_as
-        self.index = index
-        self.layout = layout
-        self.bindings = bindings
-        self.rules = rules
-        self.consent = consent
-        self.fills: dict[str, Fill] = {}
-        self.twins: dict[str, tuple[Expression, ...]] = {}
-        self.missing: list[str] = []
-        self.mismatched: list[str] = []
-        self.unexpected: list[str] = []
-        self.ignored: list[str] = []
-        self.faults = Faults()
-        self.names_unmatched = set(bindings.unmatched.values())
+    index: CheckpointIndex
+    layout: ModelLayout
+    bindings: Bindings
+    rules: ModelRules
+    consent: Consent
+    known_as: Mapping[str, str]
+    fills: dict[str, Fill] = field(default_factory=dict)
+    twins: dict[str, tuple[Expression, ...]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    faults: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        composed = self.index.composed.items()
         self.decoded = {
-            part for key, item in index.composed.items() if index.is_scaled(key) for part in entries_of(item.part)
+            part for key, item in composed if self.index.is_scaled(key) for part in entries_of(item.part)
         }
-        self.spoiled = {name for names in bindings.faults.values() for name in names}
+        self.names_unmatched = set(self.bindings.unmatched.values())
+        self.spoiled = {name for names in self.bindings.faults.values() for name in names}
+
+    def fault(self, kind: str, sentence: str) -> None:
+        self.faults.setdefault(kind, []).append(sentence)
 
     def plan(self) -> LoadPlan:
         for sentence in self.bindings.faults:
-            self.faults.add(FaultKind.CONVERSION, sentence)
+            self.fault("conversion", sentence)
         for tensor in self.layout.tensors:
             if tensor.kind is TensorKind.BUFFER:
                 self.fills[tensor.fqn] = self.recompute(tensor)
@@ -267,7 +246,9 @@ class _LoadPlanner:
                 self.fills[alias] = Tie(tensor.fqn)
         self.check_unexpected()
         if self.faults:
-            raise CoverageError(self.faults.message(self.index.root))
+            ordered = {kind: self.faults[kind] for kind in _REMEDIES if kind in self.faults}
+            head = f"the checkpoint {self.index.root} does not fit the model"
+            raise CoverageError(faults_in_words(head, ordered, _REMEDIES))
         return LoadPlan(
             layout=self.layout,
             fills=self.fills,
@@ -284,19 +265,19 @@ class _LoadPlanner:
             claims = self.bindings.offers.get(name, ())
             if len(claims) > 1:
                 keys = ", ".join(_keys(claim) for claim in claims)
-                self.faults.add(FaultKind.AMBIGUOUS, f"{name}: stored more than once, as {keys}")
+                self.fault("ambiguous", f"{name}: stored more than once, as {keys}")
             offers += claims[:1]
         if not offers:
             return self.fill_missing(tensor)
         for offer in offers:
-            kind, reason = FaultKind.QUANTISED, self.undecoded(tensor, offer)
+            kind, reason = "quantised", self.undecoded(tensor, offer)
             if reason is None:
-                kind, reason = FaultKind.MISMATCHED, self.misfit(tensor, offer)
+                kind, reason = "mismatched", self.misfit(tensor, offer)
             if reason is not None:
                 if allows(self.consent.mismatched, self.known(tensor.fqn)):
                     self.mismatched.append(tensor.fqn)
                     return self.init(tensor)
-                self.faults.add(kind, f"{tensor.fqn}: {reason}")
+                self.fault(kind, f"{tensor.fqn}: {reason}")
                 return Read(offer)
         if len(offers) > 1:
             self.twins[tensor.fqn] = tuple(offers[1:])
@@ -318,22 +299,22 @@ class _LoadPlanner:
         if not self.spoiled.intersection(tensor.names):  # else a fault of the conversion, already told
             codes = [key for name in tensor.names for key in packed_names(name) if key in self.names_unmatched]
             if codes:
-                self.faults.add(FaultKind.QUANTISED, f"{tensor.fqn}: stored as codes, in {codes[0]}")
+                self.fault("quantised", f"{tensor.fqn}: stored as codes, in {codes[0]}")
             else:
-                self.faults.add(FaultKind.MISSING, tensor.fqn)
+                self.fault("missing", tensor.fqn)
         return Init(tensor.origin)
 
     def init(self, tensor: TensorLayout) -> Fill:
         if tensor.origin in (Origin.NOWHERE, Origin.AS_IT_IS):
-            self.faults.add(FaultKind.UNINITIALISED, f"{tensor.fqn}: nothing initialises it")
+            self.fault("uninitialised", f"{tensor.fqn}: nothing initialises it")
         return Init(tensor.origin)
 
     def recompute(self, tensor: TensorLayout) -> Fill:
         if tensor.origin is Origin.AS_IT_IS:
             return Keep()
         if tensor.origin is Origin.NOWHERE:
-            self.faults.add(
-                FaultKind.UNCOMPUTABLE,
+            self.fault(
+                "uncomputable",
                 f"{tensor.fqn}: a non-persistent buffer on meta that nothing computes",
             )
         return Recompute(tensor.origin)
@@ -381,11 +362,11 @@ class _LoadPlanner:
             elif allows(self.consent.unexpected, key):
                 self.unexpected.append(key)
                 self.ignored.append(key)
-            elif FaultKind.QUANTISED not in self.faults.sentences or not belongs_to_codes(name):
+            elif "quantised" not in self.faults or not belongs_to_codes(name):
                 renamed = f" (renamed to {name})" if name != key else ""
                 if name.endswith("_extra_state"):
                     renamed += " (extra state of a module, which cannot be loaded yet)"
-                self.faults.add(FaultKind.UNEXPECTED, f"{key}{renamed}")
+                self.fault("unexpected", f"{key}{renamed}")
 
 
 def _keys(expression: Expression) -> str:

@@ -2,22 +2,26 @@
 
 A rank brings all of the state or none of it. What it brings is known by name, shape, dtype and boxes: whole tensors
 are one box, shards several. Pure, and the same on every rank.
+
+Also chooses the ranks whose values become a model's. A rank has a tensor *live*, with values, or on meta, without.
+Every tensor is decided for itself, so that a model that is live everywhere, on one rank, in part or nowhere is the
+same case.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from shardwise.errors import ConfigError, CoverageError, DisagreementError
-from shardwise.planning.load_plan import OnUnexpected, allows
-from shardwise.planning.moves import covers
-from shardwise.report.names import few
-from shardwise.tensors import Box, DType
-from shardwise.tensors.dtypes import follows
+from shardwise.planning.load_plan import OnUnexpected, allows, faults_in_words
+from shardwise.planning.moves import StateForm, covers
+from shardwise.report.names import collapse, few, few_names, shown_ranks
+from shardwise.tensors import Box, DType, follows
 
 OnFault: TypeAlias = OnUnexpected
 
@@ -102,9 +106,13 @@ def match(
     _require_same_names(brought_by_rank, bringing)
     names = list(brought_by_rank[bringing[0]]) if bringing else []
     known = {name for place in places for name in place.names}
-    faults = _Mismatches(tolerance)
     unexpected = [name for name in names if name not in known]
-    faults.unexpected = [name for name in unexpected if not allows(tolerance.unexpected, name)]
+    faults: dict[str, list[str]] = {
+        "mismatched": [],
+        "missing": [],
+        "unexpected": [name for name in unexpected if not allows(tolerance.unexpected, name)],
+    }
+    parts: list[str] = []
     taken: list[Taken] = []
     missing: list[str] = []
     mismatched: list[str] = []
@@ -113,21 +121,28 @@ def match(
         if not present:
             missing.append(place.names[0])
             if not any(allows(tolerance.missing, name) for name in place.names):
-                faults.missing.append(place.names[0])
+                faults["missing"].append(place.names[0])
             continue
         wrong = _misfit(place, present, brought_by_rank, bringing)
         if wrong is not None:
             name, sentence = wrong
             mismatched.append(name)
             if not allows(tolerance.mismatched, name):
-                faults.mismatched.append(sentence)
+                faults["mismatched"].append(sentence)
             continue
         name = present[0]
         held = tuple(brought[name].boxes if brought else () for brought in brought_by_rank)
         if not covers(place.shape, held):
-            faults.parts.append(name)
+            parts.append(name)
         taken.append(Taken(place, name, brought_by_rank[bringing[0]][name].dtype, held))
-    faults.check()
+    if any(faults.values()):
+        raise CoverageError(faults_in_words("the state does not fit:", faults, STATE_REMEDIES))
+    if parts:
+        shown = "\n  ".join(few(parts))
+        raise DisagreementError(
+            f"what the ranks bring of these is not, together, each element once:\n  {shown}\nBring whole "
+            "tensors, or on every rank its own shards of one sharding."
+        )
     return Match(tuple(taken), tuple(missing), tuple(unexpected), tuple(mismatched))
 
 
@@ -158,42 +173,11 @@ def _misfit(
     return None
 
 
-@dataclass(slots=True)
-class _Mismatches:
-    tolerance: Tolerance
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    mismatched: list[str] = field(default_factory=list)
-    parts: list[str] = field(default_factory=list)
-
-    def check(self) -> None:
-        found = {"mismatched": self.mismatched, "missing": self.missing, "unexpected": self.unexpected}
-        if any(found.values()):
-            raise CoverageError(in_words("the state does not fit:", found))
-        if self.parts:
-            shown = "\n  ".join(few(self.parts))
-            raise DisagreementError(
-                f"what the ranks bring of these is not, together, each element once:\n  {shown}\nBring whole "
-                "tensors, or on every rank its own shards of one sharding."
-            )
-
-
-_WAYS = {
+STATE_REMEDIES = {
     "mismatched": "on_mismatched=Ignore(only=...) for what may keep its values",
     "missing": "on_missing=Ignore(only=...) for what may keep its values",
     "unexpected": "on_unexpected=Ignore(only=...) for what may be left out",
 }
-
-
-def in_words(head: str, faults: Mapping[str, Sequence[str]]) -> str:
-    """An error's text: every kind of fault with its count, its names (the first dozen, collapsed), the way out."""
-    lines = [head]
-    for kind, sentences in faults.items():
-        for position, line in enumerate(few(sentences)):
-            counted = f"{kind} {len(sentences)}" if position == 0 else ""
-            lines.append(f"  {counted:<17}{line}")
-    ways = [_WAYS[kind] for kind, sentences in faults.items() if sentences and kind in _WAYS]
-    return "\n".join([*lines, *([f"Pass {'; '.join(ways)}."] if ways else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +215,9 @@ def match_groups(
         "twice": [name for name, count in Counter(itertools.chain(*given)).items() if count > 1],
     }
     if any(faults.values()):
-        raise CoverageError(in_words("the parameter groups of the state do not fit:", faults))
+        raise CoverageError(
+            faults_in_words("the parameter groups of the state do not fit:", faults, STATE_REMEDIES)
+        )
     positions: dict[frozenset[str], list[int]] = {}
     for position, names in enumerate(given):
         common = frozenset(names) & here
@@ -255,14 +241,6 @@ def match_groups(
     return GroupMatch(tuple(giver_of), tuple(missing), tuple(unexpected))
 
 
-StateForm: TypeAlias = Literal["full", "full_on_all_ranks", "sharded"]
-"""Form of a state in memory.
-
-``"full"``: whole tensors on the CPU of the first rank, nothing on the others.
-``"full_on_all_ranks"``: whole tensors on the CPU of every rank.
-``"sharded"``: what each rank has, DTensors where tensors are sharded, in the model's own memory.
-"""
-
 FileForm: TypeAlias = Literal["full", "sharded", "local"]
 """Form of a state in files, named as FSDP's state dict types.
 
@@ -270,11 +248,6 @@ FileForm: TypeAlias = Literal["full", "sharded", "local"]
 ``torch.distributed.checkpoint``, in which every rank writes its own. ``"local"``: a file for every rank with what
 it holds, read by as many ranks, sharded alike, and no others.
 """
-
-
-def receivers(form: StateForm, size: int) -> range:
-    """Return the ranks, of ``size``, that get whole tensors."""
-    return range(1 if form == "full" else size)
 
 
 def require_file_form(form: object) -> None:
@@ -298,3 +271,177 @@ def require_form(form: object) -> None:
 def _require_one_of(form: object, known: tuple[str, ...]) -> None:
     if form not in known:
         raise ConfigError(f"form={form!r} is not known. Pass one of {', '.join(map(repr, known))}.")
+
+
+_SHOWN = 8
+
+
+ValuesFrom: TypeAlias = Literal["any", "all_ranks", "first_rank"]
+"""Ranks whose values count.
+
+``"any"``: ranks that have values keep their own, and the others get those of the lowest rank that has the most of
+the model. So do ranks whose values differ; the report names them. ``"all_ranks"``: each rank's own; an error if one
+has none, or values that differ. ``"first_rank"``: rank 0's; an error if it has none where another has some.
+"""
+
+NOBODY: tuple[int, ...] = ()
+"""In place of the sources of a tensor that is on meta everywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What all ranks must have alike about a tensor. ``names`` has several where modules share it."""
+
+    names: tuple[str, ...]
+    kind: str
+    shape: tuple[int, ...]
+    requires_grad: bool
+    grad_dtype: str = ""
+    """What gradients may be, where that has been set."""
+
+    def __str__(self) -> str:
+        tied = f", tied to {', '.join(self.names[1:])}" if len(self.names) > 1 else ""
+        trained = ", trained" if self.requires_grad else ""
+        gradients = f", with gradients of {self.grad_dtype}" if self.grad_dtype else ""
+        return f"a {self.kind} of shape {self.shape}{trained}{gradients}{tied}"
+
+
+def digest(items: Sequence[object]) -> bytes:
+    """The same on two ranks when their items are, as they are printed."""
+    return hashlib.sha256(repr(items).encode()).digest()
+
+
+def require_alike(items_by_rank: Sequence[Sequence[Item]]) -> None:
+    """Raise when a rank's items are not those of rank 0.
+
+    Raises:
+        DisagreementError: naming tensors, and what they are on either rank.
+    """
+    first = {item.names[0]: item for item in items_by_rank[0]}
+    for rank, items in enumerate(items_by_rank):
+        mine = {item.names[0]: item for item in items}
+        lines = [
+            f"{name} is {mine.get(name, 'absent')} on rank {rank}, {first.get(name, 'absent')} on rank 0"
+            for name in dict.fromkeys([*first, *mine])
+            if first.get(name) != mine.get(name)
+        ]
+        if not lines and list(first) != list(mine):
+            lines = [f"the order of the tensors on rank {rank} is not that on rank 0"]
+        if lines:
+            shown = "\n  ".join(pattern for pattern, _ in collapse(lines)[:_SHOWN])
+            raise DisagreementError(
+                f"the ranks hold different models:\n  {shown}\nBuild the model from one configuration on every "
+                "rank, with the same weights tied and frozen."
+            )
+
+
+def choose_sources(
+    names: Sequence[str], live_by_rank: Sequence[Sequence[bool]], values_from: ValuesFrom
+) -> list[tuple[int, ...]]:
+    """For every tensor, the source of each rank, or ``NOBODY``.
+
+    Raises:
+        DisagreementError: when ranks that ``values_from`` relies on have no values.
+    """
+    most = [sum(live) for live in live_by_rank]
+    lacking: dict[str, list[str]] = {}
+    chosen: list[tuple[int, ...]] = []
+    for name, live in zip(names, zip(*live_by_rank, strict=True), strict=True):
+        having = [rank for rank, has in enumerate(live) if has]
+        if having and (
+            (values_from == "first_rank" and not live[0]) or (values_from == "all_ranks" and not all(live))
+        ):
+            lacking.setdefault(_who([rank for rank, has in enumerate(live) if not has]), []).append(name)
+        having = having[:1] if values_from == "first_rank" else having
+        leader = leading(having, most) if having else 0
+        chosen.append(tuple(rank if rank in having else leader for rank in range(len(live))) if having else NOBODY)
+    if lacking:
+        lines = [f"{who}: {pattern}" for who, found in lacking.items() for pattern, _ in collapse(found)[:_SHOWN]]
+        raise DisagreementError(
+            f"{values_from} relies on values that ranks do not have:\n  "
+            + "\n  ".join(lines)
+            + "\n'any' takes them "
+            "from the ranks that have them."
+        )
+    return chosen
+
+
+def leading(ranks: Sequence[int], most: Sequence[int]) -> int:
+    """The rank whose values count where ranks differ: that with the most of the model, the lowest of these."""
+    return min(ranks, key=lambda rank: (-most[rank], rank))
+
+
+def settle_differences(
+    names: Sequence[str],
+    chosen: Sequence[tuple[int, ...]],
+    sums_by_rank: Sequence[Mapping[str, int]],
+    most: Sequence[int],
+    values_from: ValuesFrom,
+) -> tuple[list[tuple[int, ...]], dict[str, int]]:
+    """The sources again, those of tensors whose values differ being one rank; and which rank that is, by name.
+
+    ``sums_by_rank`` has a checksum of every tensor that has several sources, on each of them.
+
+    Raises:
+        DisagreementError: when values differ that ``values_from`` takes to be equal.
+    """
+    settled: list[tuple[int, ...]] = []
+    taken: dict[str, int] = {}
+    for name, source_of in zip(names, chosen, strict=True):
+        sources = sorted(set(source_of))
+        if len(sources) > 1 and len({sums_by_rank[rank][name] for rank in sources}) > 1:
+            taken[name] = leading(sources, most)
+            source_of = (taken[name],) * len(source_of)
+        settled.append(source_of)
+    if taken and values_from != "any":
+        raise DisagreementError(
+            f"{len(taken)} tensors have other values on some ranks than on others: {few_names(taken)}; seed the "
+            "ranks alike, or pass values_from='first_rank' for those of rank 0"
+        )
+    return settled, taken
+
+
+def settle_dtypes(
+    names: Sequence[str], chosen: Sequence[tuple[int, ...]], dtypes_by_rank: Sequence[Sequence[str]]
+) -> list[str]:
+    """The dtype of every tensor on all ranks.
+
+    It is that of the ranks that receive the tensor, to which its source casts; but 8-bit floats, integers and
+    booleans mean what their bits say, and are never cast. dtypes are named as torch names them.
+
+    Raises:
+        DisagreementError: when ranks have a tensor in dtypes of which none can be everybody's.
+    """
+    settled: list[str] = []
+    faults: list[str] = []
+    for index, (name, source_of) in enumerate(zip(names, chosen, strict=True)):
+        found = [dtypes[index] for dtypes in dtypes_by_rank]
+        sources = set(source_of) or set(range(len(found)))
+        stored = {found[rank] for rank in sources}
+        wanted = {found[rank] for rank in range(len(found)) if rank not in sources} or stored
+        if len(stored) == 1 and (is_exact(*stored) or stored == wanted):
+            settled.append(*stored)
+        elif len(stored) == 1 and len(wanted) == 1 and not is_exact(*wanted):
+            settled.append(*wanted)
+        else:
+            faults.append(
+                f"{name} is "
+                + ", ".join(f"{dtype} on {_who(_ranks(found, dtype))}" for dtype in sorted(set(found)))
+            )
+    if faults:
+        shown = "\n  ".join(pattern for pattern, _ in collapse(faults)[:_SHOWN])
+        raise DisagreementError(f"the ranks hold tensors in different dtypes:\n  {shown}\nBuild them in one dtype.")
+    return settled
+
+
+def is_exact(dtype: str) -> bool:
+    """Whether a dtype's values are never cast: all but floating and complex numbers of 16 bits and more."""
+    return dtype.startswith(("float8", "float4")) or not dtype.startswith(("float", "bfloat", "complex"))
+
+
+def _ranks(found: Sequence[str], dtype: str) -> list[int]:
+    return [rank for rank, other in enumerate(found) if other == dtype]
+
+
+def _who(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown_ranks(ranks)}"

@@ -19,6 +19,7 @@ from typing import TypeAlias
 from shardwise.conversion.expression import Expression, Shape, Stored
 from shardwise.errors import CoverageError
 from shardwise.formats.peft_adapter import LoraConfig
+from shardwise.report.names import few
 from shardwise.storage.names import shown
 
 _LISTED = 20
@@ -118,14 +119,8 @@ class MergePlan:
     modules: tuple[str, ...]
 
 
-@dataclass
-class _Parts:
-    """The tensors that belong to one module, by their names in PEFT."""
-
-    tensors: dict[str, Stored] = field(default_factory=dict)
-
-    def get(self, *names: str) -> Stored | None:
-        return next((self.tensors[name] for name in names if name in self.tensors), None)
+_Parts: TypeAlias = dict[str, Stored]
+"""The tensors that belong to one module, by their names in PEFT."""
 
 
 def plan_merge(
@@ -161,18 +156,16 @@ def _bare(key: str, adapter_name: str) -> str:
     return name
 
 
+@dataclass
 class _MergePlanner:
-    def __init__(
-        self, config: LoraConfig, stored: Mapping[str, Stored], targets: MergeTargets, adapter_name: str
-    ) -> None:
-        self.config = config
-        self.stored = stored
-        self.targets = targets
-        self.adapter_name = adapter_name
-        self.faults: dict[str, list[str]] = {}
-        self.tensors: dict[str, list[Edit]] = {}
-        self.keys: dict[str, list[Edit]] = {}
-        self.modules: dict[str, None] = {}
+    config: LoraConfig
+    stored: Mapping[str, Stored]
+    targets: MergeTargets
+    adapter_name: str
+    faults: dict[str, list[str]] = field(default_factory=dict)
+    tensors: dict[str, list[Edit]] = field(default_factory=dict)
+    keys: dict[str, list[Edit]] = field(default_factory=dict)
+    modules: dict[str, None] = field(default_factory=dict)
 
     def plan(self, what: str) -> MergePlan:
         factors: dict[str, _Parts] = {}
@@ -199,9 +192,7 @@ class _MergePlanner:
         lines = [f"{what}: the adapter does not fit the base"]
         for kind, sentences in self.faults.items():
             lines.append(f"  {kind}: {len(sentences)}")
-            lines += [f"    {sentence}" for sentence in sentences[:_LISTED]]
-            if len(sentences) > _LISTED:
-                lines.append(f"    ... and {len(sentences) - _LISTED} more")
+            lines += [f"    {line}" for line in few(sentences, _LISTED)]
         return "\n".join([*lines, "Merge it into the base that it was trained on."])
 
     # What a key means
@@ -215,7 +206,7 @@ class _MergePlanner:
             self.fault("tensors that are not used", f"{shown(key)}: is of the adapter {shown(found['adapter'])}")
             return
         name = part if kind == "weight" else f"{part}.{kind}"
-        parts = factors.setdefault(found["module"], _Parts()).tensors
+        parts = factors.setdefault(found["module"], {})
         if name in parts:
             self.fault("tensors that are stored twice", f"{shown(key)} and {shown(parts[name].key)}")
         parts[name] = leaf
@@ -243,7 +234,7 @@ class _MergePlanner:
         elif depth:
             self.fault(
                 "tensors that are not used",
-                f"{', '.join(shown(leaf.key) for leaf in parts.tensors.values())}: target_parameters names "
+                f"{', '.join(shown(leaf.key) for leaf in parts.values())}: target_parameters names "
                 f"{len(parameters)} parameters of {shown(module)}",
             )
         else:
@@ -290,8 +281,9 @@ class _MergePlanner:
     # Factors
 
     def fold_low_rank(self, module: str, weight: str, parts: _Parts, *, is_parameter: bool) -> None:
-        a, b = parts.get("lora_A", "lora_embedding_A"), parts.get("lora_B", "lora_embedding_B")
-        listed = ", ".join(shown(leaf.key) for leaf in parts.tensors.values())
+        a = parts.get("lora_A") or parts.get("lora_embedding_A")
+        b = parts.get("lora_B") or parts.get("lora_embedding_B")
+        listed = ", ".join(shown(leaf.key) for leaf in parts.values())
         if a is None or b is None:
             absent = "lora_A" if a is None else "lora_B"
             self.fault("tensors that are missing in the adapter", f"{absent} of {shown(module)}, beside {listed}")
@@ -302,7 +294,7 @@ class _MergePlanner:
             return
         named = weight if is_parameter else module
         rank = self.config.rank(named)
-        form = self.form_of(place, is_parameter=is_parameter, is_embedding="lora_embedding_A" in parts.tensors)
+        form = self.form_of(place, is_parameter=is_parameter, is_embedding="lora_embedding_A" in parts)
         shape = place[2]
         if (
             len(shape) < 2
@@ -353,8 +345,8 @@ class _MergePlanner:
     def fold_bias(self, module: str, named: str, parts: _Parts) -> None:
         bias = parts.get("lora_B.bias")
         for name in ("lora_A.bias", "lora_embedding_A.bias", "lora_embedding_B.bias", "lora_magnitude_vector.bias"):
-            if name in parts.tensors:
-                self.fault("tensors that are not used", f"{shown(parts.tensors[name].key)}: LoRA has no such bias")
+            if name in parts:
+                self.fault("tensors that are not used", f"{shown(parts[name].key)}: LoRA has no such bias")
         if bias is None:
             return
         place = self.find(f"{module}.bias")

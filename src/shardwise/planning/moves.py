@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from shardwise.conversion.computed import pieces
 from shardwise.conversion.expression import Expression, skeleton
@@ -135,6 +135,20 @@ class Move:
     expression: Expression
     itemsize: int
     wanted: Sequence[Boxes]
+
+
+StateForm: TypeAlias = Literal["full", "full_on_all_ranks", "sharded"]
+"""Form of a state in memory.
+
+``"full"``: whole tensors on the CPU of the first rank, nothing on the others.
+``"full_on_all_ranks"``: whole tensors on the CPU of every rank.
+``"sharded"``: what each rank has, DTensors where tensors are sharded, in the model's own memory.
+"""
+
+
+def receivers(form: StateForm, size: int) -> range:
+    """Return the ranks, of ``size``, that get whole tensors."""
+    return range(1 if form == "full" else size)
 
 
 def whole_on(ranks: Sequence[int], shape: Sequence[int], size: int) -> tuple[Boxes, ...]:

@@ -3,7 +3,7 @@
 A *storage* is a folder of files, wherever it lies. A *reader* gives bytes of them by range, a *writer* takes them.
 A *policy* says how a storage likes that: a plan makes its requests by it, and knows no storage by name. A *request*
 is one range of one file: for a reader one call of :meth:`StorageReader.read_vectored`, whose buffers are where the
-bytes belong (:class:`shardwise.planning.schedule.ReadRequest`); for a writer one of
+bytes belong (:class:`shardwise.planning.load_memory.ReadRequest`); for a writer one of
 :meth:`StorageWriter.write`, whose buffers are where they lie. A storage of your own is a subclass of one of them,
 passed to a verb; ``tests/harness`` has their tests.
 """

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -45,34 +44,21 @@ def processor_count() -> int:
     return max(1, int(min([len(processors()), *processor_quotas().values()])))
 
 
-@dataclass(frozen=True, slots=True)
-class ControlGroup:
-    """A folder of the kernel's, with its limits; in the first version of these groups files have other names."""
-
-    folder: Path
-    is_of_first_version: bool
-
-    def number(self, name: str) -> int | None:
-        """What a file says; None where it is not there, or says that there is no limit."""
-        text = self.text(name).strip()
-        return int(text) if text.isdigit() else None
-
-    def text(self, name: str) -> str:
-        return text_of(self.folder / name)
-
-
-def control_groups(controller: str, own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> Iterator[ControlGroup]:
-    """Those that may limit this process by a controller ("memory", "cpu"), the innermost first."""
+def control_groups(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> Iterator[Path]:
+    """Folders of the control groups (version 2) that may limit this process, the innermost first."""
     for line in text_of(own_group).splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        root = groups / controller if controllers else groups
-        folder = root / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            yield ControlGroup(place, bool(controllers))
-            if place == root:
+        folder = groups / path.lstrip("/")
+        for place in () if controllers else (folder, *folder.parents):
+            yield place
+            if place == groups:
                 break
+
+
+def number_in(file: Path) -> int | None:
+    """The number in a file of the kernel's; None where it is not there, or says that there is no limit."""
+    text = text_of(file).strip()
+    return int(text) if text.isdigit() else None
 
 
 def processor_quotas(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> dict[str, float]:
@@ -82,14 +68,10 @@ def processor_quotas(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> dict
     than the quota is stopped for the rest of each tenth of a second.
     """
     found: dict[str, float] = {}
-    for group in control_groups("cpu", own_group, groups):
-        if group.is_of_first_version:
-            quota, period = group.number("cpu.cfs_quota_us"), group.number("cpu.cfs_period_us")  # -1: no limit
-        else:
-            numbers = [int(word) if word.isdigit() else None for word in group.text("cpu.max").split()]
-            quota, period = numbers if len(numbers) == 2 else (None, None)
-        if quota and period:
-            found[str(group.folder)] = quota / period
+    for group in control_groups(own_group, groups):
+        numbers = [int(word) if word.isdigit() else 0 for word in text_of(group / "cpu.max").split()]
+        if len(numbers) == 2 and all(numbers):
+            found[str(group)] = numbers[0] / numbers[1]
     return found
 
 

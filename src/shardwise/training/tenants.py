@@ -28,7 +28,7 @@ from shardwise.bank.rows import RowTensors
 from shardwise.bank.tenant import TenantLoss
 from shardwise.engines.save_plan import SaveOptions
 from shardwise.errors import ConfigError, FormatError, ShardwiseError, TrainingError
-from shardwise.execution.collectives import naming_the_lost
+from shardwise.execution.processes import naming_the_lost
 from shardwise.execution.world import World
 from shardwise.report.names import table_lines
 from shardwise.storage.writing import open_writer

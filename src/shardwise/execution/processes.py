@@ -1,0 +1,471 @@
+"""Starts ranks as processes of this machine, or joins those of a launcher; finds out who is lost in a collective.
+
+Imports no torch: the ranks do, once. They are forked from one process, which imports this module first and then
+what they need. Importing torch and transformers makes objects by the hundred thousand, all of which stay, and a
+fifth of the time would go to searches for unreachable cycles among them. So there are none until the ranks are
+there; each begins them again (``live_as_rank``). The process that ranks are forked from does not end by a SIGTERM
+or a Ctrl-C that is meant for all of a group, and imports nothing from the folder that it happens to be in.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pickle
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from shardwise.errors import PlacementError, RankLostError, ShardwiseError
+from shardwise.execution.meetings import TELL_AGAIN_S, TELL_S, Meetings, detector_of, waiting_for
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from shardwise.execution.world import World
+
+if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # nobody else's signals are changed
+    gc.disable()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.path[:] = [folder for folder in sys.path if folder]
+
+_log = logging.getLogger(__name__)
+
+_GRACE_S = 10.0
+"""Seconds for which the other ranks may go on after one has failed, to fail by themselves."""
+
+_ORPHANED_S = 600.0
+"""Seconds that a rank may take to end in order after the process that started it is gone."""
+
+
+class RankError(ShardwiseError):
+    """A rank raised an error that is not shardwise's own; the text has its traceback."""
+
+
+class RankEndedError(RankError):
+    """A rank's process ended in the middle of a call."""
+
+
+class RanksLateError(RankError):
+    """Ranks did not come to their end in time, and none had failed."""
+
+
+def run_spawned(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    asks_first: bool = False,
+    preloaded: Sequence[str] = ("torch",),
+    timeout_s: float = math.inf,
+) -> list[Any]:
+    """Call the function, of an importable module, on ``size`` new processes; its values (picklable) by rank.
+
+    Each has an accelerator of its own where there are enough, else all compute on the CPU. When this process is
+    interrupted or terminated, the ranks are ended; with ``asks_first`` they are sent SIGTERM, and have all the time
+    they want until a second signal. They are forked from one process that has imported ``preloaded``.
+
+    Raises:
+        ShardwiseError: as raised by the function, on the lowest rank where it was.
+        RanksLateError: after ``timeout_s`` seconds, imports included, ranks had not come to their end.
+        RankError: a rank failed otherwise, or ended.
+    """
+    context = start_server(preloaded)
+    with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as name:
+        folder = Path(name)
+        ranks = [context.Process(target=_live, args=(rank, size, name, function, args)) for rank in range(size)]
+        with _signals(ranks, asks_first=asks_first):
+            try:
+                for process in ranks:
+                    process.start()
+                late = _await_end(ranks, timeout_s)
+            except EOFError as error:
+                cause = f"as it imported {', '.join(preloaded)}"
+                raise RankError(f"the process that ranks are forked from ended {cause}") from error
+            finally:
+                for process in ranks:
+                    if process.pid is not None:
+                        process.kill()
+                        process.join()
+        values = [
+            _outcome(folder / str(rank), rank, process.exitcode)
+            for rank, process in enumerate(ranks)
+            if rank not in late
+        ]
+    if failures := [value.error for value in values if isinstance(value, _Failed)]:
+        raise min(failures, key=_priority)
+    if late:
+        raise RanksLateError(f"rank {', '.join(map(str, late))} did not finish in {timeout_s:g} s; it was ended")
+    return values
+
+
+def start_server(preloaded: Sequence[str]) -> multiprocessing.context.ForkServerContext:
+    """Start the process that ranks are forked from, unless there is one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *preloaded])
+    multiprocessing.forkserver.ensure_running()
+    return context
+
+
+class _Failed:
+    """The error of a rank, as its outcome."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def _priority(error: BaseException) -> int:
+    """The lowest for what a rank raised on purpose, rather than errors of ranks that then missed it."""
+    later = (RankEndedError, RankLostError, RankError)
+    return 3 - next((place for place, kind in enumerate(later) if isinstance(error, kind)), 3)
+
+
+def _await_end(ranks: Sequence[BaseProcess], timeout_s: float) -> list[int]:
+    """Wait for all ranks, but only some seconds more once one has failed; those that still run."""
+    end, has_failed = time.monotonic() + timeout_s, False
+    while running := [rank for rank, process in enumerate(ranks) if process.is_alive()]:
+        left_s = None if end == math.inf else max(0.0, end - time.monotonic())
+        if not wait([ranks[rank].sentinel for rank in running], timeout=left_s):
+            return running
+        if not has_failed and any(process.exitcode for process in ranks):
+            end, has_failed = min(end, time.monotonic() + _GRACE_S), True
+    return []
+
+
+def _outcome(file: Path, rank: int, exit_code: int | None) -> Any:
+    if file.exists():
+        return pickle.loads(file.read_bytes())
+    return _Failed(RankEndedError(f"rank {rank}: its process ended with exit code {exit_code}"))
+
+
+@contextmanager
+def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None]:
+    """With ``asks_first`` the first signal is passed on to the ranks as SIGTERM; the next one, or any, raises."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    has_asked = not asks_first
+
+    def hear(number: int, _frame: FrameType | None) -> None:
+        nonlocal has_asked
+        if not has_asked:
+            has_asked = True
+            for process in ranks:
+                if process.is_alive():
+                    process.terminate()
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            sys.exit(128 + number)
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# On the ranks
+
+
+def _live(rank: int, size: int, folder: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    live_as_rank()
+    outcome: Any
+    try:
+        _join(rank, size, folder)
+        outcome = function(*args)
+    except ShardwiseError as error:
+        outcome = _Failed(error)
+    except BaseException:
+        text = "".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines())
+        outcome = _Failed(RankError(text.strip()))
+    try:
+        message = pickle.dumps(outcome)
+        pickle.loads(message)
+    except Exception:  # an error with arguments of its own
+        outcome = _Failed(RankError(f"[rank {rank}] {getattr(outcome, 'error', outcome)!r}"))
+        message = pickle.dumps(outcome)
+    Path(folder, f"{rank}.new").write_bytes(message)
+    os.replace(Path(folder, f"{rank}.new"), Path(folder, str(rank)))
+    sys.exit(isinstance(outcome, _Failed))
+
+
+def live_as_rank() -> None:
+    """Prepare a forked process: it hears SIGTERM but not Ctrl-C, and ends with the process that started it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends it to all; the process that started this one hears
+    threading.Thread(target=_end_with_the_parent, name="shardwise-orphaned", daemon=True).start()
+    gc.freeze()  # what was there before the fork stays shared: collections would write to all of it
+    gc.enable()
+
+
+def _end_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "ranks are started"
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_ORPHANED_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _join(rank: int, size: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.storage import machine
+
+    torch.set_num_threads(max(1, machine.processor_count() // size))
+    store = dist.FileStore(str(Path(folder, "store")), size)  # type: ignore[attr-defined]
+    dist.init_process_group(at_own_gpu(rank, size), store=store, rank=rank, world_size=size)
+
+
+def at_own_gpu(rank: int, size: int) -> str:
+    """Take this rank's accelerator, if there is one for each; the backends of its process group.
+
+    Raises:
+        PlacementError: a module that was imported before the ranks were forked has begun to use GPUs.
+    """
+    import torch
+
+    from shardwise.models.torch_words import accelerator, both_backends, is_forked_from_cuda, module_of
+
+    kind = accelerator()
+    if kind is None or torch.accelerator.device_count() < size:
+        return "gloo"
+    if is_forked_from_cuda():
+        raise PlacementError(
+            "a library that was imported before the ranks were started uses CUDA already, and ranks cannot share "
+            f"that; start them by torchrun --nproc-per-node {size} instead"
+        )
+    module_of(kind).set_device(rank)
+    return both_backends(kind)
+
+
+# Ranks of a launcher
+
+_RENDEZVOUS = timedelta(minutes=10)
+"""The time that ranks of a launcher wait for each other."""
+
+
+def run_launched(environment: Mapping[str, str], function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call the function as a rank that a launcher started; its values by rank on the first, none on the others.
+
+    Ranks meet by the ``environment`` of torchrun, as by ``env://``. Afterwards the process group is left
+    in order. When the function raises, it is left as it is: the other ranks may never come to its end. Collective:
+    yes, over all ranks.
+
+    Raises:
+        RankLostError: ranks have not come within ten minutes, or could not connect to each other.
+    """
+    import torch.distributed as dist
+
+    from shardwise.execution.world import World
+    from shardwise.models.torch_words import accelerator, both_backends, default_store, module_of
+
+    backend = "gloo"
+    kind = accelerator()
+    if kind is not None:
+        module_of(kind).set_device(int(environment["LOCAL_RANK"]))
+        backend = both_backends(kind)
+    try:
+        store, rank, size = _store_of_launched(environment)
+        dist.init_process_group(backend, timeout=_RENDEZVOUS, store=store, rank=rank, world_size=size)
+    except (RuntimeError, ValueError) as error:
+        cause = str(error).partition("\n")[0]
+        raise RankLostError(
+            f"the ranks could not meet ({cause}); start every rank, with one MASTER_ADDR and one free MASTER_PORT"
+        ) from error
+    detector_of(default_store(), dist.get_rank())
+    own = function(*args)
+    with World.current() as world:
+        values = world.gather(own)
+    if dist.is_initialized():  # accelerate may have ended it
+        dist.destroy_process_group()
+    return values if world.rank == 0 else []
+
+
+def _store_of_launched(environment: Mapping[str, str]) -> tuple[Store, int, int]:
+    """Return the store of the ranks that a launcher started, once all have come, and this rank and their number.
+
+    It is the store of torch's ``env://``, which waits in silence; here, ranks that have not come are logged.
+    """
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    holds = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    joint = TCPStore(host, port, size, holds, _RENDEZVOUS, wait_for_workers=False, multi_tenant=True)
+    store = PrefixStore(f"shardwise/attempt/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", joint)
+    store.set(f"here/{rank}", "")
+    begun = time.monotonic()
+    tell_at = begun + TELL_S
+    while not store.check([f"here/{other}" for other in range(size)]):
+        now = time.monotonic()
+        if now > tell_at:
+            missing = [other for other in range(size) if not store.check([f"here/{other}"])]
+            if now > begun + _RENDEZVOUS.total_seconds():
+                raise RankLostError(f"{waiting_for(missing, size, f'{host}:{port}')}, for too long")
+            tell_at = now + TELL_AGAIN_S
+            _log.warning("%s", waiting_for(missing, size, f"{host}:{port}"))
+        time.sleep(0.05)
+    return store, rank, size
+
+
+def this_place() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    from shardwise.execution.world import World
+
+    world = World.current()
+    return world.rank, world.size
+
+
+def this_device() -> torch.device:
+    """This rank's accelerator, else the CPU."""
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.models.torch_words import accelerator, has_collectives, module_of
+
+    kind = accelerator()
+    if kind is None or (dist.is_initialized() and not has_collectives(kind)):
+        return torch.device("cpu")
+    return torch.device(kind.type, module_of(kind).current_device())
+
+
+# Collectives of torch's own, in which no rank waits for one that is lost
+
+_COLLECTIVE = re.compile(
+    r"gloo|nccl|hccl|xccl|connection (closed|reset|refused)|broken pipe|socket|process group|watchdog",
+    re.IGNORECASE,
+)
+"""Found in errors of the backends of process groups; gloo raises nothing but a RuntimeError."""
+
+_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator|can.t allocate memory|not enough memory", re.IGNORECASE)
+
+
+WhenStuck: TypeAlias = Callable[[RankLostError], object]
+
+_STUCK_S = 5.0
+"""A rank that is still in a collective so long after another was lost will not come out of it in time."""
+
+_ASKED_S = 1.0
+"""The same of a rank that was asked to stop."""
+
+
+@contextmanager
+def naming_the_lost(
+    world: World,
+    where: Callable[[], str],
+    when_stuck: WhenStuck = lambda error: None,
+    is_asked: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
+    """In this block ranks compute by collectives of torch's own, which break when one of them is gone.
+
+    What a collective raises then becomes an error that names the rank that was lost. A rank that runs out of
+    memory, or raises anything else, tells the others. ``where`` says what is being done, the same on all ranks. The
+    ranks have met before.
+
+    A collective may also wait for a lost rank for as long as its backend does, and cannot be called back. Where it
+    has for some seconds, ``when_stuck`` is called, on another thread, which needs no store to notice: this rank may
+    be the one that is cut off. It is called sooner where this rank ``is_asked`` to stop.
+
+    Raises:
+        RankLostError: a rank is lost, has left the block, or has run out of memory; the same on every rank.
+    """
+    line = world.meetings
+    try:
+        with _watched(line, where, when_stuck, is_asked):
+            yield
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        is_out, is_broken = is_out_of_memory(error), is_of_a_collective(error)
+        cause = _out_of_memory(error) if is_out else f"{type(error).__name__}: {error}"
+        if line is None:
+            if is_out:
+                raise RankLostError(f"{where()}: {cause}") from error
+            raise
+        if is_out or not is_broken:
+            line.leave(cause)
+        try:
+            line.find_lost()
+        except RankLostError as lost:
+            if is_out or is_broken:
+                raise RankLostError(f"{where()}: {lost}") from error
+        else:
+            line.leave(cause)
+        raise
+
+
+@contextmanager
+def _watched(
+    line: Meetings | None, where: Callable[[], str], when_stuck: WhenStuck, is_asked: Callable[[], bool]
+) -> Iterator[None]:
+    if line is None:
+        yield
+        return
+    has_left = threading.Event()
+
+    def watch() -> None:
+        since = math.inf
+        while not has_left.wait(min(line.patience.beat_s, _ASKED_S)):
+            in_haste = is_asked()
+            lost = line.lost(in_haste=in_haste)
+            since = math.inf if lost is None else min(since, time.monotonic())
+            if lost is not None and time.monotonic() - since >= (_ASKED_S if in_haste else _STUCK_S):
+                when_stuck(RankLostError(f"{where()}: {lost}"))
+                return
+
+    watching = threading.Thread(target=watch, name="shardwise-stuck", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        has_left.set()
+        watching.join(timeout=_ASKED_S)  # it holds on to what was trained
+
+
+def _out_of_memory(error: BaseException) -> str:
+    detail = str(error).partition("\n")[0] or type(error).__name__
+    return f"out of memory ({detail}); smaller batches, activation checkpointing or more ranks take less"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if this process, or its device, has no memory left."""
+    import torch
+    import torch.distributed as dist
+
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and not isinstance(error, dist.DistError) and _tells(_MEMORY, error)
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Return True if ranks could not communicate; the cause may be on another rank."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _tells(_COLLECTIVE, error))
+
+
+def _tells(pattern: re.Pattern[str], error: BaseException) -> bool:
+    return pattern.search(str(error)) is not None
