@@ -6,15 +6,15 @@ from shardwise import report as report
 from shardwise import storage as storage
 from shardwise.bank.adapter_bank import AdapterBank as AdapterBank
 from shardwise.checkpoints.checkpointer import Checkpointer as Checkpointer
+from shardwise.checkpoints.folder import verify as verify
 from shardwise.checkpoints.state import TrainState as TrainState
-from shardwise.checkpoints.verify import verify as verify
 from shardwise.engines.bringing_up import from_pretrained as from_pretrained
+from shardwise.engines.forecasting import observe as observe
 from shardwise.engines.forecasting import plan as plan
 from shardwise.engines.loading import load as load
 from shardwise.engines.merging_adapter import merge_adapter as merge_adapter
 from shardwise.engines.model_states import model_state as model_state
 from shardwise.engines.model_states import set_model_state as set_model_state
-from shardwise.engines.observe import observe as observe
 from shardwise.engines.optimizer_states import optimizer_state as optimizer_state
 from shardwise.engines.optimizer_states import set_optimizer_state as set_optimizer_state
 from shardwise.engines.saving import save as save

@@ -15,7 +15,7 @@ from tests.verbs.on_ranks import attempt
 
 import shardwise
 from shardwise import Checkpointer
-from shardwise.checkpoints.opened import open_folder
+from shardwise.checkpoints.folder import open_folder
 from shardwise.cli import main
 
 pytestmark = pytest.mark.distributed

@@ -26,10 +26,10 @@ from shardwise.storage.reading.local import LocalReader
 
 STAGES = {
     "open": ("shardwise.engines.bringing_up", "open_storage"),
-    "headers": ("shardwise.engines.opening", "open_checkpoint"),
+    "headers": ("shardwise.engines.arguments", "open_checkpoint"),
     "build": ("shardwise.engines.outline", "outline"),
     "wrap": ("shardwise.models.wrap", "wrap"),
-    "plan": ("shardwise.engines.load_plan", "make_plan"),
+    "plan": ("shardwise.engines.loading", "make_plan"),
     "materialize": ("shardwise.engines.loading", "materialize"),
     "read": ("shardwise.storage.reading.local", "LocalReader.read_vectored"),
     "join": ("shardwise.execution.shared_reads", "boxes_of_ranks"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self, get_args
@@ -15,15 +16,12 @@ import torch
 
 from shardwise.checkpoints import folder, write
 from shardwise.checkpoints import restore as restoring
-from shardwise.checkpoints.agreed_save import AgreedSave, PlannedSave, SaveWords, agreed_of
 from shardwise.checkpoints.base_identity import BaseIdentity
 from shardwise.checkpoints.facts import Facts
-from shardwise.checkpoints.modes import (
-    CheckpointerOptions,
-    Mode,
-)
 from shardwise.checkpoints.state import (
+    CheckpointerOptions,
     Looked,
+    Mode,
     StateContents,
     TrainState,
     adapter_settings,
@@ -34,21 +32,30 @@ from shardwise.checkpoints.state import (
 )
 from shardwise.checkpoints.write import Background, done_now
 from shardwise.engines.arguments import hints_of, require_meant
-from shardwise.errors import ConfigError, StorageError
+from shardwise.errors import ConfigError, DisagreementError, StorageError
 from shardwise.execution.agreed import refuse_meta
-from shardwise.execution.chunks import ChunkStaging, Views, plan_tensors, views_of
+from shardwise.execution.chunks import ChunkStaging, TensorsPlan, Views, plan_tensors, views_of
 from shardwise.execution.memory import collected_later
 from shardwise.execution.moving import facts_of
 from shardwise.execution.progress import Clock
-from shardwise.execution.replicas import odd_circles, require_mode, settle_odd
+from shardwise.execution.replicas import (
+    DigestWords,
+    OddCircles,
+    Replicas,
+    as_bytes,
+    odd_circles,
+    require_mode,
+    settle_odd,
+)
 from shardwise.execution.replicas import tell as tell_of
-from shardwise.execution.world import World
+from shardwise.execution.world import OddRanks, World
 from shardwise.models.optimizer_kind import class_name
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import OnFault, Tolerance
-from shardwise.planning.moves import in_common
+from shardwise.planning.moves import Common, in_common
 from shardwise.report.save_reports import CheckpointReport, RestoreReport
+from shardwise.tensors import Box
 
 _MAX_STEP = 10**15
 
@@ -406,3 +413,72 @@ def _require_kinds(keep: object, mode: object, only: object) -> None:
         raise ConfigError(f"mode={mode!r}: pass 'sync' or 'async'")
     if only is not None and not isinstance(only, AdapterOnly):
         raise ConfigError(f"only={only!r}: pass None or AdapterOnly(...)")
+
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class PlannedSave:
+    """The plan of a checkpoint, the state that it is of, and this rank's chunks."""
+
+    looked: Looked
+    plan: TensorsPlan
+    views: Views
+    common: Mapping[str, Common]
+    """What this rank holds together with others."""
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        """That, with its values; and numbers of optimizers, which every rank has."""
+        tensors = {key_of(path): tensor for path, tensor in self.looked.tensors.items()}
+        numbers = {name: as_bytes(value) for name, value in self.looked.numbers.items()}
+        everybody = tuple(range(len(self.plan.by_rank)))
+        common = {name: ((Box.whole(value.shape), everybody),) for name, value in numbers.items()}
+        if len(everybody) == 1:
+            common = {}
+        return Replicas.among({**tensors, **numbers}, {**self.common, **common}, self.looked.buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWords:
+    """What a rank tells the others before a checkpoint; of replicas where the last plan holds on this rank."""
+
+    call: str
+    replicas: DigestWords | None
+    data: str
+    random: dict[str, str]
+    base: bytes
+    """Of samples of what the checkpoint takes for granted; empty where it holds everything."""
+    settings: str
+    rates: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedSave:
+    """The same on every rank. ``odd`` are the replicas that differ, where the last plan holds on all ranks."""
+
+    odd: OddCircles | None
+    alike: list[str]
+    data: str
+
+
+def agreed_of(told: Sequence[SaveWords]) -> AgreedSave:
+    if odd := OddRanks.among([item.call for item in told]):
+        raise DisagreementError(
+            f"the list of arguments (step, keep, mode, only) on rank {odd.shown} is not that of rank 0"
+        )
+    if odd := OddRanks.among([item.settings for item in told]):
+        own, those = (", ".join(map(str, told[rank].rates[:_SHOWN])) or "none" for rank in (odd.first, 0))
+        raise DisagreementError(
+            f"the settings of the optimizers on rank {odd.shown} are not those of rank 0 (learning rates {own} "
+            f"against {those}); ranks have stepped with different schedules or settings: give all ranks the same"
+        )
+    first = told[0].random
+    alike = [name for name in first if all(item.random.get(name) == first[name] for item in told)]
+    positions = {item.data for item in told}
+    data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
+    if "" in positions and data != "none":
+        raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
+    replicas = [item.replicas for item in told if item.replicas is not None]
+    return AgreedSave(odd_circles(replicas) if len(replicas) == len(told) else None, alike, data)

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from shardwise.checkpoints import folder
-from shardwise.checkpoints.checksums import BlockSums, digest, with_checksums
-from shardwise.checkpoints.facts import FACTS, Facts
+from shardwise.checkpoints.facts import FACTS, BlockSums, Facts, digest, with_checksums
 from shardwise.checkpoints.state import KeyPath
 from shardwise.errors import StorageError
 from shardwise.execution.chunks import TensorsPlan, Views, data_file, metadata_of, write_chunks

@@ -114,7 +114,7 @@ def _without_token(config: RunConfig) -> RunConfig:
 
 def train_on_rank(config: RunConfig, observe: bool = False) -> TrlOutcome:  # noqa: FBT001, FBT002 - runs on a rank
     """Train on one rank, with the environment that accelerate reads. Collective: yes."""
-    from shardwise.engines.observe import observe as observed
+    from shardwise.engines.forecasting import observe as observed
     from shardwise.tenants.tenant_configs import has_tenants
 
     if has_tenants(config):

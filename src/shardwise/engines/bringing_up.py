@@ -1,4 +1,4 @@
-"""Brings up a transformers model: config, meta model, ties, wrapping, load."""
+"""Brings up a transformers model: config, meta model, adapters, ties, wrapping, load."""
 
 from __future__ import annotations
 
@@ -8,34 +8,50 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Unpack, cast, overload
+from typing import TYPE_CHECKING, Literal, Unpack, cast, overload
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.engines import outline as outlines
-from shardwise.engines.arguments import agree_on_call, hints_of, require_known, require_meant, world_of
-from shardwise.engines.companions import OpenAdapter, beside_adapter, beside_of, of_adapter, open_adapter
-from shardwise.engines.load_plan import Load, LoadOptions, load_words
-from shardwise.engines.loading import carry_out, form_of
-from shardwise.engines.opening import OpenSource, at_one_commit, read_index, resolve_everywhere
+from shardwise.engines.arguments import (
+    OpenSource,
+    agree_on_call,
+    at_one_commit,
+    hints_of,
+    read_index,
+    require_known,
+    require_meant,
+    resolve_everywhere,
+    world_of,
+)
+from shardwise.engines.loading import Load, LoadOptions, carry_out, form_of, load_words
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
 from shardwise.execution.audit import are_equal
 from shardwise.execution.progress import Clock, ProgressBar, require_same_settings
 from shardwise.execution.reading import Placer
 from shardwise.execution.world import OddRanks, World
 from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.joining import beside
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardwise.models import pretrained, wrap
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.wrap import Sharding
+from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import file_space
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
 from shardwise.storage.reading.joined import Beside
+from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import OpenStorage, open_storage
+from shardwise.tuning import peft_compat
 from shardwise.tuning.lora import Adapter
 from shardwise.tuning.modes import Full
 from shardwise.tuning.selecting import Tuned
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 
 _CONFIGS = ("config.json", "generation_config.json")
 
@@ -373,3 +389,61 @@ def from_pretrained(
         )
         model, report = bring_up(world, name_or_path, keywords, clock)
     return (model, report) if output_loading_info and report is not None else model
+
+
+def beside_of(name: str) -> str:
+    """What the names of an adapter's files and keys begin with, where they are beside those of its base."""
+    return f"(adapter {name})"
+
+
+def of_adapter(hub: HubOptions) -> HubOptions:
+    """Where an adapter is found: another repository than its base, with revisions and folders of its own."""
+    return replace(hub, revision=None, subfolder="", variant=None)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAdapter:
+    """An adapter's folder: its config has been read, and its file of tensors been found."""
+
+    folder: Path
+    config: LoraConfig
+    storage: OpenStorage
+
+
+def weights_in(folder: Path) -> str:
+    """The name of the file of tensors in the folder of an adapter.
+
+    Raises:
+        FormatError: it is not there, or no config is.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise FormatError(f"{folder}: there is no {ADAPTER_CONFIG}; pass the folder of an adapter that PEFT saved")
+    file = next((name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+    if file is None:
+        raise FormatError(f"{folder}: there is neither {' nor '.join(ADAPTER_WEIGHTS)}; save the adapter again")
+    return file
+
+
+def open_adapter(folder: Path) -> OpenAdapter:
+    """Read the config, and find the file of tensors; whoever calls closes the reader.
+
+    Raises:
+        FormatError: a file is not there.
+        ConfigError: it is no LoRA, or PEFT cannot read its config.
+    """
+    file = weights_in(folder)
+    return OpenAdapter(folder, peft_compat.config_in(str(folder)), OpenStorage(LocalReader(folder), file))
+
+
+def beside_adapter(
+    base: CheckpointIndex, found: CheckpointIndex, opened: OpenAdapter, name: str
+) -> tuple[CheckpointIndex, Adapter]:
+    """The tensors of both as one checkpoint, and the adapter of this name with its own in that."""
+    joined = beside(base, found, beside_of(name))
+    prefix = f"{beside_of(name)}/"
+    tensors = {
+        key.removeprefix(prefix): expression
+        for key, expression in stored_tensors(joined).items()
+        if key.startswith(prefix)
+    }
+    return joined, Adapter(str(opened.folder), opened.config, tensors)

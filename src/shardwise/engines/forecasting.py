@@ -1,10 +1,11 @@
-"""Forecasts of a load and of a training, from configs and headers alone."""
+"""Forecasts the memory of a load and of a training from configs and headers, and records the memory in use."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,8 +19,9 @@ from shardwise.conversion import computes, stored_leaves
 from shardwise.engines import outline as outlines
 from shardwise.engines.arguments import hints_of, require_known, require_meant
 from shardwise.engines.bringing_up import find
-from shardwise.engines.load_plan import LoadOptions, foresee_initial_values, rules_of
+from shardwise.engines.loading import LoadOptions, foresee_initial_values, rules_of
 from shardwise.errors import ConfigError, PlacementError
+from shardwise.execution.launched import this_device
 from shardwise.execution.memory import collected_later
 from shardwise.execution.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex
@@ -27,9 +29,11 @@ from shardwise.layout import Activations, MeshShape, ModelLayout, Origin, Tensor
 from shardwise.models.forecast_layout import foresee, trace_activations
 from shardwise.models.initialize import Initialisers
 from shardwise.models.policies import WrapPolicy, repeated_blocks
-from shardwise.models.torch_words import from_torch
+from shardwise.models.torch_words import from_torch, memory_in_use
 from shardwise.models.view import Held, look_inside
 from shardwise.models.wrap import Sharding, prepare_blocks
+from shardwise.observing.observer import RankObserver, create_rank_file, host_memory
+from shardwise.observing.phases import is_observed
 from shardwise.planning import forecasts
 from shardwise.planning.load_memory import Homes, largest_computation
 from shardwise.planning.load_plan import Init, LoadPlan, Recompute, Tie, plan_load
@@ -53,7 +57,7 @@ class PlanOptions(outlines.FilledOptions, total=False):
         mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``; default: all ranks in one.
         nodes: machines that the ranks are assigned to, in order.
         device: "cpu", or the kind of accelerator that the shards will go to (default "cuda").
-        budget_bytes: as ``budget_bytes`` of :class:`~shardwise.engines.load_plan.LoadOptions`.
+        budget_bytes: as ``budget_bytes`` of :class:`~shardwise.engines.loading.LoadOptions`.
         read_policy: how the storage is read; by default as the folder of the checkpoint is.
 
         optim: name of the optimizer (default "adamw_torch_fused").
@@ -305,3 +309,46 @@ def _casts(plan: LoadPlan) -> dict[str, tuple[str, str]]:
         for name, read in plan.reads().items()
     }
     return {name: pair for name, pair in kinds.items() if pair[0] != pair[1]}
+
+
+@contextmanager
+def observe(run_dir: str | os.PathLike[str], *, samples_per_second: float = 20.0) -> Iterator[RankObserver]:
+    """Record this rank's memory and traffic within the block, and the phases of what shardwise does in it.
+
+    Writes a file for each rank into ``run_dir/observed``, in place of an earlier one; ``shardwise report`` draws
+    them. The block may hold anything. A file that cannot be written any more ends the recording and nothing else:
+    ``fault``, of the object that the block is given, has the reason.
+
+    Collective: yes, at its beginning, over the default process group, if there is one: enter it after
+    ``init_process_group``.
+
+    Args:
+        run_dir: a local folder that all ranks of a machine see, in which other files may be.
+        samples_per_second: from 0.1 to 100.
+
+    Raises:
+        ConfigError: this process is observed already, or the system does not count memory by kind.
+        StorageError: the file cannot be written, or another process writes it.
+
+    Every error is the same on every rank.
+    """
+    device = this_device()
+    world = World.current(call="observe")
+
+    def create() -> int:
+        if type(samples_per_second) not in (int, float) or not 0.1 <= samples_per_second <= 100:
+            raise ConfigError(f"samples_per_second={samples_per_second!r}: give a number from 0.1 to 100")
+        if is_observed():
+            raise ConfigError("this process is observed already; leave that block before another one begins")
+        host_memory()
+        return create_rank_file(Path(run_dir), world.rank)
+
+    def device_memory() -> Sequence[int]:
+        return (0, 0, 0) if device.type == "cpu" else memory_in_use(device)
+
+    with world:
+        run = world.from_first(lambda: secrets.token_hex(8))
+        file = world.together(create)
+    header = {"run": run, "rank": world.rank, "world_size": world.size, "device": device.type}
+    with RankObserver(file, header, device_memory, samples_per_second) as observer:
+        yield observer

@@ -1,51 +1,312 @@
-"""Loads a model that is there already: what is asked for, plan, agree, read, fill, audit, report."""
+"""Loads a checkpoint into a model: plan, agree, materialize, read, fill, audit, report."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from shardwise._face import found_at
-from shardwise.conversion import computes, rows_stored, stored_leaves
-from shardwise.engines.arguments import agree_on_call, hints_of, require_meant, world_of
-from shardwise.engines.load_plan import BaseForm, Load, LoadOptions, load_words, prepare, tie_declared
-from shardwise.engines.opening import OpenSource, Source, open_source
+from shardwise.conversion import Bindings, SmallestBlocks, computed_leaves, computes, rows_stored, stored_leaves
+from shardwise.engines.arguments import (
+    OpenSource,
+    Source,
+    agree_on_call,
+    hints_of,
+    open_source,
+    require_meant,
+    world_of,
+)
 from shardwise.errors import CoverageError, PlacementError
 from shardwise.execution.audit import audit, require_equal_buffers, unequal_twins
-from shardwise.execution.memory import collected_later, materialize
+from shardwise.execution.memory import (
+    Managers,
+    available_memory,
+    collected_later,
+    devices_of,
+    home_of,
+    managers_of,
+    materialize,
+    offloads_shards,
+    require_budget,
+)
+from shardwise.execution.patience import Patience
 from shardwise.execution.progress import Clock, ProgressBar, agree_on
-from shardwise.execution.reading import Placer
+from shardwise.execution.reading import Arrangement, Destination, Placer, arrange
 from shardwise.execution.world import World
-from shardwise.layout import LocalBox, Origin, TensorKind, TensorLayout, first_rows, last_rows
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout, first_rows, last_rows
 from shardwise.models import pretrained
-from shardwise.models.build import Additions, RowNorms
-from shardwise.models.initialize import BufferRules
+from shardwise.models.build import NOTHING_ADDED, Additions, RowNorms
+from shardwise.models.initialize import BufferRules, ComputedBuffer, Initialisers, unfit_programs
 from shardwise.models.key_conversions import bind
 from shardwise.models.pretrained import mark_loaded
-from shardwise.models.view import Held, layout_of, look_inside, meta_leftovers, strided_view, without_compile
-from shardwise.planning.load_memory import spare_tensors, stored_tensors
+from shardwise.models.view import (
+    Held,
+    layout_of,
+    look_inside,
+    meta_leftovers,
+    padded_numels,
+    refuse_subclasses,
+    strided_view,
+    without_compile,
+)
+from shardwise.planning.load_memory import Available, Homes, forecast_rank, spare_tensors, stored_tensors
 from shardwise.planning.load_plan import (
     Consent,
     Init,
     Keep,
     LoadPlan,
+    ModelRules,
     OnMissing,
     OnUnexpected,
     Read,
     Recompute,
     Tie,
+    plan_load,
 )
-from shardwise.report.reports import LoadReport
+from shardwise.report.reports import LoadReport, RankForecast
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import processor_count
 from shardwise.storage.names import HubOptions, is_url
 from shardwise.tensors import Box
+
+if TYPE_CHECKING:
+    from shardwise.models.initialize import Program
+    from shardwise.planning.moves import Boxes
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a load is carried out; none of it changes which values are loaded, but for ``seed``.
+
+    Attributes:
+        seed: for tensors that are initialised, together with their FQN.
+        budget_bytes: host memory, beyond the shards, that one rank may use for staging and for conversions that
+            compute.
+        device: where an unsharded model on meta is brought up; sharded ones go to the device of their mesh.
+        progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
+        process_group: the ranks that load together; None is the default group, or this process alone.
+        patience: how long ranks wait for each other.
+        shared_reads: whether one rank reads what several hold (replicas) and sends it to the others: "auto" does
+            so if the storage is remote, "always" and "never" are the other choices.
+        check_memory: refuse a load whose forecast exceeds free memory before anything is read.
+    """
+
+    seed: int = 0
+    budget_bytes: int = 256 << 20
+    device: torch.device | None = None
+    progress: bool = True
+    process_group: dist.ProcessGroup | None = None
+    patience: Patience = field(default_factory=Patience)
+    shared_reads: SharedReads = "auto"
+    check_memory: bool = True
+
+    def __post_init__(self) -> None:
+        require_budget(self.budget_bytes)
+
+
+@dataclass
+class Load:
+    """A load: what is asked for, and once it is prepared what this rank has decided.
+
+    Attributes:
+        already_read_bytes: read before the load, to decide ties.
+        is_tuned: whether the caller chose what is trained.
+        home: device on which the model computes.
+        managers: FSDP2's parameter groups.
+        items: destinations of all that is read.
+        shared: the boxes by rank of tensors that ranks read together.
+        own: how the other items are read.
+        settings: what the model's config says.
+    """
+
+    bindings: Bindings
+    consent: Consent
+    buffers: BufferRules
+    options: LoadOptions
+    already_read_bytes: int = 0
+    additions: Additions = NOTHING_ADDED
+    is_tuned: bool = False
+    notes: tuple[str, ...] = ()
+    held: list[Held] = field(init=False)
+    initialisers: Initialisers = field(init=False)
+    computed: Mapping[str, ComputedBuffer] = field(init=False)
+    plan: LoadPlan = field(init=False)
+    programs: Mapping[str, Program] = field(init=False)
+    home: torch.device = field(init=False)
+    managers: Managers = field(init=False)
+    items: Sequence[Destination] = field(init=False)
+    shared: Mapping[str, Sequence[Boxes]] = field(init=False)
+    own: Arrangement = field(init=False)
+    forecast: RankForecast = field(init=False)
+    available: Available = field(init=False)
+    settings: Mapping[str, str] = field(init=False)
+
+
+class BaseForm:
+    """How layers keep their weights: as numbers, unless a subclass says otherwise. Called in this order."""
+
+    def in_numbers(self, layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:  # noqa: ARG002
+        """Return the layout of the tensors that a checkpoint's keys are bound to."""
+        return layout
+
+    def offered(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
+        """Return what is offered for the tensors that are kept."""
+        return bindings
+
+    def with_room(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
+        """Give the sharded model room for what is read on the way, and offer that, too."""
+        return bindings
+
+    def made_later(self, model: nn.Module) -> frozenset[str]:  # noqa: ARG002
+        """Return names of tensors that nothing is read into, because :meth:`complete` makes them."""
+        return frozenset()
+
+    def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:  # noqa: ARG002
+        """Make these tensors; return the number of elements written by name. Collective: yes."""
+        return {}
+
+    def let_go(self, model: nn.Module) -> None:
+        """Restore what the model had before a load that has failed."""
+
+
+def load_words(consent: Consent, buffers: BufferRules, options: LoadOptions) -> dict[str, str]:
+    """What ranks must have in common of how a load is carried out, in words, by name."""
+    alone = ("device", "progress", "process_group", "patience")
+    return {
+        "on_missing": repr(consent.missing),
+        "on_mismatched": repr(consent.mismatched),
+        "on_unexpected": repr(consent.unexpected),
+        "buffers": repr(sorted(buffers)),
+        **{
+            f"options.{item.name}": repr(getattr(options, item.name))
+            for item in fields(options)
+            if item.name not in alone
+        },
+    }
+
+
+@collected_later()
+def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> None:
+    """Decide how a model is filled, on this rank alone, before anything is read."""
+    options, policy = load.options, source.reader.policy
+    load.held = held = look_inside(model)
+    refuse_subclasses(held)
+    load.initialisers = Initialisers(model, held, load.additions)
+    load.computed = load.initialisers.buffers(load.buffers, seed=options.seed)
+    load.plan = make_plan(load, source.index)
+    load.programs = foresee_initial_values(load.initialisers, load.plan, options)
+    load.home, load.managers = home_of(held, options.device), managers_of(model)
+    by_name = {item.fqn: item for item in held}
+    load.items = destinations(load.plan, by_name, devices_of(held, load.managers, load.home))
+    load.shared, mode = {}, options.shared_reads
+    if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
+        from shardwise.execution.shared_reads import shared_boxes
+
+        load.shared = shared_boxes(world, by_name, load.items)
+    alone = [item for item in load.items if item.fqn not in load.shared]
+    load.own = arrange(alone, source.index, policy, options.budget_bytes, world.place)
+    homes = Homes.of(
+        load.plan,
+        policy,
+        device=load.home.type,
+        budget_bytes=options.budget_bytes,
+        offloads_shards=load.home.type != "cpu" and offloads_shards(load.managers),
+    )
+    load.forecast = forecast_rank(load.plan, world.rank, homes, padded_numels(held, load.managers))
+    brings_up = any(item.tensor.is_meta for item in held)
+    load.available = available_memory(load.home) if brings_up else Available()
+    load.settings = pretrained.settings_of(load.additions.base or model)
+
+
+def make_plan(load: Load, index: CheckpointIndex) -> LoadPlan:
+    """Plan a load, with conversions that compute checked against the budget."""
+    initialisers, additions = load.initialisers, load.additions
+
+    def origin_of(item: Held) -> Origin:
+        return load.computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initialisers.origin_of(item)
+
+    layout = layout_of(initialisers.held, origin_of)
+    rules = rules_of(additions.base or initialisers.model)
+    plan = plan_load(index, layout, load.bindings, rules, load.consent, additions.known_as)
+    blocks = SmallestBlocks()
+    for name, read in plan.reads().items():
+        for leaf in computed_leaves(read.expression):
+            if (nbytes := blocks.nbytes(leaf)) > load.options.budget_bytes:
+                raise CoverageError(
+                    f"{name} is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which needs "
+                    f"{nbytes:,} bytes at once; the budget is {load.options.budget_bytes:,}: raise budget_bytes"
+                )
+    return plan
+
+
+def rules_of(model: nn.Module) -> ModelRules:
+    """Return the keys that a model's class ignores, if they are missing or unexpected."""
+    return ModelRules(*pretrained.ignore_patterns(model))
+
+
+def foresee_initial_values(initialisers: Initialisers, plan: LoadPlan, options: LoadOptions) -> dict[str, Program]:
+    """How the missing tensors will be initialised, and that they can be.
+
+    Raises:
+        CoverageError: naming those that no initialiser writes, or that need more than the budget.
+    """
+    drawn = [
+        name
+        for name, read in plan.reads().items()
+        if rows_stored(read.expression) is not None and initialisers.additions.new_rows == "initialized"
+    ]
+    programs = initialisers.programs([*plan.names(Init), *drawn])
+    faults = unfit_programs(programs, options.budget_bytes)
+    if faults:
+        raise CoverageError("tensors are missing that cannot be initialised:\n  " + "\n  ".join(faults))
+    return programs
+
+
+def destinations(
+    plan: LoadPlan, by_name: Mapping[str, Held], devices: Mapping[str, torch.device]
+) -> list[Destination]:
+    """What to read into where."""
+    boxes = {name: plan.layout.by_name[name].boxes for name in plan.reads()}
+    return [
+        Destination(name, read.expression, boxes[name], by_name[name].tensor.dtype, devices[name])
+        for name, read in plan.reads().items()
+    ]
+
+
+def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> None:
+    """Tie what the model's class declares tied, where the checkpoint holds it once and the model not yet shares it.
+
+    Raises:
+        PlacementError: when the model is already sharded, so that it is too late.
+    """
+    by_name = {name: item for item in held for name in item.names}
+    loose = {
+        target: source
+        for target, source in pretrained.declared_ties(model).items()
+        if target in by_name
+        and source in by_name
+        and by_name[target] is not by_name[source]
+        and not (bindings.offers.get(target) and bindings.offers.get(source))
+    }
+    if not loose:
+        return
+    target, source = next(iter(loose.items()))
+    if any(isinstance(item.tensor, DTensor) for item in held):
+        raise PlacementError(
+            f"{target} is declared tied to {source}, but the sharded model holds them apart; call "
+            "model.tie_weights() before fully_shard"
+        )
+    assert isinstance(model, PreTrainedModel)
+    pretrained.tie(model, set(by_name) - set(bindings.offers), set())
 
 
 def carry_out(
@@ -177,111 +438,6 @@ def make_report(
         },
         trained={item.fqn: item.dtype.label for item in trained} if load.is_tuned else {},
     )
-
-
-def load_checkpoint(
-    world: World,
-    model: nn.Module,
-    checkpoint: Source,
-    consent: Consent,
-    options: LoadOptions,
-    clock: Clock,
-    *,
-    key_mapping: Mapping[str, str] | None = None,
-    buffers: BufferRules | None = None,
-    hub: HubOptions = HubOptions(),  # noqa: B008 - frozen
-) -> LoadReport:
-    """Open a checkpoint and fill a model from it; ranks have agreed on the call. Collective: yes."""
-    transforms: list[Any] = []
-    base = BaseForm()
-    with clock.phase("index"):
-        source = open_source(world, checkpoint, hub)
-
-    def ask() -> Load:
-        nonlocal base
-        base = form_of(model)
-        transforms.extend(pretrained.conversion_transforms(model, key_mapping))
-        held = look_inside(model)
-        layout = base.in_numbers(layout_of(held, lambda item: Origin.NOWHERE), held)
-        spare = spare_tensors(source.index)
-        bindings = bind(model, stored_tensors(source.index), layout, transforms, spare=spare)
-        tie_declared(model, held, bindings)
-        bindings = base.with_room(model, base.offered(model, bindings))
-        additions = Additions(nested=base.made_later(model))
-        return Load(bindings, consent, dict(buffers or {}), options, additions=additions)
-
-    try:
-        with source.closing():
-            report = carry_out(world, model, source, ask, clock)
-    finally:
-        base.let_go(model)
-    pretrained.record_conversions(model, transforms)
-    return report
-
-
-def load(
-    model: nn.Module,
-    checkpoint: Source,
-    *,
-    key_mapping: Mapping[str, str] | None = None,
-    buffers: BufferRules | None = None,
-    on_missing: OnMissing = "error",
-    on_mismatched: OnMissing = "error",
-    on_unexpected: OnUnexpected = "error",
-    hub: HubOptions = HubOptions(),  # noqa: B008
-    options: LoadOptions = LoadOptions(),  # noqa: B008
-) -> LoadReport:
-    """Fill a model from a checkpoint (safetensors, ``.bin``, DCP), bitwise as transformers would.
-
-    The model may be any ``nn.Module``: on meta or real, sharded by ``fully_shard`` or not, of transformers or not.
-    Tensors on meta get memory for this rank's shard; real ones have their values replaced. Each tensor keeps its
-    dtype and ``requires_grad``.
-
-    Collective: yes, over ``options.process_group``.
-    Memory: this rank's shards, and ``options.budget_bytes``.
-
-    Args:
-        model: the model, in the same state on every rank.
-        checkpoint: a directory, a file of tensors, an index file, a hub id, a URL, or a storage reader.
-        key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
-        buffers: glob of buffer names to a callable that computes the buffer of the module it is given, for
-            non-persistent buffers that neither the model's class nor a ``reset_parameters`` computes.
-        on_missing: what to do about tensors the checkpoint lacks.
-        on_mismatched: what to do about tensors stored in another shape.
-        on_unexpected: what to do about keys that lead to nothing in the model.
-        hub: revision, cache and token, for a hub id.
-        options: seed, memory budget, device, progress, process group.
-
-    Raises:
-        ConfigError: an argument is not what is meant.
-        CoverageError: checkpoint and model do not cover each other; all faults at once, before any byte is read.
-        FormatError: the checkpoint's files contradict their format.
-        StorageError: bytes could not be read; some tensors may have been written.
-        PlacementError: the model's sharding cannot be understood.
-        DisagreementError: ranks ask for different things, have other files, plan differently, or hold different
-            non-persistent buffers.
-
-    Every error is the same on every rank.
-    """
-    consent = Consent(on_missing, on_mismatched, on_unexpected)
-
-    def look() -> tuple[nn.Module, dict[str, str]]:
-        consents = {"on_missing": on_missing, "on_mismatched": on_mismatched, "on_unexpected": on_unexpected}
-        given = {"model": model, "checkpoint": checkpoint, **consents, "hub": hub, "options": options}
-        require_meant(hints_of(load), given)
-        kind = "a reader" if isinstance(checkpoint, StorageReader) else "a path or a hub id"
-        return without_compile(model), {
-            "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
-            "key_mapping": repr(key_mapping),
-            **load_words(consent, buffers or {}, options),
-        }
-
-    clock = Clock()
-    with world_of(options, "load") as world:
-        model = agree_on_call(world, look)
-        return load_checkpoint(
-            world, model, checkpoint, consent, options, clock, key_mapping=key_mapping, buffers=buffers, hub=hub
-        )
 
 
 _NORM_BLOCK_NUMEL = 1 << 22
@@ -420,3 +576,111 @@ def form_of(model: nn.Module) -> BaseForm:
         form: BaseForm = found_at("shardwise.engines.nesting:FOUR_BITS")
         return form
     return BaseForm()
+
+
+SharedReads: TypeAlias = Literal["auto", "always", "never"]
+
+
+def load_checkpoint(
+    world: World,
+    model: nn.Module,
+    checkpoint: Source,
+    consent: Consent,
+    options: LoadOptions,
+    clock: Clock,
+    *,
+    key_mapping: Mapping[str, str] | None = None,
+    buffers: BufferRules | None = None,
+    hub: HubOptions = HubOptions(),  # noqa: B008 - frozen
+) -> LoadReport:
+    """Open a checkpoint and fill a model from it; ranks have agreed on the call. Collective: yes."""
+    transforms: list[Any] = []
+    base = BaseForm()
+    with clock.phase("index"):
+        source = open_source(world, checkpoint, hub)
+
+    def ask() -> Load:
+        nonlocal base
+        base = form_of(model)
+        transforms.extend(pretrained.conversion_transforms(model, key_mapping))
+        held = look_inside(model)
+        layout = base.in_numbers(layout_of(held, lambda item: Origin.NOWHERE), held)
+        spare = spare_tensors(source.index)
+        bindings = bind(model, stored_tensors(source.index), layout, transforms, spare=spare)
+        tie_declared(model, held, bindings)
+        bindings = base.with_room(model, base.offered(model, bindings))
+        additions = Additions(nested=base.made_later(model))
+        return Load(bindings, consent, dict(buffers or {}), options, additions=additions)
+
+    try:
+        with source.closing():
+            report = carry_out(world, model, source, ask, clock)
+    finally:
+        base.let_go(model)
+    pretrained.record_conversions(model, transforms)
+    return report
+
+
+def load(
+    model: nn.Module,
+    checkpoint: Source,
+    *,
+    key_mapping: Mapping[str, str] | None = None,
+    buffers: BufferRules | None = None,
+    on_missing: OnMissing = "error",
+    on_mismatched: OnMissing = "error",
+    on_unexpected: OnUnexpected = "error",
+    hub: HubOptions = HubOptions(),  # noqa: B008
+    options: LoadOptions = LoadOptions(),
+) -> LoadReport:
+    """Fill a model from a checkpoint (safetensors, ``.bin``, DCP), bitwise as transformers would.
+
+    The model may be any ``nn.Module``: on meta or real, sharded by ``fully_shard`` or not, of transformers or not.
+    Tensors on meta get memory for this rank's shard; real ones have their values replaced. Each tensor keeps its
+    dtype and ``requires_grad``.
+
+    Collective: yes, over ``options.process_group``.
+    Memory: this rank's shards, and ``options.budget_bytes``.
+
+    Args:
+        model: the model, in the same state on every rank.
+        checkpoint: a directory, a file of tensors, an index file, a hub id, a URL, or a storage reader.
+        key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
+        buffers: glob of buffer names to a callable that computes the buffer of the module it is given, for
+            non-persistent buffers that neither the model's class nor a ``reset_parameters`` computes.
+        on_missing: what to do about tensors the checkpoint lacks.
+        on_mismatched: what to do about tensors stored in another shape.
+        on_unexpected: what to do about keys that lead to nothing in the model.
+        hub: revision, cache and token, for a hub id.
+        options: seed, memory budget, device, progress, process group.
+
+    Raises:
+        ConfigError: an argument is not what is meant.
+        CoverageError: checkpoint and model do not cover each other; all faults at once, before any byte is read.
+        FormatError: the checkpoint's files contradict their format.
+        StorageError: bytes could not be read; some tensors may have been written.
+        PlacementError: the model's sharding cannot be understood.
+        DisagreementError: ranks ask for different things, have other files, plan differently, or hold different
+            non-persistent buffers.
+
+    Every error is the same on every rank.
+    """
+    consent = Consent(on_missing, on_mismatched, on_unexpected)
+
+    def look() -> tuple[nn.Module, dict[str, str]]:
+        consents = {"on_missing": on_missing, "on_mismatched": on_mismatched, "on_unexpected": on_unexpected}
+        given = {"model": model, "checkpoint": checkpoint, **consents, "hub": hub, "options": options}
+        require_meant(hints_of(load), given)
+        kind = "a reader" if isinstance(checkpoint, StorageReader) else "a path or a hub id"
+        return without_compile(model), {
+            "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
+            "key_mapping": repr(key_mapping),
+            **load_words(consent, buffers or {}, options),
+        }
+
+    clock = Clock()
+    with world_of(options, "load") as world:
+        model = agree_on_call(world, look)
+        return load_checkpoint(
+            world, model, checkpoint, consent, options, clock, key_mapping=key_mapping, buffers=buffers, hub=hub
+        )

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from shardwise.conversion import Bindings
 from shardwise.engines.arguments import in_words
-from shardwise.engines.load_plan import LoadOptions
+from shardwise.engines.loading import LoadOptions
 from shardwise.engines.loading import form_of as base_form_of
 from shardwise.errors import ConfigError
 from shardwise.execution.memory import collected_later

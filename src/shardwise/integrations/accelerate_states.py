@@ -19,14 +19,14 @@ from shardwise.execution.world import World
 from shardwise.formats.accelerate_names import MODEL
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.interchange import accelerate_writing as writing
-from shardwise.interchange.accelerate_folder import (
+from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
+from shardwise.interchange.accelerate_writing import (
     LinkedFolder,
     WorkFolder,
     keep_newest,
     newest_in,
     state_saved,
 )
-from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
 from shardwise.models.gradients import clip_gradients
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.planning.matching import FileForm

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from shardwise.conversion import Expression
+from shardwise.engines.arguments import OpenSource, read_index
 from shardwise.engines.bringing_up import decide_ties
-from shardwise.engines.load_plan import LoadOptions
-from shardwise.engines.opening import OpenSource, read_index
+from shardwise.engines.loading import LoadOptions
 from shardwise.engines.outline import Outline, outline_of
 from shardwise.errors import CoverageError
 from shardwise.execution.world import World

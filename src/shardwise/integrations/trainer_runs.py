@@ -30,7 +30,7 @@ from shardwise.execution.marked_folder import Marked, Saving, marked_by_first, m
 from shardwise.execution.saving_lock import Whose
 from shardwise.execution.world import World
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
-from shardwise.interchange.trainer_folder import STATE_FILE, TrainerFolder
+from shardwise.interchange.trainer_restoring import STATE_FILE, TrainerFolder
 from shardwise.planning import fingerprints
 from shardwise.planning.commit import on_its_way
 from shardwise.storage.writing.folders_writer import FoldersWriter, folders_in, remove_files
