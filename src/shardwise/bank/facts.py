@@ -100,7 +100,7 @@ class TenantFacts:
 def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
     """What a base is told apart by. Collective: yes; two short meetings."""
     samples = world.together(lambda: BaseSamples.of(base_of(look_inside(model), {})))
-    identity = samples.identity(model, world.all_reduce(samples.taken, samples.sums))
+    identity = world.all_reduce(samples.taken, lambda told: samples.identity(model, told))
     shapes = sorted((canonical(name), tuple(own.shape)) for name, own in model.named_parameters())
     return {
         "name": str(getattr(model, "name_or_path", "") or ""),

@@ -25,7 +25,6 @@ from shardwise.bank import state
 from shardwise.bank.facts import TenantFacts, differences, facts_in, facts_of, match_bases, to_text
 from shardwise.bank.tenant import Tenant, TenantStart
 from shardwise.engines.bringing_up import weights_in
-from shardwise.engines.model_states import set_values, stored_values
 from shardwise.engines.offline import require_as_saved
 from shardwise.engines.saving import (
     PeftNames,
@@ -35,6 +34,7 @@ from shardwise.engines.saving import (
     carry_out_save,
     resolved_dtype,
 )
+from shardwise.engines.states import set_model_values, stored_values
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.agreed import StateOptions
 from shardwise.execution.progress import Clock
@@ -329,7 +329,7 @@ def _read(world: World, module: nn.Module, folder: Path, file: str, only: Adapte
     options = StateOptions()
     with torch.device("cpu"), torch.no_grad(), ExitStack() as stack:
         values = stored_values(world, str(folder), file, options, stack)
-        set_values(world, module, values, only=only, tolerance=Tolerance(), options=options, clock=Clock())
+        set_model_values(world, module, values, only=only, tolerance=Tolerance(), options=options, clock=Clock())
 
 
 def _with_scratch(whole: nn.Module, own: set[str]) -> nn.Module:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self, get_args
@@ -38,22 +37,13 @@ from shardwise.execution.chunks import ChunkStaging, TensorsPlan, Views, plan_te
 from shardwise.execution.memory import collected_later
 from shardwise.execution.moving import facts_of
 from shardwise.execution.progress import Clock
-from shardwise.execution.replicas import (
-    DigestWords,
-    OddCircles,
-    Replicas,
-    as_bytes,
-    odd_circles,
-    require_mode,
-    settle_odd,
-)
-from shardwise.execution.replicas import tell as tell_of
+from shardwise.execution.replicas import Replicas, as_bytes, require_mode, settle_replicas
 from shardwise.execution.world import OddRanks, World
 from shardwise.models.optimizer_kind import class_name
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import OnFault, Tolerance
-from shardwise.planning.moves import Common, in_common
+from shardwise.planning.moves import in_common
 from shardwise.report.save_reports import CheckpointReport, RestoreReport
 from shardwise.tensors import Box
 
@@ -107,7 +97,6 @@ class Checkpointer:
         self._options = options
         self._staging = ChunkStaging()
         self._looked: Looked | None = None
-        self._planned: PlannedSave | None = None
         self._on_its_way: Background | None = None
         self._newest = folder.newest_in(self._root)
 
@@ -298,20 +287,21 @@ class Checkpointer:
     def _job(self, world: World, clock: Clock, step: int, state: TrainState) -> write.Job:
         """Agree with all ranks on what is to be written. Collective: yes."""
         with clock.phase("look"):
-            contents, agreed, base = self._agree(world, step, state)
+            contents, alike, data, base = self._agree(world, step, state)
         looked = contents.looked
         with clock.phase("plan"):
-            planned = self._planned = self._plan(world, looked, agreed)
+            plan, views, replicas = _plan(world, looked)
         with clock.phase("compare"):
-            differing = self._compare(world, planned, agreed)
+            odd = settle_replicas(world, replicas, self._on_differing_buffers)
+            differing = tuple(looked.buffers[key] for key in odd)
         facts = Facts(
             step=step,
             world_size=world.size,
             holds=in_words(self._only),
             adapter=adapter_settings(looked.model, self._only),
             others=looked.others,
-            alike=agreed.alike,
-            data=agreed.data,
+            alike=alike,
+            data=data,
             user=contents.user,
             optimizers=[[class_name(bound.optimizer), len(bound.groups)] for bound in looked.bounds],
             base=base,
@@ -322,28 +312,28 @@ class Checkpointer:
             directory=str(self._root / folder.name_of(step)),
             step=step,
             is_complete=False,
-            tensors=len(planned.plan.tensors),
-            state_bytes=planned.plan.state_bytes,
-            written_bytes=planned.plan.nbytes(world.rank),
+            tensors=len(plan.tensors),
+            state_bytes=plan.state_bytes,
+            written_bytes=plan.nbytes(world.rank),
             differing_buffers=differing,
         )
-        stored = contents.stored(agreed.data, world.rank)
+        stored = contents.stored(data, world.rank)
         return write.Job(
             self._root,
             step,
             self._newest,
             self._keep,
-            planned.plan,
-            lambda: (self._views(planned), stored),
+            plan,
+            lambda: (self._views(views), stored),
             facts,
             self._options.budget_bytes,
             report,
         )
 
     @collected_later()
-    def _views(self, planned: PlannedSave) -> Views:
+    def _views(self, views: Views) -> Views:
         """The tensors, or a copy of them if they may change while they are written."""
-        return planned.views if self._mode == "sync" else self._staging.copy(planned.views)
+        return views if self._mode == "sync" else self._staging.copy(views)
 
     @collected_later()
     def _take_down(self, step: int, state: TrainState, rank: int) -> StateContents:
@@ -358,7 +348,7 @@ class Checkpointer:
 
     def _agree(
         self, world: World, step: int, state: TrainState
-    ) -> tuple[StateContents, AgreedSave, BaseIdentity | None]:
+    ) -> tuple[StateContents, list[str], str, BaseIdentity | None]:
         """Take down the state, and compare what ranks have in common.
 
         The last is the identity of a base that is not stored, on the first rank.
@@ -371,39 +361,33 @@ class Checkpointer:
         def tell() -> SaveWords:
             own = self._take_down(step, state, world.rank)
             taken.append(own)
-            known = self._planned if self._planned is not None and self._planned.looked is own.looked else None
-            replicas = None if known is None else tell_of(known.replicas, self._on_differing_buffers)
-            base = own.looked.base.taken() if has_base else b""
-            return SaveWords(call, replicas, own.data, dict(own.random), base, own.settings, own.rates)
+            base = own.looked.base.taken() if has_base else {}
+            return SaveWords(call, own.data, dict(own.random), base, own.settings, own.rates)
 
-        def conclude(told: Sequence[SaveWords]) -> AgreedSave:
+        def conclude(told: Sequence[SaveWords]) -> tuple[list[str], str]:
             agreed = agreed_of(told)
             if has_base:
                 looked = taken[0].looked
-                bases.append(looked.base.identity(looked.model, looked.base.sums([item.base for item in told])))
+                bases.append(looked.base.identity(looked.model, [item.base for item in told]))
             return agreed
 
         agreed = world.all_reduce(tell, conclude)
-        return taken[0], agreed, bases[0] if bases else None
+        return taken[0], *agreed, bases[0] if bases else None
 
-    def _compare(self, world: World, planned: PlannedSave, agreed: AgreedSave) -> tuple[str, ...]:
-        """Look at what several ranks hold; names of buffers that differ."""
-        odd, mode = agreed.odd, self._on_differing_buffers
-        if odd is None:
-            odd = world.all_reduce(lambda: tell_of(planned.replicas, mode), odd_circles)
-        return tuple(planned.looked.buffers[key] for key in settle_odd(world, planned.replicas, odd, mode))
 
-    def _plan(self, world: World, looked: Looked, agreed: AgreedSave) -> PlannedSave:
-        """Plan who writes what; the plan of the last checkpoint is used again if it holds on every rank."""
-        if agreed.odd is not None and self._planned is not None:
-            return self._planned
-        tensors = {key_of(path): tensor for path, tensor in looked.tensors.items()}
-        told = world.each(lambda: {key: facts_of(tensor, key) for key, tensor in tensors.items()})
-        shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in looked.tensors.items()}
-        plan = world.together(lambda: plan_tensors(shapes, told, looked.buffers, looked.others_of))
-        views = world.together(lambda: views_of(plan.by_rank[world.rank], tensors, looked.local))
-        held = {key: tuple(facts[key].boxes for facts in told) for key in tensors}
-        return PlannedSave(looked, plan, views, in_common(held, world.rank))
+def _plan(world: World, looked: Looked) -> tuple[TensorsPlan, Views, Replicas]:
+    """Plan who writes what; also this rank's chunks, and what it holds together with others. Collective: yes."""
+    tensors = {key_of(path): tensor for path, tensor in looked.tensors.items()}
+    told = world.each(lambda: {key: facts_of(tensor, key) for key, tensor in tensors.items()})
+    shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in looked.tensors.items()}
+    plan = world.together(lambda: plan_tensors(shapes, told, looked.buffers, looked.others_of))
+    views = world.together(lambda: views_of(plan.by_rank[world.rank], tensors, looked.local))
+    common = in_common({key: tuple(facts[key].boxes for facts in told) for key in tensors}, world.rank)
+    numbers = {name: as_bytes(value) for name, value in looked.numbers.items()}
+    if world.size > 1:  # every rank has the numbers of optimizers
+        common |= {name: ((Box.whole(value.shape), tuple(range(world.size))),) for name, value in numbers.items()}
+    replicas = world.together(lambda: Replicas.among({**tensors, **numbers}, common, looked.buffers))
+    return plan, views, replicas
 
 
 def _require_kinds(keep: object, mode: object, only: object) -> None:
@@ -418,52 +402,25 @@ def _require_kinds(keep: object, mode: object, only: object) -> None:
 _SHOWN = 4
 
 
-@dataclass(frozen=True)
-class PlannedSave:
-    """The plan of a checkpoint, the state that it is of, and this rank's chunks."""
-
-    looked: Looked
-    plan: TensorsPlan
-    views: Views
-    common: Mapping[str, Common]
-    """What this rank holds together with others."""
-
-    @cached_property
-    def replicas(self) -> Replicas:
-        """That, with its values; and numbers of optimizers, which every rank has."""
-        tensors = {key_of(path): tensor for path, tensor in self.looked.tensors.items()}
-        numbers = {name: as_bytes(value) for name, value in self.looked.numbers.items()}
-        everybody = tuple(range(len(self.plan.by_rank)))
-        common = {name: ((Box.whole(value.shape), everybody),) for name, value in numbers.items()}
-        if len(everybody) == 1:
-            common = {}
-        return Replicas.among({**tensors, **numbers}, {**self.common, **common}, self.looked.buffers)
-
-
 @dataclass(frozen=True, slots=True)
 class SaveWords:
-    """What a rank tells the others before a checkpoint; of replicas where the last plan holds on this rank."""
+    """The arguments and the small state of a rank, which the ranks compare before a checkpoint."""
 
     call: str
-    replicas: DigestWords | None
     data: str
     random: dict[str, str]
-    base: bytes
-    """Of samples of what the checkpoint takes for granted; empty where it holds everything."""
+    base: Mapping[tuple[str, Box], int]
+    """Samples of the base; empty if the checkpoint holds everything."""
     settings: str
     rates: list[float]
 
 
-@dataclass(frozen=True, slots=True)
-class AgreedSave:
-    """The same on every rank. ``odd`` are the replicas that differ, where the last plan holds on all ranks."""
+def agreed_of(told: Sequence[SaveWords]) -> tuple[list[str], str]:
+    """Return the generators of random numbers that are equal on all ranks, and whose the position in the data is.
 
-    odd: OddCircles | None
-    alike: list[str]
-    data: str
-
-
-def agreed_of(told: Sequence[SaveWords]) -> AgreedSave:
+    Raises:
+        DisagreementError: ranks were called differently, or have different settings.
+    """
     if odd := OddRanks.among([item.call for item in told]):
         raise DisagreementError(
             f"the list of arguments (step, keep, mode, only) on rank {odd.shown} is not that of rank 0"
@@ -480,5 +437,4 @@ def agreed_of(told: Sequence[SaveWords]) -> AgreedSave:
     data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
     if "" in positions and data != "none":
         raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
-    replicas = [item.replicas for item in told if item.replicas is not None]
-    return AgreedSave(odd_circles(replicas) if len(replicas) == len(told) else None, alike, data)
+    return alike, data

@@ -11,10 +11,11 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Final, get_type_hints
 
 import torch
+from huggingface_hub.dataclasses import type_validator
 
 from shardwise.checkpoints.base_identity import BaseIdentity
 from shardwise.errors import ConfigError, FormatError
@@ -43,7 +44,7 @@ class Facts:
         user: the user's own.
         files: names and sizes in bytes of the files with tensors.
         metadata_sha256: of the file ``.metadata`` that belongs to this one.
-        checksums: digests of the checksums in these files; empty for checkpoints of earlier versions.
+        checksums: digests of the checksums in these files.
         optimizers: the class of each optimizer and the number of its parameter groups; None where it is not known.
         base: what the model's tensors that are not stored are known by; None where all are, or it is not known.
     """
@@ -80,40 +81,29 @@ class Facts:
                 f"{what}: is of version {found.get('version')!r}, and this shardwise reads {_VERSION}; take the "
                 "version of shardwise that wrote it"
             )
-        is_sealed = _SEAL in found or "checksums" in found  # those of earlier versions are not
-        if is_sealed and found.pop(_SEAL, None) != _seal(found):
+        if found.pop(_SEAL, None) != _seal(found):
             raise FormatError(f"{what}: is not what was written; it is damaged, or was changed by hand")
-        values: dict[str, Any] = {name: found.get(name, _LATER.get(name)) for name in _KINDS}
-        wrong = [name for name, kinds in _KINDS.items() if type(values[name]) not in kinds]
-        if (
-            wrong
-            or not _are_classes(values["optimizers"])
-            or not _are_sizes(values["files"])
-            or not all(isinstance(name, str) for name in found["alike"])
-            or not _are_digests(values["checksums"], values["files"])
+        try:
+            base = found.pop("base")
+            facts = cls(**{item.name: found[item.name] for item in fields(cls) if item.name != "base"})
+            for name, kind in get_type_hints(cls).items():
+                type_validator(name, getattr(facts, name), kind)
+            facts._require_sound()
+        except (KeyError, TypeError) as error:
+            raise FormatError(f"{what}: {error} is not what belongs there; it is damaged") from error
+        return replace(facts, base=None if base is None else BaseIdentity.from_dict(base, what))
+
+    def _require_sound(self) -> None:
+        """Raises TypeError for optimizers and sizes that are none."""
+        if not all([type(part) for part in item] == [str, int] for item in self.optimizers or ()):
+            raise TypeError("optimizers")
+        sizes = self.files.values()
+        if self.checksums and (
+            self.checksums.keys() != self.files.keys()
+            or any(with_checksums(content_nbytes(nbytes)) != nbytes for nbytes in sizes)
         ):
-            raise FormatError(f"{what}: {', '.join(wrong) or 'files'} is not what belongs there; it is damaged")
-        base = values.pop("base")
-        return cls(**values, base=None if base is None else BaseIdentity.from_dict(base, what))
+            raise TypeError("files")
 
-
-_KINDS: Final[Mapping[str, tuple[type, ...]]] = {
-    "step": (int,),
-    "world_size": (int,),
-    "holds": (str,),
-    "adapter": (dict, type(None)),
-    "others": (str,),
-    "alike": (list,),
-    "data": (str,),
-    "files": (dict,),
-    "metadata_sha256": (str,),
-    "user": (dict,),
-    "checksums": (dict,),
-    "optimizers": (list, type(None)),
-    "base": (dict, type(None)),
-}
-_LATER: Final[Mapping[str, Any]] = {"checksums": {}, "optimizers": None, "base": None}
-"""What facts of earlier versions do not tell."""
 
 _SEAL: Final = "sha256"
 
@@ -125,27 +115,6 @@ def _seal(content: Mapping[str, Any]) -> str:
     except RecursionError:
         return ""
     return hashlib.sha256(plain.encode()).hexdigest()
-
-
-def _are_classes(optimizers: Any) -> bool:
-    return optimizers is None or all(
-        type(item) is list and [type(part) for part in item] == [str, int] for item in optimizers
-    )
-
-
-def _are_sizes(files: Any) -> bool:
-    return all(type(nbytes) is int and nbytes >= 0 for nbytes in files.values())
-
-
-def _are_digests(checksums: Any, files: Any) -> bool:
-    if not checksums:
-        return True
-    sizes = [(nbytes, content_nbytes(nbytes)) for nbytes in files.values()]
-    return (
-        checksums.keys() == files.keys()
-        and all(type(value) is str for value in checksums.values())
-        and all(content >= 0 and with_checksums(content) == nbytes for nbytes, content in sizes)
-    )
 
 
 def as_json(user: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from shardwise.checkpoints.state import (
 from shardwise.conversion import Bindings, Expression
 from shardwise.engines.arguments import OpenSource
 from shardwise.engines.loading import Load, LoadOptions, carry_out
-from shardwise.engines.optimizer_states import Fitting, Ours, fit
+from shardwise.engines.states import Fitting, Ours, fit
 from shardwise.errors import CoverageError, FormatError, PlacementError
 from shardwise.execution.memory import collected_later
 from shardwise.execution.progress import Clock, ProgressBar
@@ -70,44 +70,53 @@ def restore(
         reader = world.together(opened.reader)
     with reader, ProgressBar("Restoring", world, 0, enabled=False) as bar, torch.device("cpu"):
         placer = Placer(reader, opened.index, options.budget_bytes, bar, world)
-        with clock.phase("plan"):
-            found = _decide(world, opened, placer, reader, state, only, tolerance)
-        return _carry_out(world, opened, passed_over, placer, reader, found, state, options, clock)
-
-
-@dataclass(frozen=True, slots=True)
-class _Decided:
-    """What there is, and what of the checkpoint goes where in it."""
-
-    looked: Looked
-    base: BaseMatch
-    beside: BesideTensors
-    fits: Fits
-    ours: Ours
-    fitting: Fitting | None
-    """Of the optimizers; None where none are restored."""
-
-
-def _decide(
-    world: World,
-    opened: Opened,
-    placer: Placer,
-    reader: CheckedReader,
-    state: TrainState,
-    only: Selection,
-    tolerance: Tolerance,
-) -> _Decided:
-    """Compare the checkpoint with what there is; nothing is changed yet. Collective: yes."""
-    looked = world.together(lambda: look(state, only))
-    require_alike_models(world, looked.held, looked.bounds)
-    beside = BesideTensors.read(world, reader, opened)
-    base = _match_bases(world, opened, looked, tolerance)
-    fits = world.together(lambda: compare(opened, looked, state, only, beside.common, world.size, tolerance, base))
-    ours = Ours.of(looked.held, looked.bounds)
-    fitting = None
-    if "optimizers" in fits.parts:
-        fitting = _fit_optimizers(world, opened, placer, ours, beside.common, tolerance)
-    return _Decided(looked, base, beside, fits, ours, fitting)
+        with clock.phase("plan"):  # nothing is changed yet
+            looked = world.together(lambda: look(state, only))
+            require_alike_models(world, looked.held, looked.bounds)
+            beside = BesideTensors.read(world, reader, opened)
+            base = _match_bases(world, opened, looked, tolerance)
+            world.together(lambda: _require_same_tuning(opened, looked, only, base))
+            fits = world.together(lambda: _compare(opened, looked, state, beside.common, world.size, tolerance))
+            ours, fitting = Ours.of(looked.held, looked.bounds), None
+            if "optimizers" in fits.parts:
+                fitting = _fit_optimizers(world, opened, placer, ours, beside.common, tolerance)
+        with clock.phase("read"):
+            model = {key: looked.stored[fqn].tensor for fqn, key in fits.model.items()}
+            if any(item.tensor.is_meta for item in looked.held):
+                placer.read_bytes += _bring_up(world, opened, reader, looked, fits, options)
+                ours = _bound_again(looked)
+                model = {}
+            targets = world.together(lambda: {} if fitting is None else fitting.targets(ours))
+            states = {f"optimizer.state.{key.parameter}.{key.entry}": target for key, target in targets.items()}
+            world.together(lambda: _place(placer, opened, {**model, **states}))
+        with clock.phase("finish"):
+            afresh = world.together(lambda: [] if fitting is None else fitting.bind(ours, targets))
+            if fitting is not None:
+                world.together(lambda: _put_back_reduced(ours, beside.own.get("optimizers", {})))
+            told = world.together(lambda: beside.put_back(opened, state, fits.parts, world))
+    return RestoreReport(
+        rank=world.rank,
+        world_size=world.size,
+        directory=str(opened.folder),
+        step=step,
+        passed_over=passed_over,
+        saved_by=opened.facts.world_size,
+        user=opened.facts.user,
+        restored=tuple(part for part in _PARTS if part in fits.parts),
+        model=tuple(fits.model),
+        optimizers=tuple(key.label for key in targets),
+        not_stored=tuple(item.fqn for item in looked.held if item.kind.is_saved and item.fqn not in looked.stored),
+        missing=(*fits.faults["missing"], *(fitting.missing if fitting else ())),
+        unexpected=(*fits.faults["unexpected"], *(fitting.unexpected if fitting else ())),
+        mismatched=(*fits.faults["mismatched"], *(fitting.matched.mismatched if fitting else ())),
+        afresh=tuple(afresh),
+        base=base.told,
+        cast=fitting.matched.cast if fitting else {},
+        **told,
+        read_bytes=placer.read_bytes,
+        checked_bytes=reader.checked_bytes,
+        seconds=clock.seconds,
+    )
 
 
 def _match_bases(world: World, opened: Opened, looked: Looked, tolerance: Tolerance) -> BaseMatch:
@@ -116,64 +125,11 @@ def _match_bases(world: World, opened: Opened, looked: Looked, tolerance: Tolera
     if facts.holds == in_words(None):
         return BaseMatch()
 
-    def conclude(taken: list[bytes]) -> BaseMatch:
-        here = looked.base.identity(looked.model, looked.base.sums(taken))
+    def conclude(taken: list[dict[tuple[str, Box], int]]) -> BaseMatch:
+        here = looked.base.identity(looked.model, taken)
         return compare_bases(facts.base, here, tolerance.base, are_shapes_same=facts.others == looked.others)
 
     return world.all_reduce(lambda: looked.base.taken(), conclude)
-
-
-def _carry_out(
-    world: World,
-    opened: Opened,
-    passed_over: tuple[int, ...],
-    placer: Placer,
-    reader: CheckedReader,
-    found: _Decided,
-    state: TrainState,
-    options: CheckpointerOptions,
-    clock: Clock,
-) -> RestoreReport:
-    """Give everything its values. Collective: yes."""
-    looked, ours, fits, fitting = found.looked, found.ours, found.fits, found.fitting
-    with clock.phase("read"):
-        model = {key: looked.stored[fqn].tensor for fqn, key in fits.model.items()}
-        if any(item.tensor.is_meta for item in looked.held):
-            placer.read_bytes += _bring_up(world, opened, placer.reader, looked, fits, options)
-            ours = _bound_again(looked)
-            model = {}
-        targets = world.together(lambda: {} if fitting is None else fitting.targets(ours))
-        states = {f"optimizer.state.{key.parameter}.{key.entry}": target for key, target in targets.items()}
-        world.together(lambda: _place(placer, opened, {**model, **states}))
-    with clock.phase("finish"):
-        afresh = world.together(lambda: [] if fitting is None else fitting.bind(ours, targets))
-        if fitting is not None:
-            world.together(lambda: _put_back_reduced(ours, found.beside.own.get("optimizers", {})))
-        told = world.together(lambda: found.beside.put_back(opened, state, fits.parts, world))
-    return RestoreReport(
-        rank=world.rank,
-        world_size=world.size,
-        directory=str(opened.folder),
-        step=opened.facts.step,
-        passed_over=passed_over,
-        saved_by=opened.facts.world_size,
-        user=opened.facts.user,
-        restored=tuple(part for part in _PARTS if part in fits.parts),
-        model=tuple(fits.model),
-        optimizers=tuple(key.label for key in targets),
-        not_stored=tuple(item.fqn for item in looked.held if item.kind.is_saved and item.fqn not in looked.stored),
-        missing=(*fits.missing, *(fitting.missing if fitting else ())),
-        unexpected=(*fits.unexpected, *(fitting.unexpected if fitting else ())),
-        mismatched=(*fits.mismatched, *(fitting.matched.mismatched if fitting else ())),
-        afresh=tuple(afresh),
-        base=found.base.told,
-        cast=fitting.matched.cast if fitting else {},
-        rng=told["rng"],
-        data=told["data"],
-        read_bytes=placer.read_bytes,
-        checked_bytes=reader.checked_bytes,
-        seconds=clock.seconds,
-    )
 
 
 _PARTS = ("model", "optimizers", "schedulers", "scaler", "data", "rng")
@@ -383,111 +339,88 @@ def _bound_again(looked: Looked) -> Ours:
     return Ours.of(held, looked.bounds)
 
 
-@dataclass(frozen=True, slots=True)
 class Fits:
-    """What of a checkpoint goes where. ``model`` has keys by FQN; ``parts`` are those to restore."""
+    """Tensors and parts of a checkpoint that fit; ``faults`` are the names of the others, by kind.
 
-    model: Mapping[str, str]
-    parts: frozenset[str]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    mismatched: tuple[str, ...]
+    Attributes:
+        model: keys of the checkpoint by FQN.
+        parts: to be restored.
+    """
+
+    def __init__(self, tolerance: Tolerance, wanted: set[str], there: set[str]) -> None:
+        self.model: dict[str, str] = {}
+        self.parts = wanted & there
+        self.faults: dict[str, list[str]] = {"mismatched": [], "missing": [], "unexpected": []}
+        self._tolerance = tolerance
+        self._refused: dict[str, list[str]] = {kind: [] for kind in self.faults}
+        for part in sorted(wanted - there):
+            self.add("missing", part)
+        for part in sorted(there - wanted):
+            self.add("unexpected", part)
+
+    def add(self, kind: str, name: str, sentence: str = "") -> None:
+        """Record that a tensor, or a part, does not fit."""
+        self.faults[kind].append(name)
+        self.parts.discard(name)
+        if not allows(getattr(self._tolerance, kind), name):
+            self._refused[kind].append(sentence or name)
+
+    def check(self, head: str) -> None:
+        """Raises CoverageError for all that is not tolerated."""
+        if any(self._refused.values()):
+            raise CoverageError(faults_in_words(head, self._refused))
 
 
 @collected_later()
-def compare(
+def _compare(
     opened: Opened,
     looked: Looked,
     state: TrainState,
-    only: Selection,
     common: Mapping[KeyPath, Any],
     world_size: int,
     tolerance: Tolerance,
-    base: BaseMatch,
 ) -> Fits:
-    """Compare all but the optimizers' state with what there is; ``base`` is what came of comparing bases.
+    """Compare all but the optimizers' state with what there is.
 
     Raises:
-        CoverageError: the checkpoint is of another kind of tuning, or does not fit; all faults at once.
+        CoverageError: the checkpoint does not fit; all faults at once.
     """
-    _require_same_tuning(opened, looked, only, base)
-    faults = _Misfits(tolerance)
-    model = _compare_model(opened, looked, faults)
-    wanted = {"rng"}
-    wanted |= {"optimizers"} if state.all_optimizers else set()
-    wanted |= {"schedulers"} if state.all_schedulers else set()
-    wanted |= {"scaler"} if state.scaler is not None else set()
-    wanted |= {"data"} if state.data is not None else set()
-    for part in sorted(wanted - opened.parts):
-        faults.add("missing", part)
-    for part in sorted(opened.parts - wanted):
-        faults.add("unexpected", part)
-    kept = wanted & opened.parts
-    if "schedulers" in kept and (why := _unlike(state.all_schedulers, common["schedulers",])):
-        faults.add("mismatched", "schedulers", f"schedulers: {why}")
-        kept.discard("schedulers")
-    if "optimizers" in kept:
+    given = {"optimizers": state.all_optimizers, "schedulers": state.all_schedulers}
+    wanted = {"rng", *(part for part, items in given.items() if items)}
+    wanted |= {part for part in ("scaler", "data") if getattr(state, part) is not None}
+    fits = Fits(tolerance, wanted, opened.parts)
+    _compare_model(opened, looked, fits)
+    if "schedulers" in fits.parts and (why := _unlike(state.all_schedulers, common["schedulers",])):
+        fits.add("mismatched", "schedulers", f"schedulers: {why}")
+    if "optimizers" in fits.parts:
         stored = _settings(opened, looked, common["optimizer", "param_groups"])
         if others := unlike(by_parameter(looked.bounds), stored):
-            faults.add("mismatched", "optimizers", f"optimizers: {'; '.join(others)}")
-            kept.discard("optimizers")
-    if "optimizers" in kept and (why := _why_elsewhere(opened, looked, common, world_size)):
-        faults.add("mismatched", "optimizers", f"optimizer: {why}")
-        kept.discard("optimizers")
-    if "data" in kept and opened.facts.data == "each" and opened.facts.world_size != world_size:
-        saved = opened.facts.world_size
-        faults.add(
-            "mismatched", "data", f"data: a position for each of {saved} ranks, and now there are {world_size}"
-        )
-        kept.discard("data")
-    faults.check(f"{opened.folder} does not fit:")
-    return Fits(
-        model,
-        frozenset({"model", *kept}),
-        tuple(faults.told["missing"]),
-        tuple(faults.told["unexpected"]),
-        tuple(faults.told["mismatched"]),
-    )
+            fits.add("mismatched", "optimizers", f"optimizers: {'; '.join(others)}")
+        elif why := _why_elsewhere(opened, looked, common, world_size):
+            fits.add("mismatched", "optimizers", f"optimizer: {why}")
+    saved = opened.facts.world_size
+    if "data" in fits.parts and opened.facts.data == "each" and saved != world_size:
+        why = f"data: a position for each of {saved} ranks, and now there are {world_size}"
+        fits.add("mismatched", "data", why)
+    fits.check(f"{opened.folder} does not fit:")
+    fits.parts.add("model")
+    return fits
 
 
 def _why_elsewhere(opened: Opened, looked: Looked, common: Mapping[KeyPath, Any], world_size: int) -> str | None:
     """Why reduced state, which is each rank's alone, is not for these ranks."""
-    if REDUCED not in common:
-        return None
     saved = opened.facts.world_size
-    if saved != world_size:
+    if REDUCED in common and saved != world_size:
         return (
             f"its 8-bit, 4-bit or factored state was saved by {saved} ranks and cannot be resumed by {world_size}. "
             f"Resume on {saved} ranks, or start the optimizer anew."
         )
-    if common[REDUCED] != looked.layout:
+    if REDUCED in common and common[REDUCED] != looked.layout:
         return (
             "its 8-bit, 4-bit or factored state was saved of other shards or blocks. Resume with the mesh and the "
             "optimizer it was saved with, or start the optimizer anew."
         )
     return None
-
-
-class _Misfits:
-    """Faults by kind, with those that are not tolerated."""
-
-    def __init__(self, tolerance: Tolerance) -> None:
-        self._consents = {
-            "mismatched": tolerance.mismatched,
-            "missing": tolerance.missing,
-            "unexpected": tolerance.unexpected,
-        }
-        self.told: dict[str, list[str]] = {kind: [] for kind in self._consents}
-        self._refused: dict[str, list[str]] = {kind: [] for kind in self._consents}
-
-    def add(self, kind: str, name: str, sentence: str = "") -> None:
-        self.told[kind].append(name)
-        if not allows(self._consents[kind], name):
-            self._refused[kind].append(sentence or name)
-
-    def check(self, head: str) -> None:
-        if any(self._refused.values()):
-            raise CoverageError(faults_in_words(head, self._refused))
 
 
 def _require_same_tuning(opened: Opened, looked: Looked, only: Selection, base: BaseMatch) -> None:
@@ -511,37 +444,28 @@ def _require_same_tuning(opened: Opened, looked: Looked, only: Selection, base: 
         raise CoverageError(f"{opened.folder}: belongs to another base model:\n  {faults}\n{ALLOW_OTHER_BASE}")
 
 
-def _compare_model(opened: Opened, looked: Looked, faults: _Misfits) -> dict[str, str]:
-    """The key of every tensor that gets values, by FQN."""
+def _compare_model(opened: Opened, looked: Looked, fits: Fits) -> None:
+    """Find the key of every tensor that gets values."""
     keys = opened.model
     stored = {item.key: item for item in opened.index.tensors()}
-    found: dict[str, str] = {}
-    known: set[str] = set()
     for fqn, item in looked.stored.items():
-        known.update(item.names)
-        name = next((name for name in item.names if name in keys), None)
-        if name is None:
-            faults.add("missing", fqn)
+        names = [name for name in item.names if name in keys]
+        if not names:
+            fits.add("missing", fqn)
             continue
-        tensor = stored[keys[name]]
-        if tensor.shape != tuple(item.tensor.shape) or tensor.dtype is not in_memory(item.tensor.dtype):
-            here = f"{tuple(item.tensor.shape)} {in_memory(item.tensor.dtype).label}"
-            faults.add(
-                "mismatched", fqn, f"{fqn}: stored {tensor.shape} {tensor.dtype.label}, the model has {here}"
-            )
-            continue
-        found[fqn] = keys[name]
+        tensor, shape, dtype = stored[keys[names[0]]], tuple(item.tensor.shape), in_memory(item.tensor.dtype)
+        if tensor.shape != shape or tensor.dtype is not dtype:
+            why = f"{fqn}: stored {tensor.shape} {tensor.dtype.label}, the model has {shape} {dtype.label}"
+            fits.add("mismatched", fqn, why)
+        elif len(names) > 1:
+            why = f"{fqn}: one tensor in the model, and {len(names)} stored: {', '.join(names)}"
+            fits.add("mismatched", fqn, why)
+        else:
+            fits.model[fqn] = keys[names[0]]
+    known = {name for item in looked.stored.values() for name in item.names}
     for name in keys:
         if name not in known:
-            faults.add("unexpected", name)
-    several = {fqn: [name for name in item.names if name in keys] for fqn, item in looked.stored.items()}
-    for fqn, names in several.items():
-        if len(names) > 1:
-            faults.add(
-                "mismatched", fqn, f"{fqn}: one tensor in the model, and {len(names)} stored: {', '.join(names)}"
-            )
-            found.pop(fqn, None)
-    return found
+            fits.add("unexpected", name)
 
 
 def _settings(opened: Opened, looked: Looked, groups: Any) -> dict[str, tuple[str, dict[str, Any]]]:

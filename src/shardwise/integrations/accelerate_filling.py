@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.conversion import Expression
-from shardwise.engines.model_states import set_values
+from shardwise.engines.states import set_model_values
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.execution.agreed import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
 from shardwise.execution.progress import Clock
@@ -158,4 +158,4 @@ def _values_of(
 def _set(world: World, model: nn.Module, values: Values, options: StateOptions) -> None:
     """Give those tensors their values that there are some for, and leave all others."""
     tolerance = Tolerance(Ignore(), "error", "error")
-    set_values(world, model, values, only=None, tolerance=tolerance, options=options, clock=Clock())
+    set_model_values(world, model, values, only=None, tolerance=tolerance, options=options, clock=Clock())

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.engines.loading import LoadOptions, load_checkpoint
-from shardwise.engines.model_states import set_values, stored_values
+from shardwise.engines.states import set_model_values, stored_values
 from shardwise.errors import CoverageError, FormatError, StorageError
 from shardwise.execution.agreed import StateOptions, require_same_call
 from shardwise.execution.progress import Clock
@@ -214,7 +214,7 @@ def _set_model(world: World, model: nn.Module, found: FoundTraining, call: Train
         home, file = str(found.adapter.parent), found.adapter.name
         with clock.phase("agree"):
             values = stored_values(world, home, file, options, stack)
-        return set_values(world, model, values, only=only, tolerance=tolerance, options=options, clock=clock)
+        return set_model_values(world, model, values, only=only, tolerance=tolerance, options=options, clock=clock)
 
 
 STATE_FILE = "trainer_state.json"

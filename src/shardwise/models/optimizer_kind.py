@@ -1,13 +1,11 @@
-"""Which kind of optimizer a state is of: its class, its settings, and what it keeps of a parameter."""
+"""Kinds of optimizers and schedulers, told apart by class, settings and state."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.models.rebind import Bound
@@ -68,31 +66,6 @@ def _differences(settings: Mapping[str, Any], told: Mapping[str, Any]) -> list[s
         elif setting in _SWITCHES & told.keys() and bool(settings[setting]) != bool(told[setting]):
             found.append(f"saved with {setting}={told[setting]!r}, and it is {settings[setting]!r} now")
     return found
-
-
-def entries_of(optimizer: Optimizer, settings: Mapping[str, Any], ndim: int) -> frozenset[str] | None:
-    """What an optimizer of torch's keeps of a parameter with so many dimensions; None of any other.
-
-    One of its class is made for a single number, and steps.
-    """
-    kind = type(optimizer)
-    if getattr(torch.optim, kind.__name__, None) is not kind:
-        return None
-    forms = {name: bool(settings[name]) for name in ("amsgrad", "centered", "momentum") if name in settings}
-    return _entries_of(kind, tuple(forms.items()), ndim)
-
-
-@cache
-def _entries_of(kind: type[Optimizer], forms: tuple[tuple[str, bool], ...], ndim: int) -> frozenset[str] | None:
-    given: dict[str, Any] = {name: 0.5 * value if name == "momentum" else value for name, value in forms}
-    parameter = nn.Parameter(torch.zeros((1,) * ndim, device="cpu"))
-    parameter.grad = torch.zeros_like(parameter)
-    try:
-        single = kind([parameter], lr=0.1, **given)  # type: ignore[call-arg]
-        single.step()
-    except Exception:  # of one that wants a closure, or sparse gradients
-        return None
-    return frozenset(map(str, single.state[parameter]))
 
 
 _LISTS = frozenset(

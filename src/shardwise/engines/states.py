@@ -1,0 +1,761 @@
+"""Takes out and sets the state of a model and of its optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.engines.arguments import world_of
+from shardwise.engines.loading import give_value
+from shardwise.errors import CoverageError, DisagreementError, FormatError, PlacementError
+from shardwise.execution.agreed import (
+    BroughtValues,
+    StateOptions,
+    StoredValues,
+    Values,
+    by_canonical_names,
+    refuse_meta,
+    require_same_call,
+)
+from shardwise.execution.memory import home_among, managers_of, materialize
+from shardwise.execution.moving import Traffic, gather
+from shardwise.execution.progress import Clock
+from shardwise.execution.replicas import as_bytes, equal_on_all
+from shardwise.execution.supply import require_alike_models
+from shardwise.execution.world import World
+from shardwise.formats.opening import open_checkpoint
+from shardwise.layout import TensorKind
+from shardwise.models.initialize import Initialisers
+from shardwise.models.optimizer_kind import by_parameter, class_name, unlike
+from shardwise.models.optimizer_state import Given, copied, labelled, read, set_group, written_out
+from shardwise.models.rebind import Bound, Key, Scalar, keeps_reduced, look_at, state_like
+from shardwise.models.selection import Selection, names_outside
+from shardwise.models.torch_words import in_memory, to_torch
+from shardwise.models.view import Held, canonical, look_inside, refuse_subclasses, without_compile
+from shardwise.planning import matching
+from shardwise.planning.load_memory import stored_tensors
+from shardwise.planning.load_plan import OnDiffering
+from shardwise.planning.matching import OnFault, StateForm, StateSlot, Tolerance, match, receivers, require_form
+from shardwise.planning.sources import digest
+from shardwise.report.names import few
+from shardwise.report.reports import StateReport
+from shardwise.storage.reading.local import LocalReader
+from shardwise.tensors import DType
+
+KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank, or use a Checkpointer"
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """What there is to be set, on this rank."""
+
+    bounds: list[Bound]
+    parameters: dict[str, nn.Parameter]
+    first_names: dict[str, str]
+    keys: dict[str, Key]
+    """What the optimizers hold now, by label."""
+
+    @classmethod
+    def of(cls, held: Sequence[Held], bounds: list[Bound]) -> Ours:
+        return cls(
+            bounds,
+            {item.fqn: item.tensor for item in held if isinstance(item.tensor, nn.Parameter)},
+            {name: item.fqn for item in held for name in item.names},
+            labelled(bounds),
+        )
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: parameter.shape for name, parameter in self.parameters.items()}
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """Of all optimizers, one after the other."""
+        return [names for bound in self.bounds for names in bound.groups]
+
+    @property
+    def optimizer_of(self) -> dict[str, int]:
+        return {name: bound.index for bound in self.bounds for names in bound.groups for name in names}
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """What an optimizer holds under this label, if it is a tensor with shards."""
+        key = self.keys.get(name)
+        return None if key is None else self.bounds[key.optimizer].tensors.get(key)
+
+
+def _agreed(world: World, given: Given) -> tuple[Given, tuple[int, ...]]:
+    """The first bringing rank's groups and numbers, and the ranks that bring any. Collective: yes.
+
+    Raises:
+        DisagreementError: ranks bring state of other parameters, or other groups.
+    """
+    told = world.gather(replace(given, tensors={}))
+    bringing = [rank for rank, found in enumerate(told) if found]
+    if not bringing:
+        return Given(), ()
+    first = told[bringing[0]]
+    for rank in bringing[1:]:
+        its = told[rank]
+        if (first.groups, first.keys, set(first.scalars)) != (its.groups, its.keys, set(its.scalars)):
+            what = ", ".join(few(sorted(first.keys.keys() ^ its.keys.keys()))) or "the parameter groups differ"
+            raise DisagreementError(
+                f"ranks {bringing[0]} and {rank} bring different states of optimizers: {what}; bring the same on "
+                "every rank, or all of it on some and nothing on the others"
+            )
+    return first, tuple(bringing)
+
+
+def _require_same_kind(ours: Ours, agreed: Given) -> None:
+    """Raises :class:`CoverageError` for the state of other optimizers, as far as their settings tell."""
+    stored = {
+        name: ("", settings)
+        for names, settings in zip(agreed.groups, agreed.settings, strict=True)
+        for name in names
+    }
+    if found := unlike(by_parameter(ours.bounds), stored):
+        shown = "\n  ".join(few(found))
+        raise CoverageError(
+            f"the state is of other optimizers than these:\n  {shown}\nMake the optimizers as they were made when "
+            "it was saved."
+        )
+
+
+def _match(
+    ours: Ours,
+    agreed: Given,
+    groups: matching.GroupMatch,
+    told: Sequence[Mapping[str, matching.Brought]],
+    tolerance: matching.Tolerance,
+) -> matching.Match:
+    """The state that is set. Numbers need no match: only the present state must not get lost."""
+    unexpected, missing = set(groups.unexpected), {*groups.missing, *_forgotten(agreed)}
+    known = [
+        {name: item for name, item in found.items() if agreed.keys[name][0] not in unexpected} for found in told
+    ]
+    places = [
+        matching.StateSlot((name,), *_shape_and_dtype(ours, name, agreed.keys[name][0], item))
+        for name, item in next((found for found in known if found), {}).items()
+    ]
+    places += [
+        matching.StateSlot((name,), (), DType.OTHER)
+        for name, key in ours.keys.items()
+        if name not in agreed.keys and key.parameter not in missing
+    ]
+    return matching.match(places, known, tolerance)
+
+
+def _forgotten(agreed: Given) -> set[str]:
+    """Parameters that have no state afterwards: all of its groups', of a state before the first step."""
+    return set() if agreed.keys else {name for names in agreed.groups for name in names}
+
+
+def _shape_and_dtype(
+    ours: Ours, name: str, parameter: str, item: matching.Brought
+) -> tuple[tuple[int, ...], DType]:
+    present = ours.tensor(name)
+    if present is not None:
+        return tuple(present.shape), in_memory(present.dtype)
+    own = ours.parameters[parameter]
+    shape = tuple(own.shape)
+    if item.dtype is DType.OTHER or item.dtype.kind != "float" or item.dtype.bits < 16:
+        return shape, item.dtype
+    wider = torch.promote_types(to_torch(item.dtype), own.dtype)
+    return shape, in_memory(wider) if wider.is_floating_point else item.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """A state and the optimizers that take it, all that is decided before anything is changed."""
+
+    agreed: Given
+    brought_by: tuple[int, ...]
+    groups: matching.GroupMatch
+    matched: matching.Match
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return self.groups.missing + self.matched.missing
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        return self.groups.unexpected + self.matched.unexpected
+
+    def targets(self, ours: Ours) -> dict[Key, torch.Tensor]:
+        """Where the state arrives: what the optimizers have already, else new memory."""
+        optimizer_of = ours.optimizer_of
+        targets: dict[Key, torch.Tensor] = {}
+        for item in self.matched.taken:
+            parameter, entry = self.agreed.keys[item.name]
+            own, dtype = ours.parameters[parameter], to_torch(item.place.dtype)
+            target = ours.tensor(item.name)
+            if target is None:
+                target = state_like(own, dtype)
+            targets[Key(optimizer_of[parameter], parameter, entry)] = target
+        return targets
+
+    def bind(self, ours: Ours, targets: Mapping[Key, torch.Tensor]) -> list[str]:
+        """Give the optimizers their settings and state; the trained parameters that have no state then."""
+        optimizer_of, forgotten = ours.optimizer_of, _forgotten(self.agreed)
+        scalars = {
+            Key(optimizer_of[parameter], parameter, entry): self.agreed.scalars[name]
+            for name, (parameter, entry) in self.agreed.keys.items()
+            if name in self.agreed.scalars and parameter in optimizer_of
+        }
+        present = [group for bound in ours.bounds for group in bound.optimizer.param_groups]
+        for group, giver in zip(present, self.groups.giver_of, strict=True):
+            if giver is not None:
+                set_group(group, self.agreed.settings[giver])
+        for bound in ours.bounds:
+            bound.rebind(ours.parameters, targets, scalars)
+            for name in forgotten & ours.parameters.keys():
+                bound.optimizer.state.pop(ours.parameters[name], None)
+        kept = {key.parameter for key in ours.keys.values()} - forgotten
+        stepped = {key.parameter for key in [*targets, *scalars]} | kept
+        return [name for name in optimizer_of if name not in stepped and ours.parameters[name].requires_grad]
+
+
+def fit(
+    world: World,
+    ours: Ours,
+    given: Given,
+    told: Sequence[Mapping[str, matching.Brought]],
+    tolerance: matching.Tolerance,
+) -> Fitting:
+    """Find what of a state belongs to what of the optimizers. ``told`` is what each rank has of its tensors.
+
+    Collective: yes.
+
+    Raises:
+        CoverageError: the state is of other optimizers; what is missing, unexpected or mismatched; groups of which
+            the state has none alike.
+        DisagreementError: ranks bring different states.
+    """
+    agreed, brought_by = _agreed(world, given)
+    stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
+
+    def decide() -> Fitting:
+        _require_same_kind(ours, agreed)
+        groups = matching.match_groups(ours.groups, agreed.groups, stateful, tolerance)
+        return Fitting(agreed, brought_by, groups, _match(ours, agreed, groups, told, tolerance))
+
+    return world.together(decide)
+
+
+@dataclass(frozen=True)
+class TakenOptimizers:
+    """What optimizers hold of parameters, by label, equal on all ranks; ``home`` is where staging lies."""
+
+    bounds: list[Bound]
+    tensors: Mapping[str, torch.Tensor]
+    scalars: Mapping[str, Scalar]
+    home: torch.device
+
+    def written(self) -> dict[str, Any]:
+        """The state with tensors as they are, by the names of parameters."""
+        own = {name: tensor.detach() for name, tensor in self.tensors.items()}
+        return written_out(self.bounds, {**own, **self.scalars})
+
+
+def take_out_optimizers(
+    world: World,
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    what: str,
+    options: StateOptions,
+) -> TakenOptimizers:
+    """Look at what optimizers hold, and compare what several ranks do. Collective: yes.
+
+    ``what`` is what these are called.
+
+    Raises:
+        ConfigError, PlacementError, DisagreementError: as of
+            :func:`~shardwise.engines.states.optimizer_state`.
+    """
+    held, bounds = _looked_at(world, model, optimizers)
+    tensors, scalars = _held_by(world, bounds)
+    world.together(lambda: refuse_meta(tensors, what))
+    home = home_among(held, tensors.values())
+    numbers = {
+        name: value if isinstance(value, torch.Tensor) else as_bytes(value) for name, value in scalars.items()
+    }
+    both = {**tensors, **numbers}
+    equal_on_all(world, both, (), "error", budget_bytes=options.budget_bytes, device=home)
+    return TakenOptimizers(bounds, tensors, scalars, home)
+
+
+TakeApart: TypeAlias = Callable[[Ours], tuple[Given, Values]]
+"""Asked, on every rank, for this rank's part of a state, and for the values of its tensors."""
+
+
+def set_optimizer_values(
+    world: World,
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    take_apart: TakeApart,
+    *,
+    tolerance: matching.Tolerance,
+    options: StateOptions,
+    clock: Clock,
+) -> StateReport:
+    """Give optimizers a state from wherever its tensors are.
+
+    Collective: yes.
+    Memory, errors: as of :func:`set_optimizer_state`.
+    """
+    with clock.phase("agree"):
+        held, bounds = _looked_at(world, model, optimizers)
+        ours = Ours.of(held, bounds)
+        given, values = take_apart(ours)
+        told = values.told(world)
+        fitting = fit(world, ours, given, told, tolerance)
+        matched = fitting.matched
+    with clock.phase("exchange"):
+        targets = world.together(lambda: fitting.targets(ours))
+        by_label = {key.label: target for key, target in targets.items()}
+        home = home_among(held, targets.values())
+        traffic = values.bring(world, matched, by_label, budget_bytes=options.budget_bytes, device=home)
+    with clock.phase("finish"):
+        afresh = world.together(lambda: fitting.bind(ours, targets))
+    return _report(
+        world,
+        values,
+        traffic,
+        clock,
+        set_names=tuple(by_label),
+        missing=fitting.missing,
+        unexpected=fitting.unexpected,
+        mismatched=matched.mismatched,
+        cast=matched.cast,
+        afresh=tuple(afresh),
+        brought_by=fitting.brought_by,
+    )
+
+
+def _report(
+    world: World, values: Values, traffic: Traffic, clock: Clock, *, brought_by: tuple[int, ...], **facts: Any
+) -> StateReport:
+    return StateReport(
+        rank=world.rank,
+        world_size=world.size,
+        brought_by=() if isinstance(values, StoredValues) else brought_by,
+        read_bytes=getattr(values, "read_bytes", 0),
+        sent_bytes=traffic.sent_bytes,
+        received_bytes=traffic.received_bytes,
+        kept_bytes=traffic.kept_bytes,
+        seconds=clock.seconds,
+        **facts,
+    )
+
+
+def _looked_at(
+    world: World,
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+) -> tuple[list[Held], list[Bound]]:
+    """The model and its optimizers, which are the same on all ranks. Collective: yes."""
+    several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
+    held = world.together(lambda: look_inside(model))
+    bounds = world.together(lambda: look_at(several, held, KEEP_IT_APART))
+    world.together(lambda: _refuse_reduced(bounds))
+    require_alike_models(world, held, bounds)
+    return held, bounds
+
+
+def _refuse_reduced(bounds: Sequence[Bound]) -> None:
+    """Raises :class:`PlacementError` for optimizers whose state would not be their own if it were set."""
+    for bound in bounds:
+        if keeps_reduced(bound.optimizer):
+            raise PlacementError(
+                f"{class_name(bound.optimizer)}: its state is reduced (8-bit, 4-bit or factored) and belongs "
+                "to each rank. Save and restore it with a Checkpointer, on as many ranks."
+            )
+
+
+def _held_by(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
+    """What optimizers hold of parameters, by label: tensors, and the rest, in one order on all ranks.
+
+    (Their own order is not: torch's ``set_optimizer_state_dict`` leaves another one on the first rank.)
+
+    Collective: yes.
+
+    Raises:
+        DisagreementError: ranks hold something else.
+    """
+    tensors = {key.label: tensor for bound in bounds for key, tensor in bound.tensors.items()}
+    scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
+    tensors, scalars = dict(sorted(tensors.items())), dict(sorted(scalars.items()))
+    world.require_equal(digest([*tensors, *scalars]), "what the optimizers hold of parameters")
+    return tensors, scalars
+
+
+@torch.no_grad()
+def optimizer_state(
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    form: StateForm = "full",
+    *,
+    options: StateOptions = StateOptions(),  # noqa: B008
+) -> dict[str, Any]:
+    """The state of a model's optimizers, by the names of the plain model's parameters.
+
+    ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [name, ...], "lr": ...}]}``, as
+    ``torch.distributed.checkpoint.state_dict`` has it. A tied parameter has its first name. Parameters that have
+    not been stepped have no state: no step is taken here.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: for whole tensors, ``options.budget_bytes``, and on the ranks that get the tensors these, on the
+    CPU. For ``"sharded"`` none: the tensors are the optimizers' own.
+
+    Args:
+        model: whose parameters the optimizers hold.
+        optimizers: one, or several in the same order on every rank.
+        form: ``"full"``, ``"full_on_all_ranks"``, or ``"sharded"``.
+        options: budget, process group, patience.
+
+    Returns:
+        The state; an empty dict on a rank that ``form`` leaves out.
+
+    Raises:
+        ConfigError: an argument cannot be honoured.
+        PlacementError: parameters are not the model's or are in two groups; state is neither of the parameter's
+            shape, nor a DTensor, nor a number.
+        DisagreementError: ranks have different models or optimizers, or different values of what several hold.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank.
+    """
+    model = without_compile(model)
+    with world_of(options, "optimizer_state") as world, torch.device("cpu"):
+        world.together(lambda: require_form(form))
+        require_same_call(world, form, options=options)
+        taken = take_out_optimizers(world, model, optimizers, "the optimizers", options)
+        if form == "sharded":
+            return taken.written()
+        found = gather(world, taken.tensors, form, budget_bytes=options.budget_bytes, device=taken.home)
+        if world.rank not in receivers(form, world.size):
+            return {}
+        scalars = {name: copied(value) for name, value in taken.scalars.items()}
+        return written_out(taken.bounds, {**found, **scalars})
+
+
+@torch.no_grad()
+def set_optimizer_state(
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    state: Mapping[str, Any] | None,
+    *,
+    on_missing: matching.OnFault = "error",
+    on_unexpected: matching.OnFault = "error",
+    on_mismatched: matching.OnFault = "error",
+    options: StateOptions = StateOptions(),  # noqa: B008
+) -> StateReport:
+    """Give a model's optimizers the settings and the state that they had, by the names of parameters.
+
+    The layout is that of :func:`optimizer_state`, with whole tensors or DTensors of any sharding, on every rank, or
+    on some and ``None`` (or nothing) on the others. A parameter may have any of its names. Groups are told by the
+    parameters in them, whatever their order, and get all settings that the state has, learning rates included.
+
+    State is made where there is none, without a step, sharded as its parameter is, in the dtype given or in the
+    parameter's if that is wider; where there is some, it keeps its dtype. Parameters that neither the state nor the
+    optimizer has any of start afresh (``report.afresh``); so do all of a state without values, from
+    before the first step.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: the new state, and ``options.budget_bytes``.
+
+    Args:
+        model: whose parameters the optimizers hold.
+        optimizers: one, or several in the same order on every rank.
+        state: as above.
+        on_missing: ``Ignore(only=...)`` for parameters that no group of the state has, and for state that the
+            optimizer has and the given lacks (as in ``"layer.weight: exp_avg"``): they stay as they are.
+        on_unexpected: ``Ignore(only=...)`` for parameters in the state that the optimizers do not hold.
+        on_mismatched: ``Ignore(only=...)`` for state of another shape, which is left out.
+        options: budget, process group, patience.
+
+    Raises:
+        ConfigError: an argument cannot be honoured.
+        CoverageError: the state is of other optimizers; what is missing, unexpected or mismatched; groups of which
+            the state has none alike.
+        DisagreementError: ranks have different models or optimizers, or bring different states.
+        PlacementError: as of :func:`optimizer_state`; the state has tensors on meta.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank. All but the last come before anything is changed.
+    """
+    model = without_compile(model)
+    clock = Clock()
+    tolerance = matching.Tolerance(on_missing, on_unexpected, on_mismatched)
+    with world_of(options, "set_optimizer_state") as world, torch.device("cpu"):
+        with clock.phase("agree"):
+            require_same_call(world, tolerance, options=options)
+
+        def take_apart(ours: Ours) -> tuple[Given, Values]:
+            given = world.together(lambda: read(state, ours.first_names, ours.shapes))
+            return given, BroughtValues(given.tensors)
+
+        return set_optimizer_values(
+            world, model, optimizers, take_apart, tolerance=tolerance, options=options, clock=clock
+        )
+
+
+@dataclass(frozen=True)
+class TakenModel:
+    """What of a model is taken out, looked at on all ranks.
+
+    Attributes:
+        held: all that is in the model.
+        names: those of the state, to canonical FQNs.
+        tensors: by first name, tied ones once; of a buffer that differs, the first rank's values.
+        differing: the buffers that do.
+        home: where staging lies.
+    """
+
+    held: list[Held]
+    names: Mapping[str, str]
+    tensors: Mapping[str, torch.Tensor]
+    differing: tuple[str, ...]
+    home: torch.device
+
+    def by_name(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What is found by first names, under the names of the state: one object for all names of a tied tensor."""
+        first_of = {name: item.fqn for item in self.held for name in item.names}
+        return {name: found[first_of[fqn]] for name, fqn in self.names.items() if first_of[fqn] in found}
+
+
+def take_out_model(
+    world: World, model: nn.Module, only: Selection, on_differing_buffers: OnDiffering, options: StateOptions
+) -> TakenModel:
+    """Look for the tensors of a state, and compare what several ranks hold. Collective: yes.
+
+    Raises:
+        ConfigError, PlacementError, DisagreementError: as of :func:`~shardwise.engines.states.model_state`.
+    """
+    held = world.together(lambda: look_inside(model))
+    require_alike_models(world, held, [])
+    names = world.from_first(lambda: names_outside(model, held, only))
+    wanted = set(names.values())
+    chosen = {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
+    world.together(lambda: refuse_meta(chosen, "the model"))
+    home = home_among(held, chosen.values())
+    buffers = {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
+    budget = options.budget_bytes
+    tensors, differing = equal_on_all(
+        world, chosen, buffers, on_differing_buffers, budget_bytes=budget, device=home
+    )
+    return TakenModel(held, names, tensors, differing, home)
+
+
+def set_model_values(
+    world: World,
+    model: nn.Module,
+    values: Values,
+    *,
+    only: Selection,
+    tolerance: Tolerance,
+    options: StateOptions,
+    clock: Clock,
+) -> StateReport:
+    """Give a model values from wherever they are.
+
+    Collective: yes.
+    Memory, errors: as of :func:`set_model_state`.
+    """
+    with clock.phase("agree"):
+        held = world.together(lambda: look_inside(model))
+        require_alike_models(world, held, [])
+        names = world.from_first(lambda: names_outside(model, held, only))
+        told = values.told(world)
+        places = _places(held, names)
+        of = {place.names[0]: item for place, item in places}
+        matched = world.together(lambda: match([place for place, _ in places], told, tolerance))
+        taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
+        world.together(lambda: refuse_subclasses(list(taking.values())))
+        # Asked of initialisers while all is on meta: a model that gets its values is as one that was loaded.
+        initialisers = Initialisers(model, held)
+        computed = world.together(lambda: _computed(initialisers, only))
+        values.require_ties(world, [item.place.names for item in matched.taken])
+    with clock.phase("exchange"):
+        home = home_among(held, [item.tensor for item in held])
+        awaiting = [*taking.values(), *(item for item, _ in computed)]
+        world.together(lambda: materialize(awaiting, managers_of(model), home))
+        targets = {name: item.tensor for name, item in taking.items()}
+        traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
+        recomputed = world.together(lambda: _fill(initialisers, computed, home))
+    return _report(
+        world,
+        values,
+        traffic,
+        clock,
+        set_names=tuple(targets),
+        missing=matched.missing,
+        unexpected=matched.unexpected,
+        mismatched=matched.mismatched,
+        cast=matched.cast,
+        on_meta=tuple(item.fqn for item in held if item.tensor.is_meta),
+        brought_by=tuple(rank for rank, found in enumerate(told) if found),
+        recomputed=recomputed,
+    )
+
+
+def _computed(initialisers: Initialisers, only: Selection) -> list[tuple[Held, torch.Tensor]]:
+    """The buffers on meta that no state has, and that the model's initialisers compute, with their values."""
+    waiting = [item for item in initialisers.held if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
+    if not waiting or only is not None:
+        return []
+    found = initialisers.buffers({}, seed=0)
+    return [(item, value) for item in waiting if (value := found[item.fqn].value) is not None]
+
+
+def _fill(
+    initialisers: Initialisers, computed: list[tuple[Held, torch.Tensor]], home: torch.device
+) -> tuple[str, ...]:
+    """Give buffers their values, and attributes that were left on meta; the names of both."""
+    for item, value in computed:
+        give_value(item, value)
+    attributes = initialisers.compute_attributes(home) if computed else ()
+    return (*(item.fqn for item, _ in computed), *attributes)
+
+
+def _places(held: list[Held], names: Mapping[str, str]) -> list[tuple[StateSlot, Held]]:
+    """Tensors that take values, tied ones once, with all their names outside."""
+    outside: dict[str, list[str]] = {}
+    for name, fqn in names.items():
+        outside.setdefault(fqn, []).append(name)
+    found: list[tuple[StateSlot, Held]] = []
+    for item in held:
+        own = tuple(name for fqn in item.names for name in outside.get(fqn, ()))
+        if own:
+            own = tuple(dict.fromkeys([*own, *item.names]))  # an adapter's, also by its names in the model
+            found.append((StateSlot(own, tuple(item.tensor.shape), in_memory(item.tensor.dtype)), item))
+    return found
+
+
+@torch.no_grad()
+def model_state(
+    model: nn.Module,
+    form: StateForm = "full",
+    *,
+    only: Selection = None,
+    on_differing_buffers: OnDiffering = "first_rank",
+    options: StateOptions = StateOptions(),  # noqa: B008
+) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers of a model, by the names of the plain model.
+
+    They are those of ``model.state_dict()`` before the model was compiled, checkpoint-wrapped or sharded, in this
+    order. Tied parameters are there under each of their names, as one tensor.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: for whole tensors, ``options.budget_bytes``, and on the ranks that get the tensors these, on the
+    CPU. For ``"sharded"`` none: the tensors share the memory of the model, but for buffers that differ.
+
+    Args:
+        model: any module, sharded or not; FSDP2 groups that are gathered are resharded.
+        form: ``"full"``, ``"full_on_all_ranks"``, or ``"sharded"``.
+        only: ``None``, or ``AdapterOnly()`` for an adapter of PEFT's, under the names of PEFT's files.
+        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
+            have, are the first rank's in every form, ``"first_rank"``, or an error, ``"error"``.
+        options: budget, process group, patience.
+
+    Returns:
+        The tensors, without autograd; nothing on a rank that ``form`` leaves out.
+
+    Raises:
+        ConfigError: an argument cannot be honoured.
+        PlacementError: tensors are on meta, or are placed neither as shards nor as replicas.
+        DisagreementError: ranks have different models, or different values of parameters that several hold.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank.
+    """
+    model = without_compile(model)
+    with world_of(options, "model_state") as world, torch.device("cpu"):
+        world.together(lambda: require_form(form))
+        require_same_call(world, form, only, on_differing_buffers, options=options)
+        taken = take_out_model(world, model, only, on_differing_buffers, options)
+        if form == "sharded":
+            return taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
+        budget = options.budget_bytes
+        return taken.by_name(gather(world, taken.tensors, form, budget_bytes=budget, device=taken.home))
+
+
+@torch.no_grad()
+def set_model_state(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor] | None,
+    *,
+    only: Selection = None,
+    on_missing: OnFault = "error",
+    on_unexpected: OnFault = "error",
+    on_mismatched: OnFault = "error",
+    options: StateOptions = StateOptions(),  # noqa: B008
+) -> StateReport:
+    """Give the parameters and persistent buffers of a model the values of a state, in place.
+
+    A state is whole tensors or DTensors of any sharding, on every rank, or on some and ``None`` (or nothing) on the
+    others. Who has whole tensors takes its own slices of them, and nothing is compared; the others get their shards
+    sent, and no more. Values are cast to the dtype of the model's tensor (``report.cast``); integers, and numbers
+    of 8 bits, are not. Of tied parameters one name is enough. Tensors on meta get memory; the buffers that no state
+    has are then computed by the model's initialisers, as :func:`~shardwise.engines.loading.load` has it
+    (``report.recomputed``), and what nothing computes stays on meta (``report.on_meta``).
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: ``options.budget_bytes``.
+
+    Args:
+        model: any module, sharded or not.
+        state: by names with or without those of wrappers; with ``AdapterOnly``, the names of PEFT's files, or
+            those of the model.
+        only: what the state is of.
+        on_missing: ``"error"``, or ``Ignore(only=...)`` for tensors that may keep their values.
+        on_unexpected: ``Ignore(only=...)`` for names in the state that the model does not know.
+        on_mismatched: ``Ignore(only=...)`` for tensors that may keep their values where the shape differs.
+        options: budget, process group, patience.
+
+    Raises:
+        ConfigError: an argument cannot be honoured.
+        CoverageError: missing, unexpected or mismatched tensors, all at once; ties that come with two values.
+        DisagreementError: ranks have different models, or bring different states.
+        PlacementError: the state has tensors on meta.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank. All but the last come before anything is changed.
+    """
+    model = without_compile(model)
+    clock = Clock()
+    tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
+    with world_of(options, "set_model_state") as world, torch.device("cpu"):
+        with clock.phase("agree"):
+            require_same_call(world, only, tolerance, options=options)
+            given = world.together(lambda: by_canonical_names(state, "state"))
+        return set_model_values(
+            world, model, BroughtValues(given), only=only, tolerance=tolerance, options=options, clock=clock
+        )
+
+
+def stored_values(world: World, folder: str, file: str, options: StateOptions, stack: ExitStack) -> StoredValues:
+    """The tensors in files of a folder, by names without wrappers; closed with ``stack``. Collective: yes.
+
+    Raises:
+        FormatError, StorageError: as of :func:`~shardwise.formats.open_checkpoint`; two names are one.
+    """
+    reader = stack.enter_context(world.together(lambda: LocalReader(folder)))
+    index = world.from_first(lambda: open_checkpoint(reader, weights_name=file))
+    named = world.together(lambda: by_canonical_keys(stored_tensors(index), index.root))
+    return StoredValues(reader, index, named, options.budget_bytes)
+
+
+def by_canonical_keys(stored: Mapping[str, Any], root: str) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for key, expression in stored.items():
+        plain = canonical(key)
+        if plain in named:
+            raise FormatError(f"{root}: has {plain} twice, with and without the names of wrappers")
+        named[plain] = expression
+    return named
