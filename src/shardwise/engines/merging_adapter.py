@@ -32,7 +32,6 @@ from shardwise.models import pretrained
 from shardwise.models.key_conversions import assign_keys
 from shardwise.models.revert import Output
 from shardwise.models.selection import modules_of_columns, parameters_by_module
-from shardwise.models.torch_words import to_torch
 from shardwise.planning import merge_plan
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.save_reports import MergeAdapterReport
@@ -43,15 +42,11 @@ from shardwise.storage.reading.joined import Beside
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.tensors import DType, row_blocks
+from shardwise.tensors import DType
 from shardwise.tensors.boxes import in_bytes_of
 
 ADAPTER = beside_of("merged")
 """What the names of the adapter's files and keys begin with, beside those of the base."""
-
-
-_LOOKED_AT_NUMEL = 1 << 24
-"""Elements of a factor that are looked at at a time."""
 
 
 @dataclass(frozen=True)
@@ -167,26 +162,6 @@ def _beside(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -> merge_pl
         magnitude = None if edit.magnitude is None else found(edit.magnitude)
         return replace(edit, a=found(edit.a), b=found(edit.b), magnitude=magnitude)
     return replace(edit, leaf=found(edit.leaf))
-
-
-def require_effect(plan: merge_plan.MergePlan, lora: _OpenedAdapter, folder: Path) -> None:
-    """At least one edit may change something, before anything is written: not all factors are zero."""
-    expressions = stored_tensors(lora.index)
-
-    def is_zero(leaf: Expression) -> bool:
-        key = key_of(leaf)
-        assert key is not None
-        expression = expressions[key]
-        blocks = row_blocks(leaf.shape, _LOOKED_AT_NUMEL)
-        return not any(bool(lora.placer.values(expression, box, to_torch(leaf.dtype)).any()) for box in blocks)
-
-    def is_without(edit: merge_plan.Edit) -> bool:
-        return (
-            isinstance(edit, merge_plan.LowRank) and edit.magnitude is None and (is_zero(edit.a) or is_zero(edit.b))
-        )
-
-    if all(is_without(edit) for edits in (*plan.tensors.values(), *plan.keys.values()) for edit in edits):
-        raise without_effect(folder, plan)
 
 
 def without_effect(folder: Path, plan: merge_plan.MergePlan) -> CoverageError:
@@ -322,7 +297,6 @@ def _planned(
     outputs = source.revert()
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {base}"
     plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
-    require_effect(plan, lora, lora_folder)
     changed: set[str] = set()
     joined = beside(index, lora.index, ADAPTER)
     both = stack.enter_context(offline.placer_of(Beside(reader, lora.reader, ADAPTER), joined))

@@ -465,9 +465,8 @@ def _compare_files(
     candidates = [save for save in saves if index.files.items() <= save.files.items()]
     if not candidates:
         return ComparedFiles(damaged_files=tuple(broken))
-    content = _Content(reader, index)
     # While a save is committed, two saves may be on record, of the same sizes even; small files are of either.
-    found = min((content.compared_with(save) for save in candidates), key=lambda each: each.faults)
+    found = min(map(_comparison(reader, index), candidates), key=lambda each: each.faults)
     beside = {name for save in saves for name in save.beside} - {ADAPTER_CONFIG}
     present = set(reader.list())
     changed = [
@@ -478,34 +477,25 @@ def _compare_files(
     return replace(found, damaged_files=(*broken, *found.damaged_files), changed=tuple(changed))
 
 
-class _Content:
-    """The fingerprints and digests that files have now."""
+def _comparison(reader: StorageReader, index: CheckpointIndex) -> Callable[[RecordedSave], ComparedFiles]:
+    """Read all files; return a function that compares them with what a save recorded."""
+    tensors = _fingerprints(reader, index)
+    ends = dict(index.files)
+    for entry in index.entries.values():
+        ends[entry.file] = min(ends[entry.file], entry.start)
+    headers = {file: fingerprints.digest(reader.read(file, 0, end)) for file, end in ends.items()}
+    config = _digest(reader, ADAPTER_CONFIG) if ADAPTER_CONFIG in reader.list() else "gone"
 
-    def __init__(self, reader: StorageReader, index: CheckpointIndex) -> None:
-        self._files = index.files
-        self._tensors = _fingerprints(reader, index)
-        ends = dict(index.files)
-        for entry in index.entries.values():
-            ends[entry.file] = min(ends[entry.file], entry.start)
-        self._headers = {file: fingerprints.digest(reader.read(file, 0, end)) for file, end in ends.items()}
-        self._config = _digest(reader, ADAPTER_CONFIG) if ADAPTER_CONFIG in reader.list() else "gone"
-
-    def compared_with(self, save: RecordedSave) -> ComparedFiles:
-        """Which of it is not what this save recorded. Of files that the save has beside these nothing is asked."""
-        keys = {*self._tensors, *(save.tensors if dict(self._files) == dict(save.files) else ())}
-        faults = [
-            f"{file}: its header"
-            for file, digest in self._headers.items()
-            if save.headers and save.headers.get(file) != digest
-        ]
-        if save.beside.get(ADAPTER_CONFIG, self._config) != self._config:
+    def compare(save: RecordedSave) -> ComparedFiles:
+        keys = {*tensors, *(save.tensors if dict(index.files) == dict(save.files) else ())}
+        odd = [file for file, digest in headers.items() if save.headers and save.headers.get(file) != digest]
+        faults = [f"{file}: its header" for file in odd]
+        if save.beside.get(ADAPTER_CONFIG, config) != config:
             faults.append(f"{ADAPTER_CONFIG}: edited, or damaged")
-        return ComparedFiles(
-            len(self._tensors),
-            tuple(sorted(key for key in keys if self._tensors.get(key) != save.tensors.get(key))),
-            tuple(faults),
-            has_headers=bool(save.headers),
-        )
+        damaged = tuple(sorted(key for key in keys if tensors.get(key) != save.tensors.get(key)))
+        return ComparedFiles(len(tensors), damaged, tuple(faults), has_headers=bool(save.headers))
+
+    return compare
 
 
 def require_as_saved(reader: StorageReader, adapter: str, training: str | None) -> None:

@@ -28,7 +28,7 @@ from shardwise.models.four_bit_linear import FourBit
 from shardwise.models.policies import Classes, MinSize, NamedPolicy, WrapPolicy, group_parameters
 from shardwise.models.rebind import look_at, require_steps_shards
 from shardwise.models.torch_words import TrainedDtype, require_trainable_dtype
-from shardwise.models.view import Held, is_sharded, look_inside, refuse_unmovable, without_compile
+from shardwise.models.view import is_sharded, look_inside, refuse_unmovable, without_compile
 from shardwise.models.wrap import Sharding
 from shardwise.planning.sources import ValuesFrom
 from shardwise.report.reports import ShardReport
@@ -66,12 +66,6 @@ class ShardCall:
     options: ShardOptions
     quantization: FourBit | None = None
 
-    def words(self, sharding: Sharding) -> str:
-        """What of it ranks must have in common, with the sharding that has a mesh."""
-        options = self.options
-        told = (wrap.in_words(sharding), self.values_from, self.trained_dtype, options.budget_bytes, options.nodes)
-        return repr(told)
-
 
 def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Clock) -> ShardReport:
     """Look, agree, compare, wrap, exchange and finish: the same steps for every model and every world size.
@@ -90,8 +84,19 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
         bounds = world.together(lambda: look_at(call.optimizers, held))
         if was_sharded:
             return replace(_report(world, model, settled, clock), was_sharded=True)
-        world.together(lambda: _refuse(model, held, settled, call.optimizers))
-        world.require_equal(call.words(settled), "the list of arguments (mesh, policies, modes, budget)")
+
+        def refuse() -> None:
+            refuse_unmovable(held)
+            if settled.mesh is not None:
+                require_steps_shards(call.optimizers)
+                group_parameters(model, settled.wrap)
+            wrap.blocks_to_prepare(model, settled)
+            if options.nodes is not None and len(options.nodes) != world.size:
+                raise ConfigError(f"nodes names the machines of {len(options.nodes)} ranks, of {world.size}")
+
+        world.together(refuse)
+        words = (wrap.in_words(settled), call.values_from, call.trained_dtype, options.budget_bytes, options.nodes)
+        world.require_equal(repr(words), "the list of arguments (mesh, policies, modes, budget)")
         require_alike_models(world, held, bounds)
         notes: tuple[str, ...] = ()
         if (kind := call.quantization) is not None:
@@ -101,7 +106,7 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
             notes = world.together(lambda: pack_model(model, chosen, kind))
             held = world.together(lambda: look_inside(model))
             bounds = world.together(lambda: look_at(call.optimizers, held))
-        found = survey(world, held, bounds, call.values_from, _nodes(world, options))
+        found = survey(world, held, bounds, call.values_from, options.nodes)
     with clock.phase("compare"):
         supply = compare(world, found, held, bounds, call.values_from, call.trained_dtype)
     with clock.phase("wrap"):
@@ -127,20 +132,6 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
         rebound=tuple(bound.count() for bound in bounds),
         notes=notes,
     )
-
-
-def _refuse(model: nn.Module, held: Sequence[Held], sharding: Sharding, optimizers: Sequence[Optimizer]) -> None:
-    refuse_unmovable(held)
-    if sharding.mesh is not None:
-        require_steps_shards(optimizers)
-        group_parameters(model, sharding.wrap)
-    wrap.blocks_to_prepare(model, sharding)
-
-
-def _nodes(world: World, options: ShardOptions) -> tuple[str, ...] | None:
-    if options.nodes is not None and len(options.nodes) != world.size:
-        raise ConfigError(f"nodes names the machines of {len(options.nodes)} ranks, and there are {world.size}")
-    return options.nodes
 
 
 def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock) -> ShardReport:
@@ -190,9 +181,8 @@ def wrap_named(text: str) -> WrapPolicy:
         return Classes(tuple(value.split(",")))
     if word == "min-size" and value.isdecimal():
         return MinSize(int(value))
-    for name in get_args(NamedPolicy):
-        if text == name:
-            return cast(NamedPolicy, name)
+    if text in get_args(NamedPolicy):
+        return cast(NamedPolicy, text)
     known = ", ".join([*get_args(NamedPolicy), "classes=NAME,NAME", "min-size=ELEMENTS"])
     raise ConfigError(f"wrap={text!r} is not known. Pass one of {known}.")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.conversion import computes
-from shardwise.engines.saving import WrittenNames
+from shardwise.engines.saving import WrittenNames, resolved_dtype
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.given_parts import Giver, MergingGiver, PackedRows, agree_on_shares, in_numbers
 from shardwise.execution.memory import home_of
@@ -345,6 +345,5 @@ def iter_hf_tensors(
 
     Every error is the same on every rank.
     """
-    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
-        raise ConfigError(f"dtype={dtype} is not a floating dtype of 16 bits or more; pass torch.bfloat16, say")
+    dtype = resolved_dtype(dtype)
     return walk_tensors(without_compile(model), to, names, only, dtype, on_differing_buffers, options)

@@ -8,7 +8,7 @@ import os
 import random
 import re
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,39 +43,6 @@ _NOT_READ = {
     "training_args.bin": "a pickle that runs code when it is read; give the arguments anew",
     "scaler.pt": "the gradient scaler's scale; it starts from its first value",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerCall:
-    """The arguments of :func:`load_trainer_checkpoint`, beside the model."""
-
-    checkpoint: Path
-    optimizer: Optimizer | None
-    scheduler: Scheduler | None
-    load_rng_state: bool
-    adapter: str
-    order: ParameterOrder
-    on_unexpected: OnFault
-    options: StateOptions
-
-
-@dataclass
-class FoundTraining:
-    """What there is to be restored, all of it looked at, before anything is changed.
-
-    Attributes:
-        folder: where it lies.
-        adapter: of a PEFT model that is not in accelerate's files: the file of its adapter.
-        schedule: the state of the schedule that was given.
-        numbers: this rank's random numbers.
-        not_restored: what is left out, and why.
-    """
-
-    folder: TrainerFolder
-    adapter: Path | None
-    schedule: dict[str, Any] | None = None
-    numbers: SavedNumbers | None = None
-    not_restored: dict[str, str] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -128,66 +95,39 @@ def load_trainer_checkpoint(
     Every error is the same on every rank.
     """
     model = without_compile(model)
-    call = TrainerCall(
-        Path(checkpoint), optimizer, scheduler, load_rng_state, adapter, order, on_unexpected, options
-    )
+    left_out: dict[str, str] = {}
     with world_of(options, "load_trainer_checkpoint") as world:
         world.together(lambda: require_meant(hints_of(load_trainer_checkpoint), {"on_unexpected": on_unexpected}))
         same = os.fspath(checkpoint), adapter, order, on_unexpected
         require_same_call(world, *same, options=options)
         with torch.device("cpu"):
-            found = look(world, model, call)
-        return restore(world, model, found, call)
-
-
-def look(world: World, model: nn.Module, call: TrainerCall) -> FoundTraining:
-    """Find out whether everything is there and sound, but for the tensors. Collective: yes.
-
-    Raises:
-        FormatError, StorageError, CoverageError: it is not.
-    """
-    folder = world.from_first(lambda: TrainerFolder.of(call.checkpoint))
-
-    def find() -> FoundTraining:
-        adapter = folder.weights_of(call.adapter) if has_adapters(model) and not folder.is_fsdp else None
-        return FoundTraining(folder, adapter)
-
-    found = world.together(find)
-    left_out = found.not_restored
-    left_out |= {name: why for name, why in _NOT_READ.items() if name in folder.names}
-    found.schedule = world.together(lambda: schedule_in(folder, call.scheduler, left_out))
-    found.numbers = world.together(lambda: numbers_in(folder, world, left_out, wanted=call.load_rng_state))
-    if call.optimizer is not None and folder.optimizer is None:
-        left_out["optimizer"] = "the checkpoint has none (save_only_model)"
-    elif call.optimizer is None and folder.optimizer is not None:
-        left_out["optimizer"] = "it was not given"
+            folder = world.from_first(lambda: TrainerFolder.of(Path(checkpoint)))
+            is_adapter = has_adapters(model) and not folder.is_fsdp
+            file = world.together(lambda: folder.weights_of(adapter) if is_adapter else None)
+            left_out |= {name: why for name, why in _NOT_READ.items() if name in folder.names}
+            schedule = world.together(lambda: schedule_in(folder, scheduler, left_out))
+            numbers = world.together(lambda: numbers_in(folder, world, left_out, wanted=load_rng_state))
+        set_model = _set_model(world, model, folder, file, adapter, on_unexpected, options)
+        restored, set_optimizer = ["model"], None
+        if optimizer is None or folder.optimizer is None:
+            if optimizer is not None:
+                left_out["optimizer"] = "the checkpoint has none (save_only_model)"
+            elif folder.optimizer is not None:
+                left_out["optimizer"] = "it was not given"
+        else:
+            source = FilesSource(folder.optimizer, 0, Tolerance(), options)
+            with torch.device("cpu"):
+                set_optimizer = read_optimizer(world, model, optimizer, source, order, Clock())
+            restored.append("optimizer")
+        if scheduler is not None and schedule is not None:
+            world.together(lambda: restore_schedule(folder, scheduler, schedule))
+            restored.append("scheduler")
+        if numbers is not None:
+            _set_numbers(numbers)
+            restored.append("random numbers")
     left_out["position in the data"] = f"the data are not the model's; go on after {folder.step} steps"
     if has_adapters(model):
         left_out["base weights"] = "only the adapter was saved; they are as they were"
-    return found
-
-
-def restore(world: World, model: nn.Module, found: FoundTraining, call: TrainerCall) -> TrainerReport:
-    """Restore what was found. Collective: yes.
-
-    Memory, errors: as of :func:`load_trainer_checkpoint`.
-    """
-    folder = found.folder
-    set_model = _set_model(world, model, found, call)
-    restored = ["model"]
-    set_optimizer = None
-    if call.optimizer is not None and folder.optimizer is not None:
-        source = FilesSource(folder.optimizer, 0, Tolerance(), call.options)
-        with torch.device("cpu"):
-            set_optimizer = read_optimizer(world, model, call.optimizer, source, call.order, Clock())
-        restored.append("optimizer")
-    scheduler, schedule = call.scheduler, found.schedule
-    if scheduler is not None and schedule is not None:
-        world.together(lambda: restore_schedule(folder, scheduler, schedule))
-        restored.append("scheduler")
-    if found.numbers is not None:
-        found.numbers.set()
-        restored.append("random numbers")
     return TrainerReport(
         checkpoint=str(folder.path),
         step=folder.step,
@@ -195,25 +135,31 @@ def restore(world: World, model: nn.Module, found: FoundTraining, call: TrainerC
         model=set_model,
         optimizer=set_optimizer,
         restored=tuple(restored),
-        not_restored=found.not_restored,
+        not_restored=left_out,
         told={key: value for key, value in folder.state.items() if isinstance(value, (int, float, str, bool))},
     )
 
 
-def _set_model(world: World, model: nn.Module, found: FoundTraining, call: TrainerCall) -> StateReport | LoadReport:
-    options, folder = call.options, found.folder
-    if found.adapter is None and not folder.is_fsdp:
+def _set_model(
+    world: World,
+    model: nn.Module,
+    folder: TrainerFolder,
+    file: Path | None,
+    adapter: str,
+    on_unexpected: OnFault,
+    options: StateOptions,
+) -> StateReport | LoadReport:
+    """Set a model's weights, or of a PEFT model its adapter's in ``file``. Collective: yes."""
+    if file is None and not folder.is_fsdp:
         as_load = LoadOptions(process_group=options.process_group, patience=options.patience)
-        consent = Consent(unexpected=call.on_unexpected)
-        return load_checkpoint(world, model, folder.path, consent, as_load, Clock())
-    only = AdapterOnly(call.adapter) if has_adapters(model) else None
-    tolerance, clock = Tolerance(unexpected=call.on_unexpected), Clock()
+        return load_checkpoint(world, model, folder.path, Consent(unexpected=on_unexpected), as_load, Clock())
+    only = AdapterOnly(adapter) if has_adapters(model) else None
+    tolerance, clock = Tolerance(unexpected=on_unexpected), Clock()
     with torch.device("cpu"), ExitStack() as stack:
-        if found.adapter is None:
+        if file is None:
             return read_model(world, model, FilesSource(folder.path, 0, tolerance, options), only, clock)
-        home, file = str(found.adapter.parent), found.adapter.name
         with clock.phase("agree"):
-            values = stored_values(world, home, file, options, stack)
+            values = stored_values(world, str(file.parent), file.name, options, stack)
         return set_model_values(world, model, values, only=only, tolerance=tolerance, options=options, clock=clock)
 
 
@@ -376,31 +322,10 @@ def restore_schedule(folder: TrainerFolder, scheduler: Scheduler, state: dict[st
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class SavedNumbers:
-    """The state of random number generators, checked."""
-
-    python: Any
-    numpy: Any
-    cpu: torch.Tensor
-    cuda: tuple[torch.Tensor, ...]
-    """By device; of one alone, that of the present one."""
-
-    def set(self) -> None:
-        """Let them go on from there."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.random.set_rng_state(self.cpu)
-        if torch.cuda.is_available() and len(self.cuda) == 1:
-            torch.cuda.set_rng_state(self.cuda[0])
-        elif torch.cuda.is_available() and self.cuda:
-            torch.cuda.set_rng_state_all(self.cuda)
-
-
 def numbers_in(
     folder: TrainerFolder, world: World, not_restored: dict[str, str], *, wanted: bool
-) -> SavedNumbers | None:
-    """This rank's random numbers, where they are restored.
+) -> dict[str, Any] | None:
+    """Return the checked states of this rank's generators of random numbers; None if they are not restored.
 
     Raises:
         FormatError: the file is no state of random number generators.
@@ -420,20 +345,25 @@ def numbers_in(
     file = folder.path / expected[world.rank]
     array = np.array([0], dtype=np.uint32)
     rebuild = array.__reduce__()[0]
-    state = load_plain(file, also=[rebuild, np.ndarray, np.dtype, type(array.dtype)])
+    state: dict[str, Any] = load_plain(file, also=[rebuild, np.ndarray, np.dtype, type(array.dtype)])
     try:
-        cuda = state.get("cuda", ())
-        found = SavedNumbers(
-            state["python"],
-            state["numpy"],
-            state["cpu"].clone(),
-            (cuda,) if isinstance(cuda, torch.Tensor) else tuple(cuda),
-        )
-        random.Random().setstate(found.python)
-        np.random.RandomState().set_state(found.numpy)
-        torch.Generator().set_state(found.cpu)
+        random.Random().setstate(state["python"])
+        np.random.RandomState().set_state(state["numpy"])
+        torch.Generator().set_state(state["cpu"].clone())
     except Exception as error:  # of whatever a stranger wrote there
         raise FormatError(
             f"{file}: holds no state of random number generators: {type(error).__name__}: {error}"
         ) from error
-    return found
+    return state
+
+
+def _set_numbers(state: dict[str, Any]) -> None:
+    """Restore the states of generators; of one CUDA device alone, that of the present one."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.random.set_rng_state(state["cpu"].clone())
+    cuda = state.get("cuda", ())
+    if torch.cuda.is_available() and isinstance(cuda, torch.Tensor):
+        torch.cuda.set_rng_state(cuda)
+    elif torch.cuda.is_available() and len(cuda):
+        torch.cuda.set_rng_state_all(cuda)
