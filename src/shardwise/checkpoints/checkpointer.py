@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from shardwise.checkpoints.state import (
     key_of,
     look,
 )
-from shardwise.checkpoints.write import Background, done_now
+from shardwise.checkpoints.write import done_now
 from shardwise.engines.arguments import hints_of, require_meant
 from shardwise.errors import ConfigError, DisagreementError, StorageError
 from shardwise.execution.agreed import refuse_meta
@@ -97,7 +98,8 @@ class Checkpointer:
         self._options = options
         self._staging = ChunkStaging()
         self._looked: Looked | None = None
-        self._on_its_way: Background | None = None
+        self._executor = futures.ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
+        self._on_its_way: tuple[int, futures.Future[CheckpointReport]] | None = None
         self._newest = folder.newest_in(self._root)
 
     @property
@@ -162,7 +164,7 @@ class Checkpointer:
             blocked_s, seconds = time.perf_counter() - start, dict(clock.seconds)
             job = replace(job, report=replace(job.report, blocked_s=blocked_s, seconds=seconds))
             if beside is not None:
-                self._on_its_way = Background(beside, job)
+                self._on_its_way = step, self._executor.submit(write.carry_out_beside, beside, job)
             stack.pop_all()
         return job.report
 
@@ -174,13 +176,13 @@ class Checkpointer:
         Raises:
             CheckpointError: (or a subclass) what went wrong with it, the same on every rank.
         """
-        pending = self._on_its_way
-        if pending is None:
+        if self._on_its_way is None:
             return None
-        pending.join()  # interrupted here, it is still on its way
+        step, outcome = self._on_its_way
+        futures.wait([outcome])  # interrupted here, it is still on its way
         self._on_its_way = None
-        with self._counting(pending.step):
-            return pending.result()
+        with self._counting(step):
+            return outcome.result()
 
     def restore(
         self,

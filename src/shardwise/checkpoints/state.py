@@ -17,15 +17,13 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoints.base_identity import BaseSamples, base_of
 from shardwise.checkpoints.facts import as_json, digest_of, packed
 from shardwise.errors import ConfigError, FormatError
-from shardwise.execution.memory import require_budget
-from shardwise.execution.patience import Patience
+from shardwise.execution.agreed import StateOptions
 from shardwise.layout import TensorKind
 from shardwise.models.optimizer_state import labelled, written_out
 from shardwise.models.rebind import Bound, inner_tensors, layout_of, look_at
@@ -318,7 +316,7 @@ Mode: TypeAlias = Literal["sync", "async"]
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointerOptions:
+class CheckpointerOptions(StateOptions):
     """How checkpoints are carried out; none of it changes what they hold.
 
     Attributes:
@@ -327,13 +325,6 @@ class CheckpointerOptions:
         process_group: the ranks that train together; None is the default group, or this process alone.
         patience: how long ranks wait for each other.
     """
-
-    budget_bytes: int = 64 << 20
-    process_group: dist.ProcessGroup | None = None
-    patience: Patience = field(default_factory=Patience)
-
-    def __post_init__(self) -> None:
-        require_budget(self.budget_bytes)
 
 
 def generator_states() -> dict[str, Any]:

@@ -123,16 +123,10 @@ def agree_on_call(world: World, check: Callable[[], tuple[T, Mapping[str, str]]]
         ShardwiseError: the same on every rank, if ``check`` raised it on any.
         DisagreementError: ranks were called with different arguments.
     """
-    checked: list[T] = []
-
-    def tell() -> Mapping[str, str]:
-        call, words = check()
-        checked.append(call)
-        return words
-
-    if fault := world.all_reduce(tell, _difference):
+    call, words = world.together(check)
+    if fault := world.all_reduce(lambda: words, _difference):
         raise DisagreementError(fault)
-    return checked[0]
+    return call
 
 
 def _difference(told: Sequence[Mapping[str, str]]) -> str | None:

@@ -15,11 +15,10 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedConfig
 
-from shardwise.conversion import computes, stored_leaves
 from shardwise.engines import outline as outlines
 from shardwise.engines.arguments import hints_of, require_known, require_meant
 from shardwise.engines.bringing_up import find
-from shardwise.engines.loading import LoadOptions, foresee_initial_values, rules_of
+from shardwise.engines.loading import LoadOptions, facts_of_plan, foresee_initial_values, rules_of
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.execution.launched import this_device
 from shardwise.execution.memory import collected_later
@@ -36,7 +35,7 @@ from shardwise.observing.observer import RankObserver, create_rank_file, host_me
 from shardwise.observing.phases import is_observed
 from shardwise.planning import forecasts
 from shardwise.planning.load_memory import Homes, largest_computation
-from shardwise.planning.load_plan import Init, LoadPlan, Recompute, Tie, plan_load
+from shardwise.planning.load_plan import LoadPlan, plan_load
 from shardwise.report.forecast import Forecast
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.names import is_url
@@ -188,12 +187,7 @@ def _facts_of_load(
         "bytes_per_dtype": _bytes_per_dtype(world.first),
         "file_bytes": forecasts.file_bytes(plan, world, index),
         "whole": world.whole,
-        "tied": {name: fill.source for name, fill in plan.fills.items() if isinstance(fill, Tie)},
-        "cast": _casts(plan),
-        "initialized": plan.names(Init),
-        "recomputed": plan.names(Recompute),
-        "ignored_keys": plan.ignored_keys,
-        "computed": tuple(name for name, read in plan.reads().items() if computes(read.expression)),
+        **facts_of_plan(plan),
     }
 
 
@@ -300,15 +294,6 @@ def _bytes_per_dtype(layout: ModelLayout) -> dict[str, int]:
     for tensor in layout.saved():
         found[tensor.dtype.label] = found.get(tensor.dtype.label, 0) + tensor.numel * tensor.dtype.bits // 8
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
-
-
-def _casts(plan: LoadPlan) -> dict[str, tuple[str, str]]:
-    """Name to (stored dtype, dtype in the model) where these differ."""
-    kinds = {
-        name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
-        for name, read in plan.reads().items()
-    }
-    return {name: pair for name, pair in kinds.items() if pair[0] != pair[1]}
 
 
 @contextmanager

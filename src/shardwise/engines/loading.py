@@ -379,6 +379,24 @@ def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:
         )
 
 
+def facts_of_plan(plan: LoadPlan) -> dict[str, Any]:
+    """Fields of a report, or of a forecast, that describe how a model is filled."""
+    reads = plan.reads()
+    kinds = {
+        name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
+        for name, read in reads.items()
+        if not computes(read.expression)
+    }
+    return {
+        "tied": {name: item.source for name, item in plan.fills.items() if isinstance(item, Tie)},
+        "initialized": plan.names(Init),
+        "recomputed": plan.names(Recompute),
+        "cast": {name: pair for name, pair in kinds.items() if pair[0] != pair[1]},
+        "ignored_keys": plan.ignored_keys,
+        "computed": tuple(name for name, read in reads.items() if computes(read.expression)),
+    }
+
+
 def make_report(
     world: World,
     model: nn.Module,
@@ -389,11 +407,6 @@ def make_report(
 ) -> LoadReport:
     plan, index = load.plan, source.index
     reads = plan.reads()
-    kinds = {
-        name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
-        for name, read in reads.items()
-        if not computes(read.expression)
-    }
     order = ("index", "plan", "materialize", "read", "share", "fill", "audit")
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     trained = [item for item in plan.layout.tensors if item.kind is TensorKind.PARAMETER and item.requires_grad]
@@ -412,16 +425,11 @@ def make_report(
         forecast=load.forecast,
         read_once=tuple(load.shared),
         files=tuple(index.files),
-        tied={name: item.source for name, item in plan.fills.items() if isinstance(item, Tie)},
-        initialized=plan.names(Init),
-        recomputed=plan.names(Recompute),
         kept=plan.names(Keep),
-        cast={name: pair for name, pair in kinds.items() if pair[0] != pair[1]},
-        ignored_keys=plan.ignored_keys,
+        **facts_of_plan(plan),
         missing_keys=plan.missing_keys,
         unexpected_keys=plan.unexpected_keys,
         mismatched_keys=plan.mismatched_keys,
-        computed=tuple(name for name, read in reads.items() if computes(read.expression)),
         replicated=tuple(
             item.fqn
             for item in plan.layout.tensors

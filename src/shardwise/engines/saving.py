@@ -8,21 +8,20 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwise.conversion import computes
 from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.errors import ConfigError, CoverageError, StorageError
+from shardwise.execution.agreed import StateOptions
 from shardwise.execution.committing import Begun, begin_save, commit_save, undo_save
 from shardwise.execution.given_parts import Giver, Shares, agree_on_shares
-from shardwise.execution.memory import collected_later, home_of, require_budget
-from shardwise.execution.patience import Patience
+from shardwise.execution.memory import collected_later, home_of
 from shardwise.execution.progress import Clock, ProgressBar
 from shardwise.execution.saving_lock import new_token, require_lock
 from shardwise.execution.world import World
@@ -58,7 +57,7 @@ class PeftNames:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveOptions:
+class SaveOptions(StateOptions):
     """How a save is carried out; none of it changes what is saved.
 
     Attributes:
@@ -70,11 +69,6 @@ class SaveOptions:
 
     budget_bytes: int = 256 << 20
     progress: bool = True
-    process_group: dist.ProcessGroup | None = None
-    patience: Patience = field(default_factory=Patience)
-
-    def __post_init__(self) -> None:
-        require_budget(self.budget_bytes)
 
 
 MAX_SHARD_SIZE = "50GB"

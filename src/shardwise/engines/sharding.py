@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import cast, get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -15,9 +14,8 @@ from torch.optim import Optimizer
 
 from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.errors import ConfigError
-from shardwise.execution.memory import require_budget
+from shardwise.execution.agreed import StateOptions
 from shardwise.execution.moving import distribute
-from shardwise.execution.patience import Patience
 from shardwise.execution.progress import Clock
 from shardwise.execution.supply import Arrivals, compare, require_alike_models, survey, wrap_without_values
 from shardwise.execution.world import World
@@ -36,7 +34,7 @@ from shardwise.tuning.lora import let_merge_in_four_bits
 
 
 @dataclass(frozen=True, slots=True)
-class ShardOptions:
+class ShardOptions(StateOptions):
     """How a sharding is carried out; none of it changes the values.
 
     Attributes:
@@ -46,13 +44,7 @@ class ShardOptions:
         patience: how long ranks wait for each other.
     """
 
-    budget_bytes: int = 64 << 20
-    process_group: dist.ProcessGroup | None = None
     nodes: tuple[str, ...] | None = None
-    patience: Patience = field(default_factory=Patience)
-
-    def __post_init__(self) -> None:
-        require_budget(self.budget_bytes)
 
 
 @dataclass(frozen=True, slots=True)
