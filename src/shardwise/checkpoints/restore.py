@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoints.base_identity import ALLOW_OTHER_BASE, BaseMatch, compare_bases
-from shardwise.checkpoints.facts import CheckedReader
+from shardwise.checkpoints.facts import ALLOW_OTHER_BASE, BaseMatch, CheckedReader, compare_bases
 from shardwise.checkpoints.folder import Opened, open_checkpoint, resolve, value_of
 from shardwise.checkpoints.state import (
     REDUCED,

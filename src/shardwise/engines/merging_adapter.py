@@ -164,14 +164,6 @@ def _beside(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -> merge_pl
     return replace(edit, leaf=found(edit.leaf))
 
 
-def without_effect(folder: Path, plan: merge_plan.MergePlan) -> CoverageError:
-    first = shown(plan.modules[0])
-    return CoverageError(
-        f"{folder}: the outcome would equal the base: the deltas of all {len(plan.modules)} modules ({first}, ...) "
-        "are zero, or too small for the dtype; take an adapter that has been trained, or a wider dtype"
-    )
-
-
 def about_ties(source: offline.OfflineModel, plan: merge_plan.MergePlan) -> list[str]:
     """What is merged into one of several names of a tensor shows under the others, too."""
     notes: list[str] = []
@@ -226,11 +218,46 @@ def merge_adapter(
     folder, out = found if found.is_dir() else found.parent, Path(out)
     offline.require_other_folder(out, [found, lora_folder])
     with ExitStack() as stack:
-        merge = _planned(found, folder, lora_folder, adapter_name, options, stack)
-        source, plan = merge.source, merge.plan
+        lora = open_for_merging(lora_folder, stack)
+        opened, config = open_storage(found), config_of(folder, options)
+        reader = stack.enter_context(opened.reader)
+        index = offline.index_of(opened, config)
+        placer = stack.enter_context(offline.placer_of(reader, index))
+        source = offline.read_source(
+            folder, config, index, placer, options, lambda built: pulled_apart(built, lora, adapter_name)
+        )
+        pretrained.record_conversions(source.built.model, source.built.transforms)
+        outputs = source.revert()
+        targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
+        plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
+        joined = beside(index, lora.index, ADAPTER)
+        both = stack.enter_context(offline.placer_of(Beside(reader, lora.reader, ADAPTER), joined))
+        changed: set[str] = set()  # filled while values are written
+        outgoing = Outgoing(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)
+
+        def check(_: WrittenTensors) -> None:
+            if not changed:
+                raise CoverageError(
+                    f"{lora_folder}: the outcome would equal the base: the deltas of all {len(plan.modules)} modules "
+                    f"({shown(plan.modules[0])}, ...) are zero, or too small for the dtype; take an adapter that has "
+                    "been trained, or a wider dtype"
+                )
+
         companions = companions_of(folder, lora_folder)
-        companions["config.json"] = _config_content(folder, source, options)
-        streamed, names = _write(merge, out, max_shard_bytes, companions, lora_folder)
+        dtype = options.get("dtype", "auto")
+        named = None if dtype == "auto" else str(dtype).removeprefix("torch.")
+        companions["config.json"] = config_content(folder, dtype=named, untied=bool(source.apart))
+        tensors = source.layout.tensors
+        with LocalWriter(out) as writer:
+            streamed, names = offline.write_out(
+                writer,
+                outgoing,
+                sum(item.numel for item in tensors if item.kind is TensorKind.PARAMETER),
+                max_shard_bytes=max_shard_bytes,
+                companions=companions,
+                check=check,
+                label="Merging",
+            )
         write_templates(out, templates_of([lora_folder, folder]))
     return MergeAdapterReport(
         base=str(found),
@@ -239,7 +266,7 @@ def merge_adapter(
         model_class=type(source.built.model).__name__,
         dtype=str(source.config.dtype).removeprefix("torch."),
         modules=len(plan.modules),
-        unchanged=tuple(name for name in plan.modules if name not in merge.changed),
+        unchanged=tuple(name for name in plan.modules if name not in changed),
         tensors=len(streamed.fingerprints),
         nbytes=streamed.nbytes,
         files=names,
@@ -247,64 +274,3 @@ def merge_adapter(
         notes=(*source.notes, *about_ties(source, plan), *offline.ties_undone(source)),
         seconds=time.perf_counter() - start,
     )
-
-
-def _write(
-    merge: _PlannedEdits, out: Path, max_shard_bytes: int, companions: Mapping[str, bytes], lora_folder: Path
-) -> tuple[WrittenTensors, tuple[str, ...]]:
-    """Write the files, and let them count; also their names."""
-
-    def check(_: WrittenTensors) -> None:
-        if not merge.changed:
-            raise without_effect(lora_folder, merge.plan)
-
-    tensors = merge.source.layout.tensors
-    with LocalWriter(out) as writer:
-        return offline.write_out(
-            writer,
-            merge.outgoing,
-            sum(item.numel for item in tensors if item.kind is TensorKind.PARAMETER),
-            max_shard_bytes=max_shard_bytes,
-            companions=companions,
-            check=check,
-            label="Merging",
-        )
-
-
-@dataclass(frozen=True)
-class _PlannedEdits:
-    """An adapter and its base: what is edited, and what comes out. Writing adds to ``changed``."""
-
-    source: offline.OfflineModel
-    plan: merge_plan.MergePlan
-    outgoing: Outgoing
-    changed: set[str]
-
-
-def _planned(
-    base: Path, folder: Path, lora_folder: Path, adapter_name: str, options: ModelOptions, stack: ExitStack
-) -> _PlannedEdits:
-    """Open both, read headers and configs, and plan the edits."""
-    lora = open_for_merging(lora_folder, stack)
-    opened, config = open_storage(base), config_of(folder, options)
-    reader = stack.enter_context(opened.reader)
-    index = offline.index_of(opened, config)
-    placer = stack.enter_context(offline.placer_of(reader, index))
-    source = offline.read_source(
-        folder, config, index, placer, options, lambda built: pulled_apart(built, lora, adapter_name)
-    )
-    pretrained.record_conversions(source.built.model, source.built.transforms)
-    outputs = source.revert()
-    targets, what = merge_targets(source, outputs), f"{lora_folder} and {base}"
-    plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
-    changed: set[str] = set()
-    joined = beside(index, lora.index, ADAPTER)
-    both = stack.enter_context(offline.placer_of(Beside(reader, lora.reader, ADAPTER), joined))
-    made = merged_tensors(source, outputs, plan, stored_tensors(joined), changed)
-    return _PlannedEdits(source, plan, Outgoing(made, both), changed)
-
-
-def _config_content(folder: Path, source: offline.OfflineModel, options: ModelOptions) -> bytes:
-    dtype = options.get("dtype", "auto")
-    told = None if dtype == "auto" else str(dtype).removeprefix("torch.")
-    return config_content(folder, dtype=told, untied=bool(source.apart))
