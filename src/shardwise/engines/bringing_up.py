@@ -139,7 +139,7 @@ def bring_up(
 
 
 @dataclass(frozen=True)
-class _Located:
+class Located:
     """What there is to be brought up.
 
     Attributes:
@@ -159,7 +159,7 @@ class _Located:
 
 def find(
     world: World, name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, stack: ExitStack
-) -> _Located:
+) -> Located:
     """Read the config and all headers; what is opened is closed with ``stack``. Collective: yes."""
     hub = keywords.get("hub", HubOptions())
     wanted = ModelFiles(code=keywords.get("trust_remote_code", False))
@@ -197,7 +197,7 @@ def find(
     everything = source
     for name, folder in keywords.get("tuning", Full()).folders().items():
         everything, adapters[name] = _with_adapter(world, everything, name, folder, keywords, stack)
-    return _Located(directory, config, source.index, everything, adapters)
+    return Located(directory, config, source.index, everything, adapters)
 
 
 def _with_adapter(
@@ -279,7 +279,7 @@ def _read_small(reader: StorageReader, name: str) -> bytes | None:
 
 
 def build_together(
-    world: World, found: _Located, keywords: outlines.PretrainedOptions
+    world: World, found: Located, keywords: outlines.PretrainedOptions
 ) -> tuple[outlines.Outline, list[tuple[str, str]]]:
     """Build on every rank; also the declared ties that are stored twice. Collective: yes.
 

@@ -8,16 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, Unpack
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
-from transformers import PreTrainedConfig
 
 from shardwise.engines import outline as outlines
 from shardwise.engines.arguments import hints_of, require_known, require_meant
-from shardwise.engines.bringing_up import find
+from shardwise.engines.bringing_up import Located, find
 from shardwise.engines.loading import LoadOptions, facts_of_plan, foresee_initial_values, rules_of
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.execution.launched import this_device
@@ -40,7 +38,6 @@ from shardwise.report.forecast import Forecast
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.names import is_url
 from shardwise.tensors import DType
-from shardwise.tuning.lora import Adapter
 from shardwise.tuning.selecting import Tuned
 
 _STORED_TWICE = "stored twice, taken to be equal; a load compares them, and keeps both if they differ"
@@ -110,35 +107,24 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
     with ExitStack() as stack:
         found = find(World(0, 1), name_or_path, given, stack)
         stack.enter_context(torch.device("cpu"))
-        policy = options.get("read_policy") or found.source.reader.policy
-        index, joined = found.index, found.source.index
-        return forecast(found.directory, found.config, index, mesh, policy, options, found.adapters, joined)
+        return forecast(found, mesh, options)
 
 
 @collected_later()
-def forecast(
-    directory: Path,
-    config: PreTrainedConfig,
-    index: CheckpointIndex,
-    mesh: MeshShape,
-    policy: ReadPolicy,
-    options: PlanOptions,
-    adapters: Mapping[str, Adapter] = MappingProxyType({}),
-    joined: CheckpointIndex | None = None,
-) -> Forecast:
-    """Forecast a checkpoint whose headers have been read; ``joined`` has those of ``adapters``, too."""
-    built = outlines.outline(directory, config, index, options, outlines.resizing(options))
-    index = joined or index
+def forecast(found: Located, mesh: MeshShape, options: PlanOptions) -> Forecast:
+    """Forecast a checkpoint whose headers have been read."""
+    index, reader = found.source.index, found.source.reader
+    built = outlines.outline(found.directory, found.config, found.index, options, outlines.resizing(options))
     twice = built.ties_stored_twice()
     built.equal_ties = frozenset(name for name, _ in twice)
     sharding = options.get("sharding", Sharding())
     param_dtype, reduce_dtype = sharding.mp_policy.param_dtype, sharding.mp_policy.reduce_dtype
-    tuned = outlines.made_ready(built, set(), options, adapters=adapters, casts_to=param_dtype)
+    tuned = outlines.made_ready(built, set(), options, adapters=found.adapters, casts_to=param_dtype)
     budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
     world, plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
     homes = Homes.of(
         plan,
-        policy,
+        options.get("read_policy") or reader.policy,
         device=options.get("device", "cuda"),
         budget_bytes=budget_bytes,
         offloads_shards=isinstance(sharding.offload_policy, CPUOffloadPolicy),
@@ -156,7 +142,16 @@ def forecast(
     if (needed := largest_computation(plan)) > budget_bytes:
         notes.append(f"a conversion needs budget_bytes={needed:,}; a load with {budget_bytes:,} refuses it")
     return Forecast(
-        **_facts_of_load(built, config, index, plan, world),
+        checkpoint=index.root,
+        model_class=type(built.model).__name__,
+        dtype=str(found.config.dtype).removeprefix("torch."),
+        parameters=sum(tensor.numel for tensor in world.first.tensors if tensor.kind is TensorKind.PARAMETER),
+        checkpoint_bytes=index.nbytes,
+        checkpoint_tensors=len(index.tensors()),
+        bytes_per_dtype=_bytes_per_dtype(world.first),
+        file_bytes=forecasts.file_bytes(plan, world, index),
+        whole=world.whole,
+        **facts_of_plan(plan),
         device=homes.device,
         mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
         nodes=options.get("nodes", 1),
@@ -171,24 +166,6 @@ def forecast(
 
 def _dtype(of_policy: torch.dtype | None) -> DType | None:
     return None if of_policy is None else from_torch(of_policy, "mp_policy")
-
-
-def _facts_of_load(
-    built: outlines.Outline, config: PreTrainedConfig, index: CheckpointIndex, plan: LoadPlan, world: WorldLayout
-) -> dict[str, Any]:
-    """Fields of a forecast that describe the checkpoint, the model and how it is filled."""
-    return {
-        "checkpoint": index.root,
-        "model_class": type(built.model).__name__,
-        "dtype": str(config.dtype).removeprefix("torch."),
-        "parameters": sum(t.numel for t in world.first.tensors if t.kind is TensorKind.PARAMETER),
-        "checkpoint_bytes": index.nbytes,
-        "checkpoint_tensors": len(index.tensors()),
-        "bytes_per_dtype": _bytes_per_dtype(world.first),
-        "file_bytes": forecasts.file_bytes(plan, world, index),
-        "whole": world.whole,
-        **facts_of_plan(plan),
-    }
 
 
 def mesh_of(ranks: int, options: PlanOptions) -> MeshShape:

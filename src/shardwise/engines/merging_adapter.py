@@ -239,8 +239,8 @@ def merge_adapter(
             if not changed:
                 raise CoverageError(
                     f"{lora_folder}: the outcome would equal the base: the deltas of all {len(plan.modules)} "
-                    f"modules ({shown(plan.modules[0])}, ...) are zero, or too small for the dtype; take an adapter "
-                    "that has been trained, or a wider dtype"
+                    f"modules ({shown(plan.modules[0])}, ...) are zero, or too small for the dtype; take a "
+                    "trained adapter, or a wider dtype"
                 )
 
         companions = companions_of(folder, lora_folder)

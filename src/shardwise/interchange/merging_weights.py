@@ -133,14 +133,22 @@ def merge_weights(
         reader, index, is_optimizer = _open(checkpoint, stack)
         folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
         offline.require_other_folder(out, [folder, *_folders_of(folder, index)])
-        _require_removable(index, remove_source=remove_source)
+        if remove_source and index.ignored:
+            raise ConfigError(
+                f"the checkpoint in {index.root} also holds {', '.join(map(shown, index.ignored[:5]))}, which "
+                "would be lost with it; merge it without removing it"
+            )
         placer = stack.enter_context(offline.placer_of(reader, index))
         if is_optimizer:
             named = optimizer_outputs(reader, index, placer, base=base, dtype=dtype)
         else:
             named = named_outputs(folder, index, placer, base=base, dtype=dtype)
         file_format = "bin" if is_optimizer else file_format
-        companions = _companions(named, folder, dtype)
+        companions: dict[str, bytes] = {}
+        if named.folder is not None:
+            told = _written_dtype(named.outgoing, dtype)
+            config = config_content(named.folder, dtype=told, untied=False)
+            companions = {**companions_of(named.folder, folder), "config.json": config}
         streamed, files = _write(named, companions, file_format, out, max_shard_bytes)
         if named.folder is not None:
             write_templates(out, templates_of([folder, named.folder]))
@@ -178,15 +186,6 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
     is_optimizer = opened.file is None and holds_optimizer(reader)
     index = open_state(reader) if is_optimizer else open_checkpoint(reader, weights_name=opened.file)
     return reader, index, is_optimizer
-
-
-def _companions(named: NamedOutputs, folder: Path, dtype: str | None) -> dict[str, bytes]:
-    """The small files beside the outcome; none where the model is not known."""
-    if named.folder is None:
-        return {}
-    told = _written_dtype(named.outgoing, dtype)
-    config = config_content(named.folder, dtype=told, untied=False)
-    return {**companions_of(named.folder, folder), "config.json": config}
 
 
 def _write(
@@ -288,14 +287,6 @@ def _write_around_tensors(writer: LocalWriter, file: str, named: NamedOutputs) -
 def _folders_of(folder: Path, index: CheckpointIndex) -> list[Path]:
     """The folders in which the checkpoint's files lie."""
     return sorted({(folder / file).parent for file in index.files})
-
-
-def _require_removable(index: CheckpointIndex, *, remove_source: bool) -> None:
-    if remove_source and index.ignored:
-        raise ConfigError(
-            f"the checkpoint in {index.root} also holds {', '.join(map(shown, index.ignored[:5]))}, which would be "
-            "lost with it; merge it without removing it"
-        )
 
 
 def _remove(folder: Path, index: CheckpointIndex) -> str:
