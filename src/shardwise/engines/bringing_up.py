@@ -50,7 +50,7 @@ from shardwise.tuning.modes import Full
 from shardwise.tuning.selecting import Tuned
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    pass
 
 
 _CONFIGS = ("config.json", "generation_config.json")
@@ -208,29 +208,30 @@ def _with_adapter(
     keywords: outlines.PretrainedOptions,
     stack: ExitStack,
 ) -> tuple[OpenSource, Adapter]:
-    """A checkpoint, and beside it an adapter that the tuning starts from. Collective: yes."""
-    hub = keywords.get("hub", HubOptions())
-    folder = resolve_everywhere(world, given, of_adapter(hub), AdapterFiles())
+    """Join a checkpoint and the adapter that the tuning starts from. Collective: yes.
 
-    def begin() -> OpenAdapter:
-        opened = open_adapter(folder)
-        stack.enter_context(opened.storage.reader)
-        return opened
-
-    opened = world.together(begin)
-    found = read_index(world, opened.storage)
-    joined, adapter = beside_adapter(source.index, found.index, opened, name)
-    inside = beside_of(name)
+    Raises:
+        FormatError: a file is not there.
+        ConfigError: it is no LoRA, or PEFT cannot read its config.
+    """
+    # Another repository than the base's, with revisions and folders of its own.
+    hub = replace(keywords.get("hub", HubOptions()), revision=None, subfolder="", variant=None)
+    folder = resolve_everywhere(world, given, hub, AdapterFiles())
+    file, config = world.together(lambda: (weights_in(folder), peft_compat.config_in(str(folder))))
+    reader = stack.enter_context(world.together(lambda: LocalReader(folder)))
+    found, inside = read_index(world, OpenStorage(reader, file)), beside_of(name)
     both = replace(
         source,
-        index=joined,
-        reader=Beside(source.reader, opened.storage.reader, inside),
+        index=beside(source.index, found.index, inside),
+        reader=Beside(source.reader, reader, inside),
         identities={
             **source.identities,
             **{f"{inside}/{file}": identity for file, identity in found.identities.items()},
         },
     )
-    return both, adapter
+    stored = stored_tensors(both.index).items()
+    tensors = {key.removeprefix(f"{inside}/"): item for key, item in stored if key.startswith(f"{inside}/")}
+    return both, Adapter(str(folder), config, tensors)
 
 
 def request_of(tuned: Tuned, keywords: outlines.PretrainedOptions, already_read_bytes: int) -> Load:
@@ -396,20 +397,6 @@ def beside_of(name: str) -> str:
     return f"(adapter {name})"
 
 
-def of_adapter(hub: HubOptions) -> HubOptions:
-    """Where an adapter is found: another repository than its base, with revisions and folders of its own."""
-    return replace(hub, revision=None, subfolder="", variant=None)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenAdapter:
-    """An adapter's folder: its config has been read, and its file of tensors been found."""
-
-    folder: Path
-    config: LoraConfig
-    storage: OpenStorage
-
-
 def weights_in(folder: Path) -> str:
     """The name of the file of tensors in the folder of an adapter.
 
@@ -422,28 +409,3 @@ def weights_in(folder: Path) -> str:
     if file is None:
         raise FormatError(f"{folder}: there is neither {' nor '.join(ADAPTER_WEIGHTS)}; save the adapter again")
     return file
-
-
-def open_adapter(folder: Path) -> OpenAdapter:
-    """Read the config, and find the file of tensors; whoever calls closes the reader.
-
-    Raises:
-        FormatError: a file is not there.
-        ConfigError: it is no LoRA, or PEFT cannot read its config.
-    """
-    file = weights_in(folder)
-    return OpenAdapter(folder, peft_compat.config_in(str(folder)), OpenStorage(LocalReader(folder), file))
-
-
-def beside_adapter(
-    base: CheckpointIndex, found: CheckpointIndex, opened: OpenAdapter, name: str
-) -> tuple[CheckpointIndex, Adapter]:
-    """The tensors of both as one checkpoint, and the adapter of this name with its own in that."""
-    joined = beside(base, found, beside_of(name))
-    prefix = f"{beside_of(name)}/"
-    tensors = {
-        key.removeprefix(prefix): expression
-        for key, expression in stored_tensors(joined).items()
-        if key.startswith(prefix)
-    }
-    return joined, Adapter(str(opened.folder), opened.config, tensors)

@@ -47,85 +47,6 @@ class ShardOptions(StateOptions):
     nodes: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ShardCall:
-    """What :func:`~shardwise.engines.sharding.shard` is asked for, beside the model."""
-
-    sharding: Sharding
-    optimizers: Sequence[Optimizer]
-    values_from: ValuesFrom
-    trained_dtype: TrainedDtype
-    options: ShardOptions
-    quantization: FourBit | None = None
-
-
-def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Clock) -> ShardReport:
-    """Look, agree, compare, wrap, exchange and finish: the same steps for every model and every world size.
-
-    Collective: yes.
-    """
-    options = call.options
-    with clock.phase("agree"):
-        settled = world.together(lambda: wrap.with_mesh(call.sharding, options.process_group))
-        world.require_equal(repr(call.quantization), "the quantization")
-        held = world.together(lambda: look_inside(model))
-        was_sharded = world.together(lambda: is_sharded(model, held))
-        world.require_equal(was_sharded, "the state of the model (sharded already, or not)")
-        if was_sharded and call.quantization is not None:
-            raise ConfigError("quantization packs a model before it is sharded, and this one is; leave it out")
-        bounds = world.together(lambda: look_at(call.optimizers, held))
-        if was_sharded:
-            return replace(_report(world, model, settled, clock), was_sharded=True)
-
-        def refuse() -> None:
-            refuse_unmovable(held)
-            if settled.mesh is not None:
-                require_steps_shards(call.optimizers)
-                group_parameters(model, settled.wrap)
-            wrap.blocks_to_prepare(model, settled)
-            if options.nodes is not None and len(options.nodes) != world.size:
-                raise ConfigError(f"nodes names the machines of {len(options.nodes)} ranks, of {world.size}")
-
-        world.together(refuse)
-        words = (wrap.in_words(settled), call.values_from, call.trained_dtype, options.budget_bytes, options.nodes)
-        world.require_equal(repr(words), "the list of arguments (mesh, policies, modes, budget)")
-        require_alike_models(world, held, bounds)
-        notes: tuple[str, ...] = ()
-        if (kind := call.quantization) is not None:
-            chosen = world.together(lambda: choose_to_pack(model, kind, call.optimizers))
-            let_merge_in_four_bits()
-            held, bounds = [], []  # so that each weight is let go of when it has been packed
-            notes = world.together(lambda: pack_model(model, chosen, kind))
-            held = world.together(lambda: look_inside(model))
-            bounds = world.together(lambda: look_at(call.optimizers, held))
-        found = survey(world, held, bounds, call.values_from, options.nodes)
-    with clock.phase("compare"):
-        supply = compare(world, found, held, bounds, call.values_from, call.trained_dtype)
-    with clock.phase("wrap"):
-        groups = world.together(lambda: wrap_without_values(model, held, bounds, settled, supply))
-        arrivals = world.together(lambda: Arrivals(model, supply))
-    with clock.phase("exchange"):
-        shipments = world.together(lambda: arrivals.shipments(world))
-        traffic = distribute(
-            world, shipments, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
-        )
-    with clock.phase("finish"):
-        awaiting = world.together(lambda: arrivals.finish(bounds, settled))
-    return replace(
-        _report(world, model, settled, clock),
-        groups=groups,
-        sent_bytes=traffic.sent_bytes,
-        received_bytes=traffic.received_bytes,
-        kept_bytes=traffic.kept_bytes,
-        staging_bytes=traffic.staging_bytes,
-        awaiting_load=tuple(awaiting),
-        cast=supply.cast,
-        differed=supply.differed,
-        rebound=tuple(bound.count() for bound in bounds),
-        notes=notes,
-    )
-
-
 def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock) -> ShardReport:
     held = look_inside(model)
     mesh = sharding.mesh
@@ -225,7 +146,6 @@ def shard(
     Every error is the same on every rank. All but the last come before anything is changed; where values differ
     that must not, what ``quantization`` packs has been packed by then.
     """
-    asked = ShardCall(sharding, optimizers, values_from, trained_dtype, options, quantization)
 
     def look() -> nn.Module:
         given = {"model": model, "sharding": sharding, "values_from": values_from}
@@ -237,5 +157,63 @@ def shard(
     clock = Clock()
     with world_of(options, "shard") as world, torch.device("cpu"):
         with clock.phase("agree"):
-            plain = world.together(look)
-        return carry_out_shard(world, plain, asked, clock)
+            model = world.together(look)
+        with clock.phase("agree"):
+            settled = world.together(lambda: wrap.with_mesh(sharding, options.process_group))
+            world.require_equal(repr(quantization), "the quantization")
+            held = world.together(lambda: look_inside(model))
+            was_sharded = world.together(lambda: is_sharded(model, held))
+            world.require_equal(was_sharded, "the state of the model (sharded already, or not)")
+            if was_sharded and quantization is not None:
+                raise ConfigError("quantization packs a model before it is sharded, and this one is; leave it out")
+            bounds = world.together(lambda: look_at(optimizers, held))
+            if was_sharded:
+                return replace(_report(world, model, settled, clock), was_sharded=True)
+
+            def refuse() -> None:
+                refuse_unmovable(held)
+                if settled.mesh is not None:
+                    require_steps_shards(optimizers)
+                    group_parameters(model, settled.wrap)
+                wrap.blocks_to_prepare(model, settled)
+                if options.nodes is not None and len(options.nodes) != world.size:
+                    raise ConfigError(f"nodes names the machines of {len(options.nodes)} ranks, of {world.size}")
+
+            world.together(refuse)
+            words = (wrap.in_words(settled), values_from, trained_dtype, options.budget_bytes, options.nodes)
+            world.require_equal(repr(words), "the list of arguments (mesh, policies, modes, budget)")
+            require_alike_models(world, held, bounds)
+            notes: tuple[str, ...] = ()
+            if quantization is not None:
+                chosen = world.together(lambda: choose_to_pack(model, quantization, optimizers))
+                let_merge_in_four_bits()
+                held, bounds = [], []  # so that each weight is let go of when it has been packed
+                notes = world.together(lambda: pack_model(model, chosen, quantization))
+                held = world.together(lambda: look_inside(model))
+                bounds = world.together(lambda: look_at(optimizers, held))
+            found = survey(world, held, bounds, values_from, options.nodes)
+        with clock.phase("compare"):
+            supply = compare(world, found, held, bounds, values_from, trained_dtype)
+        with clock.phase("wrap"):
+            groups = world.together(lambda: wrap_without_values(model, held, bounds, settled, supply))
+            arrivals = world.together(lambda: Arrivals(model, supply))
+        with clock.phase("exchange"):
+            shipments = world.together(lambda: arrivals.shipments(world))
+            traffic = distribute(
+                world, shipments, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
+            )
+        with clock.phase("finish"):
+            awaiting = world.together(lambda: arrivals.finish(bounds, settled))
+        return replace(
+            _report(world, model, settled, clock),
+            groups=groups,
+            sent_bytes=traffic.sent_bytes,
+            received_bytes=traffic.received_bytes,
+            kept_bytes=traffic.kept_bytes,
+            staging_bytes=traffic.staging_bytes,
+            awaiting_load=tuple(awaiting),
+            cast=supply.cast,
+            differed=supply.differed,
+            rebound=tuple(bound.count() for bound in bounds),
+            notes=notes,
+        )
