@@ -158,7 +158,6 @@ def shard(
     with world_of(options, "shard") as world, torch.device("cpu"):
         with clock.phase("agree"):
             model = world.together(look)
-        with clock.phase("agree"):
             settled = world.together(lambda: wrap.with_mesh(sharding, options.process_group))
             world.require_equal(repr(quantization), "the quantization")
             held = world.together(lambda: look_inside(model))
