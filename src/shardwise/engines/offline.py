@@ -17,15 +17,15 @@ from typing import Final
 
 from transformers import PreTrainedConfig
 
-from shardwise.conversion import Expression, SmallestBlocks, computed_leaves, computes, stored_leaves, substitute
+from shardwise.conversion import Expression, computes, stored_leaves, substitute
 from shardwise.engines.forecasting import plan
 from shardwise.engines.loading import rules_of
 from shardwise.engines.outline import ModelOptions, Outline, outline
-from shardwise.errors import ConfigError, CoverageError, FormatError, StorageError
+from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.audit import are_equal
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.reading import Placer
-from shardwise.execution.stream_out import COMPUTED_BYTES, Outgoing, stream_out
+from shardwise.execution.stream_out import Outgoing, stream_out
 from shardwise.execution.workers import Workers
 from shardwise.execution.world import World
 from shardwise.execution.write import WrittenTensors
@@ -144,7 +144,6 @@ def read_source(
     consent = Consent("error", "error", Ignore(only=("*",)))
     plan = plan_load(index, layout, built.bindings_less_ties(), rules_of(built.model), consent)
     expressions = {name: read.expression for name, read in plan.reads().items()}
-    _require_bounded(expressions)
     stored, notes = stored_tensors(index), _notes_on(plan, index)
     return OfflineModel(
         folder, config, index, built, layout, stored, expressions, plan.ignored_keys, tuple(sorted(apart)), notes
@@ -184,18 +183,6 @@ def _notes_on(plan: LoadPlan, index: CheckpointIndex) -> list[str]:
     if ignored := plan.not_loaded(index):
         notes.append(f"not taken along: {', '.join(shown(item) for item in ignored[:5])}")
     return notes
-
-
-def _require_bounded(expressions: Mapping[str, Expression]) -> None:
-    blocks = SmallestBlocks()
-    for name, expression in expressions.items():
-        for leaf in computed_leaves(expression):
-            if (nbytes := blocks.nbytes(leaf)) > COMPUTED_BYTES:
-                raise CoverageError(
-                    f"{name} is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which takes "
-                    f"{nbytes:,} bytes at once, and {COMPUTED_BYTES:,} is the limit; load the model with "
-                    "transformers and save it"
-                )
 
 
 # Where it goes
@@ -438,14 +425,12 @@ class ComparedFiles:
         damaged: keys of tensors that have another one now.
         damaged_files: headers, records and adapter configs that are not what was saved, in words.
         changed: other small files that are not what was saved.
-        has_headers: whether digests of the headers were recorded, too.
     """
 
     compared: int = 0
     damaged: tuple[str, ...] = ()
     damaged_files: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
-    has_headers: bool = False
 
     @property
     def faults(self) -> int:
@@ -493,7 +478,7 @@ def _comparison(reader: StorageReader, index: CheckpointIndex) -> Callable[[Reco
         if save.beside.get(ADAPTER_CONFIG, config) != config:
             faults.append(f"{ADAPTER_CONFIG}: edited, or damaged")
         damaged = tuple(sorted(key for key in keys if tensors.get(key) != save.tensors.get(key)))
-        return ComparedFiles(len(tensors), damaged, tuple(faults), has_headers=bool(save.headers))
+        return ComparedFiles(len(tensors), damaged, tuple(faults))
 
     return compare
 
@@ -528,7 +513,7 @@ def require_as_saved(reader: StorageReader, adapter: str, training: str | None) 
             + "\nThe disk, or what copied or edited the files, has changed them; load another copy. To take an "
             f"adapter that was changed on purpose, remove {record}, and load it with training_state=False."
         )
-    if training is not None and not found.has_headers:
+    if training is not None and not found.compared:
         raise FormatError(
             f"{training} in {reader.root}: {record} has no checksums of it, by which damage would be found; copy "
             "that file there, too. Of a save by an earlier version, which recorded none, take the matrices alone, "
