@@ -92,8 +92,8 @@ def test_what_befalls_the_background_is_told_at_the_next_call(worlds, tmp_path):
         (lambda folder: CheckpointerOptions(budget_bytes=1), "less than a page"),
         (lambda folder: Checkpointer("s3://bucket/run"), "not at a URL"),
         (lambda folder: Checkpointer(folder, keep="all"), "1 or more"),
-        (lambda folder: Checkpointer(folder, mode="later"), "pass 'sync'"),
-        (lambda folder: Checkpointer(folder, only="adapter"), "pass None"),
+        (lambda folder: Checkpointer(folder, mode="later"), "Pass one of 'sync', 'async'"),
+        (lambda folder: Checkpointer(folder, only="adapter"), "pass AdapterOnly"),
     ],
 )
 def test_an_argument_that_cannot_be_honoured(tmp_path, make, text):

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, get_args
+from typing import Self
 
 import torch
 
@@ -37,7 +37,7 @@ from shardwise.execution.chunks import ChunkStaging, TensorsPlan, Views, plan_te
 from shardwise.execution.memory import collected_later
 from shardwise.execution.moving import facts_of
 from shardwise.execution.progress import Clock
-from shardwise.execution.replicas import Replicas, as_bytes, require_mode, settle_replicas
+from shardwise.execution.replicas import Replicas, as_bytes, settle_replicas
 from shardwise.execution.world import OddRanks, World
 from shardwise.models.optimizer_kind import class_name
 from shardwise.models.selection import AdapterOnly, Selection
@@ -87,8 +87,10 @@ class Checkpointer:
         on_differing_buffers: OnDiffering = "first_rank",
         options: CheckpointerOptions = CheckpointerOptions(),  # noqa: B008
     ) -> None:
-        _require_kinds(keep, mode, only)
-        require_mode(on_differing_buffers)
+        given = {"mode": mode, "only": only, "on_differing_buffers": on_differing_buffers, "options": options}
+        require_meant(hints_of(Checkpointer.__init__), given)
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ConfigError(f"keep={keep!r}: pass the number of checkpoints to keep, 1 or more; None keeps all")
         self._root = folder.require_local(directory)
         self._keep = keep
         self._mode = mode
@@ -391,18 +393,6 @@ def _plan(world: World, looked: Looked) -> tuple[TensorsPlan, Views, Replicas]:
     return plan, views, replicas
 
 
-def _require_kinds(keep: object, mode: object, only: object) -> None:
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise ConfigError(f"keep={keep!r}: pass the number of checkpoints to keep, 1 or more; None keeps all")
-    if mode not in get_args(Mode):
-        raise ConfigError(f"mode={mode!r}: pass 'sync' or 'async'")
-    if only is not None and not isinstance(only, AdapterOnly):
-        raise ConfigError(f"only={only!r}: pass None or AdapterOnly(...)")
-
-
-_SHOWN = 4
-
-
 @dataclass(frozen=True, slots=True)
 class SaveWords:
     """The arguments and the small state of a rank, which the ranks compare before a checkpoint."""
@@ -427,7 +417,7 @@ def agreed_of(told: Sequence[SaveWords]) -> tuple[list[str], str]:
             f"the list of arguments (step, keep, mode, only) on rank {odd.shown} is not that of rank 0"
         )
     if odd := OddRanks.among([item.settings for item in told]):
-        own, those = (", ".join(map(str, told[rank].rates[:_SHOWN])) or "none" for rank in (odd.first, 0))
+        own, those = (", ".join(map(str, told[rank].rates[:4])) or "none" for rank in (odd.first, 0))
         raise DisagreementError(
             f"the settings of the optimizers on rank {odd.shown} are not those of rank 0 (learning rates {own} "
             f"against {those}); ranks have stepped with different schedules or settings: give all ranks the same"

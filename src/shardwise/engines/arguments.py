@@ -79,13 +79,14 @@ def require_meant(hints: Mapping[str, Any], given: Mapping[str, Any], inside: st
         ConfigError: naming the argument, and what is meant.
     """
     for name, value in given.items():
-        hint = hints.get(name, Any)
-        kinds, choices = _kinds(hint), _choices(hint)
+        kinds, choices = _allowed(hints.get(name, Any))
         where = f"{inside}.{name}" if inside else name
         if isinstance(value, str) and value in choices:
             continue
         if choices and (isinstance(value, str) or not kinds):
-            raise ConfigError(_not_a_choice(where, value, kinds, choices))
+            classes = [f"{kind.__name__}(...)" for kind in kinds if kind is not types.NoneType]
+            known = [*map(repr, choices), *classes]
+            raise ConfigError(f"{where}={value!r:.80} is not known. Pass one of {', '.join(known)}.")
         if kinds and not _is_of(value, kinds):
             raise ConfigError(_not_meant(where, value, kinds))
         if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_ours(type(value)):
@@ -148,27 +149,15 @@ def in_words(value: object) -> str:
     return repr(value)
 
 
-def _kinds(hint: Any) -> tuple[Any, ...]:
-    """The classes that an annotation allows; none where it does not name one of ours, or cannot be looked at."""
-    parts = [part for part in _parts(hint) if get_origin(part) is not Literal]
-    kinds = tuple(types.NoneType if part is None else get_origin(part) or part for part in parts)
-    if not all(isinstance(kind, type) for kind in kinds) or not any(_is_meant_strictly(kind) for kind in kinds):
-        return ()
-    return kinds
-
-
-def _parts(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _choices(hint: Any) -> tuple[str, ...]:
-    """Return the strings that an annotation allows (``Literal``)."""
-    return tuple(value for part in _parts(hint) if get_origin(part) is Literal for value in get_args(part))
-
-
-def _not_a_choice(name: str, value: object, kinds: tuple[Any, ...], choices: Sequence[str]) -> str:
-    known = [*map(repr, choices), *(f"{kind.__name__}(...)" for kind in kinds if kind is not types.NoneType)]
-    return f"{name}={value!r:.80} is not known. Pass one of {', '.join(known)}."
+def _allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """The classes and the strings that an annotation allows; no classes if it names none of ours."""
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    choices = tuple(value for part in parts if get_origin(part) is Literal for value in get_args(part))
+    others = [part for part in parts if get_origin(part) is not Literal]
+    kinds = tuple(types.NoneType if part is None else get_origin(part) or part for part in others)
+    if not all(isinstance(kind, type) for kind in kinds) or not any(map(_is_meant_strictly, kinds)):
+        kinds = ()
+    return kinds, choices
 
 
 def _is_of(value: object, kinds: tuple[Any, ...]) -> bool:
