@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig
 
 import shardwise
-from shardwise.engines.saving import SaveOptions
+from shardwise.engines.save_plan import SaveOptions
 from shardwise.execution.patience import Patience
 
 OPTIONS = SaveOptions(budget_bytes=1 << 20, patience=Patience(silence_s=120))

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise
 from shardwise.engines.forecasting import _plan as plan_of_all_ranks
-from shardwise.engines.loading import SharedReads
+from shardwise.engines.load_plan import SharedReads
 from shardwise.engines.outline import config_of, made_ready, outline
 from shardwise.execution.patience import Patience
 from shardwise.execution.reading import Destination, Placer, arrange

@@ -13,13 +13,13 @@ from shardwise.engines.forecasting import observe as observe
 from shardwise.engines.forecasting import plan as plan
 from shardwise.engines.loading import load as load
 from shardwise.engines.merging_adapter import merge_adapter as merge_adapter
+from shardwise.engines.model_states import model_state as model_state
+from shardwise.engines.model_states import set_model_state as set_model_state
+from shardwise.engines.optimizer_states import optimizer_state as optimizer_state
+from shardwise.engines.optimizer_states import set_optimizer_state as set_optimizer_state
 from shardwise.engines.saving import save as save
 from shardwise.engines.saving import save_adapter as save_adapter
 from shardwise.engines.sharding import shard as shard
-from shardwise.engines.states import model_state as model_state
-from shardwise.engines.states import optimizer_state as optimizer_state
-from shardwise.engines.states import set_model_state as set_model_state
-from shardwise.engines.states import set_optimizer_state as set_optimizer_state
 from shardwise.engines.streaming import iter_hf_tensors as iter_hf_tensors
 from shardwise.errors import CheckpointError as CheckpointError
 from shardwise.errors import ConfigError as ConfigError

@@ -257,7 +257,7 @@ def look(reader: Any) -> Any:
     """The bytes of an adapter and of the training that it names, as whoever opens the folder finds them."""
     if "adapter_model.safetensors" not in reader.list():
         return None
-    from shardwise.engines.offline import require_as_saved
+    from shardwise.engines.verifying import require_as_saved
     from shardwise.formats.opening import open_checkpoint
     from shardwise.formats.peft_adapter import training_beside
 

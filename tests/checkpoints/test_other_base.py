@@ -15,7 +15,7 @@ from tests.verbs.conftest import small_qwen3
 import shardwise
 from shardwise import Checkpointer, TrainState
 from shardwise.checkpoints import facts
-from shardwise.checkpoints.facts import BaseSamples
+from shardwise.checkpoints.base_identity import BaseSamples
 from shardwise.models.view import look_inside
 from shardwise.tensors import Box
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardwise
-from shardwise.engines.loading import SharedReads
+from shardwise.engines.load_plan import SharedReads
 
 
 class Wide(nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise.engines.loading import BaseForm
+    from shardwise.engines.load_plan import BaseForm
     from shardwise.engines.nesting import FOUR_BITS
     from shardwise.formats import four_bit_tensors, grouped_integers, quantised
     from shardwise.formats.contract import CheckpointFormat

@@ -19,7 +19,7 @@ from tests.verbs.on_ranks import attempt
 from torch import nn
 
 import shardwise
-from shardwise.engines import states
+from shardwise.engines import model_states
 
 FSDP_FILE = "pytorch_model_fsdp.bin"
 _FILE = "model-00002-of-00004.safetensors"
@@ -104,7 +104,7 @@ def torch_files(one: str, other: str) -> list[tuple[str, str]]:
     model = small_qwen3()
     return [
         attempt(lambda: shardwise.from_pretrained(mine)),
-        _reading(states, mine, lambda: shardwise.load_accelerate_model(model, f"{one}/{FSDP_FILE}")),
+        _reading(model_states, mine, lambda: shardwise.load_accelerate_model(model, f"{one}/{FSDP_FILE}")),
     ]
 
 

@@ -33,7 +33,7 @@ from shardwise.bank.tenant import (
 )
 from shardwise.checkpoints.facts import digest_of
 from shardwise.engines.arguments import agree_on_call, require_meant
-from shardwise.engines.saving import SaveOptions
+from shardwise.engines.save_plan import SaveOptions
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
 from shardwise.models.view import computing_device

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from shardwise.bank.tenant import Reduction, Tenant, maker_of
-from shardwise.checkpoints.facts import (
+from shardwise.checkpoints.base_identity import (
     ALLOW_OTHER_BASE,
     BaseIdentity,
     BaseMatch,

@@ -25,16 +25,10 @@ from shardwise.bank import state
 from shardwise.bank.facts import TenantFacts, differences, facts_in, facts_of, match_bases, to_text
 from shardwise.bank.tenant import Tenant, TenantStart
 from shardwise.engines.bringing_up import weights_in
-from shardwise.engines.offline import require_as_saved
-from shardwise.engines.saving import (
-    PeftNames,
-    SaveOptions,
-    SaveRequest,
-    TrainingBeside,
-    carry_out_save,
-    resolved_dtype,
-)
-from shardwise.engines.states import set_model_values, stored_values
+from shardwise.engines.model_states import set_model_values, stored_values
+from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, TrainingBeside, resolved_dtype
+from shardwise.engines.saving import carry_out_save
+from shardwise.engines.verifying import require_as_saved
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.agreed import StateOptions
 from shardwise.execution.progress import Clock

@@ -16,7 +16,8 @@ import torch
 
 from shardwise.checkpoints import folder, write
 from shardwise.checkpoints import restore as restoring
-from shardwise.checkpoints.facts import BaseIdentity, Facts
+from shardwise.checkpoints.base_identity import BaseIdentity
+from shardwise.checkpoints.facts import Facts
 from shardwise.checkpoints.state import (
     CheckpointerOptions,
     Looked,

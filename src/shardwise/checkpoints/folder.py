@@ -23,7 +23,7 @@ from typing import Any
 from shardwise.checkpoints.facts import FACTS, MAX_FACTS_BYTES, CheckedReader, Facts, content_nbytes, digest, gaps
 from shardwise.checkpoints.state import KeyPath
 from shardwise.conversion import Expression
-from shardwise.engines.offline import verify_files
+from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.committing import remove_unnamed
 from shardwise.execution.memory import collected_later

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoints.facts import ALLOW_OTHER_BASE, BaseMatch, CheckedReader, compare_bases
+from shardwise.checkpoints.base_identity import ALLOW_OTHER_BASE, BaseMatch, compare_bases
+from shardwise.checkpoints.facts import CheckedReader
 from shardwise.checkpoints.folder import Opened, open_checkpoint, resolve, value_of
 from shardwise.checkpoints.state import (
     REDUCED,
@@ -28,8 +29,9 @@ from shardwise.checkpoints.state import (
 )
 from shardwise.conversion import Bindings, Expression
 from shardwise.engines.arguments import OpenSource
-from shardwise.engines.loading import Load, LoadOptions, carry_out
-from shardwise.engines.states import Fitting, Ours, fit
+from shardwise.engines.load_plan import Load, LoadOptions
+from shardwise.engines.loading import carry_out
+from shardwise.engines.optimizer_states import Fitting, Ours, fit
 from shardwise.errors import CoverageError, FormatError, PlacementError
 from shardwise.execution.memory import collected_later
 from shardwise.execution.progress import Clock, ProgressBar

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoints.facts import BaseSamples, as_json, base_of, digest_of, packed
+from shardwise.checkpoints.base_identity import BaseSamples, base_of
+from shardwise.checkpoints.facts import as_json, digest_of, packed
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.agreed import StateOptions
 from shardwise.layout import TensorKind

@@ -24,7 +24,8 @@ from shardwise.engines.arguments import (
     resolve_everywhere,
     world_of,
 )
-from shardwise.engines.loading import Load, LoadOptions, carry_out, form_of, load_words
+from shardwise.engines.load_plan import Load, LoadOptions, load_words
+from shardwise.engines.loading import carry_out, form_of
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
 from shardwise.execution.audit import are_equal
 from shardwise.execution.progress import Clock, ProgressBar, require_same_settings

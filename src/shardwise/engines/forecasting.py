@@ -16,12 +16,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from shardwise.engines import outline as outlines
 from shardwise.engines.arguments import hints_of, require_known, require_meant
 from shardwise.engines.bringing_up import Located, find
-from shardwise.engines.loading import LoadOptions, facts_of_plan, foresee_initial_values, rules_of
+from shardwise.engines.load_plan import LoadOptions, facts_of_plan, foresee_initial_values, rules_of
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.execution.launched import this_device
 from shardwise.execution.memory import collected_later
 from shardwise.execution.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG
 from shardwise.layout import Activations, MeshShape, ModelLayout, Origin, TensorKind, WorldLayout
 from shardwise.models.forecast_layout import foresee, trace_activations
 from shardwise.models.initialize import Initialisers
@@ -38,6 +39,8 @@ from shardwise.report.forecast import Forecast
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.names import is_url
 from shardwise.tensors import DType
+from shardwise.tuning import peft_compat
+from shardwise.tuning.modes import ExistingLora, Freeze, Full, Lora, Tuning
 from shardwise.tuning.selecting import Tuned
 
 _STORED_TWICE = "stored twice, taken to be equal; a load compares them, and keeps both if they differ"
@@ -53,7 +56,7 @@ class PlanOptions(outlines.FilledOptions, total=False):
         mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``; default: all ranks in one.
         nodes: machines that the ranks are assigned to, in order.
         device: "cpu", or the kind of accelerator that the shards will go to (default "cuda").
-        budget_bytes: as ``budget_bytes`` of :class:`~shardwise.engines.loading.LoadOptions`.
+        budget_bytes: as ``budget_bytes`` of :class:`~shardwise.engines.load_plan.LoadOptions`.
         read_policy: how the storage is read; by default as the folder of the checkpoint is.
 
         optim: name of the optimizer (default "adamw_torch_fused").
@@ -271,6 +274,40 @@ def _bytes_per_dtype(layout: ModelLayout) -> dict[str, int]:
     for tensor in layout.saved():
         found[tensor.dtype.label] = found.get(tensor.dtype.label, 0) + tensor.numel * tensor.dtype.bits // 8
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+def tuning_named(text: str) -> Tuning:
+    """Return a tuning from text, as the command line has it.
+
+    ``full``; ``freeze=N`` with ``,modules=A+B`` and ``,extra=A+B``; ``lora=R`` with ``,alpha=X`` and
+    ``,targets=A+B`` (default ``all-linear``); or a folder with an ``adapter_config.json``.
+
+    Raises:
+        ConfigError: the text is none of these.
+    """
+    if (Path(text) / ADAPTER_CONFIG).is_file():
+        return ExistingLora(text)
+    found = dict(part.partition("=")[::2] for part in text.split(","))
+    try:
+        match [*found]:
+            case ["full"]:
+                return Full()
+            case ["freeze", *rest] if {"modules", "extra"}.issuperset(rest):
+                modules, extra = (
+                    tuple(filter(None, found.get(name, "").split("+"))) for name in ("modules", "extra")
+                )
+                return Freeze(int(found["freeze"] or 0), modules, extra)
+            case ["lora", *rest] if {"alpha", "targets"}.issuperset(rest):
+                rank, targets = int(found["lora"]), found.get("targets", "all-linear")
+                names = targets if targets == "all-linear" else targets.split("+")
+                alpha = int(found.get("alpha", rank))
+                return Lora(peft_compat.lora_config(r=rank, lora_alpha=alpha, target_modules=names))
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"tuning={text!r} is not known. Pass full, freeze=N[,modules=A+B][,extra=A+B], "
+        "lora=R[,alpha=X][,targets=A+B], or a folder with an adapter of PEFT."
+    )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from shardwise.engines import offline
 from shardwise.engines.bringing_up import beside_of, weights_in
 from shardwise.engines.offline import companions_of, config_content, small_file, templates_of, write_templates
 from shardwise.engines.outline import ModelOptions, Outline, config_of
-from shardwise.engines.saving import MAX_SHARD_SIZE
+from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.adapter_merge import edited
 from shardwise.execution.audit import are_equal

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.conversion import Bindings
 from shardwise.conversion.nested_scales import nest_about, nested_codes, offset_of
-from shardwise.engines.loading import BaseForm
+from shardwise.engines.load_plan import BaseForm
 from shardwise.execution.moving import gather
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout

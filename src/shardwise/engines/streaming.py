@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.conversion import computes
-from shardwise.engines.saving import WrittenNames, resolved_dtype
+from shardwise.engines.save_plan import WrittenNames, resolved_dtype
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.given_parts import Giver, MergingGiver, PackedRows, agree_on_shares, in_numbers
 from shardwise.execution.memory import home_of

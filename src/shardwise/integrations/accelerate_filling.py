@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.conversion import Expression
-from shardwise.engines.states import set_model_values
+from shardwise.engines.model_states import set_model_values
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.execution.agreed import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
 from shardwise.execution.progress import Clock

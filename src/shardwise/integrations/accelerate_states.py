@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwise.engines.states import model_state
+from shardwise.engines.model_states import model_state
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.agreed import StateOptions
 from shardwise.execution.renames import as_renamed, leads_nowhere

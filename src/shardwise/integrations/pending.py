@@ -24,7 +24,7 @@ from torch import nn
 from shardwise.conversion import Expression
 from shardwise.engines.arguments import OpenSource, read_index
 from shardwise.engines.bringing_up import decide_ties
-from shardwise.engines.loading import LoadOptions
+from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.outline import Outline, outline_of
 from shardwise.errors import CoverageError
 from shardwise.execution.world import World

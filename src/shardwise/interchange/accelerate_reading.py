@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines import states
 from shardwise.engines.arguments import world_of
-from shardwise.engines.states import Ours, set_model_values, stored_values
+from shardwise.engines.model_states import set_model_values, stored_values
+from shardwise.engines.optimizer_states import Ours, set_optimizer_values
 from shardwise.execution.agreed import (
     BroughtValues,
     StateOptions,
@@ -145,7 +145,7 @@ def load_accelerate_optimizer(
 ) -> StateReport:
     """Give an optimizer what accelerate saved of one, in any of its forms, or a file of ``optimizer.state_dict()``.
 
-    As :func:`~shardwise.engines.states.set_optimizer_state`, with the reading of
+    As :func:`~shardwise.engines.optimizer_states.set_optimizer_state`, with the reading of
     :func:`load_accelerate_model`, whose errors it has, too.
 
     Args:
@@ -154,7 +154,7 @@ def load_accelerate_optimizer(
         path: the folder that holds models and optimizers, or the optimizer's own file or folder in it.
         number: of the optimizer among those in the folder.
         order: ``"name"``; or ``"position"`` for a state that has numbers for parameters and does not name them.
-        on_missing: as of :func:`~shardwise.engines.states.set_optimizer_state`.
+        on_missing: as of :func:`~shardwise.engines.optimizer_states.set_optimizer_state`.
         on_unexpected: likewise.
         on_mismatched: likewise.
         options: budget, process group, patience.
@@ -212,7 +212,7 @@ def read_optimizer(
         def take_apart(ours: Ours) -> tuple[Given, Values]:
             return _state_of_optimizer(world, found, ours, order, options, stack)
 
-        return states.set_optimizer_values(
+        return set_optimizer_values(
             world, model, optimizer, take_apart, tolerance=source.tolerance, options=options, clock=clock
         )
 

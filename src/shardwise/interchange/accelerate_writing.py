@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines import states
 from shardwise.engines.arguments import world_of
+from shardwise.engines.model_states import take_out_model
+from shardwise.engines.optimizer_states import take_out_optimizers
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.agreed import StateOptions, require_same_call
 from shardwise.execution.committing import copy_in
@@ -138,7 +139,7 @@ def save_accelerate_optimizer(
 
     ``"full"`` is ``optimizer.bin`` (``optimizer_1.bin``), ``"sharded"`` is ``optimizer_0/``, and
     ``"local"`` are ``optimizer_0_rank0.bin`` and so on. The layout inside is that of
-    :func:`~shardwise.engines.states.optimizer_state`.
+    :func:`~shardwise.engines.optimizer_states.optimizer_state`.
 
     Collective, Memory, Raises: as of :func:`save_accelerate_model`; state that nobody knows how to deal is a
     PlacementError.
@@ -166,7 +167,7 @@ def save_model(
     model = without_compile(model)
     with world_of(options, "save_accelerate_model") as world, torch.device("cpu"):
         place.agree(world, only, on_differing_buffers, options=options)
-        taken = states.take_out_model(world, model, only, on_differing_buffers, options)
+        taken = take_out_model(world, model, only, on_differing_buffers, options)
         state = taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
         if place.form == "full" and isinstance(only, AdapterOnly):
             untouched = beside_trained(taken.held, only.adapter)
@@ -186,7 +187,7 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, place: FilesPlace, op
     model = without_compile(model)
     with world_of(options, "save_accelerate_optimizer") as world, torch.device("cpu"):
         place.agree(world, options=options)
-        taken = states.take_out_optimizers(world, model, optimizer, "the optimizer", options)
+        taken = take_out_optimizers(world, model, optimizer, "the optimizer", options)
         path, nbytes = _write(world, place, OPTIMIZER, taken.written(), taken.home, options)
     return FilesReport(str(path), len(taken.tensors), nbytes, time.perf_counter() - start)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -17,9 +16,10 @@ from transformers import PreTrainedConfig
 
 from shardwise.engines import offline
 from shardwise.engines.arguments import hints_of, require_meant
-from shardwise.engines.offline import companions_of, config_content, templates_of, verify_files, write_templates
+from shardwise.engines.offline import companions_of, config_content, templates_of, write_templates
 from shardwise.engines.outline import ModelOptions, class_of, config_of
-from shardwise.engines.saving import MAX_SHARD_SIZE
+from shardwise.engines.save_plan import MAX_SHARD_SIZE
+from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.marked_folder import marked_by_first
 from shardwise.execution.progress import ProgressBar
@@ -146,7 +146,7 @@ def merge_weights(
         file_format = "bin" if is_optimizer else file_format
         companions: dict[str, bytes] = {}
         if named.folder is not None:
-            told = _written_dtype(named.outgoing, dtype)
+            told = offline.written_dtype(named.outgoing, dtype)
             config = config_content(named.folder, dtype=told, untied=False)
             companions = {**companions_of(named.folder, folder), "config.json": config}
         streamed, files = _write(named, companions, file_format, out, max_shard_bytes)
@@ -204,17 +204,6 @@ def _write(
             check=lambda _: None,
             label="Merging",
         )
-
-
-def _written_dtype(outgoing: Outgoing, dtype: str | None) -> str | None:
-    """What the config is to say: the dtype asked for, else that of most bytes."""
-    if dtype is not None:
-        return dtype.removeprefix("torch.")
-    counts: Counter[str] = Counter()
-    for _, stored, shape in outgoing.tensors():
-        if stored.kind == "float" and stored.bits >= 16:
-            counts[str(to_torch(stored)).removeprefix("torch.")] += numel(shape) * stored.itemsize
-    return counts.most_common(1)[0][0] if counts else None
 
 
 def _write_torch_file(

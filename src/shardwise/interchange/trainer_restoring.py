@@ -18,8 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engines.arguments import hints_of, require_meant, world_of
-from shardwise.engines.loading import LoadOptions, load_checkpoint
-from shardwise.engines.states import set_model_values, stored_values
+from shardwise.engines.load_plan import LoadOptions
+from shardwise.engines.loading import load_checkpoint
+from shardwise.engines.model_states import set_model_values, stored_values
 from shardwise.errors import CoverageError, FormatError, StorageError
 from shardwise.execution.agreed import StateOptions, require_same_call
 from shardwise.execution.progress import Clock

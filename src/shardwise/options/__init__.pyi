@@ -1,8 +1,8 @@
 """How each verb does what it does, as values. Stated here, loaded when used."""
 
 from shardwise.checkpoints.state import CheckpointerOptions as CheckpointerOptions
-from shardwise.engines.loading import LoadOptions as LoadOptions
-from shardwise.engines.saving import SaveOptions as SaveOptions
+from shardwise.engines.load_plan import LoadOptions as LoadOptions
+from shardwise.engines.save_plan import SaveOptions as SaveOptions
 from shardwise.engines.sharding import ShardOptions as ShardOptions
 from shardwise.engines.streaming import StreamOptions as StreamOptions
 from shardwise.execution.agreed import StateOptions as StateOptions

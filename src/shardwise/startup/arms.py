@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.engines.bringing_up import from_pretrained
 from shardwise.engines.forecasting import observe
-from shardwise.engines.loading import LoadOptions
+from shardwise.engines.load_plan import LoadOptions
 from shardwise.execution.launched import this_device
 from shardwise.execution.memory import memory_of
 from shardwise.models.view import local_tensor, raw_bytes

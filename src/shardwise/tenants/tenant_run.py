@@ -20,7 +20,7 @@ from trl.trainer.utils import get_peft_config
 from shardwise.bank.adapter_bank import AdapterBank, TenantKeywords
 from shardwise.bank.rows import RowTensors
 from shardwise.bank.tenant import TenantLoss
-from shardwise.engines.saving import SaveOptions
+from shardwise.engines.save_plan import SaveOptions
 from shardwise.errors import ConfigError, FormatError, TrainingError
 from shardwise.execution.collectives import naming_the_lost
 from shardwise.execution.world import World

@@ -19,7 +19,7 @@ from trl.trainer.utils import get_peft_config
 
 from shardwise.engines.bringing_up import from_pretrained
 from shardwise.engines.forecasting import PlanOptions, plan
-from shardwise.engines.loading import LoadOptions
+from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.outline import PretrainedOptions
 from shardwise.errors import ConfigError
 from shardwise.integrations import ShardwiseTrainer, for_trainer

@@ -1,9 +1,8 @@
-"""Takes out and sets the state of a model and of its optimizers."""
+"""Takes out and sets the state of optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -12,40 +11,31 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engines.arguments import world_of
-from shardwise.engines.loading import give_value
-from shardwise.errors import CoverageError, DisagreementError, FormatError, PlacementError
+from shardwise.engines.model_states import state_report
+from shardwise.errors import CoverageError, DisagreementError, PlacementError
 from shardwise.execution.agreed import (
     BroughtValues,
     StateOptions,
-    StoredValues,
     Values,
-    by_canonical_names,
     refuse_meta,
     require_same_call,
 )
-from shardwise.execution.memory import home_among, managers_of, materialize
-from shardwise.execution.moving import Traffic, gather
+from shardwise.execution.memory import home_among
+from shardwise.execution.moving import gather
 from shardwise.execution.progress import Clock
 from shardwise.execution.replicas import as_bytes, equal_on_all
 from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
-from shardwise.formats.opening import open_checkpoint
-from shardwise.layout import TensorKind
-from shardwise.models.initialize import Initialisers
 from shardwise.models.optimizer_kind import by_parameter, class_name, unlike
 from shardwise.models.optimizer_state import Given, copied, labelled, read, set_group, written_out
 from shardwise.models.rebind import Bound, Key, Scalar, keeps_reduced, look_at, state_like
-from shardwise.models.selection import Selection, names_outside
 from shardwise.models.torch_words import in_memory, to_torch
-from shardwise.models.view import Held, canonical, look_inside, refuse_subclasses, without_compile
+from shardwise.models.view import Held, look_inside, without_compile
 from shardwise.planning import matching
-from shardwise.planning.load_memory import stored_tensors
-from shardwise.planning.load_plan import OnDiffering
-from shardwise.planning.matching import OnFault, StateForm, StateSlot, Tolerance, match, receivers, require_form
+from shardwise.planning.matching import StateForm, receivers, require_form
 from shardwise.planning.sources import digest
 from shardwise.report.names import few
 from shardwise.report.reports import StateReport
-from shardwise.storage.reading.local import LocalReader
 from shardwise.tensors import DType
 
 KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank, or use a Checkpointer"
@@ -275,7 +265,7 @@ def take_out_optimizers(
 
     Raises:
         ConfigError, PlacementError, DisagreementError: as of
-            :func:`~shardwise.engines.states.optimizer_state`.
+            :func:`~shardwise.engines.optimizer_states.optimizer_state`.
     """
     held, bounds = _looked_at(world, model, optimizers)
     tensors, scalars = _held_by(world, bounds)
@@ -322,7 +312,7 @@ def set_optimizer_values(
         traffic = values.bring(world, matched, by_label, budget_bytes=options.budget_bytes, device=home)
     with clock.phase("finish"):
         afresh = world.together(lambda: fitting.bind(ours, targets))
-    return _report(
+    return state_report(
         world,
         values,
         traffic,
@@ -334,22 +324,6 @@ def set_optimizer_values(
         cast=matched.cast,
         afresh=tuple(afresh),
         brought_by=fitting.brought_by,
-    )
-
-
-def _report(
-    world: World, values: Values, traffic: Traffic, clock: Clock, *, brought_by: tuple[int, ...], **facts: Any
-) -> StateReport:
-    return StateReport(
-        rank=world.rank,
-        world_size=world.size,
-        brought_by=() if isinstance(values, StoredValues) else brought_by,
-        read_bytes=getattr(values, "read_bytes", 0),
-        sent_bytes=traffic.sent_bytes,
-        received_bytes=traffic.received_bytes,
-        kept_bytes=traffic.kept_bytes,
-        seconds=clock.seconds,
-        **facts,
     )
 
 
@@ -503,259 +477,3 @@ def set_optimizer_state(
         return set_optimizer_values(
             world, model, optimizers, take_apart, tolerance=tolerance, options=options, clock=clock
         )
-
-
-@dataclass(frozen=True)
-class TakenModel:
-    """What of a model is taken out, looked at on all ranks.
-
-    Attributes:
-        held: all that is in the model.
-        names: those of the state, to canonical FQNs.
-        tensors: by first name, tied ones once; of a buffer that differs, the first rank's values.
-        differing: the buffers that do.
-        home: where staging lies.
-    """
-
-    held: list[Held]
-    names: Mapping[str, str]
-    tensors: Mapping[str, torch.Tensor]
-    differing: tuple[str, ...]
-    home: torch.device
-
-    def by_name(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What is found by first names, under the names of the state: one object for all names of a tied tensor."""
-        first_of = {name: item.fqn for item in self.held for name in item.names}
-        return {name: found[first_of[fqn]] for name, fqn in self.names.items() if first_of[fqn] in found}
-
-
-def take_out_model(
-    world: World, model: nn.Module, only: Selection, on_differing_buffers: OnDiffering, options: StateOptions
-) -> TakenModel:
-    """Look for the tensors of a state, and compare what several ranks hold. Collective: yes.
-
-    Raises:
-        ConfigError, PlacementError, DisagreementError: as of :func:`~shardwise.engines.states.model_state`.
-    """
-    held = world.together(lambda: look_inside(model))
-    require_alike_models(world, held, [])
-    names = world.from_first(lambda: names_outside(model, held, only))
-    wanted = set(names.values())
-    chosen = {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
-    world.together(lambda: refuse_meta(chosen, "the model"))
-    home = home_among(held, chosen.values())
-    buffers = {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
-    budget = options.budget_bytes
-    tensors, differing = equal_on_all(
-        world, chosen, buffers, on_differing_buffers, budget_bytes=budget, device=home
-    )
-    return TakenModel(held, names, tensors, differing, home)
-
-
-def set_model_values(
-    world: World,
-    model: nn.Module,
-    values: Values,
-    *,
-    only: Selection,
-    tolerance: Tolerance,
-    options: StateOptions,
-    clock: Clock,
-) -> StateReport:
-    """Give a model values from wherever they are.
-
-    Collective: yes.
-    Memory, errors: as of :func:`set_model_state`.
-    """
-    with clock.phase("agree"):
-        held = world.together(lambda: look_inside(model))
-        require_alike_models(world, held, [])
-        names = world.from_first(lambda: names_outside(model, held, only))
-        told = values.told(world)
-        places = _places(held, names)
-        of = {place.names[0]: item for place, item in places}
-        matched = world.together(lambda: match([place for place, _ in places], told, tolerance))
-        taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
-        world.together(lambda: refuse_subclasses(list(taking.values())))
-        # Asked of initialisers while all is on meta: a model that gets its values is as one that was loaded.
-        initialisers = Initialisers(model, held)
-        computed = world.together(lambda: _computed(initialisers, only))
-        values.require_ties(world, [item.place.names for item in matched.taken])
-    with clock.phase("exchange"):
-        home = home_among(held, [item.tensor for item in held])
-        awaiting = [*taking.values(), *(item for item, _ in computed)]
-        world.together(lambda: materialize(awaiting, managers_of(model), home))
-        targets = {name: item.tensor for name, item in taking.items()}
-        traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
-        recomputed = world.together(lambda: _fill(initialisers, computed, home))
-    return _report(
-        world,
-        values,
-        traffic,
-        clock,
-        set_names=tuple(targets),
-        missing=matched.missing,
-        unexpected=matched.unexpected,
-        mismatched=matched.mismatched,
-        cast=matched.cast,
-        on_meta=tuple(item.fqn for item in held if item.tensor.is_meta),
-        brought_by=tuple(rank for rank, found in enumerate(told) if found),
-        recomputed=recomputed,
-    )
-
-
-def _computed(initialisers: Initialisers, only: Selection) -> list[tuple[Held, torch.Tensor]]:
-    """The buffers on meta that no state has, and that the model's initialisers compute, with their values."""
-    waiting = [item for item in initialisers.held if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
-    if not waiting or only is not None:
-        return []
-    found = initialisers.buffers({}, seed=0)
-    return [(item, value) for item in waiting if (value := found[item.fqn].value) is not None]
-
-
-def _fill(
-    initialisers: Initialisers, computed: list[tuple[Held, torch.Tensor]], home: torch.device
-) -> tuple[str, ...]:
-    """Give buffers their values, and attributes that were left on meta; the names of both."""
-    for item, value in computed:
-        give_value(item, value)
-    attributes = initialisers.compute_attributes(home) if computed else ()
-    return (*(item.fqn for item, _ in computed), *attributes)
-
-
-def _places(held: list[Held], names: Mapping[str, str]) -> list[tuple[StateSlot, Held]]:
-    """Tensors that take values, tied ones once, with all their names outside."""
-    outside: dict[str, list[str]] = {}
-    for name, fqn in names.items():
-        outside.setdefault(fqn, []).append(name)
-    found: list[tuple[StateSlot, Held]] = []
-    for item in held:
-        own = tuple(name for fqn in item.names for name in outside.get(fqn, ()))
-        if own:
-            own = tuple(dict.fromkeys([*own, *item.names]))  # an adapter's, also by its names in the model
-            found.append((StateSlot(own, tuple(item.tensor.shape), in_memory(item.tensor.dtype)), item))
-    return found
-
-
-@torch.no_grad()
-def model_state(
-    model: nn.Module,
-    form: StateForm = "full",
-    *,
-    only: Selection = None,
-    on_differing_buffers: OnDiffering = "first_rank",
-    options: StateOptions = StateOptions(),  # noqa: B008
-) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers of a model, by the names of the plain model.
-
-    They are those of ``model.state_dict()`` before the model was compiled, checkpoint-wrapped or sharded, in this
-    order. Tied parameters are there under each of their names, as one tensor.
-
-    Collective: yes, over ``options.process_group`` (default: all ranks).
-    Memory: for whole tensors, ``options.budget_bytes``, and on the ranks that get the tensors these, on the
-    CPU. For ``"sharded"`` none: the tensors share the memory of the model, but for buffers that differ.
-
-    Args:
-        model: any module, sharded or not; FSDP2 groups that are gathered are resharded.
-        form: ``"full"``, ``"full_on_all_ranks"``, or ``"sharded"``.
-        only: ``None``, or ``AdapterOnly()`` for an adapter of PEFT's, under the names of PEFT's files.
-        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
-            have, are the first rank's in every form, ``"first_rank"``, or an error, ``"error"``.
-        options: budget, process group, patience.
-
-    Returns:
-        The tensors, without autograd; nothing on a rank that ``form`` leaves out.
-
-    Raises:
-        ConfigError: an argument cannot be honoured.
-        PlacementError: tensors are on meta, or are placed neither as shards nor as replicas.
-        DisagreementError: ranks have different models, or different values of parameters that several hold.
-        RankLostError: a rank has been lost.
-
-    Every error is the same on every rank.
-    """
-    model = without_compile(model)
-    with world_of(options, "model_state") as world, torch.device("cpu"):
-        world.together(lambda: require_form(form))
-        require_same_call(world, form, only, on_differing_buffers, options=options)
-        taken = take_out_model(world, model, only, on_differing_buffers, options)
-        if form == "sharded":
-            return taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
-        budget = options.budget_bytes
-        return taken.by_name(gather(world, taken.tensors, form, budget_bytes=budget, device=taken.home))
-
-
-@torch.no_grad()
-def set_model_state(
-    model: nn.Module,
-    state: Mapping[str, torch.Tensor] | None,
-    *,
-    only: Selection = None,
-    on_missing: OnFault = "error",
-    on_unexpected: OnFault = "error",
-    on_mismatched: OnFault = "error",
-    options: StateOptions = StateOptions(),  # noqa: B008
-) -> StateReport:
-    """Give the parameters and persistent buffers of a model the values of a state, in place.
-
-    A state is whole tensors or DTensors of any sharding, on every rank, or on some and ``None`` (or nothing) on the
-    others. Who has whole tensors takes its own slices of them, and nothing is compared; the others get their shards
-    sent, and no more. Values are cast to the dtype of the model's tensor (``report.cast``); integers, and numbers
-    of 8 bits, are not. Of tied parameters one name is enough. Tensors on meta get memory; the buffers that no state
-    has are then computed by the model's initialisers, as :func:`~shardwise.engines.loading.load` has it
-    (``report.recomputed``), and what nothing computes stays on meta (``report.on_meta``).
-
-    Collective: yes, over ``options.process_group`` (default: all ranks).
-    Memory: ``options.budget_bytes``.
-
-    Args:
-        model: any module, sharded or not.
-        state: by names with or without those of wrappers; with ``AdapterOnly``, the names of PEFT's files, or
-            those of the model.
-        only: what the state is of.
-        on_missing: ``"error"``, or ``Ignore(only=...)`` for tensors that may keep their values.
-        on_unexpected: ``Ignore(only=...)`` for names in the state that the model does not know.
-        on_mismatched: ``Ignore(only=...)`` for tensors that may keep their values where the shape differs.
-        options: budget, process group, patience.
-
-    Raises:
-        ConfigError: an argument cannot be honoured.
-        CoverageError: missing, unexpected or mismatched tensors, all at once; ties that come with two values.
-        DisagreementError: ranks have different models, or bring different states.
-        PlacementError: the state has tensors on meta.
-        RankLostError: a rank has been lost.
-
-    Every error is the same on every rank. All but the last come before anything is changed.
-    """
-    model = without_compile(model)
-    clock = Clock()
-    tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
-    with world_of(options, "set_model_state") as world, torch.device("cpu"):
-        with clock.phase("agree"):
-            require_same_call(world, only, tolerance, options=options)
-            given = world.together(lambda: by_canonical_names(state, "state"))
-        return set_model_values(
-            world, model, BroughtValues(given), only=only, tolerance=tolerance, options=options, clock=clock
-        )
-
-
-def stored_values(world: World, folder: str, file: str, options: StateOptions, stack: ExitStack) -> StoredValues:
-    """The tensors in files of a folder, by names without wrappers; closed with ``stack``. Collective: yes.
-
-    Raises:
-        FormatError, StorageError: as of :func:`~shardwise.formats.open_checkpoint`; two names are one.
-    """
-    reader = stack.enter_context(world.together(lambda: LocalReader(folder)))
-    index = world.from_first(lambda: open_checkpoint(reader, weights_name=file))
-    named = world.together(lambda: by_canonical_keys(stored_tensors(index), index.root))
-    return StoredValues(reader, index, named, options.budget_bytes)
-
-
-def by_canonical_keys(stored: Mapping[str, Any], root: str) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for key, expression in stored.items():
-        plain = canonical(key)
-        if plain in named:
-            raise FormatError(f"{root}: has {plain} twice, with and without the names of wrappers")
-        named[plain] = expression
-    return named

@@ -1,0 +1,306 @@
+"""Plans a load on one rank, before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from shardwise.conversion import Bindings, SmallestBlocks, computed_leaves, computes, rows_stored, stored_leaves
+from shardwise.engines.arguments import (
+    OpenSource,
+)
+from shardwise.errors import CoverageError, PlacementError
+from shardwise.execution.memory import (
+    Managers,
+    available_memory,
+    collected_later,
+    devices_of,
+    home_of,
+    managers_of,
+    offloads_shards,
+    require_budget,
+)
+from shardwise.execution.patience import Patience
+from shardwise.execution.reading import Arrangement, Destination, arrange
+from shardwise.execution.world import World
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.layout import ModelLayout, Origin, TensorKind
+from shardwise.models import pretrained
+from shardwise.models.build import NOTHING_ADDED, Additions
+from shardwise.models.initialize import BufferRules, ComputedBuffer, Initialisers, unfit_programs
+from shardwise.models.view import (
+    Held,
+    layout_of,
+    look_inside,
+    padded_numels,
+    refuse_subclasses,
+)
+from shardwise.planning.load_memory import Available, Homes, forecast_rank
+from shardwise.planning.load_plan import (
+    Consent,
+    Init,
+    LoadPlan,
+    ModelRules,
+    Recompute,
+    Tie,
+    plan_load,
+)
+from shardwise.report.reports import RankForecast
+
+if TYPE_CHECKING:
+    from shardwise.models.initialize import Program
+    from shardwise.planning.moves import Boxes
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a load is carried out; none of it changes which values are loaded, but for ``seed``.
+
+    Attributes:
+        seed: for tensors that are initialised, together with their FQN.
+        budget_bytes: host memory, beyond the shards, that one rank may use for staging and for conversions that
+            compute.
+        device: where an unsharded model on meta is brought up; sharded ones go to the device of their mesh.
+        progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
+        process_group: the ranks that load together; None is the default group, or this process alone.
+        patience: how long ranks wait for each other.
+        shared_reads: whether one rank reads what several hold (replicas) and sends it to the others: "auto" does
+            so if the storage is remote, "always" and "never" are the other choices.
+        check_memory: refuse a load whose forecast exceeds free memory before anything is read.
+    """
+
+    seed: int = 0
+    budget_bytes: int = 256 << 20
+    device: torch.device | None = None
+    progress: bool = True
+    process_group: dist.ProcessGroup | None = None
+    patience: Patience = field(default_factory=Patience)
+    shared_reads: SharedReads = "auto"
+    check_memory: bool = True
+
+    def __post_init__(self) -> None:
+        require_budget(self.budget_bytes)
+
+
+@dataclass
+class Load:
+    """A load: what is asked for, and once it is prepared what this rank has decided.
+
+    Attributes:
+        already_read_bytes: read before the load, to decide ties.
+        is_tuned: whether the caller chose what is trained.
+        home: device on which the model computes.
+        managers: FSDP2's parameter groups.
+        items: destinations of all that is read.
+        shared: the boxes by rank of tensors that ranks read together.
+        own: how the other items are read.
+        settings: what the model's config says.
+    """
+
+    bindings: Bindings
+    consent: Consent
+    buffers: BufferRules
+    options: LoadOptions
+    already_read_bytes: int = 0
+    additions: Additions = NOTHING_ADDED
+    is_tuned: bool = False
+    notes: tuple[str, ...] = ()
+    held: list[Held] = field(init=False)
+    initialisers: Initialisers = field(init=False)
+    computed: Mapping[str, ComputedBuffer] = field(init=False)
+    plan: LoadPlan = field(init=False)
+    programs: Mapping[str, Program] = field(init=False)
+    home: torch.device = field(init=False)
+    managers: Managers = field(init=False)
+    items: Sequence[Destination] = field(init=False)
+    shared: Mapping[str, Sequence[Boxes]] = field(init=False)
+    own: Arrangement = field(init=False)
+    forecast: RankForecast = field(init=False)
+    available: Available = field(init=False)
+    settings: Mapping[str, str] = field(init=False)
+
+
+class BaseForm:
+    """How layers keep their weights: as numbers, unless a subclass says otherwise. Called in this order."""
+
+    def in_numbers(self, layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:  # noqa: ARG002
+        """Return the layout of the tensors that a checkpoint's keys are bound to."""
+        return layout
+
+    def offered(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
+        """Return what is offered for the tensors that are kept."""
+        return bindings
+
+    def with_room(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
+        """Give the sharded model room for what is read on the way, and offer that, too."""
+        return bindings
+
+    def made_later(self, model: nn.Module) -> frozenset[str]:  # noqa: ARG002
+        """Return names of tensors that nothing is read into, because :meth:`complete` makes them."""
+        return frozenset()
+
+    def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:  # noqa: ARG002
+        """Make these tensors; return the number of elements written by name. Collective: yes."""
+        return {}
+
+    def let_go(self, model: nn.Module) -> None:
+        """Restore what the model had before a load that has failed."""
+
+
+def load_words(consent: Consent, buffers: BufferRules, options: LoadOptions) -> dict[str, str]:
+    """What ranks must have in common of how a load is carried out, in words, by name."""
+    alone = ("device", "progress", "process_group", "patience")
+    return {
+        "on_missing": repr(consent.missing),
+        "on_mismatched": repr(consent.mismatched),
+        "on_unexpected": repr(consent.unexpected),
+        "buffers": repr(sorted(buffers)),
+        **{
+            f"options.{item.name}": repr(getattr(options, item.name))
+            for item in fields(options)
+            if item.name not in alone
+        },
+    }
+
+
+@collected_later()
+def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> None:
+    """Decide how a model is filled, on this rank alone, before anything is read."""
+    options, policy = load.options, source.reader.policy
+    load.held = held = look_inside(model)
+    refuse_subclasses(held)
+    load.initialisers = Initialisers(model, held, load.additions)
+    load.computed = load.initialisers.buffers(load.buffers, seed=options.seed)
+    load.plan = make_plan(load, source.index)
+    load.programs = foresee_initial_values(load.initialisers, load.plan, options)
+    load.home, load.managers = home_of(held, options.device), managers_of(model)
+    by_name = {item.fqn: item for item in held}
+    load.items = destinations(load.plan, by_name, devices_of(held, load.managers, load.home))
+    load.shared, mode = {}, options.shared_reads
+    if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
+        from shardwise.execution.shared_reads import shared_boxes
+
+        load.shared = shared_boxes(world, by_name, load.items)
+    alone = [item for item in load.items if item.fqn not in load.shared]
+    load.own = arrange(alone, source.index, policy, options.budget_bytes, world.place)
+    homes = Homes.of(
+        load.plan,
+        policy,
+        device=load.home.type,
+        budget_bytes=options.budget_bytes,
+        offloads_shards=load.home.type != "cpu" and offloads_shards(load.managers),
+    )
+    load.forecast = forecast_rank(load.plan, world.rank, homes, padded_numels(held, load.managers))
+    brings_up = any(item.tensor.is_meta for item in held)
+    load.available = available_memory(load.home) if brings_up else Available()
+    load.settings = pretrained.settings_of(load.additions.base or model)
+
+
+def make_plan(load: Load, index: CheckpointIndex) -> LoadPlan:
+    """Plan a load, with conversions that compute checked against the budget."""
+    initialisers, additions = load.initialisers, load.additions
+
+    def origin_of(item: Held) -> Origin:
+        return load.computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initialisers.origin_of(item)
+
+    layout = layout_of(initialisers.held, origin_of)
+    rules = rules_of(additions.base or initialisers.model)
+    plan = plan_load(index, layout, load.bindings, rules, load.consent, additions.known_as)
+    blocks = SmallestBlocks()
+    for name, read in plan.reads().items():
+        for leaf in computed_leaves(read.expression):
+            if (nbytes := blocks.nbytes(leaf)) > load.options.budget_bytes:
+                raise CoverageError(
+                    f"{name} is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which needs "
+                    f"{nbytes:,} bytes at once; the budget is {load.options.budget_bytes:,}: raise budget_bytes"
+                )
+    return plan
+
+
+def rules_of(model: nn.Module) -> ModelRules:
+    """Return the keys that a model's class ignores, if they are missing or unexpected."""
+    return ModelRules(*pretrained.ignore_patterns(model))
+
+
+def foresee_initial_values(initialisers: Initialisers, plan: LoadPlan, options: LoadOptions) -> dict[str, Program]:
+    """How the missing tensors will be initialised, and that they can be.
+
+    Raises:
+        CoverageError: naming those that no initialiser writes, or that need more than the budget.
+    """
+    drawn = [
+        name
+        for name, read in plan.reads().items()
+        if rows_stored(read.expression) is not None and initialisers.additions.new_rows == "initialized"
+    ]
+    programs = initialisers.programs([*plan.names(Init), *drawn])
+    faults = unfit_programs(programs, options.budget_bytes)
+    if faults:
+        raise CoverageError("tensors are missing that cannot be initialised:\n  " + "\n  ".join(faults))
+    return programs
+
+
+def destinations(
+    plan: LoadPlan, by_name: Mapping[str, Held], devices: Mapping[str, torch.device]
+) -> list[Destination]:
+    """What to read into where."""
+    boxes = {name: plan.layout.by_name[name].boxes for name in plan.reads()}
+    return [
+        Destination(name, read.expression, boxes[name], by_name[name].tensor.dtype, devices[name])
+        for name, read in plan.reads().items()
+    ]
+
+
+def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> None:
+    """Tie what the model's class declares tied, where the checkpoint holds it once and the model not yet shares it.
+
+    Raises:
+        PlacementError: when the model is already sharded, so that it is too late.
+    """
+    by_name = {name: item for item in held for name in item.names}
+    loose = {
+        target: source
+        for target, source in pretrained.declared_ties(model).items()
+        if target in by_name
+        and source in by_name
+        and by_name[target] is not by_name[source]
+        and not (bindings.offers.get(target) and bindings.offers.get(source))
+    }
+    if not loose:
+        return
+    target, source = next(iter(loose.items()))
+    if any(isinstance(item.tensor, DTensor) for item in held):
+        raise PlacementError(
+            f"{target} is declared tied to {source}, but the sharded model holds them apart; call "
+            "model.tie_weights() before fully_shard"
+        )
+    assert isinstance(model, PreTrainedModel)
+    pretrained.tie(model, set(by_name) - set(bindings.offers), set())
+
+
+def facts_of_plan(plan: LoadPlan) -> dict[str, Any]:
+    """Fields of a report, or of a forecast, that describe how a model is filled."""
+    reads = plan.reads()
+    kinds = {
+        name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
+        for name, read in reads.items()
+        if not computes(read.expression)
+    }
+    return {
+        "tied": {name: item.source for name, item in plan.fills.items() if isinstance(item, Tie)},
+        "initialized": plan.names(Init),
+        "recomputed": plan.names(Recompute),
+        "cast": {name: pair for name, pair in kinds.items() if pair[0] != pair[1]},
+        "ignored_keys": plan.ignored_keys,
+        "computed": tuple(name for name, read in reads.items() if computes(read.expression)),
+    }
+
+
+SharedReads: TypeAlias = Literal["auto", "always", "never"]

@@ -1,0 +1,255 @@
+"""Plans a save on one rank, before anything is written."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from shardwise.conversion import computes
+from shardwise.errors import ConfigError, CoverageError
+from shardwise.execution.agreed import StateOptions
+from shardwise.execution.given_parts import Shares
+from shardwise.execution.memory import collected_later
+from shardwise.execution.world import World
+from shardwise.layout import ModelLayout, Origin, TensorKind, place_of
+from shardwise.models import four_bit_files
+from shardwise.models.revert import Output, names_in_file, revert
+from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
+from shardwise.models.torch_words import from_torch, saved_dtype
+from shardwise.models.view import Held, layout_of, look_inside
+from shardwise.planning.save_plan import ADAPTER, MODEL, SavedTraining, SavePlan, arrange_writes, plan_save
+from shardwise.planning.schedule import ReadRequest, Staging, staging_within
+from shardwise.storage.contract import WritePolicy
+
+WrittenNames: TypeAlias = Literal["hub", "internal"]
+"""Names of saved tensors: those of the model's checkpoints on the hub (and their shapes), or the modules' own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeftNames:
+    """One adapter of a PEFT model is saved, and nothing else, under the names that PEFT's files have."""
+
+    adapter: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions(StateOptions):
+    """How a save is carried out; none of it changes what is saved.
+
+    Attributes:
+        budget_bytes: host memory that one rank may use for staging (casts, copies from an accelerator).
+        progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
+        process_group: the ranks that hold the model; None is the default group, or this process alone.
+        patience: how long ranks wait for each other.
+    """
+
+    budget_bytes: int = 256 << 20
+    progress: bool = True
+
+
+MAX_SHARD_SIZE = "50GB"
+"""As in ``save_pretrained`` of transformers 5."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBeside:
+    """The state of an adapter's training: tensors as parameters of a module, by their names; the rest as JSON."""
+
+    module: nn.Module
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What is to be saved, and under which names; ``training`` goes beside an adapter."""
+
+    model: nn.Module
+    directory: str | os.PathLike[str]
+    names: WrittenNames | PeftNames = "hub"
+    dtype: torch.dtype | None = None
+    max_shard_bytes: int = sys.maxsize
+    tokenizer: Any = None
+    training: TrainingBeside | None = None
+
+    @property
+    def stem(self) -> str:
+        """What the names of the files of weights begin with."""
+        return ADAPTER if isinstance(self.names, PeftNames) else MODEL
+
+
+@dataclass(frozen=True)
+class PreparedSave:
+    """All that is decided before anything is written. ``requests`` are this rank's own."""
+
+    request: SaveRequest
+    held: Sequence[Held]
+    shares: Shares
+    layout: ModelLayout
+    outputs: Mapping[str, Output]
+    parameters: int
+    plan: SavePlan
+    requests: Sequence[ReadRequest]
+    staging: Staging
+    cast: Mapping[str, tuple[str, str]]
+    digest: str
+
+
+def chosen(world: World, request: SaveRequest) -> tuple[list[Held], Mapping[str, str]]:
+    """What is in the model; of an adapter what belongs to it, and the names in its file to those in the model.
+
+    The state of its training comes last. One rank asks PEFT, which may look at the hub for the base's config.
+    Collective: yes.
+    """
+    held = world.together(lambda: _looked_at(request))
+    names = request.names
+    if not isinstance(names, PeftNames):
+        return held, {}
+    places = world.from_first(lambda: names_outside(request.model, held, AdapterOnly(names.adapter)))
+    chosen = set(places.values())
+    beside = [] if request.training is None else look_inside(request.training.module)
+    return [*(item for item in held if chosen.intersection(item.names)), *beside], places
+
+
+def _looked_at(request: SaveRequest) -> list[Held]:
+    held = look_inside(request.model)
+    if isinstance(request.names, PeftNames):
+        return held
+    four_bit_files.refuse_without_scales(held)
+    if request.names != "hub":
+        return four_bit_files.held_as_stored(held)
+    if request.dtype is not None and four_bit_files.has_four_bits(request.model):
+        raise ConfigError(
+            f"dtype={request.dtype}: weights in four bits, and their scales, are saved as they are; leave dtype out"
+        )
+    return four_bit_files.held_in_files(held)
+
+
+@collected_later()
+def prepare(
+    request: SaveRequest,
+    token: str,
+    held: Sequence[Held],
+    places: Mapping[str, str],
+    shares: Shares,
+    rank: int,
+    policy: WritePolicy,
+    budget_bytes: int,
+) -> PreparedSave:
+    """Decide, on this rank alone; ``places`` are an adapter's names, ``shares`` what each rank gives."""
+    _require_possible(request, policy)
+    layout = layout_of(held, lambda item: Origin.NOWHERE)
+    outputs = four_bit_files.in_shapes_of_files(held, outputs_of(request, layout, places))
+    _require_moved(outputs)
+    saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
+    beside = {} if request.training is None else _as_they_are(layout, places)
+    own = [item for item in layout.tensors if item.kind is TensorKind.PARAMETER and item.fqn not in beside]
+    parameters = sum(item.numel for item in own)
+    plan = plan_save(
+        list(saved.values()),
+        max_shard_bytes=request.max_shard_bytes,
+        parameters=parameters,
+        token=token,
+        can_rename=policy.can_rename,
+        stem=request.stem,
+        training=_saved_training(request, beside),
+    )
+    is_on_host = all(item.local.device.type == "cpu" for item in held)
+    staging = staging_within(budget_bytes, policy.concurrency, on_device=not is_on_host)
+    cast = {
+        key: (output.dtype.label, saved[key][1].label)
+        for key, output in outputs.items()
+        if output.dtype != saved[key][1]
+    }
+    outputs = {**outputs, **beside}
+    places_of = {
+        name: [(box, place_of(box, layout.by_name[name].boxes)) for box in boxes[rank]]
+        for name, boxes in shares.by_name.items()
+    }
+    requests = arrange_writes(
+        [(entry, outputs[key].expression) for key, entry in plan.entries.items()],
+        places_of,
+        {name: number for number, item in enumerate(held) for name in item.names},
+        {name for item in held if _is_staged(item, request.dtype) for name in item.names},
+        policy,
+        staging.nbytes,
+    )
+    digest = hashlib.sha256(repr((list(saved.values()), plan.names, plan.files)).encode()).hexdigest()
+    return PreparedSave(request, held, shares, layout, outputs, parameters, plan, requests, staging, cast, digest)
+
+
+def _saved_training(request: SaveRequest, beside: Mapping[str, Output]) -> SavedTraining | None:
+    if request.training is None:
+        return None
+    tensors = [(key, output.dtype, output.shape) for key, output in beside.items()]
+    return SavedTraining(tensors, request.training.text)
+
+
+def _require_possible(request: SaveRequest, policy: WritePolicy) -> None:
+    if request.names == "hub" and has_adapters(request.model):
+        raise ConfigError(
+            f"{type(request.model).__name__} has adapters of PEFT's, and the hub has no names for both together; "
+            "save the adapter by save_adapter, merge it first (merge_and_unload, shardwise "
+            "merge-adapter), or pass names='internal' for all tensors as the model names them"
+        )
+    if isinstance(request.names, PeftNames) and not policy.can_rename:
+        raise ConfigError(
+            f"{os.fspath(request.directory)}: an adapter is one file, which takes its place in one step, and this "
+            "storage renames nothing; save into a folder, and copy that"
+        )
+
+
+def _require_moved(outputs: Mapping[str, Output]) -> None:
+    if keys := [key for key, output in outputs.items() if computes(output.expression)]:
+        raise CoverageError(
+            f"{len(keys)} tensors of the checkpoint, such as {keys[0]}, are computed from whole tensors, which "
+            "a save does not do yet; pass names='internal'"
+        )
+
+
+def outputs_of(request: SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Mapping[str, Output]:
+    """The tensors of the files, and what they are made of."""
+    if not isinstance(request.names, PeftNames):
+        return revert(request.model, layout, internal_names=request.names == "internal")
+    return {key: Output.of(key, layout.by_name[name]) for key, name in places.items()}
+
+
+def _as_they_are(layout: ModelLayout, places: Mapping[str, str]) -> dict[str, Output]:
+    """What is no tensor of an adapter: the state of its training, under its own names and in its own dtypes."""
+    adapter = set(places.values())
+    return {
+        tensor.fqn: Output.of(tensor.fqn, tensor) for tensor in layout.tensors if adapter.isdisjoint(tensor.names)
+    }
+
+
+def _is_staged(item: Held, dtype: torch.dtype | None) -> bool:
+    """Whether a tensor cannot be written as it lies in memory."""
+    stored = from_torch(item.tensor.dtype, item.fqn) if item.kind.is_saved else None
+    return item.local.device.type != "cpu" or (stored is not None and saved_dtype(stored, dtype) != stored)
+
+
+def tied_names(ready: PreparedSave) -> dict[str, str]:
+    """Names that are not saved, with the name under which their tensor is."""
+    found: dict[str, str] = {}
+    if isinstance(ready.request.names, PeftNames):
+        return found
+    for tensor in ready.layout.saved():
+        kept = names_in_file(ready.request.model, tensor)
+        if kept:
+            found |= {name: kept[0] for name in tensor.names if name not in kept}
+    return found
+
+
+def resolved_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found is None and dtype is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise ConfigError(f"dtype={dtype!r} is not a floating dtype of 16 bits or more; pass torch.bfloat16, say")
+    return found

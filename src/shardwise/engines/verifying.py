@@ -1,0 +1,230 @@
+"""Compares saved files with the checksums that were recorded when they were saved."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.engines.forecasting import plan
+from shardwise.errors import FormatError
+from shardwise.execution.workers import Workers
+from shardwise.formats.checkpoint_index import CheckpointIndex, TensorEntry
+from shardwise.formats.opening import open_checkpoint
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_training_file, training_beside
+from shardwise.planning import fingerprints
+from shardwise.planning.fingerprints import RecordedSave
+from shardwise.planning.save_plan import ADAPTER, MODEL
+from shardwise.report.save_reports import ReopenReport
+from shardwise.storage.contract import StorageReader
+from shardwise.storage.names import shown
+from shardwise.storage.reading.opening import open_storage
+from shardwise.tensors.fingerprint import MODULUS, fingerprint
+
+_VERIFIED_BYTES = 8 << 20
+
+
+_CONFIG_FILE = "config.json"
+
+
+_SHOWN = 8
+
+
+def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
+    """Open a model or an adapter again, and compare it with what was recorded when it was saved.
+
+    The headers and the index must agree, every tensor that the model of ``config.json`` needs must be there, and
+    the fingerprints of the tensors' bytes must be those in ``model.fingerprints.json``, which ``save`` writes (of
+    an adapter ``adapter_model.fingerprints.json``), as must the digests of headers, of the record itself and of an
+    adapter's config. Without a config the second is passed over; without recorded fingerprints the third. Other
+    small files beside the weights that are not what was saved are told as changed.
+
+    Collective: no. Memory: a few blocks of 8 MiB.
+
+    Raises:
+        FormatError: the files contradict their format or each other.
+        CoverageError: the model needs other tensors.
+        StorageError: bytes could not be read.
+    """
+    start = time.perf_counter()
+    with open_storage(directory).reader as reader:
+        adapter = _adapter_in(reader)
+        training = None if adapter is None else training_beside(reader, adapter)
+        index = open_checkpoint(reader, weights_name=adapter, extra_files=[training] if training else [])
+        model_class = ""
+        if _CONFIG_FILE in reader.list():
+            model_class = plan(directory, ranks=1, device="cpu").model_class
+        found = _compare_files(reader, index)
+    return ReopenReport(
+        checkpoint=index.root,
+        files=len(index.files),
+        tensors=len(index.entries),
+        nbytes=index.nbytes,
+        model_class=model_class,
+        compared=found.compared,
+        damaged=found.damaged,
+        damaged_files=found.damaged_files,
+        seconds=time.perf_counter() - start,
+        holds="an adapter of PEFT's; whether it fits a base is told when it is loaded" if adapter else "",
+        changed=found.changed,
+    )
+
+
+def _adapter_in(reader: StorageReader) -> str | None:
+    """The file of an adapter that lies there by itself."""
+    names = [name for name in reader.list() if "/" not in name]
+    others = [
+        name
+        for name in names
+        if (name.endswith(".safetensors") and not is_training_file(name)) or name.startswith("pytorch_model")
+    ]
+    if set(others) - set(ADAPTER_WEIGHTS):
+        return None
+    return next((name for name in ADAPTER_WEIGHTS if name in names), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedFiles:
+    """Files compared with what was recorded when they were saved.
+
+    Attributes:
+        compared: number of tensors that have a recorded fingerprint.
+        damaged: keys of tensors that have another one now.
+        damaged_files: headers, records and adapter configs that are not what was saved, in words.
+        changed: other small files that are not what was saved.
+    """
+
+    compared: int = 0
+    damaged: tuple[str, ...] = ()
+    damaged_files: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+
+    @property
+    def faults(self) -> int:
+        return len(self.damaged) + len(self.damaged_files)
+
+
+def _compare_files(
+    reader: StorageReader, index: CheckpointIndex, stems: Sequence[str] = (MODEL, ADAPTER)
+) -> ComparedFiles:
+    saves: list[RecordedSave] = []
+    broken: list[str] = []
+    for file in map(fingerprints.file_beside, stems):
+        recorded = _recorded(reader, file)
+        saves += recorded or ()
+        if recorded is None:
+            broken.append(f"{file}: the record of fingerprints")
+    candidates = [save for save in saves if index.files.items() <= save.files.items()]
+    if not candidates:
+        return ComparedFiles(damaged_files=tuple(broken))
+    # While a save is committed, two saves may be on record, of the same sizes even; small files are of either.
+    found = min(map(_comparison(reader, index), candidates), key=lambda each: each.faults)
+    beside = {name for save in saves for name in save.beside} - {ADAPTER_CONFIG}
+    present = set(reader.list())
+    changed = [
+        name if name in present else f"{name} (it is gone)"
+        for name in sorted(beside)
+        if name not in present or _digest(reader, name) not in {save.beside.get(name) for save in saves}
+    ]
+    return replace(found, damaged_files=(*broken, *found.damaged_files), changed=tuple(changed))
+
+
+def _comparison(reader: StorageReader, index: CheckpointIndex) -> Callable[[RecordedSave], ComparedFiles]:
+    """Read all files; return a function that compares them with what a save recorded."""
+    tensors = _fingerprints(reader, index)
+    ends = dict(index.files)
+    for entry in index.entries.values():
+        ends[entry.file] = min(ends[entry.file], entry.start)
+    headers = {file: fingerprints.digest(reader.read(file, 0, end)) for file, end in ends.items()}
+    config = _digest(reader, ADAPTER_CONFIG) if ADAPTER_CONFIG in reader.list() else "gone"
+
+    def compare(save: RecordedSave) -> ComparedFiles:
+        keys = {*tensors, *(save.tensors if dict(index.files) == dict(save.files) else ())}
+        odd = [file for file, digest in headers.items() if save.headers and save.headers.get(file) != digest]
+        faults = [f"{file}: its header" for file in odd]
+        if save.beside.get(ADAPTER_CONFIG, config) != config:
+            faults.append(f"{ADAPTER_CONFIG}: edited, or damaged")
+        damaged = tuple(sorted(key for key in keys if tensors.get(key) != save.tensors.get(key)))
+        return ComparedFiles(len(tensors), damaged, tuple(faults))
+
+    return compare
+
+
+def require_as_saved(reader: StorageReader, adapter: str, training: str | None) -> None:
+    """Compare an adapter, and the state of its training, with what was recorded when they were saved.
+
+    An adapter of which nothing was recorded, as PEFT saves it, is taken as it is; the state of a training is not.
+
+    Args:
+        reader: of the folder.
+        adapter: the name of the file with its matrices.
+        training: the name of that with the state of its training, if it is to be compared, too.
+
+    Memory: a few blocks of 8 MiB.
+
+    Raises:
+        FormatError: naming the files that are not what was saved, or of which no checksums were recorded.
+        StorageError: bytes could not be read.
+    """
+    index = open_checkpoint(reader, weights_name=adapter, extra_files=[training] if training else [])
+    found = _compare_files(reader, index, [ADAPTER])
+    record = fingerprints.file_beside(ADAPTER)
+    if found.faults:
+        files = {key: entry.file for key, entry in index.entries.items()}
+        damaged = (f"{files.get(key, adapter)}: {shown(key)}" for key in found.damaged)
+        faults = [*found.damaged_files, *damaged]
+        more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+        raise FormatError(
+            f"{reader.root}: is not what was saved, and nothing of it has been loaded:\n  "
+            + "\n  ".join([*faults[:_SHOWN], *more])
+            + "\nThe disk, or what copied or edited the files, has changed them; load another copy. To take an "
+            f"adapter that was changed on purpose, remove {record}, and load it with training_state=False."
+        )
+    if training is not None and not found.compared:
+        raise FormatError(
+            f"{training} in {reader.root}: {record} has no checksums of it, by which damage would be found; copy "
+            "that file there, too. Of a save by an earlier version, which recorded none, take the matrices alone, "
+            "with training_state=False"
+        )
+
+
+def _recorded(reader: StorageReader, file: str) -> list[RecordedSave] | None:
+    """What saves recorded in this file; None where it is damaged."""
+    if file not in reader.list():
+        return []
+    nbytes = reader.size(file)
+    if nbytes > fingerprints.MAX_BYTES:
+        raise FormatError(f"{file} in {reader.root} has {nbytes} bytes, more than any save writes; remove it")
+    return fingerprints.parsed(reader.read(file, 0, nbytes))
+
+
+def _digest(reader: StorageReader, file: str) -> str:
+    found, nbytes = hashlib.sha256(), reader.size(file)
+    for start in range(0, nbytes, _VERIFIED_BYTES):
+        found.update(reader.read(file, start, min(start + _VERIFIED_BYTES, nbytes)))
+    return found.hexdigest()
+
+
+def _fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, int]:
+    found = dict.fromkeys(index.entries, 0)
+    lock = threading.Lock()
+    blocks = [
+        (entry, start, min(start + _VERIFIED_BYTES, entry.stop))
+        for entry in index.entries.values()
+        for start in range(entry.start, entry.stop, _VERIFIED_BYTES)
+    ]
+
+    def add(block: tuple[TensorEntry, int, int], memory: bytearray) -> None:
+        entry, start, stop = block
+        view = memoryview(memory)[: stop - start]
+        reader.read_into(entry.file, start, view)
+        part = fingerprint(view, start - entry.start)
+        with lock:
+            found[entry.key] = (found[entry.key] + part) % MODULUS
+
+    memories = [bytearray(_VERIFIED_BYTES) for _ in range(reader.policy.concurrency)]
+    Workers(add, memories, lambda: None).run(blocks)
+    return found
