@@ -2,7 +2,7 @@
 
 [Note: The identity of a base] A checkpoint of an adapter does not hold the base. It records a config without what
 changes from load to load, and fingerprints of samples: of at most 256 frozen parameters, chosen by their names, the
-first corner of up to 16 x 16 elements. A fingerprint is a sum over elements, so each rank adds up those of its own
+first 16 x 16 elements, of vectors 256. A fingerprint is a sum over elements, so each rank adds up those of its own
 shard, and the sum is the same for any number of ranks and any sharding. Elements on several ranks are counted once.
 Names and shapes of all parameters are compared by a digest that the callers keep. Buffers, and other adapters, are
 not part of a base. Codes of nested scales are left out: their last bit depends on the machine.
@@ -217,7 +217,8 @@ class BaseSamples:
         parts: dict[tuple[str, Box], tuple[torch.Tensor, Any]] = {}
         for item in chosen:
             shape = item.tensor.shape
-            sizes = (*(1 for _ in shape[:-2]), *(min(size, _CORNER) for size in shape[-2:]))
+            most = _CORNER if len(shape) > 1 else _CORNER**2
+            sizes = (*(1 for _ in shape[:-2]), *(min(size, most) for size in shape[-2:]))
             corner = Box((0,) * len(sizes), sizes)
             numels[item.fqn] = corner.numel
             weights = lane_weights()[: corner.numel].reshape(sizes)
