@@ -66,10 +66,6 @@ _OF_AN_ADAPTER = ".lora_"
 """Of names that PEFT gives to what it adds."""
 
 
-_PARENTS = 2
-"""How far up from a checkpoint its config is looked for."""
-
-
 @dataclass(frozen=True)
 class NamedOutputs:
     """What is to be written, under which names, and the folder of the config by which they were found.
@@ -361,7 +357,7 @@ def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | 
             raise ConfigError(f"{found}: there is no config.json; pass a folder that has the model's")
         return found
     absolute = folder.absolute()
-    places = [absolute, *absolute.parents[:_PARENTS]]
+    places = [absolute, *absolute.parents[:2]]
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
