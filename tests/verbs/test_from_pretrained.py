@@ -427,13 +427,13 @@ def test_one_rank_of_a_machine_downloads(worlds, tmp_path):
 
 
 def test_a_load_that_does_not_fit_is_refused_before_anything_is_read(qwen3, monkeypatch):
-    from shardwise.engines import loading
+    from shardwise.engines import load_plan, loading
     from shardwise.planning.load_memory import Available
 
     def read(*_):
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(loading, "available_memory", lambda home: Available(host_bytes=100_000))
+    monkeypatch.setattr(load_plan, "available_memory", lambda home: Available(host_bytes=100_000))
     with monkeypatch.context() as reading:
         reading.setattr(loading.Placer, "place", read)
         told = r"rank 0 needs .* of host memory, of which 97.66 KiB is free"

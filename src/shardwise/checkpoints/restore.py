@@ -41,7 +41,7 @@ from shardwise.execution.world import World
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.optimizer_kind import by_parameter, unlike, why_unlike
 from shardwise.models.optimizer_state import Given, read
-from shardwise.models.rebind import made_again
+from shardwise.models.rebind import Key, made_again
 from shardwise.models.selection import Selection
 from shardwise.models.torch_words import in_memory, to_torch
 from shardwise.models.view import local_boxes, local_tensor, look_inside
@@ -68,28 +68,16 @@ def restore(
     with clock.phase("open"):
         step, passed_over = world.from_first(lambda: resolve(root, asked))
         opened = world.from_first(lambda: open_checkpoint(root, step))
-        reader = world.together(opened.reader)
-    with reader, ProgressBar("Restoring", world, 0, enabled=False) as bar, torch.device("cpu"):
+    bar = ProgressBar("Restoring", world, 0, enabled=False)
+    with world.together(opened.reader) as reader, bar, torch.device("cpu"):
         placer = Placer(reader, opened.index, options.budget_bytes, bar, world)
         with clock.phase("plan"):  # nothing is changed yet
-            looked = world.together(lambda: look(state, only))
-            require_alike_models(world, looked.held, looked.bounds)
-            beside = BesideTensors.read(world, reader, opened)
-            base = _match_bases(world, opened, looked, tolerance)
-            world.together(lambda: _require_same_tuning(opened, looked, only, base))
-            fits = world.together(lambda: _compare(opened, looked, state, beside.common, world.size, tolerance))
+            looked, beside, base, fits = _compare_all(world, opened, reader, state, only, tolerance)
             ours, fitting = Ours.of(looked.held, looked.bounds), None
             if "optimizers" in fits.parts:
                 fitting = _fit_optimizers(world, opened, placer, ours, beside.common, tolerance)
         with clock.phase("read"):
-            model = {key: looked.stored[fqn].tensor for fqn, key in fits.model.items()}
-            if any(item.tensor.is_meta for item in looked.held):
-                placer.read_bytes += _bring_up(world, opened, reader, looked, fits, options)
-                ours = _bound_again(looked)
-                model = {}
-            targets = world.together(lambda: {} if fitting is None else fitting.targets(ours))
-            states = {f"optimizer.state.{key.parameter}.{key.entry}": target for key, target in targets.items()}
-            world.together(lambda: _place(placer, opened, {**model, **states}))
+            ours, targets = _read(world, opened, placer, looked, fits, ours, fitting, options)
         with clock.phase("finish"):
             afresh = world.together(lambda: [] if fitting is None else fitting.bind(ours, targets))
             if fitting is not None:
@@ -118,6 +106,46 @@ def restore(
         checked_bytes=reader.checked_bytes,
         seconds=clock.seconds,
     )
+
+
+def _compare_all(
+    world: World,
+    opened: Opened,
+    reader: CheckedReader,
+    state: TrainState,
+    only: Selection,
+    tolerance: Tolerance,
+) -> tuple[Looked, BesideTensors, BaseMatch, Fits]:
+    """Compare all but the state of optimizers with what there is. Collective: yes."""
+    looked = world.together(lambda: look(state, only))
+    require_alike_models(world, looked.held, looked.bounds)
+    beside = BesideTensors.read(world, reader, opened)
+    base = _match_bases(world, opened, looked, tolerance)
+    world.together(lambda: _require_same_tuning(opened, looked, only, base))
+    fits = world.together(lambda: _compare(opened, looked, state, beside.common, world.size, tolerance))
+    return looked, beside, base, fits
+
+
+def _read(
+    world: World,
+    opened: Opened,
+    placer: Placer,
+    looked: Looked,
+    fits: Fits,
+    ours: Ours,
+    fitting: Fitting | None,
+    options: CheckpointerOptions,
+) -> tuple[Ours, dict[Key, torch.Tensor]]:
+    """Read all tensors; return the optimizers, perhaps of new parameters, and their state. Collective: yes."""
+    model = {key: looked.stored[fqn].tensor for fqn, key in fits.model.items()}
+    if any(item.tensor.is_meta for item in looked.held):
+        placer.read_bytes += _bring_up(world, opened, placer.reader, looked, fits, options)
+        ours = _bound_again(looked)
+        model = {}
+    targets = world.together(lambda: {} if fitting is None else fitting.targets(ours))
+    states = {f"optimizer.state.{key.parameter}.{key.entry}": target for key, target in targets.items()}
+    world.together(lambda: _place(placer, opened, {**model, **states}))
+    return ours, targets
 
 
 def _match_bases(world: World, opened: Opened, looked: Looked, tolerance: Tolerance) -> BaseMatch:

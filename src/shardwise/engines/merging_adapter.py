@@ -22,7 +22,6 @@ from shardwise.execution.adapter_merge import edited
 from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import Placer
 from shardwise.execution.stream_out import Outgoing
-from shardwise.execution.write import WrittenTensors
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.joining import beside
 from shardwise.formats.opening import open_checkpoint
@@ -218,31 +217,8 @@ def merge_adapter(
     folder, out = found if found.is_dir() else found.parent, Path(out)
     offline.require_other_folder(out, [found, lora_folder])
     with ExitStack() as stack:
-        lora = open_for_merging(lora_folder, stack)
-        opened, config = open_storage(found), config_of(folder, options)
-        reader = stack.enter_context(opened.reader)
-        index = offline.index_of(opened, config)
-        placer = stack.enter_context(offline.placer_of(reader, index))
-        source = offline.read_source(
-            folder, config, index, placer, options, lambda built: pulled_apart(built, lora, adapter_name)
-        )
-        pretrained.record_conversions(source.built.model, source.built.transforms)
-        outputs = source.revert()
-        targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
-        plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
-        joined = beside(index, lora.index, ADAPTER)
-        both = stack.enter_context(offline.placer_of(Beside(reader, lora.reader, ADAPTER), joined))
-        changed: set[str] = set()  # filled while values are written
-        outgoing = Outgoing(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)
-
-        def check(_: WrittenTensors) -> None:
-            if not changed:
-                raise CoverageError(
-                    f"{lora_folder}: the outcome would equal the base: the deltas of all {len(plan.modules)} "
-                    f"modules ({shown(plan.modules[0])}, ...) are zero, or too small for the dtype; take a "
-                    "trained adapter, or a wider dtype"
-                )
-
+        merge = _plan(found, folder, lora_folder, adapter_name, options, stack)
+        source, plan = merge.source, merge.plan
         companions = companions_of(folder, lora_folder)
         dtype = options.get("dtype", "auto")
         named = None if dtype == "auto" else str(dtype).removeprefix("torch.")
@@ -251,11 +227,11 @@ def merge_adapter(
         with LocalWriter(out) as writer:
             streamed, names = offline.write_out(
                 writer,
-                outgoing,
+                merge.outgoing,
                 sum(item.numel for item in tensors if item.kind is TensorKind.PARAMETER),
                 max_shard_bytes=max_shard_bytes,
                 companions=companions,
-                check=check,
+                check=lambda _: merge.require_effect(lora_folder),
                 label="Merging",
             )
         write_templates(out, templates_of([lora_folder, folder]))
@@ -266,7 +242,7 @@ def merge_adapter(
         model_class=type(source.built.model).__name__,
         dtype=str(source.config.dtype).removeprefix("torch."),
         modules=len(plan.modules),
-        unchanged=tuple(name for name in plan.modules if name not in changed),
+        unchanged=tuple(name for name in plan.modules if name not in merge.changed),
         tensors=len(streamed.fingerprints),
         nbytes=streamed.nbytes,
         files=names,
@@ -274,3 +250,46 @@ def merge_adapter(
         notes=(*source.notes, *about_ties(source, plan), *offline.ties_undone(source)),
         seconds=time.perf_counter() - start,
     )
+
+
+@dataclass(frozen=True)
+class _PlannedEdits:
+    """An adapter and its base: what is edited, and what comes out. Writing adds to ``changed``."""
+
+    source: offline.OfflineModel
+    plan: merge_plan.MergePlan
+    outgoing: Outgoing
+    changed: set[str]
+
+    def require_effect(self, folder: Path) -> None:
+        """Raises CoverageError if nothing has been changed."""
+        if not self.changed:
+            modules = self.plan.modules
+            raise CoverageError(
+                f"{folder}: the outcome would equal the base: the deltas of all {len(modules)} modules "
+                f"({shown(modules[0])}, ...) are zero, or too small for the dtype; take a trained adapter, or a "
+                "wider dtype"
+            )
+
+
+def _plan(
+    found: Path, folder: Path, lora_folder: Path, adapter_name: str, options: ModelOptions, stack: ExitStack
+) -> _PlannedEdits:
+    """Open both, read headers and configs, and plan the edits."""
+    lora = open_for_merging(lora_folder, stack)
+    opened, config = open_storage(found), config_of(folder, options)
+    reader = stack.enter_context(opened.reader)
+    index = offline.index_of(opened, config)
+    placer = stack.enter_context(offline.placer_of(reader, index))
+    source = offline.read_source(
+        folder, config, index, placer, options, lambda built: pulled_apart(built, lora, adapter_name)
+    )
+    pretrained.record_conversions(source.built.model, source.built.transforms)
+    outputs = source.revert()
+    targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
+    plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
+    joined = beside(index, lora.index, ADAPTER)
+    both = stack.enter_context(offline.placer_of(Beside(reader, lora.reader, ADAPTER), joined))
+    changed: set[str] = set()
+    outgoing = Outgoing(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)
+    return _PlannedEdits(source, plan, outgoing, changed)

@@ -124,6 +124,13 @@ def _write_and_commit(
         for first, _ in begun:
             undo_save(writer, plan, first)
         raise
+    return _report(world, emitter, ready, removed, clock, verify=verify)
+
+
+def _report(
+    world: World, emitter: Emitter, ready: PreparedSave, removed: Sequence[str], clock: Clock, *, verify: bool
+) -> SaveReport:
+    plan = ready.plan
     return SaveReport(
         rank=world.rank,
         world_size=world.size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
@@ -17,16 +17,16 @@ from shardwise.errors import ConfigError
 from shardwise.execution.agreed import StateOptions
 from shardwise.execution.moving import distribute
 from shardwise.execution.progress import Clock
-from shardwise.execution.supply import Arrivals, compare, require_alike_models, survey, wrap_without_values
+from shardwise.execution.supply import Arrivals, Supply, compare, require_alike_models, survey, wrap_without_values
 from shardwise.execution.world import World
 from shardwise.layout import TensorKind
 from shardwise.models import wrap
 from shardwise.models.four_bit_base import choose_to_pack, pack_model
 from shardwise.models.four_bit_linear import FourBit
 from shardwise.models.policies import Classes, MinSize, NamedPolicy, WrapPolicy, group_parameters
-from shardwise.models.rebind import look_at, require_steps_shards
+from shardwise.models.rebind import Bound, look_at, require_steps_shards
 from shardwise.models.torch_words import TrainedDtype, require_trainable_dtype
-from shardwise.models.view import is_sharded, look_inside, refuse_unmovable, without_compile
+from shardwise.models.view import Held, is_sharded, look_inside, refuse_unmovable, without_compile
 from shardwise.models.wrap import Sharding
 from shardwise.planning.sources import ValuesFrom
 from shardwise.report.reports import ShardReport
@@ -168,51 +168,78 @@ def shard(
             bounds = world.together(lambda: look_at(optimizers, held))
             if was_sharded:
                 return replace(_report(world, model, settled, clock), was_sharded=True)
-
-            def refuse() -> None:
-                refuse_unmovable(held)
-                if settled.mesh is not None:
-                    require_steps_shards(optimizers)
-                    group_parameters(model, settled.wrap)
-                wrap.blocks_to_prepare(model, settled)
-                if options.nodes is not None and len(options.nodes) != world.size:
-                    raise ConfigError(f"nodes names the machines of {len(options.nodes)} ranks, of {world.size}")
-
-            world.together(refuse)
+            world.together(lambda: _refuse(world, model, held, settled, optimizers, options))
             words = (wrap.in_words(settled), values_from, trained_dtype, options.budget_bytes, options.nodes)
             world.require_equal(repr(words), "the list of arguments (mesh, policies, modes, budget)")
             require_alike_models(world, held, bounds)
             notes: tuple[str, ...] = ()
             if quantization is not None:
-                chosen = world.together(lambda: choose_to_pack(model, quantization, optimizers))
-                let_merge_in_four_bits()
                 held, bounds = [], []  # so that each weight is let go of when it has been packed
-                notes = world.together(lambda: pack_model(model, chosen, quantization))
+                notes = _pack(world, model, quantization, optimizers)
                 held = world.together(lambda: look_inside(model))
                 bounds = world.together(lambda: look_at(optimizers, held))
             found = survey(world, held, bounds, values_from, options.nodes)
         with clock.phase("compare"):
             supply = compare(world, found, held, bounds, values_from, trained_dtype)
-        with clock.phase("wrap"):
-            groups = world.together(lambda: wrap_without_values(model, held, bounds, settled, supply))
-            arrivals = world.together(lambda: Arrivals(model, supply))
-        with clock.phase("exchange"):
-            shipments = world.together(lambda: arrivals.shipments(world))
-            traffic = distribute(
-                world, shipments, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
-            )
-        with clock.phase("finish"):
-            awaiting = world.together(lambda: arrivals.finish(bounds, settled))
-        return replace(
-            _report(world, model, settled, clock),
-            groups=groups,
-            sent_bytes=traffic.sent_bytes,
-            received_bytes=traffic.received_bytes,
-            kept_bytes=traffic.kept_bytes,
-            staging_bytes=traffic.staging_bytes,
-            awaiting_load=tuple(awaiting),
-            cast=supply.cast,
-            differed=supply.differed,
-            rebound=tuple(bound.count() for bound in bounds),
-            notes=notes,
+        moved = _move(world, model, held, bounds, settled, supply, options, clock)
+        return replace(_report(world, model, settled, clock), notes=notes, **moved)
+
+
+def _refuse(
+    world: World,
+    model: nn.Module,
+    held: Sequence[Held],
+    sharding: Sharding,
+    optimizers: Sequence[Optimizer],
+    options: ShardOptions,
+) -> None:
+    refuse_unmovable(held)
+    if sharding.mesh is not None:
+        require_steps_shards(optimizers)
+        group_parameters(model, sharding.wrap)
+    wrap.blocks_to_prepare(model, sharding)
+    if options.nodes is not None and len(options.nodes) != world.size:
+        raise ConfigError(f"nodes names the machines of {len(options.nodes)} ranks, of {world.size}")
+
+
+def _pack(
+    world: World, model: nn.Module, quantization: FourBit, optimizers: Sequence[Optimizer]
+) -> tuple[str, ...]:
+    """Put layers into four bits; return notes. Collective: yes."""
+    chosen = world.together(lambda: choose_to_pack(model, quantization, optimizers))
+    let_merge_in_four_bits()
+    return world.together(lambda: pack_model(model, chosen, quantization))
+
+
+def _move(
+    world: World,
+    model: nn.Module,
+    held: list[Held],
+    bounds: list[Bound],
+    sharding: Sharding,
+    supply: Supply,
+    options: ShardOptions,
+    clock: Clock,
+) -> dict[str, Any]:
+    """Wrap the model, and hand values over; return fields of the report. Collective: yes."""
+    with clock.phase("wrap"):
+        groups = world.together(lambda: wrap_without_values(model, held, bounds, sharding, supply))
+        arrivals = world.together(lambda: Arrivals(model, supply))
+    with clock.phase("exchange"):
+        shipments = world.together(lambda: arrivals.shipments(world))
+        traffic = distribute(
+            world, shipments, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
         )
+    with clock.phase("finish"):
+        awaiting = world.together(lambda: arrivals.finish(bounds, sharding))
+    return {
+        "groups": groups,
+        "sent_bytes": traffic.sent_bytes,
+        "received_bytes": traffic.received_bytes,
+        "kept_bytes": traffic.kept_bytes,
+        "staging_bytes": traffic.staging_bytes,
+        "awaiting_load": tuple(awaiting),
+        "cast": supply.cast,
+        "differed": supply.differed,
+        "rebound": tuple(bound.count() for bound in bounds),
+    }

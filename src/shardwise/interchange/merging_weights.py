@@ -140,11 +140,7 @@ def merge_weights(
         else:
             named = named_outputs(folder, index, placer, base=base, dtype=dtype)
         file_format = "bin" if is_optimizer else file_format
-        companions: dict[str, bytes] = {}
-        if named.folder is not None:
-            told = offline.written_dtype(named.outgoing, dtype)
-            config = config_content(named.folder, dtype=told, untied=False)
-            companions = {**companions_of(named.folder, folder), "config.json": config}
+        companions = _companions(named, folder, dtype)
         streamed, files = _write(named, companions, file_format, out, max_shard_bytes)
         if named.folder is not None:
             write_templates(out, templates_of([folder, named.folder]))
@@ -182,6 +178,14 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
     is_optimizer = opened.file is None and holds_optimizer(reader)
     index = open_state(reader) if is_optimizer else open_checkpoint(reader, weights_name=opened.file)
     return reader, index, is_optimizer
+
+
+def _companions(named: NamedOutputs, folder: Path, dtype: str | None) -> dict[str, bytes]:
+    """The small files beside the outcome; none if the model is not known."""
+    if named.folder is None:
+        return {}
+    config = config_content(named.folder, dtype=offline.written_dtype(named.outgoing, dtype), untied=False)
+    return {**companions_of(named.folder, folder), "config.json": config}
 
 
 def _write(

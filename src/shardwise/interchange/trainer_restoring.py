@@ -96,29 +96,26 @@ def load_trainer_checkpoint(
     Every error is the same on every rank.
     """
     model = without_compile(model)
-    left_out: dict[str, str] = {}
+    restored, set_optimizer = ["model"], None
     with world_of(options, "load_trainer_checkpoint") as world:
         world.together(lambda: require_meant(hints_of(load_trainer_checkpoint), {"on_unexpected": on_unexpected}))
-        same = os.fspath(checkpoint), adapter, order, on_unexpected
-        require_same_call(world, *same, options=options)
+        require_same_call(world, os.fspath(checkpoint), adapter, order, on_unexpected, options=options)
         with torch.device("cpu"):
             folder = world.from_first(lambda: TrainerFolder.of(Path(checkpoint)))
             is_adapter = has_adapters(model) and not folder.is_fsdp
             file = world.together(lambda: folder.weights_of(adapter) if is_adapter else None)
-            left_out |= {name: why for name, why in _NOT_READ.items() if name in folder.names}
+            left_out = _never_restored(folder, model)
             schedule = world.together(lambda: schedule_in(folder, scheduler, left_out))
             numbers = world.together(lambda: numbers_in(folder, world, left_out, wanted=load_rng_state))
         set_model = _set_model(world, model, folder, file, adapter, on_unexpected, options)
-        restored, set_optimizer = ["model"], None
-        if optimizer is None or folder.optimizer is None:
-            if optimizer is not None:
-                left_out["optimizer"] = "the checkpoint has none (save_only_model)"
-            elif folder.optimizer is not None:
-                left_out["optimizer"] = "it was not given"
-        else:
-            source = FilesSource(folder.optimizer, 0, Tolerance(), options)
+        if optimizer is None and folder.optimizer is not None:
+            left_out["optimizer"] = "it was not given"
+        elif optimizer is not None and folder.optimizer is None:
+            left_out["optimizer"] = "the checkpoint has none (save_only_model)"
+        elif optimizer is not None and folder.optimizer is not None:
+            files = FilesSource(folder.optimizer, 0, Tolerance(), options)
             with torch.device("cpu"):
-                set_optimizer = read_optimizer(world, model, optimizer, source, order, Clock())
+                set_optimizer = read_optimizer(world, model, optimizer, files, order, Clock())
             restored.append("optimizer")
         if scheduler is not None and schedule is not None:
             world.together(lambda: restore_schedule(folder, scheduler, schedule))
@@ -126,9 +123,6 @@ def load_trainer_checkpoint(
         if numbers is not None:
             _set_numbers(numbers)
             restored.append("random numbers")
-    left_out["position in the data"] = f"the data are not the model's; go on after {folder.step} steps"
-    if has_adapters(model):
-        left_out["base weights"] = "only the adapter was saved; they are as they were"
     return TrainerReport(
         checkpoint=str(folder.path),
         step=folder.step,
@@ -139,6 +133,15 @@ def load_trainer_checkpoint(
         not_restored=left_out,
         told={key: value for key, value in folder.state.items() if isinstance(value, (int, float, str, bool))},
     )
+
+
+def _never_restored(folder: TrainerFolder, model: nn.Module) -> dict[str, str]:
+    """What is left out of every checkpoint, and why."""
+    found = {name: why for name, why in _NOT_READ.items() if name in folder.names}
+    found["position in the data"] = f"the data are not the model's; go on after {folder.step} steps"
+    if has_adapters(model):
+        found["base weights"] = "only the adapter was saved; they are as they were"
+    return found
 
 
 def _set_model(
