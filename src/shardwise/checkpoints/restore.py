@@ -73,9 +73,8 @@ def restore(
         placer = Placer(reader, opened.index, options.budget_bytes, bar, world)
         with clock.phase("plan"):  # nothing is changed yet
             looked, beside, base, fits = _compare_all(world, opened, reader, state, only, tolerance)
-            ours, fitting = Ours.of(looked.held, looked.bounds), None
-            if "optimizers" in fits.parts:
-                fitting = _fit_optimizers(world, opened, placer, ours, beside.common, tolerance)
+            ours = Ours.of(looked.held, looked.bounds)
+            fitting = _fit_optimizers(world, opened, placer, ours, beside.common, fits, tolerance)
         with clock.phase("read"):
             ours, targets = _read(world, opened, placer, looked, fits, ours, fitting, options)
         with clock.phase("finish"):
@@ -253,9 +252,12 @@ def _fit_optimizers(
     placer: Placer,
     ours: Ours,
     common: Mapping[KeyPath, Any],
+    fits: Fits,
     tolerance: Tolerance,
-) -> Fitting:
-    """Which state of the checkpoint goes where in the optimizers. Collective: yes."""
+) -> Fitting | None:
+    """Find the place of the state in the optimizers; None if none is restored. Collective: yes."""
+    if "optimizers" not in fits.parts:
+        return None
     given = world.together(lambda: _given(opened, placer, ours, common))
     told = {
         name: Brought(tuple(tensor.shape), in_memory(tensor.dtype), (Box.whole(tuple(tensor.shape)),))
