@@ -18,12 +18,10 @@ from typing import Any
 
 from benchmarks.place import commit, machine
 from peft import LoraConfig
-from tests.verbs.real_shapes import deepseek_v3, in_float8, qwen3_235b
+from tests.verbs.real_shapes import deepseek_v3, forecast_of, in_float8, qwen3_235b
 
-from shardwise.engines.forecasting import forecast
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import MeshShape
-from shardwise.storage.contract import LOCAL
 from shardwise.tuning.modes import Full, Lora
 
 RANKS = 1024
@@ -39,7 +37,7 @@ MOST_S = {
 def load(shape: Any, index: CheckpointIndex) -> None:
     """Plan a load."""
     options = {"model_class": shape.model_class, "dtype": "bfloat16"}
-    forecast(Path("/nowhere"), shape.config, index, MeshShape.flat(RANKS), LOCAL, options)  # type: ignore[arg-type]
+    forecast_of(shape.config, index, MeshShape.flat(RANKS), **options)
 
 
 def training(shape: Any, index: CheckpointIndex, tuning: Full | Lora) -> None:
@@ -52,7 +50,7 @@ def training(shape: Any, index: CheckpointIndex, tuning: Full | Lora) -> None:
         "max_length": 4096,
         "gradient_checkpointing": True,
     }
-    forecast(Path("/nowhere"), shape.config, index, MeshShape.flat(RANKS), LOCAL, options)  # type: ignore[arg-type]
+    forecast_of(shape.config, index, MeshShape.flat(RANKS), **options)
 
 
 def main() -> int:

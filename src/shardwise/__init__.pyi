@@ -6,8 +6,8 @@ from shardwise import report as report
 from shardwise import storage as storage
 from shardwise.bank.adapter_bank import AdapterBank as AdapterBank
 from shardwise.checkpoints.checkpointer import Checkpointer as Checkpointer
+from shardwise.checkpoints.folder import verify as verify
 from shardwise.checkpoints.state import TrainState as TrainState
-from shardwise.checkpoints.verify import verify as verify
 from shardwise.engines.bringing_up import from_pretrained as from_pretrained
 from shardwise.engines.forecasting import plan as plan
 from shardwise.engines.loading import load as load

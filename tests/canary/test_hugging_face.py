@@ -12,7 +12,7 @@ from torch import nn
 from transformers import trainer_utils
 
 from shardwise.formats.distributed import MODEL, OPTIMIZER
-from shardwise.interchange import trainer_folder
+from shardwise.interchange import trainer_restoring
 from shardwise.models import build, four_bit_layers, initial_programs, pretrained, revert, tracing
 from shardwise.tuning import peft_compat
 
@@ -163,7 +163,7 @@ def test_fused_experts(mixtral: transformers.PreTrainedModel) -> None:
 def test_files_of_accelerate_and_of_the_trainer() -> None:
     assert MODEL.stem == accelerate_names.FSDP_MODEL_NAME
     assert OPTIMIZER.stem == accelerate_names.OPTIMIZER_NAME
-    assert transformers.trainer.TRAINER_STATE_NAME == trainer_folder.STATE_FILE
-    assert transformers.trainer.OPTIMIZER_NAME == trainer_folder._OPTIMIZER_FILE
-    assert transformers.trainer.SCHEDULER_NAME == trainer_folder._SCHEDULER_FILE
+    assert transformers.trainer.TRAINER_STATE_NAME == trainer_restoring.STATE_FILE
+    assert transformers.trainer.OPTIMIZER_NAME == trainer_restoring._OPTIMIZER_FILE
+    assert transformers.trainer.SCHEDULER_NAME == trainer_restoring._SCHEDULER_FILE
     assert trainer_utils.PREFIX_CHECKPOINT_DIR == "checkpoint"

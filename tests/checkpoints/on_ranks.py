@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import warnings
+from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -234,7 +235,7 @@ def fail_in_the_background(folder: str) -> tuple[Any, ...]:
 
     with mock.patch.object(write, "_write_own", struck):
         report = checkpointer.save(2, training.state)
-        checkpointer._on_its_way._thread.join()
+        futures.wait([checkpointer._on_its_way[1]])
     error = attempt(lambda: checkpointer.save(3, training.state))
     steps = checkpointer.steps()
     checkpointer.save(3, training.state)
@@ -270,7 +271,7 @@ def wait_interrupted(folder: str) -> tuple[Any, ...]:
     training = Training()
     checkpointer = Checkpointer(folder, mode="async")
     checkpointer.save(1, training.state)
-    with mock.patch.object(type(checkpointer._on_its_way), "join", side_effect=KeyboardInterrupt):
+    with mock.patch.object(futures, "wait", side_effect=KeyboardInterrupt):
         error = attempt_interrupt(checkpointer.wait)
     is_on_its_way = checkpointer._on_its_way is not None
     training.step()

@@ -16,6 +16,7 @@ from tests.checkpoints.tiny import Training
 
 import shardwise
 from shardwise import Checkpointer
+from shardwise.checkpoints import facts as facts_module
 from shardwise.checkpoints.facts import Facts
 from shardwise.options import CheckpointerOptions
 
@@ -91,8 +92,8 @@ def test_what_befalls_the_background_is_told_at_the_next_call(worlds, tmp_path):
         (lambda folder: CheckpointerOptions(budget_bytes=1), "less than a page"),
         (lambda folder: Checkpointer("s3://bucket/run"), "not at a URL"),
         (lambda folder: Checkpointer(folder, keep="all"), "1 or more"),
-        (lambda folder: Checkpointer(folder, mode="later"), "pass 'sync'"),
-        (lambda folder: Checkpointer(folder, only="adapter"), "pass None"),
+        (lambda folder: Checkpointer(folder, mode="later"), "Pass one of 'sync', 'async'"),
+        (lambda folder: Checkpointer(folder, only="adapter"), "pass AdapterOnly"),
     ],
 )
 def test_an_argument_that_cannot_be_honoured(tmp_path, make, text):
@@ -158,9 +159,13 @@ def rewritten(step: Path, change) -> None:
     change(facts)
     facts["metadata_sha256"] = hashlib.sha256((step / ".metadata").read_bytes()).hexdigest()
     facts["files"] = {name: (step / name).stat().st_size for name in facts["files"] if (step / name).exists()}
-    del facts["checksums"]
-    del facts["sha256"]  # so are those of earlier versions
-    file.write_text(json.dumps(facts))
+    facts["checksums"] = {}
+    file.write_text(sealed(facts))
+
+
+def sealed(facts: dict) -> str:
+    facts = {name: value for name, value in facts.items() if name != "sha256"}
+    return json.dumps({**facts, "sha256": facts_module._seal(facts)})
 
 
 def spoil(fault: str, step: Path, bomb: Path) -> None:
@@ -175,7 +180,7 @@ def spoil(fault: str, step: Path, bomb: Path) -> None:
         case "no facts":
             facts.write_text("[]")
         case "other facts":
-            facts.write_text(json.dumps({"kind": "shardwise training checkpoint", "version": 1, "step": "x"}))
+            facts.write_text(sealed(json.loads(facts.read_text()) | {"step": "x"}))
         case "newer":
             facts.write_text(json.dumps({"kind": "shardwise training checkpoint", "version": 2}))
         case "other step":

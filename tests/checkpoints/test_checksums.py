@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import FormatError
-from shardwise.checkpoints import checksums
-from shardwise.checkpoints.checksums import BlockSums, CheckedReader, content_nbytes, digest, gaps, with_checksums
+from shardwise.checkpoints import facts
+from shardwise.checkpoints.facts import BlockSums, CheckedReader, content_nbytes, digest, gaps, with_checksums
 
 BLOCK = 64
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(checksums, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(facts, "BLOCK_BYTES", BLOCK)
 
 
 @given(st.integers(0, 5000))

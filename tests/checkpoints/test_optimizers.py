@@ -127,27 +127,6 @@ def test_classes_of_others_go_by_their_names(tmp_path):
     assert Checkpointer(tmp_path).restore(Training(seed=1, make=Mine).state).mismatched == ()
 
 
-def test_entries_that_the_optimizer_does_not_keep_are_found():
-    saved, training = Training(), Training(seed=1)
-    saved.step(1)
-    state = shardwise.optimizer_state(saved.model, saved.optimizer)
-    state["state"]["scale"]["max_exp_avg_sq"] = torch.ones(1)
-    state["state"]["scale"]["odd"] = 3.0
-    del state["state"]["narrow.weight"]["exp_avg"]
-    with pytest.raises(shardwise.CoverageError) as refused:
-        shardwise.set_optimizer_state(training.model, training.optimizer, state)
-    text = str(refused.value)
-    assert "scale: max_exp_avg_sq" in text
-    assert "scale: odd" in text
-    assert "narrow.weight: exp_avg" in text
-    state["state"]["narrow.weight"]["exp_avg"] = torch.zeros(1, 6)
-    report = shardwise.set_optimizer_state(
-        training.model, training.optimizer, state, on_unexpected=Ignore(only=("scale: *",))
-    )
-    assert set(report.unexpected) == {"scale: max_exp_avg_sq", "scale: odd"}
-    assert training.optimizer.state[training.model.scale].keys() == {"step", "exp_avg", "exp_avg_sq"}
-
-
 def test_what_accelerate_and_the_trainer_wrote_is_told_apart_too(tmp_path):
     """Folders by name, and files that number the parameters."""
     saved = Training()

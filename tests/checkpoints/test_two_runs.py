@@ -108,6 +108,7 @@ def test_what_counts_by_the_time_it_is_tidied_up_stays(saved, monkeypatch):
     monkeypatch.setattr(write.folder, "folders_of", goes_on)
     with pytest.raises(StorageError, match="another run has saved step 2 there"):
         checkpointer.save(3, training.state)
+    monkeypatch.undo()
     assert Checkpointer(root).steps() == [1, 2]
     assert restored(root, 2)
 

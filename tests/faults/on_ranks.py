@@ -26,10 +26,10 @@ from shardwise.storage.reading import LocalReader
 
 STAGES = {
     "open": ("shardwise.engines.bringing_up", "open_storage"),
-    "headers": ("shardwise.engines.opening", "open_checkpoint"),
+    "headers": ("shardwise.engines.arguments", "open_checkpoint"),
     "build": ("shardwise.engines.outline", "outline"),
     "wrap": ("shardwise.models.wrap", "wrap"),
-    "plan": ("shardwise.engines.load_plan", "make_plan"),
+    "plan": ("shardwise.engines.loading", "make_plan"),
     "materialize": ("shardwise.engines.loading", "materialize"),
     "read": ("shardwise.storage.reading", "LocalReader.read_vectored"),
     "join": ("shardwise.execution.moving", "boxes_of_ranks"),

@@ -11,6 +11,7 @@ import torch
 from benchmarks.checkpoints import SHAPES
 from benchmarks.training import SMALL
 from peft import LoraConfig
+from tests.verbs.real_shapes import forecast_of
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -21,7 +22,6 @@ from shardwise.layout import MeshShape
 from shardwise.models.build import build_on_meta
 from shardwise.models.quantization import Nf4
 from shardwise.report.forecast import Forecast
-from shardwise.storage.contract import LOCAL
 from shardwise.tensors import DType
 
 NOWHERE = Path("/nowhere")
@@ -65,7 +65,7 @@ def index_of(config: Qwen3Config) -> CheckpointIndex:
 def planned(model: str, ranks: int, **options: Any) -> Forecast:
     config = config_of(model)
     given: Any = {"model_class": Qwen3ForCausalLM, "device": "cpu", **options}
-    return forecasting.forecast(NOWHERE, config, index_of(config), MeshShape.flat(ranks), LOCAL, given)
+    return forecast_of(config, index_of(config), MeshShape.flat(ranks), **given)
 
 
 def windows(made: Forecast, ranks: int) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Gemma3Config
 
 import shardwise
-from shardwise.engines.companions import config_content
+from shardwise.engines.offline import config_content
 from shardwise.engines.outline import config_of
 from shardwise.models import pretrained
 from shardwise.planning.load_plan import Ignore, Initialize

@@ -17,7 +17,7 @@ from tests.tuning.test_tune import ALL_LINEAR, COPIES, DORA, NARROW
 import shardwise
 from shardwise import ConfigError, ExistingLora, Freeze, Full, Lora
 from shardwise.cli import main
-from shardwise.engines.outline import tuning_named
+from shardwise.engines.forecasting import tuning_named
 
 TUNINGS: dict[str, Any] = {
     "full": Full(),

@@ -240,7 +240,7 @@ def buffers_differ(directory: str) -> tuple[str, str]:
 
 def downloads(folder: str) -> tuple[bool, str]:
     """Whether this rank was the one to download, and the path it got."""
-    from shardwise.engines.opening import resolve_everywhere
+    from shardwise.engines.arguments import resolve_everywhere
     from shardwise.storage import remote as repositories
 
     asked: list[bool] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from tests.harness.memory_storage import MemoryReader
@@ -16,9 +17,15 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from shardwise.engines.arguments import OpenSource
+from shardwise.engines.bringing_up import Located
+from shardwise.engines.forecasting import forecast
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.formats.quantised import form_of
+from shardwise.layout import MeshShape
 from shardwise.models.build import build_on_meta
+from shardwise.report import Forecast
+from shardwise.storage.contract import LOCAL
 from shardwise.tensors import DType
 
 
@@ -119,3 +126,10 @@ def sixty_layers_of_experts() -> Shapes:
         tie_word_embeddings=False,
     )
     return Shapes(Qwen3MoeForCausalLM, config, files=16)
+
+
+def forecast_of(config: Any, index: CheckpointIndex, mesh: MeshShape, **options: Any) -> Forecast:
+    """The forecast of a checkpoint of which there are headers alone."""
+    source = OpenSource(index, cast(Any, None), {}, is_own=False)
+    given: Any = {"read_policy": LOCAL, **options}
+    return forecast(Located(Path("/nowhere"), config, index, source, {}), mesh, given)

@@ -1,31 +1,27 @@
-"""Whatever moves tensors between ranks is one exchange, and whatever writes them out one sink."""
+"""What a rank hands on of a buffer that differs between ranks."""
 
 from __future__ import annotations
 
 import pytest
-from tests.verbs import moving
+import torch.distributed as dist
+from torch import nn
 
-EXCHANGING = {
-    "load, read once",
-    "gather",
-    "set",
-    "iterate",
-    "save, as streams",
-    "save one file",
-}
-WRITING = {"save, as streams", "save a folder", "merge"}
-
-
-@pytest.mark.distributed
-def test_one_exchange_moves_tensors_and_one_sink_writes_them(worlds, qwen3, tmp_path):
-    first, second = worlds(2).run(moving.moves, str(qwen3), str(tmp_path))
-    assert {name for name, (rounds, _) in first.items() if rounds} == EXCHANGING
-    assert {name for name, (rounds, _) in second.items() if rounds} == EXCHANGING
-    assert {name for name, (_, runs) in first.items() if runs} == WRITING
-    assert {name for name, (_, runs) in second.items() if runs} <= WRITING
+import shardwise
+from shardwise import Sharding
 
 
 @pytest.mark.distributed
 def test_who_hands_on_gives_what_has_come_to_it_and_not_its_own(worlds):
     """The first rank's values go to the second, which gives them to the third."""
-    assert worlds(3).run(moving.mean_of_all) == [[1.0] * 4] * 3
+    assert worlds(3).run(mean_of_all) == [[1.0] * 4] * 3
+
+
+def mean_of_all() -> list[float]:
+    """A buffer that has another value on each rank, as every rank gets it."""
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    shardwise.shard(model, Sharding(wrap="whole_model"))
+    mean = model.get_buffer("0.running_mean")
+    mean.fill_(float(dist.get_rank() + 1))
+    state = shardwise.model_state(model, "full_on_all_ranks")
+    assert mean.tolist() == [dist.get_rank() + 1] * 4
+    return state["0.running_mean"].tolist()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
+from tests.verbs import real_shapes
 from tests.verbs.real_shapes import Shapes, deepseek_v3, in_float8, qwen3_235b, sixty_layers_of_experts
 
-from shardwise.engines.forecasting import forecast
 from shardwise.engines.outline import Outline, outline
 from shardwise.layout import MeshShape, Origin
 from shardwise.models import pretrained
@@ -20,7 +20,6 @@ from shardwise.models.initialize import Initialisers
 from shardwise.models.view import look_inside
 from shardwise.planning.load_memory import Homes, forecast_rank
 from shardwise.planning.load_plan import Consent, ModelRules, plan_load
-from shardwise.storage.contract import LOCAL
 from shardwise.tuning.modes import Lora
 
 NOWHERE = Path("/nowhere")
@@ -28,7 +27,7 @@ NOWHERE = Path("/nowhere")
 
 def forecast_of(shapes, mesh, *, index=None, **more):
     options = {"model_class": shapes.model_class, "dtype": "bfloat16", **more}
-    return forecast(NOWHERE, shapes.config, index or shapes.index(), mesh, LOCAL, options)
+    return real_shapes.forecast_of(shapes.config, index or shapes.index(), mesh, **options)
 
 
 def assert_sound(made, shapes, mesh):

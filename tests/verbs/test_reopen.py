@@ -222,7 +222,7 @@ def test_a_record_that_leaves_tensors_out_is_damage(tmp_path):
 
 def test_a_tensor_of_several_blocks(tmp_path, monkeypatch):
     """Ranges of one tensor are added up."""
-    monkeypatch.setattr("shardwise.engines.verifying._BLOCK_BYTES", 4096)
+    monkeypatch.setattr("shardwise.engines.verifying._VERIFIED_BYTES", 4096)
     model = nn.Linear(130, 77)
     shardwise.save(model, tmp_path, dtype=torch.float16)
     assert shardwise.verify(tmp_path).is_sound

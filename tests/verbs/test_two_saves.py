@@ -393,19 +393,6 @@ def test_every_save_renews_its_mark(target, monkeypatch):
     assert not [name for name in names(target) if MARK in name]
 
 
-def test_a_mark_of_an_older_version_is_understood(tmp_path):
-    """It has no word of whose processes it is one of; by the name of the host, then, as it was meant."""
-    save(1, tmp_path)
-    old = json.loads(left_mark())
-    del old["space"], old["renewed_s"]
-    (tmp_path / MARK).write_text(json.dumps(old))
-    save(2, tmp_path)
-    (tmp_path / MARK).write_text(json.dumps(old | {"host": "elsewhere"}))
-    with pytest.raises(StorageError, match="on elsewhere"):
-        save(3, tmp_path)
-    assert seed_in(tmp_path) == 2
-
-
 def test_a_folder_is_made_to_last_by_whoever_finds_it(tmp_path, monkeypatch):
     """Who made it may have died before that."""
     (tmp_path / "run").mkdir()

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from shardwise.bank import state as states
 from shardwise.bank.tenant import Tenant, TenantOptions, TenantStart
-from shardwise.engines.companions import weights_in
-from shardwise.engines.model_states import set_values, stored_values
+from shardwise.engines.bringing_up import weights_in
+from shardwise.engines.model_states import set_model_values, stored_values
 from shardwise.engines.save_plan import TrainingBeside
 from shardwise.engines.verifying import require_as_saved
 from shardwise.errors import ConfigError, FormatError
@@ -197,7 +197,7 @@ def _read(world: World, module: nn.Module, folder: Path, file: str, only: Adapte
     options = StateOptions()
     with torch.device("cpu"), torch.no_grad(), ExitStack() as stack:
         values = stored_values(world, str(folder), file, options, stack)
-        set_values(world, module, values, only=only, tolerance=Tolerance(), options=options, clock=Clock())
+        set_model_values(world, module, values, only=only, tolerance=Tolerance(), options=options, clock=Clock())
 
 
 def _with_scratch(whole: nn.Module, own: set[str]) -> nn.Module:

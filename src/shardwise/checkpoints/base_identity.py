@@ -1,11 +1,11 @@
 """Tells the base that an adapter was trained on from another: by its config, and by samples of its values.
 
-[Note: The identity of a base] A checkpoint of an adapter does not hold the base. What it says of it is a config
-without what changes from load to load, and fingerprints of samples: of at most 256 frozen parameters, chosen by
-their names, at most 256 elements each, chosen by the shape. A fingerprint is a sum over elements, so each rank adds
-up those of its own shard, and the sum is the same for any number of ranks and any sharding. What several ranks hold
-is counted once. Names and shapes of all parameters are compared by a digest that the callers keep. Buffers, and
-other adapters, are not part of a base. Codes of nested scales are left out: their last bit depends on the machine.
+[Note: The identity of a base] A checkpoint of an adapter does not hold the base. It records a config without what
+changes from load to load, and fingerprints of samples: of at most 256 frozen parameters, chosen by their names, the
+first 16 x 16 elements, of vectors 256. A fingerprint is a sum over elements, so each rank adds up those of its own
+shard, and the sum is the same for any number of ranks and any sharding. Elements on several ranks are counted once.
+Names and shapes of all parameters are compared by a digest that the callers keep. Buffers, and other adapters, are
+not part of a base. Codes of nested scales are left out: their last bit depends on the machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from typing import Any, Final, Self
 
 import numpy as np
@@ -24,21 +23,28 @@ import torch
 from torch import nn
 
 from shardwise.errors import DisagreementError, FormatError
-from shardwise.layout import LocalBox, TensorKind
+from shardwise.layout import TensorKind, place_of
 from shardwise.models.four_bit_layers import SCALES
 from shardwise.models.view import Held, local_boxes, local_tensor, strided_view
-from shardwise.planning.fingerprints import lane_weights
+from shardwise.planning.fingerprints import MODULUS, lane_weights
 from shardwise.planning.load_plan import allows
 from shardwise.planning.matching import OnFault
-from shardwise.tensors import Strided, numel
+from shardwise.tensors import Box
 
 _MOST_TENSORS: Final = 256
-_MOST_ELEMENTS: Final = 256
+
+
+_CORNER: Final = 16
+
+
 _SHOWN: Final = 5
+
+
 _SAMPLE: Final = re.compile(r"[a-z0-9_]{1,32} [0-9a-f]{16}")
-_TOLD: Final = np.dtype([("mark", "<u4"), ("count", "<u4"), ("sum", "<u8")])
-"""Of one tensor: which boxes of it a rank holds, how many samples lie in them, and their fingerprint."""
+
+
 _WORDS_BY_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 _NOT_OF_A_BASE: Final = re.compile(
     r"_.*|output_.*|.*_token_id|.*_coef|.*drop.*|initializer_.*|transformers_version|(torch_)?dtype|name_or_path"
@@ -46,6 +52,7 @@ _NOT_OF_A_BASE: Final = re.compile(
     r"|tokenizer_class|gradient_checkpointing|chunk_size_feed_forward|loss_type|task_specific_params|pruned_heads"
 )
 """Keys of configs that say where a model came from, how it is loaded, or how it is trained."""
+
 
 ALLOW_OTHER_BASE: Final = (
     "Load the base that it was trained on, or pass on_other_base=Ignore() (in a configuration "
@@ -140,13 +147,12 @@ def _differing(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str) -
 
 
 def _odd_kinds(there: BaseIdentity, here: BaseIdentity) -> list[str]:
-    """Sampled parameters of other dtypes, which a base has that is in four bits, and those that are not there."""
-    is_all = len(there.samples) < _MOST_TENSORS and len(here.samples) < _MOST_TENSORS
+    """Sampled parameters of other dtypes, which a base has that is in four bits."""
     kinds = [{name: text.split()[0] for name, text in own.samples.items()} for own in (there, here)]
     return [
-        f"{name} was {was}, is {now}"
-        for name in sorted(kinds[0].keys() | kinds[1].keys() if is_all else kinds[0].keys() & kinds[1].keys())
-        if (was := kinds[0].get(name, "not there")) != (now := kinds[1].get(name, "not there"))
+        f"{name} was {kinds[0][name]}, is {kinds[1][name]}"
+        for name in sorted(kinds[0].keys() & kinds[1].keys())
+        if kinds[0][name] != kinds[1][name]
     ]
 
 
@@ -186,36 +192,17 @@ def base_of(held: Sequence[Held], stored: Mapping[str, object]) -> list[Held]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampled:
-    """This rank's samples of one tensor, whose memory stays where it is."""
-
-    span: torch.Tensor
-    """Its memory, flat, as integers."""
-    places: torch.Tensor
-    weights: Any
-
-    @classmethod
-    def of(cls, local: torch.Tensor, which: Any, places: Any) -> Self:
-        span = strided_view(local, Strided(0, (int(places.max()) + 1,), (1,)))
-        words = span.view(_WORDS_BY_SIZE[local.element_size()])
-        return cls(words, torch.from_numpy(places).to(local.device), lane_weights()[which])
-
-
-@dataclass(frozen=True, slots=True)
 class BaseSamples:
-    """Samples of a base's values as they lie on this rank. They can be taken as long as the tensors stay.
+    """Samples of a base's values on this rank, valid as long as the tensors are.
 
     Attributes:
         kinds: the dtypes of sampled tensors, by FQN.
     """
 
     kinds: Mapping[str, str]
-    _wanted: Sequence[int]
-    """How many samples there are of each, on all ranks."""
-    _part: Any
-    """What this rank tells of each, but for the sums."""
-    _found: Mapping[int, _Sampled]
-    """Those of which this rank has any, by position."""
+    _numels: Mapping[str, int]
+    _parts: Mapping[tuple[str, Box], tuple[torch.Tensor, Any]]
+    """The elements that this rank holds, and their weights."""
 
     @classmethod
     def of(cls, base: Sequence[Held]) -> Self:
@@ -226,73 +213,49 @@ class BaseSamples:
             key=lambda item: hashlib.sha256(item.fqn.encode()).digest(),
         )
         chosen.sort(key=lambda item: item.fqn)
-        part = np.zeros(len(chosen), dtype=_TOLD)
-        found: dict[int, _Sampled] = {}
-        for row, item in enumerate(chosen):
-            boxes = () if item.tensor.is_meta else local_boxes(item.tensor, item.fqn)
-            mark, which, places = _samples_in(tuple(item.tensor.shape), boxes)
-            part[row] = mark, len(which), 0
-            if len(which):
-                found[row] = _Sampled.of(local_tensor(item.tensor), which, places)
+        numels: dict[str, int] = {}
+        parts: dict[tuple[str, Box], tuple[torch.Tensor, Any]] = {}
+        for item in chosen:
+            shape = item.tensor.shape
+            most = _CORNER if len(shape) > 1 else _CORNER**2
+            sizes = (*(1 for _ in shape[:-2]), *(min(size, most) for size in shape[-2:]))
+            corner = Box((0,) * len(sizes), sizes)
+            numels[item.fqn] = corner.numel
+            weights = lane_weights()[: corner.numel].reshape(sizes)
+            held = () if item.tensor.is_meta else local_boxes(item.tensor, item.fqn)
+            for part in held:
+                if box := part.box.intersect(corner):
+                    at = tuple(slice(a, a + size) for a, size in zip(box.offsets, box.sizes, strict=True))
+                    view = strided_view(local_tensor(item.tensor), place_of(box, held))
+                    parts[item.fqn, box] = view, weights[at]
         kinds = {item.fqn: str(item.tensor.dtype).removeprefix("torch.") for item in chosen}
-        return cls(kinds, [min(item.tensor.numel(), _MOST_ELEMENTS) for item in chosen], part, found)
+        return cls(kinds, numels, parts)
 
-    def taken(self) -> bytes:
-        """The fingerprints of what this rank holds, for :meth:`sums`: 16 bytes a tensor. Collective: no.
+    def taken(self) -> dict[tuple[str, Box], int]:
+        """Return the fingerprints of the samples on this rank, for :meth:`identity`. Collective: no."""
+        found: dict[tuple[str, Box], int] = {}
+        for part, (view, weights) in self._parts.items():
+            words = view.detach().reshape(-1).view(_WORDS_BY_SIZE[view.element_size()]).cpu().numpy()
+            unsigned = words.view(f"<u{words.itemsize}").astype(np.uint64)
+            found[part] = int(np.add.reduce(unsigned * weights.reshape(-1)))
+        return found
 
-        Memory: 24 bytes for each sample.
-        """
-        part = self._part.copy()
-        for row, item in self._found.items():
-            values = item.span.index_select(0, item.places).cpu().numpy()
-            part["sum"][row] = np.add.reduce(values.view(f"<u{values.itemsize}").astype(np.uint64) * item.weights)
-        return bytes(part.tobytes())
-
-    def sums(self, taken: Sequence[bytes]) -> list[int | None]:
-        """Add up what each rank has taken; None for a tensor of which samples are nowhere. Collective: no.
+    def identity(self, model: nn.Module, taken: Sequence[Mapping[tuple[str, Box], int]]) -> BaseIdentity:
+        """Return the identity of a model, of what each rank has taken. Collective: no.
 
         Raises:
             DisagreementError: ranks have different bases.
         """
-        if {len(part) for part in taken} != {self._part.nbytes}:
-            raise DisagreementError("frozen parameters are not the same on all ranks; load one base on every rank")
-        told = np.stack([np.frombuffer(part, dtype=_TOLD) for part in taken])
-        found: list[int | None] = []
-        for row, wanted in enumerate(self._wanted):
-            _, firsts = np.unique(told["mark"][:, row], return_index=True)  # what several ranks hold counts once
-            is_whole = int(told["count"][firsts, row].sum()) == wanted
-            found.append(int(np.add.reduce(told["sum"][firsts, row])) if is_whole else None)
-        return found
-
-    def identity(self, model: nn.Module, sums: Sequence[int | None]) -> BaseIdentity:
-        """The identity of a model whose samples have these :meth:`sums`. Collective: no."""
-        found = zip(self.kinds.items(), sums, strict=True)
-        samples = {name: f"{kind} {total:016x}" for (name, kind), total in found if total is not None}
+        together = {part: total for own in taken for part, total in own.items()}  # replicas count once
+        totals, numels = dict.fromkeys(self.kinds, 0), dict.fromkeys(self.kinds, 0)
+        for (name, box), total in together.items():
+            if name not in totals:
+                raise DisagreementError("frozen parameters are not the same on all ranks; load one base on all")
+            totals[name] = (totals[name] + total) % MODULUS
+            numels[name] += box.numel
+        samples = {
+            name: f"{kind} {totals[name]:016x}"
+            for name, kind in self.kinds.items()
+            if numels[name] == self._numels[name]  # else some are nowhere
+        }
         return BaseIdentity(base_config(model), samples)
-
-
-@lru_cache(maxsize=4096)
-def _samples_in(shape: tuple[int, ...], boxes: tuple[LocalBox, ...]) -> tuple[int, Any, Any]:
-    """A mark of these boxes; which samples of a tensor of this shape lie in them, and where in memory."""
-    count = numel(shape)
-    flat = np.arange(count) if count <= _MOST_ELEMENTS else _drawn(count)
-    indices = np.unravel_index(flat, shape) if shape else ()
-    which = [np.zeros(0, dtype=np.int64)]
-    places = [np.zeros(0, dtype=np.int64)]
-    for part in boxes:
-        inside = np.ones(len(flat), dtype=bool)
-        at = np.full(len(flat), part.local.offset, dtype=np.int64)
-        for index, start, size, stride in zip(
-            indices, part.box.offsets, part.box.sizes, part.local.strides, strict=True
-        ):
-            inside &= (index >= start) & (index < start + size)
-            at += (index - start) * stride
-        which.append(np.flatnonzero(inside))
-        places.append(at[inside])
-    mark = hashlib.sha256(repr([(part.box.offsets, part.box.sizes) for part in boxes]).encode()).digest()[:4]
-    return int.from_bytes(mark, "little"), np.concatenate(which), np.concatenate(places)
-
-
-def _drawn(count: int) -> Any:
-    """Places of samples in a large tensor: the same for every tensor of this size."""
-    return ((lane_weights()[:_MOST_ELEMENTS] >> np.uint64(1)) % np.uint64(count)).astype(np.int64)

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, get_args
+from typing import Self
 
 import torch
 
 from shardwise.checkpoints import folder, write
 from shardwise.checkpoints import restore as restoring
-from shardwise.checkpoints.agreed_save import AgreedSave, PlannedSave, SaveWords, agreed_of
 from shardwise.checkpoints.base_identity import BaseIdentity
 from shardwise.checkpoints.facts import Facts
-from shardwise.checkpoints.modes import (
-    CheckpointerOptions,
-    Mode,
-)
 from shardwise.checkpoints.state import (
+    CheckpointerOptions,
     Looked,
+    Mode,
     StateContents,
     TrainState,
     adapter_settings,
@@ -32,22 +30,22 @@ from shardwise.checkpoints.state import (
     key_of,
     look,
 )
-from shardwise.checkpoints.write import Background, done_now
+from shardwise.checkpoints.write import done_now
 from shardwise.engines.arguments import hints_of, require_meant
-from shardwise.errors import ConfigError, StorageError
+from shardwise.errors import ConfigError, DisagreementError, StorageError
 from shardwise.execution.memory import collected_later
 from shardwise.execution.moving import facts_of
-from shardwise.execution.replicas import odd_circles, require_mode, settle_odd
-from shardwise.execution.replicas import tell as tell_of
+from shardwise.execution.replicas import Replicas, as_bytes, settle_replicas
 from shardwise.execution.supply import refuse_meta
-from shardwise.execution.world import Clock, World
-from shardwise.execution.write import ChunkStaging, Views, plan_tensors, views_of
+from shardwise.execution.world import Clock, OddRanks, World
+from shardwise.execution.write import ChunkStaging, TensorsPlan, Views, plan_tensors, views_of
 from shardwise.models.optimizer_state import class_name
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.planning.moves import in_common
 from shardwise.report.save_reports import CheckpointReport, RestoreReport
+from shardwise.tensors import Box
 
 _MAX_STEP = 10**15
 
@@ -89,8 +87,10 @@ class Checkpointer:
         on_differing_buffers: OnDiffering = "first_rank",
         options: CheckpointerOptions = CheckpointerOptions(),  # noqa: B008
     ) -> None:
-        _require_kinds(keep, mode, only)
-        require_mode(on_differing_buffers)
+        given = {"mode": mode, "only": only, "on_differing_buffers": on_differing_buffers, "options": options}
+        require_meant(hints_of(Checkpointer.__init__), given)
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ConfigError(f"keep={keep!r}: pass the number of checkpoints to keep, 1 or more; None keeps all")
         self._root = folder.require_local(directory)
         self._keep = keep
         self._mode = mode
@@ -99,8 +99,8 @@ class Checkpointer:
         self._options = options
         self._staging = ChunkStaging()
         self._looked: Looked | None = None
-        self._planned: PlannedSave | None = None
-        self._on_its_way: Background | None = None
+        self._executor = futures.ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
+        self._on_its_way: tuple[int, futures.Future[CheckpointReport]] | None = None
         self._newest = folder.newest_in(self._root)
 
     @property
@@ -165,7 +165,7 @@ class Checkpointer:
             blocked_s, seconds = time.perf_counter() - start, dict(clock.seconds)
             job = replace(job, report=replace(job.report, blocked_s=blocked_s, seconds=seconds))
             if beside is not None:
-                self._on_its_way = Background(beside, job)
+                self._on_its_way = step, self._executor.submit(write.carry_out_beside, beside, job)
             stack.pop_all()
         return job.report
 
@@ -177,13 +177,13 @@ class Checkpointer:
         Raises:
             CheckpointError: (or a subclass) what went wrong with it, the same on every rank.
         """
-        pending = self._on_its_way
-        if pending is None:
+        if self._on_its_way is None:
             return None
-        pending.join()  # interrupted here, it is still on its way
+        step, outcome = self._on_its_way
+        futures.wait([outcome])  # interrupted here, it is still on its way
         self._on_its_way = None
-        with self._counting(pending.step):
-            return pending.result()
+        with self._counting(step):
+            return outcome.result()
 
     def restore(
         self,
@@ -290,20 +290,21 @@ class Checkpointer:
     def _job(self, world: World, clock: Clock, step: int, state: TrainState) -> write.Job:
         """Agree with all ranks on what is to be written. Collective: yes."""
         with clock.phase("look"):
-            contents, agreed, base = self._agree(world, step, state)
+            contents, alike, data, base = self._agree(world, step, state)
         looked = contents.looked
         with clock.phase("plan"):
-            planned = self._planned = self._plan(world, looked, agreed)
+            plan, views, replicas = _plan(world, looked)
         with clock.phase("compare"):
-            differing = self._compare(world, planned, agreed)
+            odd = settle_replicas(world, replicas, self._on_differing_buffers)
+            differing = tuple(looked.buffers[key] for key in odd)
         facts = Facts(
             step=step,
             world_size=world.size,
             holds=in_words(self._only),
             adapter=adapter_settings(looked.model, self._only),
             others=looked.others,
-            alike=agreed.alike,
-            data=agreed.data,
+            alike=alike,
+            data=data,
             user=contents.user,
             optimizers=[[class_name(bound.optimizer), len(bound.groups)] for bound in looked.bounds],
             base=base,
@@ -314,28 +315,28 @@ class Checkpointer:
             directory=str(self._root / folder.name_of(step)),
             step=step,
             is_complete=False,
-            tensors=len(planned.plan.tensors),
-            state_bytes=planned.plan.state_bytes,
-            written_bytes=planned.plan.nbytes(world.rank),
+            tensors=len(plan.tensors),
+            state_bytes=plan.state_bytes,
+            written_bytes=plan.nbytes(world.rank),
             differing_buffers=differing,
         )
-        stored = contents.stored(agreed.data, world.rank)
+        stored = contents.stored(data, world.rank)
         return write.Job(
             self._root,
             step,
             self._newest,
             self._keep,
-            planned.plan,
-            lambda: (self._views(planned), stored),
+            plan,
+            lambda: (self._views(views), stored),
             facts,
             self._options.budget_bytes,
             report,
         )
 
     @collected_later()
-    def _views(self, planned: PlannedSave) -> Views:
+    def _views(self, views: Views) -> Views:
         """The tensors, or a copy of them if they may change while they are written."""
-        return planned.views if self._mode == "sync" else self._staging.copy(planned.views)
+        return views if self._mode == "sync" else self._staging.copy(views)
 
     @collected_later()
     def _take_down(self, step: int, state: TrainState, rank: int) -> StateContents:
@@ -350,7 +351,7 @@ class Checkpointer:
 
     def _agree(
         self, world: World, step: int, state: TrainState
-    ) -> tuple[StateContents, AgreedSave, BaseIdentity | None]:
+    ) -> tuple[StateContents, list[str], str, BaseIdentity | None]:
         """Take down the state, and compare what ranks have in common.
 
         The last is the identity of a base that is not stored, on the first rank.
@@ -363,45 +364,68 @@ class Checkpointer:
         def tell() -> SaveWords:
             own = self._take_down(step, state, world.rank)
             taken.append(own)
-            known = self._planned if self._planned is not None and self._planned.looked is own.looked else None
-            replicas = None if known is None else tell_of(known.replicas, self._on_differing_buffers)
-            base = own.looked.base.taken() if has_base else b""
-            return SaveWords(call, replicas, own.data, dict(own.random), base, own.settings, own.rates)
+            base = own.looked.base.taken() if has_base else {}
+            return SaveWords(call, own.data, dict(own.random), base, own.settings, own.rates)
 
-        def conclude(told: Sequence[SaveWords]) -> AgreedSave:
+        def conclude(told: Sequence[SaveWords]) -> tuple[list[str], str]:
             agreed = agreed_of(told)
             if has_base:
                 looked = taken[0].looked
-                bases.append(looked.base.identity(looked.model, looked.base.sums([item.base for item in told])))
+                bases.append(looked.base.identity(looked.model, [item.base for item in told]))
             return agreed
 
         agreed = world.all_reduce(tell, conclude)
-        return taken[0], agreed, bases[0] if bases else None
-
-    def _compare(self, world: World, planned: PlannedSave, agreed: AgreedSave) -> tuple[str, ...]:
-        """Look at what several ranks hold; names of buffers that differ."""
-        odd, mode = agreed.odd, self._on_differing_buffers
-        if odd is None:
-            odd = world.all_reduce(lambda: tell_of(planned.replicas, mode), odd_circles)
-        return tuple(planned.looked.buffers[key] for key in settle_odd(world, planned.replicas, odd, mode))
-
-    def _plan(self, world: World, looked: Looked, agreed: AgreedSave) -> PlannedSave:
-        """Plan who writes what; the plan of the last checkpoint is used again if it holds on every rank."""
-        if agreed.odd is not None and self._planned is not None:
-            return self._planned
-        tensors = {key_of(path): tensor for path, tensor in looked.tensors.items()}
-        told = world.each(lambda: {key: facts_of(tensor, key) for key, tensor in tensors.items()})
-        shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in looked.tensors.items()}
-        plan = world.together(lambda: plan_tensors(shapes, told, looked.buffers, looked.others_of))
-        views = world.together(lambda: views_of(plan.by_rank[world.rank], tensors, looked.local))
-        held = {key: tuple(facts[key].boxes for facts in told) for key in tensors}
-        return PlannedSave(looked, plan, views, in_common(held, world.rank))
+        return taken[0], *agreed, bases[0] if bases else None
 
 
-def _require_kinds(keep: object, mode: object, only: object) -> None:
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise ConfigError(f"keep={keep!r}: pass the number of checkpoints to keep, 1 or more; None keeps all")
-    if mode not in get_args(Mode):
-        raise ConfigError(f"mode={mode!r}: pass 'sync' or 'async'")
-    if only is not None and not isinstance(only, AdapterOnly):
-        raise ConfigError(f"only={only!r}: pass None or AdapterOnly(...)")
+def _plan(world: World, looked: Looked) -> tuple[TensorsPlan, Views, Replicas]:
+    """Plan who writes what; also this rank's chunks, and what it holds together with others. Collective: yes."""
+    tensors = {key_of(path): tensor for path, tensor in looked.tensors.items()}
+    told = world.each(lambda: {key: facts_of(tensor, key) for key, tensor in tensors.items()})
+    shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in looked.tensors.items()}
+    plan = world.together(lambda: plan_tensors(shapes, told, looked.buffers, looked.others_of))
+    views = world.together(lambda: views_of(plan.by_rank[world.rank], tensors, looked.local))
+    common = in_common({key: tuple(facts[key].boxes for facts in told) for key in tensors}, world.rank)
+    numbers = {name: as_bytes(value) for name, value in looked.numbers.items()}
+    if world.size > 1:  # every rank has the numbers of optimizers
+        common |= {name: ((Box.whole(value.shape), tuple(range(world.size))),) for name, value in numbers.items()}
+    replicas = world.together(lambda: Replicas.among({**tensors, **numbers}, common, looked.buffers))
+    return plan, views, replicas
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWords:
+    """The arguments and the small state of a rank, which the ranks compare before a checkpoint."""
+
+    call: str
+    data: str
+    random: dict[str, str]
+    base: Mapping[tuple[str, Box], int]
+    """Samples of the base; empty if the checkpoint holds everything."""
+    settings: str
+    rates: list[float]
+
+
+def agreed_of(told: Sequence[SaveWords]) -> tuple[list[str], str]:
+    """Return the generators of random numbers that are equal on all ranks, and whose the position in the data is.
+
+    Raises:
+        DisagreementError: ranks were called differently, or have different settings.
+    """
+    if odd := OddRanks.among([item.call for item in told]):
+        raise DisagreementError(
+            f"the list of arguments (step, keep, mode, only) on rank {odd.shown} is not that of rank 0"
+        )
+    if odd := OddRanks.among([item.settings for item in told]):
+        own, those = (", ".join(map(str, told[rank].rates[:4])) or "none" for rank in (odd.first, 0))
+        raise DisagreementError(
+            f"the settings of the optimizers on rank {odd.shown} are not those of rank 0 (learning rates {own} "
+            f"against {those}); ranks have stepped with different schedules or settings: give all ranks the same"
+        )
+    first = told[0].random
+    alike = [name for name in first if all(item.random.get(name) == first[name] for item in told)]
+    positions = {item.data for item in told}
+    data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
+    if "" in positions and data != "none":
+        raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
+    return alike, data

@@ -1,21 +1,29 @@
-"""The state of a training, and all of it that goes into a checkpoint, by name."""
+"""The state of a training, and all of it that is stored in a checkpoint, by name.
+
+[Note: Random numbers on other ranks] With as many ranks as before, every rank's generators continue from there.
+On another number of ranks they cannot: states cannot be divided, and two ranks with one state would draw the same.
+A generator that was in the same state on all ranks is set to it on all. Any other is seeded on each rank from the
+state that rank 0's had, the rank, and the number of ranks: the same on every run, and different on every rank.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoints import randomness
 from shardwise.checkpoints.base_identity import BaseSamples, base_of
 from shardwise.checkpoints.facts import as_json, digest_of, packed
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, FormatError
+from shardwise.execution.supply import StateOptions
 from shardwise.layout import TensorKind
 from shardwise.models.optimizer_state import labelled, written_out
 from shardwise.models.rebind import Bound, inner_tensors, layout_of, look_at
@@ -283,8 +291,8 @@ def contents_of(looked: Looked, state: TrainState, rank: int) -> StateContents:
         found.common["schedulers",] = [_told(item, "schedulers") for item in state.all_schedulers]
     if state.scaler is not None:
         found.common["scaler",] = _told(state.scaler, "scaler")
-    generators = randomness.take_down()
-    found.random = randomness.digests(generators)
+    generators = generator_states()
+    found.random = digests(generators)
     found.own["rng", f"rank_{rank}"] = generators
     if state.data is not None:
         position = _told(state.data, "data")
@@ -302,3 +310,99 @@ def _told(part: Any, what: str) -> dict[str, Any]:
     if not isinstance(told, dict):
         raise ConfigError(f"{what}: state_dict() of {type(part).__name__} is a {type(told).__name__}, not a dict")
     return told
+
+
+Mode: TypeAlias = Literal["sync", "async"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointerOptions(StateOptions):
+    """How checkpoints are carried out; none of it changes what they hold.
+
+    Attributes:
+        budget_bytes: host memory that one rank may use for staging (strided tensors, copies to and from an
+            accelerator); what ``mode="async"`` copies comes on top.
+        process_group: the ranks that train together; None is the default group, or this process alone.
+        patience: how long ranks wait for each other.
+    """
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's generators, as plain data, by name."""
+    legacy: Any = np.random.get_state(legacy=True)
+    name, words, position, has_gauss, gauss = legacy
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(words.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.accelerator.is_available():
+        module = _accelerator()
+        states[torch.accelerator.current_accelerator().type] = module.get_rng_state().cpu()  # type: ignore[union-attr]
+    return states
+
+
+def digests(states: Mapping[str, Any]) -> dict[str, str]:
+    """Of each generator's state."""
+    return {name: digest_of(state) for name, state in states.items()}
+
+
+def restore_generators(states: Mapping[str, Any], what: str) -> list[str]:
+    """Set generators to their states; the names of those that this machine has not.
+
+    Raises:
+        FormatError: a state is none.
+    """
+    return _set(states, what)
+
+
+def seed_generators(
+    first: Mapping[str, Any], alike: Collection[str], rank: int, world_size: int, what: str
+) -> list[str]:
+    """See [Note: Random numbers on other ranks]. ``first`` are rank 0's; the names of those not there here."""
+    lacking = _set({name: state for name, state in first.items() if name in alike}, what)
+    for name, state in first.items():
+        if name in alike:
+            continue
+        text = f"{digest_of(state)} {rank} of {world_size}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+        if name == "python":
+            random.seed(seed)
+        elif name == "numpy":
+            np.random.seed(seed % 2**32)
+        elif name == "torch":
+            torch.default_generator.manual_seed(seed)
+        elif _has(name):
+            _accelerator().manual_seed(seed)
+        else:
+            lacking.append(name)
+    return lacking
+
+
+def _set(states: Mapping[str, Any], what: str) -> list[str]:
+    lacking: list[str] = []
+    for name, state in states.items():
+        try:
+            if name == "python":
+                random.setstate(state)
+            elif name == "numpy":
+                kind, words, *rest = state
+                np.random.set_state((kind, words.numpy().astype(np.uint32), *rest))
+            elif name == "torch":
+                torch.set_rng_state(state)
+            elif _has(name):
+                _accelerator().set_rng_state(state)
+            else:
+                lacking.append(name)
+        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+            raise FormatError(f"{what}: the state of the generator {name} is none: {error}") from error
+    return lacking
+
+
+def _has(kind: str) -> bool:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found is not None and found.type == kind
+
+
+def _accelerator() -> Any:
+    return torch.get_device_module(torch.accelerator.current_accelerator())

@@ -6,7 +6,6 @@ Each rank creates, fills and syncs its own file; the ranks meet; the first one p
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,8 +15,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from shardwise.checkpoints import folder
-from shardwise.checkpoints.checksums import BlockSums, digest, with_checksums
-from shardwise.checkpoints.facts import FACTS, Facts
+from shardwise.checkpoints.facts import FACTS, BlockSums, Facts, digest, with_checksums
 from shardwise.checkpoints.state import KeyPath
 from shardwise.errors import StorageError
 from shardwise.execution.committing import publish
@@ -187,44 +185,12 @@ def _write_own(world: World, job: Job, saving: Saving, content: RankContent, nby
 _T = TypeVar("_T")
 
 
-class Background:
-    """A checkpoint that a thread of its own writes. The ranks' threads meet over the store, in no collective.
-
-    Args:
-        world: for these meetings alone, and joined by all ranks; it is left when the thread ends.
-        job: what is written.
-    """
-
-    def __init__(self, world: World, job: Job) -> None:
-        self.step = job.step
-        self._world = world
-        self._job = job
-        self._outcome: Future[CheckpointReport] = Future()
-        self._thread = threading.Thread(target=self._work, name="shardwise-checkpoint")
-        self._thread.start()
-
-    def join(self) -> None:
-        """Wait for the end, whatever that is."""
-        self._thread.join()
-
-    def result(self) -> CheckpointReport:
-        """Return the report, after the end.
-
-        Raises:
-            CheckpointError: (or a subclass) what went wrong, the same on every rank.
-        """
-        return self._outcome.result()
-
-    def _work(self) -> None:
-        start = time.perf_counter()
-        try:
-            with self._world:
-                report = carry_out(self._world, self._job)
-        except BaseException as error:
-            self._outcome.set_exception(error)
-            return
-        seconds = {**report.seconds, "write": time.perf_counter() - start}
-        self._outcome.set_result(replace(report, seconds=seconds))
+def carry_out_beside(world: World, job: Job) -> CheckpointReport:
+    """Do the same in a thread. The ranks' threads meet over the store, in no collective. Leaves ``world``."""
+    start = time.perf_counter()
+    with world:
+        report = carry_out(world, job)
+    return replace(report, seconds={**report.seconds, "write": time.perf_counter() - start})
 
 
 def done_now(function: Callable[[], _T]) -> Callable[[], _T]:

@@ -32,7 +32,7 @@ def verify_command(model: str, as_json: bool) -> None:  # noqa: FBT001 - click's
     MODEL may be a model, an adapter, or checkpoints of a training, of which the newest is read (or one of them).
     Exits with 1 when something differs, with 2 when the model cannot be opened.
     """
-    from shardwise.checkpoints.verify import verify
+    from shardwise.checkpoints.folder import verify
 
     found = verify(model)
     print_report(found, as_json=as_json)

@@ -241,7 +241,7 @@ def _of_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: 
 
 
 def _options(given: dict[str, Any]) -> PlanOptions:
-    from shardwise.engines.outline import tuning_named
+    from shardwise.engines.forecasting import tuning_named
     from shardwise.engines.sharding import sharding_named
 
     found = {name: value for name, value in given.items() if value is not None}

@@ -1,19 +1,30 @@
-"""Checks a call's arguments: of the kind that is meant, and the same on all ranks."""
+"""Checks the arguments of a call, and opens the checkpoint it names, the same on all ranks."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import functools
+import os
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 
-from shardwise.errors import ConfigError, DisagreementError
+from shardwise.errors import ConfigError, DisagreementError, StorageError
+from shardwise.execution.reading import identities_of
 from shardwise.execution.world import World
+from shardwise.formats.contract import CheckpointIndex
+from shardwise.formats.opening import as_the_model_has_it, open_checkpoint
 from shardwise.report.names import shown_ranks
+from shardwise.storage.contract import FilePlaces, StorageReader
+from shardwise.storage.machine import file_space
+from shardwise.storage.names import HubOptions, ModelFiles, WantedFiles, is_url, local_place
+from shardwise.storage.reading import OpenStorage, open_storage
 
 T = TypeVar("T")
 
@@ -67,13 +78,14 @@ def require_meant(hints: Mapping[str, Any], given: Mapping[str, Any], inside: st
         ConfigError: naming the argument, and what is meant.
     """
     for name, value in given.items():
-        hint = hints.get(name, Any)
-        kinds, choices = _kinds(hint), _choices(hint)
+        kinds, choices = _allowed(hints.get(name, Any))
         where = f"{inside}.{name}" if inside else name
         if isinstance(value, str) and value in choices:
             continue
         if choices and (isinstance(value, str) or not kinds):
-            raise ConfigError(_not_a_choice(where, value, kinds, choices))
+            classes = [f"{kind.__name__}(...)" for kind in kinds if kind is not types.NoneType]
+            known = [*map(repr, choices), *classes]
+            raise ConfigError(f"{where}={value!r:.80} is not known. Pass one of {', '.join(known)}.")
         if kinds and not _is_of(value, kinds):
             raise ConfigError(_not_meant(where, value, kinds))
         if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_ours(type(value)):
@@ -111,16 +123,10 @@ def agree_on_call(world: World, check: Callable[[], tuple[T, Mapping[str, str]]]
         ShardwiseError: the same on every rank, if ``check`` raised it on any.
         DisagreementError: ranks were called with different arguments.
     """
-    checked: list[T] = []
-
-    def tell() -> Mapping[str, str]:
-        call, words = check()
-        checked.append(call)
-        return words
-
-    if fault := world.all_reduce(tell, _difference):
+    call, words = world.together(check)
+    if fault := world.all_reduce(lambda: words, _difference):
         raise DisagreementError(fault)
-    return checked[0]
+    return call
 
 
 def _difference(told: Sequence[Mapping[str, str]]) -> str | None:
@@ -142,27 +148,15 @@ def in_words(value: object) -> str:
     return repr(value)
 
 
-def _kinds(hint: Any) -> tuple[Any, ...]:
-    """The classes that an annotation allows; none where it does not name one of ours, or cannot be looked at."""
-    parts = [part for part in _parts(hint) if get_origin(part) is not Literal]
-    kinds = tuple(types.NoneType if part is None else get_origin(part) or part for part in parts)
-    if not all(isinstance(kind, type) for kind in kinds) or not any(_is_meant_strictly(kind) for kind in kinds):
-        return ()
-    return kinds
-
-
-def _parts(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _choices(hint: Any) -> tuple[str, ...]:
-    """Return the strings that an annotation allows (``Literal``)."""
-    return tuple(value for part in _parts(hint) if get_origin(part) is Literal for value in get_args(part))
-
-
-def _not_a_choice(name: str, value: object, kinds: tuple[Any, ...], choices: Sequence[str]) -> str:
-    known = [*map(repr, choices), *(f"{kind.__name__}(...)" for kind in kinds if kind is not types.NoneType)]
-    return f"{name}={value!r:.80} is not known. Pass one of {', '.join(known)}."
+def _allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """The classes and the strings that an annotation allows; no classes if it names none of ours."""
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    choices = tuple(value for part in parts if get_origin(part) is Literal for value in get_args(part))
+    others = [part for part in parts if get_origin(part) is not Literal]
+    kinds = tuple(types.NoneType if part is None else get_origin(part) or part for part in others)
+    if not all(isinstance(kind, type) for kind in kinds) or not any(map(_is_meant_strictly, kinds)):
+        kinds = ()
+    return kinds, choices
 
 
 def _is_of(value: object, kinds: tuple[Any, ...]) -> bool:
@@ -185,3 +179,131 @@ def _not_meant(name: str, value: object, kinds: tuple[Any, ...]) -> str:
     if isinstance(value, type):
         return f"{name} is the class {value.__name__}; pass an object of it: {last}={value.__name__}(...)"
     return f"{name} is {value!r:.80}, of type {type(value).__name__}; pass {meant}, as in {last}={names[0]}(...)"
+
+
+Source: TypeAlias = str | os.PathLike[str] | StorageReader
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A checkpoint whose headers have been read, and this rank's reader of its bytes.
+
+    ``identities`` are those of the files when they were compared with the first rank's, of a remote storage when
+    their headers were read. ``is_own`` tells a reader opened here from one the user gave, which stays open.
+    """
+
+    index: CheckpointIndex
+    reader: StorageReader
+    identities: Mapping[str, str]
+    is_own: bool
+    notes: tuple[str, ...] = ()
+
+    def closing(self) -> AbstractContextManager[object]:
+        """A context at whose end a reader opened here is closed."""
+        return self.reader if self.is_own else nullcontext()
+
+
+def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource:
+    """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes."""
+    if isinstance(checkpoint, StorageReader):
+        opened, is_own = OpenStorage(checkpoint, None), False
+    elif is_url(checkpoint):
+        opened, is_own = open_everywhere(world, lambda: open_storage(checkpoint, hub)), True
+    else:
+        path = resolve_everywhere(world, checkpoint, hub)
+        opened, is_own = open_everywhere(world, lambda: open_storage(path)), True
+    return read_index(world, opened, variant=hub.variant, is_own=is_own)
+
+
+def open_everywhere(world: World, open_own: Callable[[], OpenStorage]) -> OpenStorage:
+    """A checkpoint's storage opened on every rank, or kept open on none. Collective: yes."""
+    with ExitStack() as stack:
+
+        def begin() -> OpenStorage:
+            opened = open_own()
+            stack.enter_context(opened.reader)
+            return opened
+
+        opened = world.together(begin)
+        stack.pop_all()
+        return opened
+
+
+def read_index(
+    world: World,
+    opened: OpenStorage,
+    *,
+    weights_name: str | None = None,
+    variant: str | None = None,
+    extra: Sequence[str] = (),
+    is_own: bool = True,
+) -> OpenSource:
+    """The headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
+
+    What the ranks have opened is one checkpoint, see [Note: One checkpoint] in
+    ``execution/reading.py``. One that is refused is closed, unless it is the user's (``is_own``
+    False).
+    """
+    reader = opened.reader
+
+    def read() -> tuple[CheckpointIndex, dict[str, str]]:
+        index = as_the_model_has_it(
+            reader,
+            open_checkpoint(reader, weights_name=opened.file or weights_name, extra_files=extra, variant=variant),
+        )
+        return index, identities_of(reader, list(index.files), lambda: None) if reader.policy.is_remote else {}
+
+    with ExitStack() as stack:
+        if is_own:
+            stack.enter_context(reader)
+        index, identities = world.from_first(read)
+        found: dict[str, str] = {}
+        notes: tuple[str, ...] = ()
+        if world.size > 1:
+            from shardwise.execution.reading import require_one_checkpoint
+
+            found, notes = require_one_checkpoint(world, reader, index)
+        elif isinstance(reader, FilePlaces):
+            found = {file: reader.identity(file) for file in index.files}
+        stack.pop_all()
+    return OpenSource(index, reader, found or identities, is_own, notes)
+
+
+def resolve_everywhere(
+    world: World,
+    name_or_path: str | os.PathLike[str],
+    hub: HubOptions,
+    wanted: WantedFiles = ModelFiles(),  # noqa: B008 - frozen
+) -> Path:
+    """A local path on every rank; a hub repository is downloaded by one rank for all that share its cache.
+
+    The first rank finds out which commit the revision names, and all take that one, whatever is pushed meanwhile.
+
+    Collective: yes.
+    """
+    found = world.each(lambda: local_place(name_or_path, hub))
+    # One rank decides: what exists on some machines only must not send the ranks different ways.
+    if found[0] is not None:
+        if absent := [rank for rank, path in enumerate(found) if path is None]:
+            raise StorageError(
+                f"{os.fspath(name_or_path)}: is a directory on rank 0, but not on rank "
+                f"{shown_ranks(absent)}; "
+                "put it on every machine, or on a file system that all of them share"
+            )
+        return cast(Path, found[world.rank])
+    from shardwise.storage.remote import commit_of, note_commit, place_of_cache, resolve
+
+    repo_id = os.fspath(name_or_path)
+    commit = world.from_first(lambda: commit_of(repo_id, hub))
+    pinned = replace(hub, revision=commit)
+    downloads = world.is_first_of(f"{file_space()} {place_of_cache(hub)}")
+
+    def download() -> Path | None:
+        if not downloads:
+            return None
+        folder = resolve(repo_id, pinned, wanted=wanted)
+        note_commit(repo_id, hub, commit)
+        return folder
+
+    downloaded = world.together(download)
+    return world.together(lambda: downloaded or resolve(repo_id, pinned, download=False, wanted=wanted))

@@ -1,4 +1,4 @@
-"""Brings up a transformers model: config, meta model, ties, wrapping, load."""
+"""Brings up a transformers model: config, meta model, adapters, ties, wrapping, load."""
 
 from __future__ import annotations
 
@@ -8,30 +8,45 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Unpack, cast, overload
+from typing import TYPE_CHECKING, Literal, Unpack, cast, overload
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.engines import outline as outlines
-from shardwise.engines.arguments import agree_on_call, hints_of, require_known, require_meant, world_of
-from shardwise.engines.companions import OpenAdapter, beside_adapter, beside_of, of_adapter, open_adapter
+from shardwise.engines.arguments import (
+    OpenSource,
+    agree_on_call,
+    hints_of,
+    read_index,
+    require_known,
+    require_meant,
+    resolve_everywhere,
+    world_of,
+)
 from shardwise.engines.load_plan import Load, LoadOptions, load_words
 from shardwise.engines.loading import carry_out, form_of
-from shardwise.engines.opening import OpenSource, read_index, resolve_everywhere
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
 from shardwise.execution.reading import Placer, are_equal
 from shardwise.execution.world import Clock, OddRanks, ProgressBar, World, require_same_settings
 from shardwise.formats.contract import CheckpointIndex
+from shardwise.formats.joining import beside
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardwise.models import pretrained, wrap
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.wrap import Sharding
+from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import file_space
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
-from shardwise.storage.reading import Beside, OpenStorage, open_storage
+from shardwise.storage.reading import Beside, LocalReader, OpenStorage, open_storage
+from shardwise.tuning import peft_compat
 from shardwise.tuning.lora import Adapter, Tuned
 from shardwise.tuning.modes import Full
+
+if TYPE_CHECKING:
+    pass
+
 
 _CONFIGS = ("config.json", "generation_config.json")
 
@@ -119,7 +134,7 @@ def bring_up(
 
 
 @dataclass(frozen=True)
-class _Located:
+class Located:
     """What there is to be brought up.
 
     Attributes:
@@ -139,7 +154,7 @@ class _Located:
 
 def find(
     world: World, name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, stack: ExitStack
-) -> _Located:
+) -> Located:
     """Read the config and all headers; what is opened is closed with ``stack``. Collective: yes."""
     hub = keywords.get("hub", HubOptions())
     wanted = ModelFiles(code=keywords.get("trust_remote_code", False))
@@ -176,7 +191,7 @@ def find(
     everything = source
     for name, folder in keywords.get("tuning", Full()).folders().items():
         everything, adapters[name] = _with_adapter(world, everything, name, folder, keywords, stack)
-    return _Located(directory, config, source.index, everything, adapters)
+    return Located(directory, config, source.index, everything, adapters)
 
 
 def _with_adapter(
@@ -187,29 +202,30 @@ def _with_adapter(
     keywords: outlines.PretrainedOptions,
     stack: ExitStack,
 ) -> tuple[OpenSource, Adapter]:
-    """A checkpoint, and beside it an adapter that the tuning starts from. Collective: yes."""
-    hub = keywords.get("hub", HubOptions())
-    folder = resolve_everywhere(world, given, of_adapter(hub), AdapterFiles())
+    """Join a checkpoint and the adapter that the tuning starts from. Collective: yes.
 
-    def begin() -> OpenAdapter:
-        opened = open_adapter(folder)
-        stack.enter_context(opened.storage.reader)
-        return opened
-
-    opened = world.together(begin)
-    found = read_index(world, opened.storage)
-    joined, adapter = beside_adapter(source.index, found.index, opened, name)
-    inside = beside_of(name)
+    Raises:
+        FormatError: a file is not there.
+        ConfigError: it is no LoRA, or PEFT cannot read its config.
+    """
+    # Another repository than the base's, with revisions and folders of its own.
+    hub = replace(keywords.get("hub", HubOptions()), revision=None, subfolder="", variant=None)
+    folder = resolve_everywhere(world, given, hub, AdapterFiles())
+    file, config = world.together(lambda: (weights_in(folder), peft_compat.config_in(str(folder))))
+    reader = stack.enter_context(world.together(lambda: LocalReader(folder)))
+    found, inside = read_index(world, OpenStorage(reader, file)), beside_of(name)
     both = replace(
         source,
-        index=joined,
-        reader=Beside(source.reader, opened.storage.reader, inside),
+        index=beside(source.index, found.index, inside),
+        reader=Beside(source.reader, reader, inside),
         identities={
             **source.identities,
             **{f"{inside}/{file}": identity for file, identity in found.identities.items()},
         },
     )
-    return both, adapter
+    stored = stored_tensors(both.index).items()
+    tensors = {key.removeprefix(f"{inside}/"): item for key, item in stored if key.startswith(f"{inside}/")}
+    return both, Adapter(str(folder), config, tensors)
 
 
 def request_of(tuned: Tuned, keywords: outlines.PretrainedOptions, already_read_bytes: int) -> Load:
@@ -258,7 +274,7 @@ def _read_small(reader: StorageReader, name: str) -> bytes | None:
 
 
 def build_together(
-    world: World, found: _Located, keywords: outlines.PretrainedOptions
+    world: World, found: Located, keywords: outlines.PretrainedOptions
 ) -> tuple[outlines.Outline, list[tuple[str, str]]]:
     """Build on every rank; also the declared ties that are stored twice. Collective: yes.
 
@@ -368,3 +384,22 @@ def from_pretrained(
         )
         model, report = bring_up(world, name_or_path, keywords, clock)
     return (model, report) if output_loading_info and report is not None else model
+
+
+def beside_of(name: str) -> str:
+    """What the names of an adapter's files and keys begin with, where they are beside those of its base."""
+    return f"(adapter {name})"
+
+
+def weights_in(folder: Path) -> str:
+    """The name of the file of tensors in the folder of an adapter.
+
+    Raises:
+        FormatError: it is not there, or no config is.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise FormatError(f"{folder}: there is no {ADAPTER_CONFIG}; pass the folder of an adapter that PEFT saved")
+    file = next((name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+    if file is None:
+        raise FormatError(f"{folder}: there is neither {' nor '.join(ADAPTER_WEIGHTS)}; save the adapter again")
+    return file

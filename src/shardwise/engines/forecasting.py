@@ -1,4 +1,4 @@
-"""Forecasts of a load and of a training, from configs and headers alone."""
+"""Forecasts the memory of a load and of a training from configs and headers, and records the memory in use."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, Unpack
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
-from transformers import PreTrainedConfig
 
-from shardwise.conversion.computed import computes
-from shardwise.conversion.expression import stored_leaves
 from shardwise.engines import outline as outlines
 from shardwise.engines.arguments import hints_of, require_known, require_meant
-from shardwise.engines.bringing_up import find
-from shardwise.engines.load_plan import LoadOptions, foresee_initial_values, rules_of
+from shardwise.engines.bringing_up import Located, find
+from shardwise.engines.load_plan import LoadOptions, facts_of_plan, foresee_initial_values, rules_of
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.execution.memory import collected_later
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG
 from shardwise.layout import Activations, MeshShape, ModelLayout, Origin, TensorKind, WorldLayout
 from shardwise.models.forecast_layout import foresee, trace_activations
 from shardwise.models.initialize import Initialisers
@@ -33,12 +30,14 @@ from shardwise.models.view import Held, look_inside
 from shardwise.models.wrap import Sharding, prepare_blocks
 from shardwise.planning import forecasts
 from shardwise.planning.load_memory import Homes, largest_computation
-from shardwise.planning.load_plan import Init, LoadPlan, Recompute, Tie, plan_load
+from shardwise.planning.load_plan import LoadPlan, plan_load
 from shardwise.report.forecast import Forecast
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.names import is_url
 from shardwise.tensors import DType
-from shardwise.tuning.lora import Adapter, Tuned
+from shardwise.tuning import peft_compat
+from shardwise.tuning.lora import Tuned
+from shardwise.tuning.modes import ExistingLora, Freeze, Full, Lora, Tuning
 
 _STORED_TWICE = "stored twice, taken to be equal; a load compares them, and keeps both if they differ"
 
@@ -107,35 +106,24 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
     with ExitStack() as stack:
         found = find(World(0, 1), name_or_path, given, stack)
         stack.enter_context(torch.device("cpu"))
-        policy = options.get("read_policy") or found.source.reader.policy
-        index, joined = found.index, found.source.index
-        return forecast(found.directory, found.config, index, mesh, policy, options, found.adapters, joined)
+        return forecast(found, mesh, options)
 
 
 @collected_later()
-def forecast(
-    directory: Path,
-    config: PreTrainedConfig,
-    index: CheckpointIndex,
-    mesh: MeshShape,
-    policy: ReadPolicy,
-    options: PlanOptions,
-    adapters: Mapping[str, Adapter] = MappingProxyType({}),
-    joined: CheckpointIndex | None = None,
-) -> Forecast:
-    """Forecast a checkpoint whose headers have been read; ``joined`` has those of ``adapters``, too."""
-    built = outlines.outline(directory, config, index, options, outlines.resizing(options))
-    index = joined or index
+def forecast(found: Located, mesh: MeshShape, options: PlanOptions) -> Forecast:
+    """Forecast a checkpoint whose headers have been read."""
+    index, reader = found.source.index, found.source.reader
+    built = outlines.outline(found.directory, found.config, found.index, options, outlines.resizing(options))
     twice = built.ties_stored_twice()
     built.equal_ties = frozenset(name for name, _ in twice)
     sharding = options.get("sharding", Sharding())
     param_dtype, reduce_dtype = sharding.mp_policy.param_dtype, sharding.mp_policy.reduce_dtype
-    tuned = outlines.made_ready(built, set(), options, adapters=adapters, casts_to=param_dtype)
+    tuned = outlines.made_ready(built, set(), options, adapters=found.adapters, casts_to=param_dtype)
     budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
     world, plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
     homes = Homes.of(
         plan,
-        policy,
+        options.get("read_policy") or reader.policy,
         device=options.get("device", "cuda"),
         budget_bytes=budget_bytes,
         offloads_shards=isinstance(sharding.offload_policy, CPUOffloadPolicy),
@@ -153,7 +141,16 @@ def forecast(
     if (needed := largest_computation(plan)) > budget_bytes:
         notes.append(f"a conversion needs budget_bytes={needed:,}; a load with {budget_bytes:,} refuses it")
     return Forecast(
-        **_facts_of_load(built, config, index, plan, world),
+        checkpoint=index.root,
+        model_class=type(built.model).__name__,
+        dtype=str(found.config.dtype).removeprefix("torch."),
+        parameters=sum(tensor.numel for tensor in world.first.tensors if tensor.kind is TensorKind.PARAMETER),
+        checkpoint_bytes=index.nbytes,
+        checkpoint_tensors=len(index.tensors()),
+        bytes_per_dtype=_bytes_per_dtype(world.first),
+        file_bytes=forecasts.file_bytes(plan, world, index),
+        whole=world.whole,
+        **facts_of_plan(plan),
         device=homes.device,
         mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
         nodes=options.get("nodes", 1),
@@ -168,29 +165,6 @@ def forecast(
 
 def _dtype(of_policy: torch.dtype | None) -> DType | None:
     return None if of_policy is None else from_torch(of_policy, "mp_policy")
-
-
-def _facts_of_load(
-    built: outlines.Outline, config: PreTrainedConfig, index: CheckpointIndex, plan: LoadPlan, world: WorldLayout
-) -> dict[str, Any]:
-    """Fields of a forecast that describe the checkpoint, the model and how it is filled."""
-    return {
-        "checkpoint": index.root,
-        "model_class": type(built.model).__name__,
-        "dtype": str(config.dtype).removeprefix("torch."),
-        "parameters": sum(t.numel for t in world.first.tensors if t.kind is TensorKind.PARAMETER),
-        "checkpoint_bytes": index.nbytes,
-        "checkpoint_tensors": len(index.tensors()),
-        "bytes_per_dtype": _bytes_per_dtype(world.first),
-        "file_bytes": forecasts.file_bytes(plan, world, index),
-        "whole": world.whole,
-        "tied": {name: fill.source for name, fill in plan.fills.items() if isinstance(fill, Tie)},
-        "cast": _casts(plan),
-        "initialized": plan.names(Init),
-        "recomputed": plan.names(Recompute),
-        "ignored_keys": plan.ignored_keys,
-        "computed": tuple(name for name, read in plan.reads().items() if computes(read.expression)),
-    }
 
 
 def mesh_of(ranks: int, options: PlanOptions) -> MeshShape:
@@ -298,10 +272,35 @@ def _bytes_per_dtype(layout: ModelLayout) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
-def _casts(plan: LoadPlan) -> dict[str, tuple[str, str]]:
-    """Name to (stored dtype, dtype in the model) where these differ."""
-    kinds = {
-        name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
-        for name, read in plan.reads().items()
-    }
-    return {name: pair for name, pair in kinds.items() if pair[0] != pair[1]}
+def tuning_named(text: str) -> Tuning:
+    """Return a tuning from text, as the command line has it.
+
+    ``full``; ``freeze=N`` with ``,modules=A+B`` and ``,extra=A+B``; ``lora=R`` with ``,alpha=X`` and
+    ``,targets=A+B`` (default ``all-linear``); or a folder with an ``adapter_config.json``.
+
+    Raises:
+        ConfigError: the text is none of these.
+    """
+    if (Path(text) / ADAPTER_CONFIG).is_file():
+        return ExistingLora(text)
+    found = dict(part.partition("=")[::2] for part in text.split(","))
+    try:
+        match [*found]:
+            case ["full"]:
+                return Full()
+            case ["freeze", *rest] if {"modules", "extra"}.issuperset(rest):
+                modules, extra = (
+                    tuple(filter(None, found.get(name, "").split("+"))) for name in ("modules", "extra")
+                )
+                return Freeze(int(found["freeze"] or 0), modules, extra)
+            case ["lora", *rest] if {"alpha", "targets"}.issuperset(rest):
+                rank, targets = int(found["lora"]), found.get("targets", "all-linear")
+                names = targets if targets == "all-linear" else targets.split("+")
+                alpha = int(found.get("alpha", rank))
+                return Lora(peft_compat.lora_config(r=rank, lora_alpha=alpha, target_modules=names))
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"tuning={text!r} is not known. Pass full, freeze=N[,modules=A+B][,extra=A+B], "
+        "lora=R[,alpha=X][,targets=A+B], or a folder with an adapter of PEFT."
+    )

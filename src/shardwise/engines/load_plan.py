@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardwise.conversion.computed import Bindings, SmallestBlocks, computed_leaves
-from shardwise.conversion.expression import rows_stored
-from shardwise.engines.opening import OpenSource
+from shardwise.conversion.computed import Bindings, SmallestBlocks, computed_leaves, computes
+from shardwise.conversion.expression import rows_stored, stored_leaves
+from shardwise.engines.arguments import (
+    OpenSource,
+)
 from shardwise.errors import CoverageError, PlacementError
 from shardwise.execution import Patience
 from shardwise.execution.memory import (
@@ -42,14 +44,50 @@ from shardwise.models.initialize import (
 )
 from shardwise.models.view import Held, layout_of, look_inside, padded_numels, refuse_subclasses
 from shardwise.planning.load_memory import Available, Homes, forecast_rank
-from shardwise.planning.load_plan import Consent, Init, LoadPlan, ModelRules, plan_load
+from shardwise.planning.load_plan import (
+    Consent,
+    Init,
+    LoadPlan,
+    ModelRules,
+    Recompute,
+    Tie,
+    plan_load,
+)
 from shardwise.report.reports import RankForecast
 
 if TYPE_CHECKING:
     from shardwise.models.initial_programs import Program
     from shardwise.planning.moves import Boxes
 
-SharedReads: TypeAlias = Literal["auto", "always", "never"]
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a load is carried out; none of it changes which values are loaded, but for ``seed``.
+
+    Attributes:
+        seed: for tensors that are initialised, together with their FQN.
+        budget_bytes: host memory, beyond the shards, that one rank may use for staging and for conversions that
+            compute.
+        device: where an unsharded model on meta is brought up; sharded ones go to the device of their mesh.
+        progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
+        process_group: the ranks that load together; None is the default group, or this process alone.
+        patience: how long ranks wait for each other.
+        shared_reads: whether ranks that hold the same (replicas) read a share each and send it to the others:
+            "auto" does so if the storage is remote, "always" and "never" are the other choices.
+        check_memory: refuse a load whose forecast exceeds free memory before anything is read.
+    """
+
+    seed: int = 0
+    budget_bytes: int = 256 << 20
+    device: torch.device | None = None
+    progress: bool = True
+    process_group: dist.ProcessGroup | None = None
+    patience: Patience = field(default_factory=Patience)
+    shared_reads: SharedReads = "auto"
+    check_memory: bool = True
+
+    def __post_init__(self) -> None:
+        require_budget(self.budget_bytes)
 
 
 @dataclass
@@ -117,31 +155,20 @@ class BaseForm:
         """Restore what the model had before a load that has failed."""
 
 
-def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> None:
-    """Tie what the model's class declares tied, where the checkpoint holds it once and the model not yet shares it.
-
-    Raises:
-        PlacementError: when the model is already sharded, so that it is too late.
-    """
-    by_name = {name: item for item in held for name in item.names}
-    loose = {
-        target: source
-        for target, source in pretrained.declared_ties(model).items()
-        if target in by_name
-        and source in by_name
-        and by_name[target] is not by_name[source]
-        and not (bindings.offers.get(target) and bindings.offers.get(source))
+def load_words(consent: Consent, buffers: BufferRules, options: LoadOptions) -> dict[str, str]:
+    """What ranks must have in common of how a load is carried out, in words, by name."""
+    alone = ("device", "progress", "process_group", "patience")
+    return {
+        "on_missing": repr(consent.missing),
+        "on_mismatched": repr(consent.mismatched),
+        "on_unexpected": repr(consent.unexpected),
+        "buffers": repr(sorted(buffers)),
+        **{
+            f"options.{item.name}": repr(getattr(options, item.name))
+            for item in fields(options)
+            if item.name not in alone
+        },
     }
-    if not loose:
-        return
-    target, source = next(iter(loose.items()))
-    if any(isinstance(item.tensor, DTensor) for item in held):
-        raise PlacementError(
-            f"{target} is declared tied to {source}, but the sharded model holds them apart; call "
-            "model.tie_weights() before fully_shard"
-        )
-    assert isinstance(model, PreTrainedModel)
-    pretrained.tie(model, set(by_name) - set(bindings.offers), set())
 
 
 @collected_later()
@@ -177,24 +204,6 @@ def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> N
     load.settings = pretrained.settings_of(load.additions.base or model)
 
 
-def foresee_initial_values(initialisers: Initialisers, plan: LoadPlan, options: LoadOptions) -> dict[str, Program]:
-    """How the missing tensors will be initialised, and that they can be.
-
-    Raises:
-        CoverageError: naming those that no initialiser writes, or that need more than the budget.
-    """
-    drawn = [
-        name
-        for name, read in plan.reads().items()
-        if rows_stored(read.expression) is not None and initialisers.additions.new_rows == "initialized"
-    ]
-    programs = initialisers.programs([*plan.names(Init), *drawn])
-    faults = unfit_programs(programs, options.budget_bytes)
-    if faults:
-        raise CoverageError("tensors are missing that cannot be initialised:\n  " + "\n  ".join(faults))
-    return programs
-
-
 def make_plan(load: Load, index: CheckpointIndex) -> LoadPlan:
     """Plan a load, with conversions that compute checked against the budget."""
     initialisers, additions = load.initialisers, load.additions
@@ -221,6 +230,24 @@ def rules_of(model: nn.Module) -> ModelRules:
     return ModelRules(*pretrained.ignore_patterns(model))
 
 
+def foresee_initial_values(initialisers: Initialisers, plan: LoadPlan, options: LoadOptions) -> dict[str, Program]:
+    """How the missing tensors will be initialised, and that they can be.
+
+    Raises:
+        CoverageError: naming those that no initialiser writes, or that need more than the budget.
+    """
+    drawn = [
+        name
+        for name, read in plan.reads().items()
+        if rows_stored(read.expression) is not None and initialisers.additions.new_rows == "initialized"
+    ]
+    programs = initialisers.programs([*plan.names(Init), *drawn])
+    faults = unfit_programs(programs, options.budget_bytes)
+    if faults:
+        raise CoverageError("tensors are missing that cannot be initialised:\n  " + "\n  ".join(faults))
+    return programs
+
+
 def destinations(
     plan: LoadPlan, by_name: Mapping[str, Held], devices: Mapping[str, torch.device]
 ) -> list[Destination]:
@@ -232,47 +259,49 @@ def destinations(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """How a load is carried out; none of it changes which values are loaded, but for ``seed``.
+def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> None:
+    """Tie what the model's class declares tied, where the checkpoint holds it once and the model not yet shares it.
 
-    Attributes:
-        seed: for tensors that are initialised, together with their FQN.
-        budget_bytes: host memory, beyond the shards, that one rank may use for staging and for conversions that
-            compute.
-        device: where an unsharded model on meta is brought up; sharded ones go to the device of their mesh.
-        progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
-        process_group: the ranks that load together; None is the default group, or this process alone.
-        patience: how long ranks wait for each other.
-        shared_reads: whether ranks that hold the same (replicas) read a share each and send it to the others:
-            "auto" does so if the storage is remote, "always" and "never" are the other choices.
-        check_memory: refuse a load whose forecast exceeds free memory before anything is read.
+    Raises:
+        PlacementError: when the model is already sharded, so that it is too late.
     """
-
-    seed: int = 0
-    budget_bytes: int = 256 << 20
-    device: torch.device | None = None
-    progress: bool = True
-    process_group: dist.ProcessGroup | None = None
-    patience: Patience = field(default_factory=Patience)
-    shared_reads: SharedReads = "auto"
-    check_memory: bool = True
-
-    def __post_init__(self) -> None:
-        require_budget(self.budget_bytes)
-
-
-def load_words(consent: Consent, buffers: BufferRules, options: LoadOptions) -> dict[str, str]:
-    """What ranks must have in common of how a load is carried out, in words, by name."""
-    alone = ("device", "progress", "process_group", "patience")
-    return {
-        "on_missing": repr(consent.missing),
-        "on_mismatched": repr(consent.mismatched),
-        "on_unexpected": repr(consent.unexpected),
-        "buffers": repr(sorted(buffers)),
-        **{
-            f"options.{item.name}": repr(getattr(options, item.name))
-            for item in fields(options)
-            if item.name not in alone
-        },
+    by_name = {name: item for item in held for name in item.names}
+    loose = {
+        target: source
+        for target, source in pretrained.declared_ties(model).items()
+        if target in by_name
+        and source in by_name
+        and by_name[target] is not by_name[source]
+        and not (bindings.offers.get(target) and bindings.offers.get(source))
     }
+    if not loose:
+        return
+    target, source = next(iter(loose.items()))
+    if any(isinstance(item.tensor, DTensor) for item in held):
+        raise PlacementError(
+            f"{target} is declared tied to {source}, but the sharded model holds them apart; call "
+            "model.tie_weights() before fully_shard"
+        )
+    assert isinstance(model, PreTrainedModel)
+    pretrained.tie(model, set(by_name) - set(bindings.offers), set())
+
+
+def facts_of_plan(plan: LoadPlan) -> dict[str, Any]:
+    """Fields of a report, or of a forecast, that describe how a model is filled."""
+    reads = plan.reads()
+    kinds = {
+        name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
+        for name, read in reads.items()
+        if not computes(read.expression)
+    }
+    return {
+        "tied": {name: item.source for name, item in plan.fills.items() if isinstance(item, Tie)},
+        "initialized": plan.names(Init),
+        "recomputed": plan.names(Recompute),
+        "cast": {name: pair for name, pair in kinds.items() if pair[0] != pair[1]},
+        "ignored_keys": plan.ignored_keys,
+        "computed": tuple(name for name, read in reads.items() if computes(read.expression)),
+    }
+
+
+SharedReads: TypeAlias = Literal["auto", "always", "never"]

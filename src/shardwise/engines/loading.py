@@ -1,22 +1,28 @@
-"""Loads a model that is there already: what is asked for, plan, agree, read, fill, audit, report."""
+"""Loads a checkpoint into a model: plan, agree, materialize, read, fill, audit, report."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._face import found_at
-from shardwise.conversion.computed import computes
-from shardwise.conversion.expression import rows_stored, stored_leaves
-from shardwise.engines.arguments import agree_on_call, hints_of, require_meant, world_of
+from shardwise.conversion.expression import rows_stored
+from shardwise.engines.arguments import (
+    OpenSource,
+    Source,
+    agree_on_call,
+    hints_of,
+    open_source,
+    require_meant,
+    world_of,
+)
 from shardwise.engines.load_plan import BaseForm, Load, LoadOptions, load_words, prepare, tie_declared
-from shardwise.engines.opening import OpenSource, Source, open_source
 from shardwise.errors import CoverageError, PlacementError
 from shardwise.execution.memory import collected_later, materialize
 from shardwise.execution.reading import Placer, audit, require_equal_buffers, unequal_twins
@@ -35,14 +41,19 @@ from shardwise.planning.load_plan import (
     OnMissing,
     OnUnexpected,
     Read,
-    Recompute,
-    Tie,
 )
 from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import processor_count
 from shardwise.storage.names import HubOptions, is_url
 from shardwise.tensors import Box
+
+if TYPE_CHECKING:
+    pass
+
+from shardwise.engines.load_plan import (
+    facts_of_plan,
+)
 
 
 def carry_out(
@@ -125,11 +136,6 @@ def make_report(
 ) -> LoadReport:
     plan, index = load.plan, source.index
     reads = plan.reads()
-    kinds = {
-        name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
-        for name, read in reads.items()
-        if not computes(read.expression)
-    }
     order = ("index", "plan", "materialize", "read", "share", "fill", "audit")
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     trained = [item for item in plan.layout.tensors if item.kind is TensorKind.PARAMETER and item.requires_grad]
@@ -148,16 +154,11 @@ def make_report(
         forecast=load.forecast,
         read_once=tuple(load.shared),
         files=tuple(index.files),
-        tied={name: item.source for name, item in plan.fills.items() if isinstance(item, Tie)},
-        initialized=plan.names(Init),
-        recomputed=plan.names(Recompute),
         kept=plan.names(Keep),
-        cast={name: pair for name, pair in kinds.items() if pair[0] != pair[1]},
-        ignored_keys=plan.ignored_keys,
+        **facts_of_plan(plan),
         missing_keys=plan.missing_keys,
         unexpected_keys=plan.unexpected_keys,
         mismatched_keys=plan.mismatched_keys,
-        computed=tuple(name for name, read in reads.items() if computes(read.expression)),
         replicated=tuple(
             item.fqn
             for item in plan.layout.tensors
@@ -174,111 +175,6 @@ def make_report(
         },
         trained={item.fqn: item.dtype.label for item in trained} if load.is_tuned else {},
     )
-
-
-def load_checkpoint(
-    world: World,
-    model: nn.Module,
-    checkpoint: Source,
-    consent: Consent,
-    options: LoadOptions,
-    clock: Clock,
-    *,
-    key_mapping: Mapping[str, str] | None = None,
-    buffers: BufferRules | None = None,
-    hub: HubOptions = HubOptions(),  # noqa: B008 - frozen
-) -> LoadReport:
-    """Open a checkpoint and fill a model from it; ranks have agreed on the call. Collective: yes."""
-    transforms: list[Any] = []
-    base = BaseForm()
-    with clock.phase("index"):
-        source = open_source(world, checkpoint, hub)
-
-    def ask() -> Load:
-        nonlocal base
-        base = form_of(model)
-        transforms.extend(pretrained.conversion_transforms(model, key_mapping))
-        held = look_inside(model)
-        layout = base.in_numbers(layout_of(held, lambda item: Origin.NOWHERE), held)
-        spare = spare_tensors(source.index)
-        bindings = bind(model, stored_tensors(source.index), layout, transforms, spare=spare)
-        tie_declared(model, held, bindings)
-        bindings = base.with_room(model, base.offered(model, bindings))
-        additions = Additions(nested=base.made_later(model))
-        return Load(bindings, consent, dict(buffers or {}), options, additions=additions)
-
-    try:
-        with source.closing():
-            report = carry_out(world, model, source, ask, clock)
-    finally:
-        base.let_go(model)
-    pretrained.record_conversions(model, transforms)
-    return report
-
-
-def load(
-    model: nn.Module,
-    checkpoint: Source,
-    *,
-    key_mapping: Mapping[str, str] | None = None,
-    buffers: BufferRules | None = None,
-    on_missing: OnMissing = "error",
-    on_mismatched: OnMissing = "error",
-    on_unexpected: OnUnexpected = "error",
-    hub: HubOptions = HubOptions(),  # noqa: B008
-    options: LoadOptions = LoadOptions(),  # noqa: B008
-) -> LoadReport:
-    """Fill a model from a checkpoint (safetensors, ``.bin``, DCP), bitwise as transformers would.
-
-    The model may be any ``nn.Module``: on meta or real, sharded by ``fully_shard`` or not, of transformers or not.
-    Tensors on meta get memory for this rank's shard; real ones have their values replaced. Each tensor keeps its
-    dtype and ``requires_grad``.
-
-    Collective: yes, over ``options.process_group``.
-    Memory: this rank's shards, and ``options.budget_bytes``.
-
-    Args:
-        model: the model, in the same state on every rank.
-        checkpoint: a directory, a file of tensors, an index file, a hub id, a URL, or a storage reader.
-        key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
-        buffers: glob of buffer names to a callable that computes the buffer of the module it is given, for
-            non-persistent buffers that neither the model's class nor a ``reset_parameters`` computes.
-        on_missing: what to do about tensors the checkpoint lacks.
-        on_mismatched: what to do about tensors stored in another shape.
-        on_unexpected: what to do about keys that lead to nothing in the model.
-        hub: revision, cache and token, for a hub id.
-        options: seed, memory budget, device, progress, process group.
-
-    Raises:
-        ConfigError: an argument is not what is meant.
-        CoverageError: checkpoint and model do not cover each other; all faults at once, before any byte is read.
-        FormatError: the checkpoint's files contradict their format.
-        StorageError: bytes could not be read; some tensors may have been written.
-        PlacementError: the model's sharding cannot be understood.
-        DisagreementError: ranks ask for different things, have other files, plan differently, or hold different
-            non-persistent buffers.
-
-    Every error is the same on every rank.
-    """
-    consent = Consent(on_missing, on_mismatched, on_unexpected)
-
-    def look() -> tuple[nn.Module, dict[str, str]]:
-        consents = {"on_missing": on_missing, "on_mismatched": on_mismatched, "on_unexpected": on_unexpected}
-        given = {"model": model, "checkpoint": checkpoint, **consents, "hub": hub, "options": options}
-        require_meant(hints_of(load), given)
-        kind = "a reader" if isinstance(checkpoint, StorageReader) else "a path or a hub id"
-        return without_compile(model), {
-            "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
-            "key_mapping": repr(key_mapping),
-            **load_words(consent, buffers or {}, options),
-        }
-
-    clock = Clock()
-    with world_of(options, "load") as world:
-        model = agree_on_call(world, look)
-        return load_checkpoint(
-            world, model, checkpoint, consent, options, clock, key_mapping=key_mapping, buffers=buffers, hub=hub
-        )
 
 
 _NORM_BLOCK_NUMEL = 1 << 22
@@ -417,3 +313,108 @@ def form_of(model: nn.Module) -> BaseForm:
         form: BaseForm = found_at("shardwise.engines.nesting:FOUR_BITS")
         return form
     return BaseForm()
+
+
+def load_checkpoint(
+    world: World,
+    model: nn.Module,
+    checkpoint: Source,
+    consent: Consent,
+    options: LoadOptions,
+    clock: Clock,
+    *,
+    key_mapping: Mapping[str, str] | None = None,
+    buffers: BufferRules | None = None,
+    hub: HubOptions = HubOptions(),  # noqa: B008 - frozen
+) -> LoadReport:
+    """Open a checkpoint and fill a model from it; ranks have agreed on the call. Collective: yes."""
+    transforms: list[Any] = []
+    base = BaseForm()
+    with clock.phase("index"):
+        source = open_source(world, checkpoint, hub)
+
+    def ask() -> Load:
+        nonlocal base
+        base = form_of(model)
+        transforms.extend(pretrained.conversion_transforms(model, key_mapping))
+        held = look_inside(model)
+        layout = base.in_numbers(layout_of(held, lambda item: Origin.NOWHERE), held)
+        spare = spare_tensors(source.index)
+        bindings = bind(model, stored_tensors(source.index), layout, transforms, spare=spare)
+        tie_declared(model, held, bindings)
+        bindings = base.with_room(model, base.offered(model, bindings))
+        additions = Additions(nested=base.made_later(model))
+        return Load(bindings, consent, dict(buffers or {}), options, additions=additions)
+
+    try:
+        with source.closing():
+            report = carry_out(world, model, source, ask, clock)
+    finally:
+        base.let_go(model)
+    pretrained.record_conversions(model, transforms)
+    return report
+
+
+def load(
+    model: nn.Module,
+    checkpoint: Source,
+    *,
+    key_mapping: Mapping[str, str] | None = None,
+    buffers: BufferRules | None = None,
+    on_missing: OnMissing = "error",
+    on_mismatched: OnMissing = "error",
+    on_unexpected: OnUnexpected = "error",
+    hub: HubOptions = HubOptions(),  # noqa: B008
+    options: LoadOptions = LoadOptions(),  # noqa: B008
+) -> LoadReport:
+    """Fill a model from a checkpoint (safetensors, ``.bin``, DCP), bitwise as transformers would.
+
+    The model may be any ``nn.Module``: on meta or real, sharded by ``fully_shard`` or not, of transformers or not.
+    Tensors on meta get memory for this rank's shard; real ones have their values replaced. Each tensor keeps its
+    dtype and ``requires_grad``.
+
+    Collective: yes, over ``options.process_group``.
+    Memory: this rank's shards, and ``options.budget_bytes``.
+
+    Args:
+        model: the model, in the same state on every rank.
+        checkpoint: a directory, a file of tensors, an index file, a hub id, a URL, or a storage reader.
+        key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
+        buffers: glob of buffer names to a callable that computes the buffer of the module it is given, for
+            non-persistent buffers that neither the model's class nor a ``reset_parameters`` computes.
+        on_missing: what to do about tensors the checkpoint lacks.
+        on_mismatched: what to do about tensors stored in another shape.
+        on_unexpected: what to do about keys that lead to nothing in the model.
+        hub: revision, cache and token, for a hub id.
+        options: seed, memory budget, device, progress, process group.
+
+    Raises:
+        ConfigError: an argument is not what is meant.
+        CoverageError: checkpoint and model do not cover each other; all faults at once, before any byte is read.
+        FormatError: the checkpoint's files contradict their format.
+        StorageError: bytes could not be read; some tensors may have been written.
+        PlacementError: the model's sharding cannot be understood.
+        DisagreementError: ranks ask for different things, have other files, plan differently, or hold different
+            non-persistent buffers.
+
+    Every error is the same on every rank.
+    """
+    consent = Consent(on_missing, on_mismatched, on_unexpected)
+
+    def look() -> tuple[nn.Module, dict[str, str]]:
+        consents = {"on_missing": on_missing, "on_mismatched": on_mismatched, "on_unexpected": on_unexpected}
+        given = {"model": model, "checkpoint": checkpoint, **consents, "hub": hub, "options": options}
+        require_meant(hints_of(load), given)
+        kind = "a reader" if isinstance(checkpoint, StorageReader) else "a path or a hub id"
+        return without_compile(model), {
+            "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
+            "key_mapping": repr(key_mapping),
+            **load_words(consent, buffers or {}, options),
+        }
+
+    clock = Clock()
+    with world_of(options, "load") as world:
+        model = agree_on_call(world, look)
+        return load_checkpoint(
+            world, model, checkpoint, consent, options, clock, key_mapping=key_mapping, buffers=buffers, hub=hub
+        )

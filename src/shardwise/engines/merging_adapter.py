@@ -13,21 +13,13 @@ from typing import Unpack
 
 from shardwise.conversion.expression import Expression, Stored, key_of
 from shardwise.engines import offline
-from shardwise.engines.companions import (
-    beside_of,
-    companions_of,
-    config_content,
-    small_file,
-    templates_of,
-    weights_in,
-    write_templates,
-)
+from shardwise.engines.bringing_up import beside_of, weights_in
+from shardwise.engines.offline import companions_of, config_content, small_file, templates_of, write_templates
 from shardwise.engines.outline import ModelOptions, Outline, config_of
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.reading import Placer, are_equal
 from shardwise.execution.stream_out import Outgoing, edited
-from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.joining import beside
 from shardwise.formats.opening import open_checkpoint
@@ -37,7 +29,6 @@ from shardwise.models import pretrained
 from shardwise.models.pretrained import assign_keys
 from shardwise.models.revert import Output
 from shardwise.models.selection import modules_of_columns, parameters_by_module
-from shardwise.models.torch_words import to_torch
 from shardwise.planning import merge_plan
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.save_reports import MergeAdapterReport
@@ -46,14 +37,10 @@ from shardwise.storage.names import HubOptions, shown, why_unsafe
 from shardwise.storage.reading import Beside, LocalReader, open_storage
 from shardwise.storage.remote import resolve
 from shardwise.storage.writing import LocalWriter
-from shardwise.tensors import DType, in_bytes_of, row_blocks
+from shardwise.tensors import DType, in_bytes_of
 
 ADAPTER = beside_of("merged")
 """What the names of the adapter's files and keys begin with, beside those of the base."""
-
-
-_LOOKED_AT_NUMEL = 1 << 24
-"""Elements of a factor that are looked at at a time."""
 
 
 @dataclass(frozen=True)
@@ -171,34 +158,6 @@ def _beside(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -> merge_pl
     return replace(edit, leaf=found(edit.leaf))
 
 
-def require_effect(plan: merge_plan.MergePlan, lora: _OpenedAdapter, folder: Path) -> None:
-    """At least one edit may change something, before anything is written: not all factors are zero."""
-    expressions = stored_tensors(lora.index)
-
-    def is_zero(leaf: Expression) -> bool:
-        key = key_of(leaf)
-        assert key is not None
-        expression = expressions[key]
-        blocks = row_blocks(leaf.shape, _LOOKED_AT_NUMEL)
-        return not any(bool(lora.placer.values(expression, box, to_torch(leaf.dtype)).any()) for box in blocks)
-
-    def is_without(edit: merge_plan.Edit) -> bool:
-        return (
-            isinstance(edit, merge_plan.LowRank) and edit.magnitude is None and (is_zero(edit.a) or is_zero(edit.b))
-        )
-
-    if all(is_without(edit) for edits in (*plan.tensors.values(), *plan.keys.values()) for edit in edits):
-        raise without_effect(folder, plan)
-
-
-def without_effect(folder: Path, plan: merge_plan.MergePlan) -> CoverageError:
-    first = shown(plan.modules[0])
-    return CoverageError(
-        f"{folder}: the outcome would equal the base: the deltas of all {len(plan.modules)} modules ({first}, ...) "
-        "are zero, or too small for the dtype; take an adapter that has been trained, or a wider dtype"
-    )
-
-
 def about_ties(source: offline.OfflineModel, plan: merge_plan.MergePlan) -> list[str]:
     """What is merged into one of several names of a tensor shows under the others, too."""
     notes: list[str] = []
@@ -253,11 +212,23 @@ def merge_adapter(
     folder, out = found if found.is_dir() else found.parent, Path(out)
     offline.require_other_folder(out, [found, lora_folder])
     with ExitStack() as stack:
-        merge = _planned(found, folder, lora_folder, adapter_name, options, stack)
+        merge = _plan(found, folder, lora_folder, adapter_name, options, stack)
         source, plan = merge.source, merge.plan
         companions = companions_of(folder, lora_folder)
-        companions["config.json"] = _config_content(folder, source, options)
-        streamed, names = _write(merge, out, max_shard_bytes, companions, lora_folder)
+        dtype = options.get("dtype", "auto")
+        named = None if dtype == "auto" else str(dtype).removeprefix("torch.")
+        companions["config.json"] = config_content(folder, dtype=named, untied=bool(source.apart))
+        tensors = source.layout.tensors
+        with LocalWriter(out) as writer:
+            streamed, names = offline.write_out(
+                writer,
+                merge.outgoing,
+                sum(item.numel for item in tensors if item.kind is TensorKind.PARAMETER),
+                max_shard_bytes=max_shard_bytes,
+                companions=companions,
+                check=lambda _: merge.require_effect(lora_folder),
+                label="Merging",
+            )
         write_templates(out, templates_of([lora_folder, folder]))
     return MergeAdapterReport(
         base=str(found),
@@ -276,28 +247,6 @@ def merge_adapter(
     )
 
 
-def _write(
-    merge: _PlannedEdits, out: Path, max_shard_bytes: int, companions: Mapping[str, bytes], lora_folder: Path
-) -> tuple[WrittenTensors, tuple[str, ...]]:
-    """Write the files, and let them count; also their names."""
-
-    def check(_: WrittenTensors) -> None:
-        if not merge.changed:
-            raise without_effect(lora_folder, merge.plan)
-
-    tensors = merge.source.layout.tensors
-    with LocalWriter(out) as writer:
-        return offline.write_out(
-            writer,
-            merge.outgoing,
-            sum(item.numel for item in tensors if item.kind is TensorKind.PARAMETER),
-            max_shard_bytes=max_shard_bytes,
-            companions=companions,
-            check=check,
-            label="Merging",
-        )
-
-
 @dataclass(frozen=True)
 class _PlannedEdits:
     """An adapter and its base: what is edited, and what comes out. Writing adds to ``changed``."""
@@ -307,13 +256,23 @@ class _PlannedEdits:
     outgoing: Outgoing
     changed: set[str]
 
+    def require_effect(self, folder: Path) -> None:
+        """Raises CoverageError if nothing has been changed."""
+        if not self.changed:
+            modules = self.plan.modules
+            raise CoverageError(
+                f"{folder}: the outcome would equal the base: the deltas of all {len(modules)} modules "
+                f"({shown(modules[0])}, ...) are zero, or too small for the dtype; take a trained adapter, or a "
+                "wider dtype"
+            )
 
-def _planned(
-    base: Path, folder: Path, lora_folder: Path, adapter_name: str, options: ModelOptions, stack: ExitStack
+
+def _plan(
+    found: Path, folder: Path, lora_folder: Path, adapter_name: str, options: ModelOptions, stack: ExitStack
 ) -> _PlannedEdits:
     """Open both, read headers and configs, and plan the edits."""
     lora = open_for_merging(lora_folder, stack)
-    opened, config = open_storage(base), config_of(folder, options)
+    opened, config = open_storage(found), config_of(folder, options)
     reader = stack.enter_context(opened.reader)
     index = offline.index_of(opened, config)
     placer = stack.enter_context(offline.placer_of(reader, index))
@@ -322,17 +281,10 @@ def _planned(
     )
     pretrained.record_conversions(source.built.model, source.built.transforms)
     outputs = source.revert()
-    targets, what = merge_targets(source, outputs), f"{lora_folder} and {base}"
+    targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
     plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
-    require_effect(plan, lora, lora_folder)
-    changed: set[str] = set()
     joined = beside(index, lora.index, ADAPTER)
     both = stack.enter_context(offline.placer_of(Beside(reader, lora.reader, ADAPTER), joined))
-    made = merged_tensors(source, outputs, plan, stored_tensors(joined), changed)
-    return _PlannedEdits(source, plan, Outgoing(made, both), changed)
-
-
-def _config_content(folder: Path, source: offline.OfflineModel, options: ModelOptions) -> bytes:
-    dtype = options.get("dtype", "auto")
-    told = None if dtype == "auto" else str(dtype).removeprefix("torch.")
-    return config_content(folder, dtype=told, untied=bool(source.apart))
+    changed: set[str] = set()
+    outgoing = Outgoing(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)
+    return _PlannedEdits(source, plan, outgoing, changed)

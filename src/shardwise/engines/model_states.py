@@ -1,4 +1,4 @@
-"""Takes out and sets a model's state."""
+"""Takes out and sets the state of a model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ from torch import nn
 from shardwise.engines.arguments import world_of
 from shardwise.engines.loading import give_value
 from shardwise.errors import FormatError
-from shardwise.execution import supply
 from shardwise.execution.memory import home_among, managers_of, materialize
-from shardwise.execution.moving import gather
+from shardwise.execution.moving import Traffic, gather
 from shardwise.execution.replicas import equal_on_all, require_alike_models
-from shardwise.execution.supply import StoredValues
+from shardwise.execution.supply import (
+    BroughtValues,
+    StateOptions,
+    StoredValues,
+    Values,
+    by_canonical_names,
+    refuse_meta,
+    require_same_call,
+)
 from shardwise.execution.world import Clock, World
 from shardwise.formats.opening import open_checkpoint
 from shardwise.layout import TensorKind
@@ -31,6 +38,22 @@ from shardwise.planning.matching import OnFault, StateSlot, Tolerance, match, re
 from shardwise.planning.moves import StateForm
 from shardwise.report.reports import StateReport
 from shardwise.storage.reading import LocalReader
+
+
+def state_report(
+    world: World, values: Values, traffic: Traffic, clock: Clock, *, brought_by: tuple[int, ...], **facts: Any
+) -> StateReport:
+    return StateReport(
+        rank=world.rank,
+        world_size=world.size,
+        brought_by=() if isinstance(values, StoredValues) else brought_by,
+        read_bytes=getattr(values, "read_bytes", 0),
+        sent_bytes=traffic.sent_bytes,
+        received_bytes=traffic.received_bytes,
+        kept_bytes=traffic.kept_bytes,
+        seconds=clock.seconds,
+        **facts,
+    )
 
 
 @dataclass(frozen=True)
@@ -56,16 +79,9 @@ class TakenModel:
         first_of = {name: item.fqn for item in self.held for name in item.names}
         return {name: found[first_of[fqn]] for name, fqn in self.names.items() if first_of[fqn] in found}
 
-    def in_form(self, world: World, form: StateForm, options: supply.StateOptions) -> dict[str, torch.Tensor]:
-        """The state, gathered where that is asked for, empty on ranks that the form leaves out. Collective."""
-        if form == "sharded":
-            return self.by_name({name: tensor.detach() for name, tensor in self.tensors.items()})
-        budget = options.budget_bytes
-        return self.by_name(gather(world, self.tensors, form, budget_bytes=budget, device=self.home))
 
-
-def take_out(
-    world: World, model: nn.Module, only: Selection, on_differing_buffers: OnDiffering, options: supply.StateOptions
+def take_out_model(
+    world: World, model: nn.Module, only: Selection, on_differing_buffers: OnDiffering, options: StateOptions
 ) -> TakenModel:
     """Look for the tensors of a state, and compare what several ranks hold. Collective: yes.
 
@@ -77,7 +93,7 @@ def take_out(
     names = world.from_first(lambda: names_outside(model, held, only))
     wanted = set(names.values())
     chosen = {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
-    world.together(lambda: supply.refuse_meta(chosen, "the model"))
+    world.together(lambda: refuse_meta(chosen, "the model"))
     home = home_among(held, chosen.values())
     buffers = {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
     budget = options.budget_bytes
@@ -87,14 +103,14 @@ def take_out(
     return TakenModel(held, names, tensors, differing, home)
 
 
-def set_values(
+def set_model_values(
     world: World,
     model: nn.Module,
-    values: supply.Values,
+    values: Values,
     *,
     only: Selection,
     tolerance: Tolerance,
-    options: supply.StateOptions,
+    options: StateOptions,
     clock: Clock,
 ) -> StateReport:
     """Give a model values from wherever they are.
@@ -123,22 +139,18 @@ def set_values(
         targets = {name: item.tensor for name, item in taking.items()}
         traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
         recomputed = world.together(lambda: _fill(initialisers, computed, home))
-    is_stored = isinstance(values, StoredValues)
-    return StateReport(
-        rank=world.rank,
-        world_size=world.size,
+    return state_report(
+        world,
+        values,
+        traffic,
+        clock,
         set_names=tuple(targets),
         missing=matched.missing,
         unexpected=matched.unexpected,
         mismatched=matched.mismatched,
         cast=matched.cast,
         on_meta=tuple(item.fqn for item in held if item.tensor.is_meta),
-        brought_by=() if is_stored else tuple(rank for rank, found in enumerate(told) if found),
-        read_bytes=getattr(values, "read_bytes", 0),
-        sent_bytes=traffic.sent_bytes,
-        received_bytes=traffic.received_bytes,
-        kept_bytes=traffic.kept_bytes,
-        seconds=clock.seconds,
+        brought_by=tuple(rank for rank, found in enumerate(told) if found),
         recomputed=recomputed,
     )
 
@@ -183,7 +195,7 @@ def model_state(
     *,
     only: Selection = None,
     on_differing_buffers: OnDiffering = "first_rank",
-    options: supply.StateOptions = supply.StateOptions(),  # noqa: B008
+    options: StateOptions = StateOptions(),  # noqa: B008
 ) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers of a model, by the names of the plain model.
 
@@ -216,8 +228,12 @@ def model_state(
     model = without_compile(model)
     with world_of(options, "model_state") as world, torch.device("cpu"):
         world.together(lambda: require_form(form))
-        supply.require_same_call(world, form, only, on_differing_buffers, options=options)
-        return take_out(world, model, only, on_differing_buffers, options).in_form(world, form, options)
+        require_same_call(world, form, only, on_differing_buffers, options=options)
+        taken = take_out_model(world, model, only, on_differing_buffers, options)
+        if form == "sharded":
+            return taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
+        budget = options.budget_bytes
+        return taken.by_name(gather(world, taken.tensors, form, budget_bytes=budget, device=taken.home))
 
 
 @torch.no_grad()
@@ -229,7 +245,7 @@ def set_model_state(
     on_missing: OnFault = "error",
     on_unexpected: OnFault = "error",
     on_mismatched: OnFault = "error",
-    options: supply.StateOptions = supply.StateOptions(),  # noqa: B008
+    options: StateOptions = StateOptions(),  # noqa: B008
 ) -> StateReport:
     """Give the parameters and persistent buffers of a model the values of a state, in place.
 
@@ -267,16 +283,14 @@ def set_model_state(
     tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
     with world_of(options, "set_model_state") as world, torch.device("cpu"):
         with clock.phase("agree"):
-            supply.require_same_call(world, only, tolerance, options=options)
-            given = world.together(lambda: supply.by_canonical_names(state, "state"))
-        return set_values(
-            world, model, supply.BroughtValues(given), only=only, tolerance=tolerance, options=options, clock=clock
+            require_same_call(world, only, tolerance, options=options)
+            given = world.together(lambda: by_canonical_names(state, "state"))
+        return set_model_values(
+            world, model, BroughtValues(given), only=only, tolerance=tolerance, options=options, clock=clock
         )
 
 
-def stored_values(
-    world: World, folder: str, file: str, options: supply.StateOptions, stack: ExitStack
-) -> StoredValues:
+def stored_values(world: World, folder: str, file: str, options: StateOptions, stack: ExitStack) -> StoredValues:
     """The tensors in files of a folder, by names without wrappers; closed with ``stack``. Collective: yes.
 
     Raises:

@@ -31,44 +31,8 @@ _AT_ONCE_BYTES = 32 << 20
 """Of scales that are whole on every rank."""
 
 
-def _names_to_nest(model: nn.Module) -> frozenset[str]:
-    """Names of the tensors that come to be by nesting."""
-    return frozenset(f"{name}.{local}" for name, _ in _to_nest(model) for local in (SCALES, NESTED, OFFSET))
-
-
-def _with_whole_scales(model: nn.Module, bindings: Bindings) -> Bindings:
-    """Give layers room for their scales as they are read, sharded as their codes are; what is offered for it."""
-    offers = dict(bindings.offers)
-    for name, layer in _to_nest(model):
-        codes = layer.weight_scales
-        columns = 4 * codes.shape[1]
-        if isinstance(codes, DTensor):
-            local = torch.empty(local_tensor(codes).shape[0], columns, dtype=torch.uint8, device="meta")
-            shape, stride = torch.Size((codes.shape[0], columns)), (columns, 1)
-            whole: torch.Tensor = DTensor.from_local(
-                local, codes.device_mesh, codes.placements, run_check=False, shape=shape, stride=stride
-            )
-        else:
-            whole = torch.empty(codes.shape[0], columns, dtype=torch.uint8, device="meta")
-        layer.register_parameter(WHOLE_SCALES, nn.Parameter(whole, requires_grad=False))
-        offers[f"{name}.{WHOLE_SCALES}"] = layer.whole_scales
-    return replace(bindings, offers=offers)
-
-
-def _nest_scales(world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:
-    """Nest what has been read, and let it go; by name, how many elements were written.
-
-    Collective: yes.
-    Memory: ``budget_bytes``, and all scales of the larger of one matrix and 32 MiB.
-    """
-    written: dict[str, int] = {}
-    for portion in _portions(list(_to_nest(model))):
-        written |= _nest_portion(world, portion, budget_bytes)
-    return written
-
-
 def _nest_portion(world: World, layers: Mapping[str, Any], budget_bytes: int) -> dict[str, int]:
-    """As :func:`_nest_scales`, of a few. Ranks wait for nobody within a meeting. Collective: yes."""
+    """Nest the scales of a few layers. Ranks wait for nobody within a meeting. Collective: yes."""
     raw = {name: layer.weight_whole_scales.detach() for name, layer in layers.items()}
     home = next(iter(raw.values())).device
     bytes_of = gather(world, raw, "full_on_all_ranks", budget_bytes=budget_bytes, device=home)
@@ -84,12 +48,6 @@ def _nest_portion(world: World, layers: Mapping[str, Any], budget_bytes: int) ->
         return written
 
     return world.together(nest)
-
-
-def _let_go_of_whole_scales(model: nn.Module) -> None:
-    """Of a load that has failed: the model has what it had before."""
-    for _, layer in list(_to_nest(model)):
-        _let_go(layer)
 
 
 def _let_go(layer: Any) -> None:
@@ -144,16 +102,39 @@ class _FourBitBases(BaseForm):
         return offered_in_four_bits(model, bindings)
 
     def with_room(self, model: nn.Module, bindings: Bindings) -> Bindings:
-        return _with_whole_scales(model, bindings)
+        """Give layers room for their scales as they are read, sharded as their codes are, and offer that."""
+        offers = dict(bindings.offers)
+        for name, layer in _to_nest(model):
+            codes = layer.weight_scales
+            columns = 4 * codes.shape[1]
+            local = torch.empty(local_tensor(codes).shape[0], columns, dtype=torch.uint8, device="meta")
+            whole: torch.Tensor = local
+            if isinstance(codes, DTensor):
+                shape, stride = torch.Size((codes.shape[0], columns)), (columns, 1)
+                whole = DTensor.from_local(
+                    local, codes.device_mesh, codes.placements, run_check=False, shape=shape, stride=stride
+                )
+            layer.register_parameter(WHOLE_SCALES, nn.Parameter(whole, requires_grad=False))
+            offers[f"{name}.{WHOLE_SCALES}"] = layer.whole_scales
+        return replace(bindings, offers=offers)
 
     def made_later(self, model: nn.Module) -> frozenset[str]:
-        return _names_to_nest(model)
+        return frozenset(f"{name}.{local}" for name, _ in _to_nest(model) for local in (SCALES, NESTED, OFFSET))
 
     def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:
-        return _nest_scales(world, model, budget_bytes=budget_bytes)
+        """Nest what has been read, and let it go; by name, how many elements were written.
+
+        Collective: yes.
+        Memory: ``budget_bytes``, and all scales of the larger of one matrix and 32 MiB.
+        """
+        written: dict[str, int] = {}
+        for portion in _portions(list(_to_nest(model))):
+            written |= _nest_portion(world, portion, budget_bytes)
+        return written
 
     def let_go(self, model: nn.Module) -> None:
-        _let_go_of_whole_scales(model)
+        for _, layer in list(_to_nest(model)):
+            _let_go(layer)
 
 
 FOUR_BITS: Final = _FourBitBases()

@@ -1,31 +1,35 @@
-"""Serves commands that make one checkpoint of another in one process, without building the model."""
+"""Serves commands that read checkpoints in one process, without ranks: convert them, write them, verify them."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
 from transformers import PreTrainedConfig
 
-from shardwise.conversion.computed import SmallestBlocks, computed_leaves, computes
+from shardwise.conversion.computed import computes
 from shardwise.conversion.expression import Expression, stored_leaves, substitute
 from shardwise.engines.load_plan import rules_of
 from shardwise.engines.outline import ModelOptions, Outline, outline
-from shardwise.errors import ConfigError, CoverageError
+from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.reading import Placer, are_equal
-from shardwise.execution.stream_out import COMPUTED_BYTES, Outgoing, stream_out
+from shardwise.execution.stream_out import Outgoing, stream_out
 from shardwise.execution.world import ProgressBar, World
 from shardwise.execution.write import WrittenTensors
-from shardwise.formats.contract import CheckpointIndex
+from shardwise.formats.contract import CheckpointIndex, parse_object
 from shardwise.formats.opening import as_the_model_has_it, open_checkpoint
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import pretrained
 from shardwise.models.revert import Output, revert
+from shardwise.models.torch_words import to_torch
 from shardwise.models.view import layout_of, look_inside
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import Consent, Ignore, LoadPlan, Tie, plan_load
@@ -33,7 +37,8 @@ from shardwise.planning.save_plan import plan_save
 from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.storage.names import shown
 from shardwise.storage.reading import OpenStorage
-from shardwise.tensors import DType
+from shardwise.storage.writing import LocalWriter
+from shardwise.tensors import DType, numel
 
 BUDGET_BYTES: Final = 32 << 20
 """For the staging of reads."""
@@ -128,7 +133,6 @@ def read_source(
     consent = Consent("error", "error", Ignore(only=("*",)))
     plan = plan_load(index, layout, built.bindings_less_ties(), rules_of(built.model), consent)
     expressions = {name: read.expression for name, read in plan.reads().items()}
-    _require_bounded(expressions)
     stored, notes = stored_tensors(index), _notes_on(plan, index)
     return OfflineModel(
         folder, config, index, built, layout, stored, expressions, plan.ignored_keys, tuple(sorted(apart)), notes
@@ -168,18 +172,6 @@ def _notes_on(plan: LoadPlan, index: CheckpointIndex) -> list[str]:
     if ignored := plan.not_loaded(index):
         notes.append(f"not taken along: {', '.join(shown(item) for item in ignored[:5])}")
     return notes
-
-
-def _require_bounded(expressions: Mapping[str, Expression]) -> None:
-    blocks = SmallestBlocks()
-    for name, expression in expressions.items():
-        for leaf in computed_leaves(expression):
-            if (nbytes := blocks.nbytes(leaf)) > COMPUTED_BYTES:
-                raise CoverageError(
-                    f"{name} is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which takes "
-                    f"{nbytes:,} bytes at once, and {COMPUTED_BYTES:,} is the limit; load the model with "
-                    "transformers and save it"
-                )
 
 
 # Where it goes
@@ -253,3 +245,122 @@ def made_of(
 def ties_undone(source: OfflineModel) -> list[str]:
     """Notes on the names that are declared tied and are not."""
     return [f"{name} is not tied any more: it has values of its own" for name in source.apart]
+
+
+_CONFIG = "config.json"
+
+
+_TOKENIZER: Final = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "chat_template.*",
+)
+
+
+_BROUGHT_ALONG: Final = (*_TOKENIZER, "generation_config.json", "*processor_config.json")
+
+
+_TEMPLATES = "additional_chat_templates"
+
+
+_MAX_COMPANION_BYTES = 256 << 20
+
+
+def companions_of(base: Path, own: Path | None = None) -> dict[str, bytes]:
+    """The small files beside a model's weights, by name: configs, tokenizer, chat template, code it names.
+
+    A folder ``own`` that has a tokenizer gives its own instead of the base's.
+    """
+    found = _files(base, _BROUGHT_ALONG)
+    if own is not None and _files(own, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
+        found = {name: content for name, content in found.items() if not _is_any(name, _TOKENIZER)}
+        found |= _files(own, _TOKENIZER)
+    config = _parsed_config(base)
+    if "auto_map" in config:
+        found |= _files(base, ("*.py",))
+    return found
+
+
+def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
+    """``config.json`` as it fits what is written: dtype, whether it is tied, usual names; of numbers."""
+    content = _parsed_config(folder)
+    content.pop("transformers_weights", None)
+    parts = [content, *(value for value in content.values() if isinstance(value, dict))]
+    for part in parts:
+        part.pop("quantization_config", None)  # of what was read
+        for name in ("dtype", "torch_dtype"):
+            if dtype is not None and name in part:
+                part[name] = dtype
+        if untied and "tie_word_embeddings" in part:
+            part["tie_word_embeddings"] = False
+    if dtype is not None and "torch_dtype" not in content:
+        content["dtype"] = dtype
+    if untied:
+        content["tie_word_embeddings"] = False
+    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def templates_of(folders: Sequence[Path]) -> dict[str, bytes]:
+    """Further chat templates, from the first folder that has any."""
+    for folder in folders:
+        found = _files(folder / _TEMPLATES, ("*.jinja",))
+        if found:
+            return found
+    return {}
+
+
+def write_templates(out: Path, templates: Mapping[str, bytes]) -> None:
+    """Further chat templates lie in a folder of their own."""
+    if templates:
+        with LocalWriter(out / _TEMPLATES) as writer:
+            for name, content in templates.items():
+                writer.replace(name, content)
+
+
+def _parsed_config(folder: Path) -> dict[str, object]:
+    content = _files(folder, (_CONFIG,)).get(_CONFIG)
+    return {} if content is None else parse_object(content, what=f"{_CONFIG} in {folder}")
+
+
+def _is_any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
+    """Regular files in a folder whose names match, in full; links are followed, as in the hub's cache."""
+    if not folder.is_dir():
+        return {}
+    found: dict[str, bytes] = {}
+    try:
+        for place in sorted(folder.iterdir()):
+            if _is_any(place.name, patterns) and place.is_file():
+                if place.stat().st_size > _MAX_COMPANION_BYTES:
+                    raise FormatError(f"{place}: is larger than any config or tokenizer; move it away")
+                found[place.name] = place.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{folder}: reading it failed, {error.strerror}; make it readable") from error
+    return found
+
+
+def small_file(path: Path) -> bytes:
+    """The content of a config."""
+    found = _files(path.parent, (path.name,))
+    if path.name not in found:
+        raise StorageError(f"{path}: no such file; check the path")
+    return found[path.name]
+
+
+def written_dtype(outgoing: Outgoing, dtype: str | None) -> str | None:
+    """What the config is to say: the dtype asked for, else that of most bytes."""
+    if dtype is not None:
+        return dtype.removeprefix("torch.")
+    counts: Counter[str] = Counter()
+    for _, stored, shape in outgoing.tensors():
+        if stored.kind == "float" and stored.bits >= 16:
+            counts[str(to_torch(stored)).removeprefix("torch.")] += numel(shape) * stored.itemsize
+    return counts.most_common(1)[0][0] if counts else None

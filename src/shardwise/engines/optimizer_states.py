@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -11,32 +11,25 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engines.arguments import world_of
+from shardwise.engines.model_states import state_report
 from shardwise.errors import CoverageError, DisagreementError, PlacementError
 from shardwise.execution.memory import home_among
 from shardwise.execution.moving import gather
 from shardwise.execution.replicas import as_bytes, equal_on_all, require_alike_models
-from shardwise.execution.supply import (
-    BroughtValues,
-    StateOptions,
-    StoredValues,
-    Values,
-    refuse_meta,
-    require_same_call,
-)
+from shardwise.execution.supply import BroughtValues, StateOptions, Values, refuse_meta, require_same_call
 from shardwise.execution.world import Clock, World
 from shardwise.models.optimizer_state import (
     Given,
     by_parameter,
     class_name,
     copied,
-    entries_of,
     labelled,
     read,
     set_group,
     unlike,
     written_out,
 )
-from shardwise.models.rebind import Bound, Key, Scalar, keeps_reduced, label, look_at, state_like
+from shardwise.models.rebind import Bound, Key, Scalar, keeps_reduced, look_at, state_like
 from shardwise.models.torch_words import in_memory, to_torch
 from shardwise.models.view import Held, look_inside, without_compile
 from shardwise.planning import matching
@@ -44,7 +37,7 @@ from shardwise.planning.matching import digest, require_form
 from shardwise.planning.moves import StateForm, receivers
 from shardwise.report.names import few
 from shardwise.report.reports import StateReport
-from shardwise.tensors import Box, DType
+from shardwise.tensors import DType
 
 KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank, or use a Checkpointer"
 
@@ -87,50 +80,29 @@ class Ours:
         return None if key is None else self.bounds[key.optimizer].tensors.get(key)
 
 
-@dataclass(frozen=True, slots=True)
-class _AgreedState:
-    """What the ranks that bring a state have alike: all but the tensors, of which each has its own."""
-
-    groups: list[list[str]]
-    settings: list[dict[str, Any]]
-    scalars: dict[str, Scalar]
-    keys: dict[str, tuple[str, str]]
-    brought_by: tuple[int, ...]
-
-    @property
-    def forgotten(self) -> set[str]:
-        """Parameters that have no state afterwards: all of its groups', of a state before the first step."""
-        return set() if self.keys else {name for names in self.groups for name in names}
-
-    @property
-    def stateful(self) -> list[str]:
-        return list(dict.fromkeys(parameter for parameter, _ in self.keys.values()))
-
-
-def _agreed(world: World, given: Given) -> _AgreedState:
-    """The first bringing rank's groups and numbers. Collective: yes.
+def _agreed(world: World, given: Given) -> tuple[Given, tuple[int, ...]]:
+    """The first bringing rank's groups and numbers, and the ranks that bring any. Collective: yes.
 
     Raises:
         DisagreementError: ranks bring state of other parameters, or other groups.
     """
-    told = world.gather((given.groups, given.settings, given.scalars, given.keys))
-    bringing = [rank for rank, (groups, _, _, keys) in enumerate(told) if groups or keys]
+    told = world.gather(replace(given, tensors={}))
+    bringing = [rank for rank, found in enumerate(told) if found]
     if not bringing:
-        return _AgreedState([], [], {}, {}, ())
-    groups, settings, scalars, keys = told[bringing[0]]
+        return Given(), ()
+    first = told[bringing[0]]
     for rank in bringing[1:]:
-        its_groups, _, its_scalars, its_keys = told[rank]
-        if (groups, keys, set(scalars)) != (its_groups, its_keys, set(its_scalars)):
-            names = [name for name in dict.fromkeys([*keys, *its_keys]) if (name in keys) != (name in its_keys)]
-            what = ", ".join(few(names)) or "the parameter groups differ"
+        its = told[rank]
+        if (first.groups, first.keys, set(first.scalars)) != (its.groups, its.keys, set(its.scalars)):
+            what = ", ".join(few(sorted(first.keys.keys() ^ its.keys.keys()))) or "the parameter groups differ"
             raise DisagreementError(
                 f"ranks {bringing[0]} and {rank} bring different states of optimizers: {what}; bring the same on "
                 "every rank, or all of it on some and nothing on the others"
             )
-    return _AgreedState(groups, settings, scalars, keys, tuple(bringing))
+    return first, tuple(bringing)
 
 
-def _require_same_kind(ours: Ours, agreed: _AgreedState) -> None:
+def _require_same_kind(ours: Ours, agreed: Given) -> None:
     """Raises :class:`CoverageError` for the state of other optimizers, as far as their settings tell."""
     stored = {
         name: ("", settings)
@@ -147,57 +119,31 @@ def _require_same_kind(ours: Ours, agreed: _AgreedState) -> None:
 
 def _match(
     ours: Ours,
-    agreed: _AgreedState,
+    agreed: Given,
     groups: matching.GroupMatch,
     told: Sequence[Mapping[str, matching.Brought]],
     tolerance: matching.Tolerance,
 ) -> matching.Match:
-    """The state that is set. Numbers need no match: only what is there now must not get lost."""
-    unexpected, missing = set(groups.unexpected), {*groups.missing, *agreed.forgotten}
-    unknown, lacking = _entries_of_others(ours, agreed, groups)
+    """The state that is set. Numbers need no match: only the present state must not get lost."""
+    unexpected, missing = set(groups.unexpected), {*groups.missing, *_forgotten(agreed)}
     known = [
         {name: item for name, item in found.items() if agreed.keys[name][0] not in unexpected} for found in told
     ]
     places = [
         matching.StateSlot((name,), *_shape_and_dtype(ours, name, agreed.keys[name][0], item))
         for name, item in next((found for found in known if found), {}).items()
-        if name not in unknown
     ]
-    held = [name for name, key in ours.keys.items() if name not in agreed.keys and key.parameter not in missing]
-    places += [matching.StateSlot((name,), (), DType.OTHER) for name in dict.fromkeys([*held, *lacking])]
-    number = matching.Brought((), DType.OTHER, (Box.whole(()),))
-    strange = {name: number for name in unknown if name in agreed.scalars}
-    bringing = [bool(found) for found in known] if any(known) else [rank == 0 for rank in range(len(known))]
-    known = [found | strange if is_one else found for found, is_one in zip(known, bringing, strict=True)]
+    places += [
+        matching.StateSlot((name,), (), DType.OTHER)
+        for name, key in ours.keys.items()
+        if name not in agreed.keys and key.parameter not in missing
+    ]
     return matching.match(places, known, tolerance)
 
 
-def _entries_of_others(ours: Ours, agreed: _AgreedState, groups: matching.GroupMatch) -> tuple[set[str], list[str]]:
-    """Labels of state that optimizers of these classes do not keep, and of what they do and the state lacks."""
-    given: dict[str, set[str]] = {}
-    for parameter, entry in agreed.keys.values():
-        given.setdefault(parameter, set()).add(entry)
-    held: dict[str, set[str]] = {}
-    for key in ours.keys.values():
-        held.setdefault(key.parameter, set()).add(key.entry)
-    present = [
-        (bound.optimizer, names, group)
-        for bound in ours.bounds
-        for names, group in zip(bound.groups, bound.optimizer.param_groups, strict=True)
-    ]
-    unknown: set[str] = set()
-    lacking: list[str] = []
-    for (optimizer, names, group), giver in zip(present, groups.giver_of, strict=True):
-        settings = {**group, **(agreed.settings[giver] if giver is not None else {})}
-        for name in names:
-            if name not in given or keeps_reduced(optimizer):
-                continue
-            wanted = entries_of(optimizer, settings, ours.parameters[name].ndim)
-            kept = held.get(name) if wanted is None else wanted
-            if kept is not None:
-                unknown |= {label(name, entry) for entry in given[name] - kept}
-            lacking += [label(name, entry) for entry in sorted((wanted or set()) - given[name])]
-    return unknown, lacking
+def _forgotten(agreed: Given) -> set[str]:
+    """Parameters that have no state afterwards: all of its groups', of a state before the first step."""
+    return set() if agreed.keys else {name for names in agreed.groups for name in names}
 
 
 def _shape_and_dtype(
@@ -218,7 +164,8 @@ def _shape_and_dtype(
 class Fitting:
     """A state and the optimizers that take it, all that is decided before anything is changed."""
 
-    agreed: _AgreedState
+    agreed: Given
+    brought_by: tuple[int, ...]
     groups: matching.GroupMatch
     matched: matching.Match
 
@@ -245,11 +192,11 @@ class Fitting:
 
     def bind(self, ours: Ours, targets: Mapping[Key, torch.Tensor]) -> list[str]:
         """Give the optimizers their settings and state; the trained parameters that have no state then."""
-        optimizer_of = ours.optimizer_of
+        optimizer_of, forgotten = ours.optimizer_of, _forgotten(self.agreed)
         scalars = {
             Key(optimizer_of[parameter], parameter, entry): self.agreed.scalars[name]
             for name, (parameter, entry) in self.agreed.keys.items()
-            if name in self.agreed.scalars and parameter in optimizer_of and name not in self.matched.unexpected
+            if name in self.agreed.scalars and parameter in optimizer_of
         }
         present = [group for bound in ours.bounds for group in bound.optimizer.param_groups]
         for group, giver in zip(present, self.groups.giver_of, strict=True):
@@ -257,9 +204,9 @@ class Fitting:
                 set_group(group, self.agreed.settings[giver])
         for bound in ours.bounds:
             bound.rebind(ours.parameters, targets, scalars)
-            for name in self.agreed.forgotten & ours.parameters.keys():
+            for name in forgotten & ours.parameters.keys():
                 bound.optimizer.state.pop(ours.parameters[name], None)
-        kept = {key.parameter for key in ours.keys.values()} - self.agreed.forgotten
+        kept = {key.parameter for key in ours.keys.values()} - forgotten
         stepped = {key.parameter for key in [*targets, *scalars]} | kept
         return [name for name in optimizer_of if name not in stepped and ours.parameters[name].requires_grad]
 
@@ -280,11 +227,15 @@ def fit(
             the state has none alike.
         DisagreementError: ranks bring different states.
     """
-    agreed = _agreed(world, given)
-    world.together(lambda: _require_same_kind(ours, agreed))
-    groups = world.together(lambda: matching.match_groups(ours.groups, agreed.groups, agreed.stateful, tolerance))
-    matched = world.together(lambda: _match(ours, agreed, groups, told, tolerance))
-    return Fitting(agreed, groups, matched)
+    agreed, brought_by = _agreed(world, given)
+    stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
+
+    def decide() -> Fitting:
+        _require_same_kind(ours, agreed)
+        groups = matching.match_groups(ours.groups, agreed.groups, stateful, tolerance)
+        return Fitting(agreed, brought_by, groups, _match(ours, agreed, groups, told, tolerance))
+
+    return world.together(decide)
 
 
 @dataclass(frozen=True)
@@ -301,18 +252,8 @@ class TakenOptimizers:
         own = {name: tensor.detach() for name, tensor in self.tensors.items()}
         return written_out(self.bounds, {**own, **self.scalars})
 
-    def in_form(self, world: World, form: StateForm, options: StateOptions) -> dict[str, Any]:
-        """The state, gathered where that is asked for, empty on ranks that the form leaves out. Collective."""
-        if form == "sharded":
-            return self.written()
-        budget = options.budget_bytes
-        found = gather(world, self.tensors, form, budget_bytes=budget, device=self.home)
-        if world.rank not in receivers(form, world.size):
-            return {}
-        return written_out(self.bounds, {**found, **{name: copied(value) for name, value in self.scalars.items()}})
 
-
-def take_out(
+def take_out_optimizers(
     world: World,
     model: nn.Module,
     optimizers: Optimizer | Sequence[Optimizer],
@@ -343,17 +284,7 @@ TakeApart: TypeAlias = Callable[[Ours], tuple[Given, Values]]
 """Asked, on every rank, for this rank's part of a state, and for the values of its tensors."""
 
 
-def brought(world: World, state: Mapping[str, Any] | None) -> TakeApart:
-    """A state that ranks have, on this rank this."""
-
-    def take_apart(ours: Ours) -> tuple[Given, Values]:
-        given = world.together(lambda: read(state, ours.first_names, ours.shapes))
-        return given, BroughtValues(given.tensors)
-
-    return take_apart
-
-
-def set_values(
+def set_optimizer_values(
     world: World,
     model: nn.Module,
     optimizers: Optimizer | Sequence[Optimizer],
@@ -382,21 +313,18 @@ def set_values(
         traffic = values.bring(world, matched, by_label, budget_bytes=options.budget_bytes, device=home)
     with clock.phase("finish"):
         afresh = world.together(lambda: fitting.bind(ours, targets))
-    return StateReport(
-        rank=world.rank,
-        world_size=world.size,
+    return state_report(
+        world,
+        values,
+        traffic,
+        clock,
         set_names=tuple(by_label),
         missing=fitting.missing,
         unexpected=fitting.unexpected,
         mismatched=matched.mismatched,
         cast=matched.cast,
         afresh=tuple(afresh),
-        brought_by=() if isinstance(values, StoredValues) else fitting.agreed.brought_by,
-        read_bytes=getattr(values, "read_bytes", 0),
-        sent_bytes=traffic.sent_bytes,
-        received_bytes=traffic.received_bytes,
-        kept_bytes=traffic.kept_bytes,
-        seconds=clock.seconds,
+        brought_by=fitting.brought_by,
     )
 
 
@@ -481,7 +409,14 @@ def optimizer_state(
     with world_of(options, "optimizer_state") as world, torch.device("cpu"):
         world.together(lambda: require_form(form))
         require_same_call(world, form, options=options)
-        return take_out(world, model, optimizers, "the optimizers", options).in_form(world, form, options)
+        taken = take_out_optimizers(world, model, optimizers, "the optimizers", options)
+        if form == "sharded":
+            return taken.written()
+        found = gather(world, taken.tensors, form, budget_bytes=options.budget_bytes, device=taken.home)
+        if world.rank not in receivers(form, world.size):
+            return {}
+        scalars = {name: copied(value) for name, value in taken.scalars.items()}
+        return written_out(taken.bounds, {**found, **scalars})
 
 
 @torch.no_grad()
@@ -515,8 +450,7 @@ def set_optimizer_state(
         state: as above.
         on_missing: ``Ignore(only=...)`` for parameters that no group of the state has, and for state that the
             optimizer has and the given lacks (as in ``"layer.weight: exp_avg"``): they stay as they are.
-        on_unexpected: ``Ignore(only=...)`` for parameters in the state that the optimizers do not hold, and for
-            state that optimizers of these classes do not keep (as in ``"layer.weight: max_exp_avg_sq"``).
+        on_unexpected: ``Ignore(only=...)`` for parameters in the state that the optimizers do not hold.
         on_mismatched: ``Ignore(only=...)`` for state of another shape, which is left out.
         options: budget, process group, patience.
 
@@ -536,5 +470,11 @@ def set_optimizer_state(
     with world_of(options, "set_optimizer_state") as world, torch.device("cpu"):
         with clock.phase("agree"):
             require_same_call(world, tolerance, options=options)
-        apart = brought(world, state)
-        return set_values(world, model, optimizers, apart, tolerance=tolerance, options=options, clock=clock)
+
+        def take_apart(ours: Ours) -> tuple[Given, Values]:
+            given = world.together(lambda: read(state, ours.first_names, ours.shapes))
+            return given, BroughtValues(given.tensors)
+
+        return set_optimizer_values(
+            world, model, optimizers, take_apart, tolerance=tolerance, options=options, clock=clock
+        )

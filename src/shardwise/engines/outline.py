@@ -20,7 +20,6 @@ from shardwise.errors import ConfigError
 from shardwise.execution.memory import collected_later
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import form_of
-from shardwise.formats.peft_adapter import ADAPTER_CONFIG
 from shardwise.layout import ModelLayout, Origin
 from shardwise.models import build, pretrained
 from shardwise.models.build import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
@@ -35,7 +34,6 @@ from shardwise.planning.load_memory import spare_tensors, stored_tensors
 from shardwise.planning.load_plan import Consent, OnMissing, OnUnexpected
 from shardwise.storage.names import HubOptions
 from shardwise.tensors import DType
-from shardwise.tuning import peft_compat
 from shardwise.tuning.lora import Adapter, Tuned
 from shardwise.tuning.modes import ExistingLora, Freeze, Full, Lora, Tuning, tune
 
@@ -397,40 +395,6 @@ def require_trainable(options: TunedOptions) -> None:
             f"{_kind(options['quantization'])} keeps them in four bits, which are not trained; pass "
             "tuning=Lora(...), or leave quantization out"
         )
-
-
-def tuning_named(text: str) -> Tuning:
-    """Return a tuning from text, as the command line has it.
-
-    ``full``; ``freeze=N`` with ``,modules=A+B`` and ``,extra=A+B``; ``lora=R`` with ``,alpha=X`` and
-    ``,targets=A+B`` (default ``all-linear``); or a folder with an ``adapter_config.json``.
-
-    Raises:
-        ConfigError: the text is none of these.
-    """
-    if (Path(text) / ADAPTER_CONFIG).is_file():
-        return ExistingLora(text)
-    found = dict(part.partition("=")[::2] for part in text.split(","))
-    try:
-        match [*found]:
-            case ["full"]:
-                return Full()
-            case ["freeze", *rest] if {"modules", "extra"}.issuperset(rest):
-                modules, extra = (
-                    tuple(filter(None, found.get(name, "").split("+"))) for name in ("modules", "extra")
-                )
-                return Freeze(int(found["freeze"] or 0), modules, extra)
-            case ["lora", *rest] if {"alpha", "targets"}.issuperset(rest):
-                rank, targets = int(found["lora"]), found.get("targets", "all-linear")
-                names = targets if targets == "all-linear" else targets.split("+")
-                alpha = int(found.get("alpha", rank))
-                return Lora(peft_compat.lora_config(r=rank, lora_alpha=alpha, target_modules=names))
-    except ValueError:
-        pass
-    raise ConfigError(
-        f"tuning={text!r} is not known. Pass full, freeze=N[,modules=A+B][,extra=A+B], "
-        "lora=R[,alpha=X][,targets=A+B], or a folder with an adapter of PEFT."
-    )
 
 
 class FilledOptions(TunedOptions, total=False):

@@ -6,18 +6,17 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwise.conversion.computed import computes
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.execution import Patience
-from shardwise.execution.memory import collected_later, require_budget
+from shardwise.execution.memory import collected_later
 from shardwise.execution.replicas import Shares
+from shardwise.execution.supply import StateOptions
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin, TensorKind, place_of
 from shardwise.models import four_bit_files
@@ -28,6 +27,35 @@ from shardwise.models.view import Held, layout_of, look_inside
 from shardwise.planning.load_memory import ReadRequest, Staging, staging_within
 from shardwise.planning.save_plan import ADAPTER, MODEL, SavedTraining, SavePlan, arrange_writes, plan_save
 from shardwise.storage.contract import WritePolicy
+
+WrittenNames: TypeAlias = Literal["hub", "internal"]
+"""Names of saved tensors: those of the model's checkpoints on the hub (and their shapes), or the modules' own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeftNames:
+    """One adapter of a PEFT model is saved, and nothing else, under the names that PEFT's files have."""
+
+    adapter: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions(StateOptions):
+    """How a save is carried out; none of it changes what is saved.
+
+    Attributes:
+        budget_bytes: host memory that one rank may use for staging (casts, copies from an accelerator).
+        progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
+        process_group: the ranks that hold the model; None is the default group, or this process alone.
+        patience: how long ranks wait for each other.
+    """
+
+    budget_bytes: int = 256 << 20
+    progress: bool = True
+
+
+MAX_SHARD_SIZE = "50GB"
+"""As in ``save_pretrained`` of transformers 5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +82,23 @@ class SaveRequest:
     def stem(self) -> str:
         """What the names of the files of weights begin with."""
         return ADAPTER if isinstance(self.names, PeftNames) else MODEL
+
+
+@dataclass(frozen=True)
+class PreparedSave:
+    """All that is decided before anything is written. ``requests`` are this rank's own."""
+
+    request: SaveRequest
+    held: Sequence[Held]
+    shares: Shares
+    layout: ModelLayout
+    outputs: Mapping[str, Output]
+    parameters: int
+    plan: SavePlan
+    requests: Sequence[ReadRequest]
+    staging: Staging
+    cast: Mapping[str, tuple[str, str]]
+    digest: str
 
 
 def chosen(world: World, request: SaveRequest) -> tuple[list[Held], Mapping[str, str]]:
@@ -84,23 +129,6 @@ def _looked_at(request: SaveRequest) -> list[Held]:
             f"dtype={request.dtype}: weights in four bits, and their scales, are saved as they are; leave dtype out"
         )
     return four_bit_files.held_in_files(held)
-
-
-@dataclass(frozen=True)
-class PreparedSave:
-    """All that is decided before anything is written. ``requests`` are this rank's own."""
-
-    request: SaveRequest
-    held: Sequence[Held]
-    shares: Shares
-    layout: ModelLayout
-    outputs: Mapping[str, Output]
-    parameters: int
-    plan: SavePlan
-    requests: Sequence[ReadRequest]
-    staging: Staging
-    cast: Mapping[str, tuple[str, str]]
-    digest: str
 
 
 @collected_later()
@@ -216,41 +244,6 @@ def tied_names(ready: PreparedSave) -> dict[str, str]:
         if kept:
             found |= {name: kept[0] for name in tensor.names if name not in kept}
     return found
-
-
-MAX_SHARD_SIZE = "50GB"
-"""As in ``save_pretrained`` of transformers 5."""
-
-
-@dataclass(frozen=True, slots=True)
-class PeftNames:
-    """One adapter of a PEFT model is saved, and nothing else, under the names that PEFT's files have."""
-
-    adapter: str = "default"
-
-
-WrittenNames: TypeAlias = Literal["hub", "internal"]
-"""Names of saved tensors: those of the model's checkpoints on the hub (and their shapes), or the modules' own."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveOptions:
-    """How a save is carried out; none of it changes what is saved.
-
-    Attributes:
-        budget_bytes: host memory that one rank may use for staging (casts, copies from an accelerator).
-        progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
-        process_group: the ranks that hold the model; None is the default group, or this process alone.
-        patience: how long ranks wait for each other.
-    """
-
-    budget_bytes: int = 256 << 20
-    progress: bool = True
-    process_group: dist.ProcessGroup | None = None
-    patience: Patience = field(default_factory=Patience)
-
-    def __post_init__(self) -> None:
-        require_budget(self.budget_bytes)
 
 
 def resolved_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -1,11 +1,11 @@
-"""Saves a model: plan, agree, write, compare, commit."""
+"""Saves a model or an adapter: plan, agree, write, compare, commit."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +87,19 @@ def _write_and_commit(
 ) -> SaveReport:
     """Create, write, sync, compare and commit: the same steps for every model and every world size."""
     plan = ready.plan
-    desk = _OnFirstRank(writer, ready)
+    begun: list[tuple[Begun, dict[str, bytes]]] = []  # on the first rank
+
+    def begin() -> None:
+        small_files = _small_files(ready.request, plan)
+        begun.append((begin_save(writer, plan), small_files))
+        for file in () if has_owners else plan.files:
+            writer.create(file.name, file.nbytes)
+            writer.write(file.name, 0, [memoryview(file.header)])
+
     try:
         with clock.phase("create"):
             has_owners = _has_owners(world, writer)
-            world.from_first(lambda: desk.begin(creates=not has_owners))
+            world.from_first(begin)
             world.together(lambda: require_lock(writer, plan.token))
         with ProgressBar("Saving weights", world, plan.nbytes, enabled=options.progress) as bar:
             emitter = Emitter(writer, plan.entries, [item.local for item in ready.held], ready.staging, bar, world)
@@ -109,21 +117,16 @@ def _write_and_commit(
                 _require_same(world, emitter, ready)
             sums = _add_up(world, plan, emitter)
         with clock.phase("commit"):
-            removed = world.from_first(lambda: desk.commit(sums))
+            removed = world.from_first(lambda: commit_save(writer, plan, *begun[0], sums))
     except BaseException:  # Ctrl-C, too: the next save of this process must find no mark of this one
-        desk.undo()
+        for first, _ in begun:
+            undo_save(writer, plan, first)
         raise
     return _report(world, emitter, ready, removed, clock, verify=verify)
 
 
 def _report(
-    world: World,
-    emitter: Emitter,
-    ready: PreparedSave,
-    removed: Sequence[str],
-    clock: Clock,
-    *,
-    verify: bool,
+    world: World, emitter: Emitter, ready: PreparedSave, removed: Sequence[str], clock: Clock, *, verify: bool
 ) -> SaveReport:
     plan = ready.plan
     return SaveReport(
@@ -178,35 +181,6 @@ def _write_by_owners(
     )
     emitter.written_bytes.update(written.bytes_by_file)
     emitter.sums.update(written.fingerprints)
-
-
-class _OnFirstRank:
-    """What one rank does for all: before anything is written, and when all is. Nothing on the others."""
-
-    def __init__(self, writer: StorageWriter, ready: PreparedSave) -> None:
-        self._writer = writer
-        self._ready = ready
-        self._small_files: dict[str, bytes] = {}
-        self._begun: Begun | None = None
-
-    def begin(self, *, creates: bool) -> None:
-        """Mark the folder, look at what is there, and perhaps create the files."""
-        writer, plan = self._writer, self._ready.plan
-        self._small_files = _small_files(self._ready.request, plan)
-        self._begun = begin_save(writer, plan)
-        for file in plan.files if creates else ():
-            writer.create(file.name, file.nbytes)
-            writer.write(file.name, 0, [memoryview(file.header)])
-
-    def commit(self, sums: Mapping[str, int]) -> list[str]:
-        """Let the save count; the names of what was removed."""
-        assert self._begun is not None
-        return commit_save(self._writer, self._ready.plan, self._begun, self._small_files, sums)
-
-    def undo(self) -> None:
-        """Give the save up, if it was begun."""
-        if self._begun is not None:
-            undo_save(self._writer, self._ready.plan, self._begun)
 
 
 def _small_files(request: SaveRequest, plan: SavePlan) -> dict[str, bytes]:

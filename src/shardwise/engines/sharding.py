@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
@@ -16,12 +16,12 @@ from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.errors import ConfigError
 from shardwise.execution.moving import distribute
 from shardwise.execution.replicas import require_alike_models
-from shardwise.execution.supply import Arrivals, StateOptions, agree_on_supply, wrap_without_values
+from shardwise.execution.supply import Arrivals, StateOptions, Supply, agree_on_supply, wrap_without_values
 from shardwise.execution.world import Clock, World
 from shardwise.layout import TensorKind
 from shardwise.models import wrap
 from shardwise.models.policies import Classes, MinSize, NamedPolicy, WrapPolicy, group_parameters
-from shardwise.models.rebind import look_at, require_steps_shards
+from shardwise.models.rebind import Bound, look_at, require_steps_shards
 from shardwise.models.view import Held, is_sharded, look_inside, without_compile
 from shardwise.models.wrap import Sharding, TrainedDtype, refuse_unmovable, require_trainable_dtype
 from shardwise.planning.matching import ValuesFrom
@@ -30,75 +30,13 @@ from shardwise.report.reports import ShardReport
 
 @dataclass(frozen=True, slots=True)
 class ShardOptions(StateOptions):
-    """How a sharding is carried out; none of it changes the values. Its fields are those of ``StateOptions``."""
+    """How a sharding is carried out; none of it changes the values.
 
-
-@dataclass(frozen=True, slots=True)
-class ShardCall:
-    """What :func:`~shardwise.engines.sharding.shard` is asked for, beside the model."""
-
-    sharding: Sharding
-    optimizers: Sequence[Optimizer]
-    values_from: ValuesFrom
-    trained_dtype: TrainedDtype
-    options: ShardOptions
-
-    def words(self, sharding: Sharding) -> str:
-        """What of it ranks must have in common, with the sharding that has a mesh."""
-        options = self.options
-        told = (wrap.in_words(sharding), self.values_from, self.trained_dtype, options.budget_bytes)
-        return repr(told)
-
-
-def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Clock) -> ShardReport:
-    """Look, agree, compare, wrap, exchange and finish: the same steps for every model and every world size.
-
-    Collective: yes.
+    Attributes:
+        budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
+        process_group: the ranks of the mesh; None is the default group, or this process alone.
+        patience: how long ranks wait for each other.
     """
-    options = call.options
-    with clock.phase("agree"):
-        settled = world.together(lambda: wrap.with_mesh(call.sharding, options.process_group))
-        held = world.together(lambda: look_inside(model))
-        was_sharded = world.together(lambda: is_sharded(model, held))
-        world.require_equal(was_sharded, "the state of the model (sharded already, or not)")
-        bounds = world.together(lambda: look_at(call.optimizers, held))
-        if was_sharded:
-            return replace(_report(world, model, settled, clock), was_sharded=True)
-        world.together(lambda: _refuse(model, held, settled, call.optimizers))
-        world.require_equal(call.words(settled), "the list of arguments (mesh, policies, modes, budget)")
-        require_alike_models(world, held, bounds)
-    with clock.phase("compare"):
-        supply = agree_on_supply(world, held, bounds, call.values_from, call.trained_dtype)
-    with clock.phase("wrap"):
-        groups = world.together(lambda: wrap_without_values(model, held, bounds, settled, supply))
-        arrivals = world.together(lambda: Arrivals(model, supply))
-    with clock.phase("exchange"):
-        handovers = world.together(lambda: arrivals.handovers(world))
-        traffic = distribute(
-            world, handovers, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
-        )
-    with clock.phase("finish"):
-        awaiting = world.together(lambda: arrivals.finish(bounds, settled))
-    return replace(
-        _report(world, model, settled, clock),
-        groups=groups,
-        sent_bytes=traffic.sent_bytes,
-        received_bytes=traffic.received_bytes,
-        kept_bytes=traffic.kept_bytes,
-        staging_bytes=traffic.staging_bytes,
-        awaiting_load=tuple(awaiting),
-        cast=supply.cast,
-        differed=supply.differed,
-        rebound=tuple(bound.count() for bound in bounds),
-    )
-
-
-def _refuse(model: nn.Module, held: Sequence[Held], sharding: Sharding, optimizers: Sequence[Optimizer]) -> None:
-    refuse_unmovable(held)
-    if sharding.mesh is not None:
-        require_steps_shards(optimizers)
-        group_parameters(model, sharding.wrap)
-    wrap.blocks_to_prepare(model, sharding)
 
 
 def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock) -> ShardReport:
@@ -148,9 +86,8 @@ def wrap_named(text: str) -> WrapPolicy:
         return Classes(tuple(value.split(",")))
     if word == "min-size" and value.isdecimal():
         return MinSize(int(value))
-    for name in get_args(NamedPolicy):
-        if text == name:
-            return cast(NamedPolicy, name)
+    if text in get_args(NamedPolicy):
+        return cast(NamedPolicy, text)
     known = ", ".join([*get_args(NamedPolicy), "classes=NAME,NAME", "min-size=ELEMENTS"])
     raise ConfigError(f"wrap={text!r} is not known. Pass one of {known}.")
 
@@ -186,7 +123,7 @@ def shard(
         optimizers: those that were made of the model's parameters, on every rank in the same order.
         values_from: whose values count.
         trained_dtype: ``torch.float32`` keeps trained parameters in a wider dtype.
-        options: budget, process group, machines, patience.
+        options: budget, process group, patience.
 
     Raises:
         ConfigError: an argument cannot be honoured.
@@ -197,7 +134,6 @@ def shard(
 
     Every error is the same on every rank. All but the last come before anything is changed.
     """
-    asked = ShardCall(sharding, optimizers, values_from, trained_dtype, options)
 
     def look() -> nn.Module:
         given = {"model": model, "sharding": sharding, "values_from": values_from}
@@ -209,5 +145,61 @@ def shard(
     clock = Clock()
     with world_of(options, "shard") as world, torch.device("cpu"):
         with clock.phase("agree"):
-            plain = world.together(look)
-        return carry_out_shard(world, plain, asked, clock)
+            model = world.together(look)
+            settled = world.together(lambda: wrap.with_mesh(sharding, options.process_group))
+            held = world.together(lambda: look_inside(model))
+            was_sharded = world.together(lambda: is_sharded(model, held))
+            world.require_equal(was_sharded, "the state of the model (sharded already, or not)")
+            bounds = world.together(lambda: look_at(optimizers, held))
+            if was_sharded:
+                return replace(_report(world, model, settled, clock), was_sharded=True)
+            world.together(lambda: _refuse(model, held, settled, optimizers))
+            words = (wrap.in_words(settled), values_from, trained_dtype, options.budget_bytes)
+            world.require_equal(repr(words), "the list of arguments (mesh, policies, modes, budget)")
+            require_alike_models(world, held, bounds)
+        with clock.phase("compare"):
+            supply = agree_on_supply(world, held, bounds, values_from, trained_dtype)
+        moved = _move(world, model, held, bounds, settled, supply, options, clock)
+        return replace(_report(world, model, settled, clock), **moved)
+
+
+def _refuse(model: nn.Module, held: Sequence[Held], sharding: Sharding, optimizers: Sequence[Optimizer]) -> None:
+    refuse_unmovable(held)
+    if sharding.mesh is not None:
+        require_steps_shards(optimizers)
+        group_parameters(model, sharding.wrap)
+    wrap.blocks_to_prepare(model, sharding)
+
+
+def _move(
+    world: World,
+    model: nn.Module,
+    held: list[Held],
+    bounds: list[Bound],
+    sharding: Sharding,
+    supply: Supply,
+    options: ShardOptions,
+    clock: Clock,
+) -> dict[str, Any]:
+    """Wrap the model, and hand values over; return fields of the report. Collective: yes."""
+    with clock.phase("wrap"):
+        groups = world.together(lambda: wrap_without_values(model, held, bounds, sharding, supply))
+        arrivals = world.together(lambda: Arrivals(model, supply))
+    with clock.phase("exchange"):
+        handovers = world.together(lambda: arrivals.handovers(world))
+        traffic = distribute(
+            world, handovers, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
+        )
+    with clock.phase("finish"):
+        awaiting = world.together(lambda: arrivals.finish(bounds, sharding))
+    return {
+        "groups": groups,
+        "sent_bytes": traffic.sent_bytes,
+        "received_bytes": traffic.received_bytes,
+        "kept_bytes": traffic.kept_bytes,
+        "staging_bytes": traffic.staging_bytes,
+        "awaiting_load": tuple(awaiting),
+        "cast": supply.cast,
+        "differed": supply.differed,
+        "rebound": tuple(bound.count() for bound in bounds),
+    }

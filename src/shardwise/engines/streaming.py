@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.conversion.computed import computes
-from shardwise.engines.save_plan import WrittenNames
+from shardwise.engines.save_plan import WrittenNames, resolved_dtype
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution import Patience
 from shardwise.execution.memory import home_of
@@ -35,7 +35,7 @@ from shardwise.models.selection import (
 from shardwise.models.torch_words import saved_dtype, to_torch
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
 from shardwise.planning.load_plan import OnDiffering
-from shardwise.planning.moves import Boxes, Move, Round, plan_rounds, whole_on
+from shardwise.planning.moves import Move, Round, plan_rounds, whole_on
 from shardwise.report.names import collapse
 from shardwise.tensors import Box
 
@@ -79,8 +79,7 @@ def walk_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     with World.current(options.process_group, options.patience, call="iter_hf_tensors") as world:
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
-        held, supply = _agreed_supply(world, model, names, only, arguments, on_differing_buffers, options)
-        outputs = supply.outputs
+        held, outputs, giver = _agreed_supply(world, model, names, only, arguments, on_differing_buffers, options)
         targets = range(1) if to == "first_rank" else range(world.size)
         dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
         shapes = {key: output.shape for key, output in outputs.items()}
@@ -88,7 +87,7 @@ def walk_tensors(
             Move(key, item.expression, dtypes[key].itemsize, whole_on(targets, item.shape, world.size))
             for key, item in outputs.items()
         ]
-        rounds = world.together(lambda: plan_rounds([moves], supply.shares, options.bucket_bytes // 2))
+        rounds = world.together(lambda: plan_rounds([moves], giver.shares, options.bucket_bytes // 2))
         home = _home(held)
         device = (options.device or home) if world.rank in targets else torch.device("meta")
         begun: dict[str, torch.Tensor] = {}
@@ -100,7 +99,7 @@ def walk_tensors(
             begun[key] = take(key)
             return part_of(begun[key], box)
 
-        arrivals = Exchange(world, rounds, supply.giver.share, room, dtypes, home).run()
+        arrivals = Exchange(world, rounds, giver.share, room, dtypes, home).run()
         with contextlib.closing(arrivals), _told_when_left():
             yield from _completed(shapes, arrivals, take)
 
@@ -113,8 +112,8 @@ def _agreed_supply(
     arguments: tuple[object, ...],
     on_differing_buffers: OnDiffering,
     options: StreamOptions,
-) -> tuple[list[Held], _StreamSupply]:
-    """What of the model is wanted, and what the ranks give for it, which are all called alike. Collective: yes."""
+) -> tuple[list[Held], Mapping[str, Output], Giver]:
+    """Compare the calls; return the tensors of the model, what comes out, and its source. Collective: yes."""
     held = world.together(lambda: _looked_at(model, names, only))
     world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
     chosen: dict[str, str] = {}
@@ -123,9 +122,31 @@ def _agreed_supply(
         wanted = set(chosen.values())
         held = [item for item in held if wanted.intersection(item.names)]
     shares = agree_on_shares(world, held, on_differing_buffers).by_name
-    supply = _supply(world, model, held, shares, names, only, chosen, options)
-    world.require_equal(list(supply.outputs), "the list of keys")
-    return held, supply
+    by_name = {name: item for item in held for name in item.names}
+    giver = Giver(by_name, shares, world.rank)
+    if isinstance(only, AdapterOnly):
+        layout = layout_of(held, lambda item: Origin.NOWHERE)
+        outputs: Mapping[str, Output] = {key: Output.of(key, layout.by_name[name]) for key, name in chosen.items()}
+    else:
+        outputs, adapted = world.together(lambda: _wanted(model, held, names, only))
+        if adapted is not None:
+            giver = _merging(world, held, giver, adapted, options)
+    world.require_equal(list(outputs), "the list of keys")
+    return held, outputs, giver
+
+
+def _merging(
+    world: World, held: Sequence[Held], giver: Giver, adapted: Adapted, options: StreamOptions
+) -> MergingGiver:
+    """What gives the tensors with the adapter merged in, which every rank then holds whole. Collective: yes."""
+    layout, shares = layout_of(held, lambda item: Origin.NOWHERE), giver.shares
+    needed = [name for item in adapted.factors.values() for name in (item.lora_A, item.lora_B)]
+    matrices = _whole(world, [Output.of(name, layout.by_name[name]) for name in needed], giver, options)
+    base_held = {name: giver.held[fqn] for name, fqn in adapted.inside.items()}
+    packed = world.together(lambda: packed_rows(base_held))
+    base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
+    base_shares |= {name: tuple(map(in_numbers, base_shares[name])) for name in packed}
+    return MergingGiver(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
 
 
 def _looked_at(model: nn.Module, names: WrittenNames, only: Selection | MergedAdapter) -> list[Held]:
@@ -137,67 +158,26 @@ def _looked_at(model: nn.Module, names: WrittenNames, only: Selection | MergedAd
     return four_bit_files.held_in_files(held) if names == "hub" else four_bit_files.held_as_stored(held)
 
 
-@dataclass(frozen=True)
-class _StreamSupply:
-    """The tensors that are wanted, and what the ranks give for them."""
+def _wanted(
+    model: nn.Module, held: list[Held], names: WrittenNames, only: MergedAdapter | None
+) -> tuple[Mapping[str, Output], Adapted | None]:
+    """The tensors that come out; of a merged adapter also the model without it.
 
-    outputs: Mapping[str, Output]
-    shares: Mapping[str, Sequence[Boxes]]
-    giver: Giver
-
-
-def _supply(
-    world: World,
-    model: nn.Module,
-    held: list[Held],
-    shares: Mapping[str, Sequence[Boxes]],
-    names: WrittenNames,
-    only: Selection | MergedAdapter,
-    chosen: Mapping[str, str],
-    options: StreamOptions,
-) -> _StreamSupply:
-    """``chosen`` are an adapter's names, outside and in the model. Collective: yes."""
-    layout = layout_of(held, lambda item: Origin.NOWHERE)
-    by_name = {name: item for item in held for name in item.names}
-    giver = Giver(by_name, shares, world.rank)
-    if isinstance(only, AdapterOnly):
-        return _StreamSupply(
-            {key: Output.of(key, layout.by_name[name]) for key, name in chosen.items()}, shares, giver
-        )
-    wanted = world.together(lambda: _wanted(model, held, names, only))
-    if wanted.adapted is None:
-        return _StreamSupply(wanted.outputs, shares, giver)
-    adapted, packed = wanted.adapted, wanted.packed
-    needed = [name for item in adapted.factors.values() for name in (item.lora_A, item.lora_B)]
-    matrices = _whole(world, [Output.of(name, layout.by_name[name]) for name in needed], shares, giver, options)
-    base_held = {name: by_name[fqn] for name, fqn in adapted.inside.items()}
-    base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
-    base_shares |= {name: tuple(map(in_numbers, base_shares[name])) for name in packed}
-    merging = MergingGiver(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
-    return _StreamSupply(wanted.outputs, base_shares, merging)
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """The tensors that come out; of a merged adapter also the model without it, and its layers in four bits."""
-
-    outputs: Mapping[str, Output]
-    adapted: Adapted | None = None
-    packed: Mapping[str, PackedRows] = field(default_factory=dict)
-
-
-def _wanted(model: nn.Module, held: list[Held], names: WrittenNames, only: MergedAdapter | None) -> _Wanted:
-    """Raises ConfigError, CoverageError for what cannot be streamed."""
+    Raises:
+        ConfigError, CoverageError: they cannot be streamed.
+    """
     layout = layout_of(held, lambda item: Origin.NOWHERE)
     if only is None:
-        _refuse_adapters(model, names)
-        return _Wanted(four_bit_files.in_shapes_of_files(held, _outputs(model, layout, names)))
+        if names == "hub" and has_adapters(model):
+            raise ConfigError(
+                f"{type(model).__name__} has adapters of PEFT's, and the hub has no names for both together; pass "
+                "only=MergedAdapter() or only=AdapterOnly(), or names='internal' for all tensors as the model "
+                "names them"
+            )
+        return four_bit_files.in_shapes_of_files(held, _outputs(model, layout, names)), None
     four_bit_files.refuse_experts(held, _NOT_MERGED)
-    by_name = {name: item for item in held for name in item.names}
-    adapted = without_adapter(model, list(by_name), only.adapter)
-    outputs = _outputs(adapted.base, adapted.layout(four_bit_files.layout_in_numbers(layout, held)), names)
-    packed = packed_rows({name: by_name[fqn] for name, fqn in adapted.inside.items()})
-    return _Wanted(outputs, adapted, packed)
+    adapted = without_adapter(model, [name for item in held for name in item.names], only.adapter)
+    return _outputs(adapted.base, adapted.layout(four_bit_files.layout_in_numbers(layout, held)), names), adapted
 
 
 def packed_rows(held: Mapping[str, Held]) -> dict[str, PackedRows]:
@@ -219,17 +199,8 @@ def tensors_to_come(
     Raises:
         ConfigError, CoverageError, PlacementError: as for going through them.
     """
-    wanted = _wanted(model, _looked_at(model, names, only), names, only)
-    return {key: (to_torch(saved_dtype(item.dtype, dtype)), item.shape) for key, item in wanted.outputs.items()}
-
-
-def _refuse_adapters(model: nn.Module, names: WrittenNames) -> None:
-    if names == "hub" and has_adapters(model):
-        raise ConfigError(
-            f"{type(model).__name__} has adapters of PEFT's, and the hub has no names for both together; pass "
-            "only=MergedAdapter() or only=AdapterOnly(), or names='internal' for all tensors as the model "
-            "names them"
-        )
+    outputs, _ = _wanted(model, _looked_at(model, names, only), names, only)
+    return {key: (to_torch(saved_dtype(item.dtype, dtype)), item.shape) for key, item in outputs.items()}
 
 
 def _home(held: Sequence[Held]) -> torch.device:
@@ -239,7 +210,6 @@ def _home(held: Sequence[Held]) -> torch.device:
 def _whole(
     world: World,
     outputs: Sequence[Output],
-    shares: Mapping[str, Sequence[Boxes]],
     giver: Giver,
     options: StreamOptions,
 ) -> dict[str, torch.Tensor]:
@@ -252,7 +222,7 @@ def _whole(
     dtypes = {item.key: to_torch(item.dtype) for item in outputs}
     home = _home(list(giver.held.values()))
     found = {item.key: torch.empty(item.shape, dtype=dtypes[item.key], device=home) for item in outputs}
-    rounds = world.together(lambda: plan_rounds([moves], shares, options.bucket_bytes))
+    rounds = world.together(lambda: plan_rounds([moves], giver.shares, options.bucket_bytes))
     for _ in Exchange(world, rounds, giver.share, lambda key, box: part_of(found[key], box), dtypes, home).run():
         pass
     return found
@@ -345,6 +315,5 @@ def iter_hf_tensors(
 
     Every error is the same on every rank.
     """
-    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
-        raise ConfigError(f"dtype={dtype} is not a floating dtype of 16 bits or more; pass torch.bfloat16, say")
+    dtype = resolved_dtype(dtype)
     return walk_tensors(without_compile(model), to, names, only, dtype, on_differing_buffers, options)

@@ -1,4 +1,4 @@
-"""Comparison of saved files with the checksums that were recorded when they were saved."""
+"""Compares saved files with the checksums that were recorded when they were saved."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.engines.forecasting import plan
@@ -14,12 +14,7 @@ from shardwise.errors import FormatError
 from shardwise.execution.memory import Workers
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.formats.opening import open_checkpoint
-from shardwise.formats.peft_adapter import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    is_training_file,
-    training_beside,
-)
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_training_file, training_beside
 from shardwise.planning import fingerprints
 from shardwise.planning.fingerprints import MODULUS, RecordedSave, fingerprint
 from shardwise.planning.save_plan import ADAPTER, MODEL
@@ -28,8 +23,12 @@ from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.storage.reading import open_storage
 
-_BLOCK_BYTES = 8 << 20
-_CONFIG = "config.json"
+_VERIFIED_BYTES = 8 << 20
+
+
+_CONFIG_FILE = "config.json"
+
+
 _SHOWN = 8
 
 
@@ -55,7 +54,7 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
         training = None if adapter is None else training_beside(reader, adapter)
         index = open_checkpoint(reader, weights_name=adapter, extra_files=[training] if training else [])
         model_class = ""
-        if _CONFIG in reader.list():
+        if _CONFIG_FILE in reader.list():
             model_class = plan(directory, ranks=1, device="cpu").model_class
         found = _compare_files(reader, index)
     return ReopenReport(
@@ -95,14 +94,12 @@ class ComparedFiles:
         damaged: keys of tensors that have another one now.
         damaged_files: headers, records and adapter configs that are not what was saved, in words.
         changed: other small files that are not what was saved.
-        has_headers: whether digests of the headers were recorded, too.
     """
 
     compared: int = 0
     damaged: tuple[str, ...] = ()
     damaged_files: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
-    has_headers: bool = False
 
     @property
     def faults(self) -> int:
@@ -122,9 +119,8 @@ def _compare_files(
     candidates = [save for save in saves if index.files.items() <= save.files.items()]
     if not candidates:
         return ComparedFiles(damaged_files=tuple(broken))
-    content = _Content(reader, index)
     # While a save is committed, two saves may be on record, of the same sizes even; small files are of either.
-    found = min((content.compared_with(save) for save in candidates), key=lambda each: each.faults)
+    found = min(map(_comparison(reader, index), candidates), key=lambda each: each.faults)
     beside = {name for save in saves for name in save.beside} - {ADAPTER_CONFIG}
     present = set(reader.list())
     changed = [
@@ -135,34 +131,25 @@ def _compare_files(
     return replace(found, damaged_files=(*broken, *found.damaged_files), changed=tuple(changed))
 
 
-class _Content:
-    """The fingerprints and digests that files have now."""
+def _comparison(reader: StorageReader, index: CheckpointIndex) -> Callable[[RecordedSave], ComparedFiles]:
+    """Read all files; return a function that compares them with what a save recorded."""
+    tensors = _fingerprints(reader, index)
+    ends = dict(index.files)
+    for entry in index.entries.values():
+        ends[entry.file] = min(ends[entry.file], entry.start)
+    headers = {file: fingerprints.digest(reader.read(file, 0, end)) for file, end in ends.items()}
+    config = _digest(reader, ADAPTER_CONFIG) if ADAPTER_CONFIG in reader.list() else "gone"
 
-    def __init__(self, reader: StorageReader, index: CheckpointIndex) -> None:
-        self._files = index.files
-        self._tensors = _fingerprints(reader, index)
-        ends = dict(index.files)
-        for entry in index.entries.values():
-            ends[entry.file] = min(ends[entry.file], entry.start)
-        self._headers = {file: fingerprints.digest(reader.read(file, 0, end)) for file, end in ends.items()}
-        self._config = _digest(reader, ADAPTER_CONFIG) if ADAPTER_CONFIG in reader.list() else "gone"
-
-    def compared_with(self, save: RecordedSave) -> ComparedFiles:
-        """Which of it is not what this save recorded. Of files that the save has beside these nothing is asked."""
-        keys = {*self._tensors, *(save.tensors if dict(self._files) == dict(save.files) else ())}
-        faults = [
-            f"{file}: its header"
-            for file, digest in self._headers.items()
-            if save.headers and save.headers.get(file) != digest
-        ]
-        if save.beside.get(ADAPTER_CONFIG, self._config) != self._config:
+    def compare(save: RecordedSave) -> ComparedFiles:
+        keys = {*tensors, *(save.tensors if dict(index.files) == dict(save.files) else ())}
+        odd = [file for file, digest in headers.items() if save.headers and save.headers.get(file) != digest]
+        faults = [f"{file}: its header" for file in odd]
+        if save.beside.get(ADAPTER_CONFIG, config) != config:
             faults.append(f"{ADAPTER_CONFIG}: edited, or damaged")
-        return ComparedFiles(
-            len(self._tensors),
-            tuple(sorted(key for key in keys if self._tensors.get(key) != save.tensors.get(key))),
-            tuple(faults),
-            has_headers=bool(save.headers),
-        )
+        damaged = tuple(sorted(key for key in keys if tensors.get(key) != save.tensors.get(key)))
+        return ComparedFiles(len(tensors), damaged, tuple(faults))
+
+    return compare
 
 
 def require_as_saved(reader: StorageReader, adapter: str, training: str | None) -> None:
@@ -195,7 +182,7 @@ def require_as_saved(reader: StorageReader, adapter: str, training: str | None) 
             + "\nThe disk, or what copied or edited the files, has changed them; load another copy. To take an "
             f"adapter that was changed on purpose, remove {record}, and load it with training_state=False."
         )
-    if training is not None and not found.has_headers:
+    if training is not None and not found.compared:
         raise FormatError(
             f"{training} in {reader.root}: {record} has no checksums of it, by which damage would be found; copy "
             "that file there, too. Of a save by an earlier version, which recorded none, take the matrices alone, "
@@ -215,8 +202,8 @@ def _recorded(reader: StorageReader, file: str) -> list[RecordedSave] | None:
 
 def _digest(reader: StorageReader, file: str) -> str:
     found, nbytes = hashlib.sha256(), reader.size(file)
-    for start in range(0, nbytes, _BLOCK_BYTES):
-        found.update(reader.read(file, start, min(start + _BLOCK_BYTES, nbytes)))
+    for start in range(0, nbytes, _VERIFIED_BYTES):
+        found.update(reader.read(file, start, min(start + _VERIFIED_BYTES, nbytes)))
     return found.hexdigest()
 
 
@@ -224,9 +211,9 @@ def _fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, in
     found = dict.fromkeys(index.entries, 0)
     lock = threading.Lock()
     blocks = [
-        (entry, start, min(start + _BLOCK_BYTES, entry.stop))
+        (entry, start, min(start + _VERIFIED_BYTES, entry.stop))
         for entry in index.entries.values()
-        for start in range(entry.start, entry.stop, _BLOCK_BYTES)
+        for start in range(entry.start, entry.stop, _VERIFIED_BYTES)
     ]
 
     def add(block: tuple[TensorEntry, int, int], memory: bytearray) -> None:
@@ -237,6 +224,6 @@ def _fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, in
         with lock:
             found[entry.key] = (found[entry.key] + part) % MODULUS
 
-    memories = [bytearray(_BLOCK_BYTES) for _ in range(reader.policy.concurrency)]
+    memories = [bytearray(_VERIFIED_BYTES) for _ in range(reader.policy.concurrency)]
     Workers(add, memories, lambda: None).run(blocks)
     return found

@@ -430,13 +430,13 @@ class Giver:
     ) -> None:
         self.held = held
         self._packed = packed
-        self._shares = shares
+        self.shares = shares
         self._rank = rank
         self._last: tuple[tuple[str, int], torch.Tensor] | None = None
 
     def box(self, name: str, number: int) -> Box:
         """What a share is of its tensor."""
-        return self._shares[name][self._rank][number]
+        return self.shares[name][self._rank][number]
 
     def share(self, name: str, number: int) -> torch.Tensor:
         """A share as a row-major tensor. The last one is kept: blocks ask for parts of it in turn.

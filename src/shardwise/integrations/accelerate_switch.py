@@ -32,8 +32,8 @@ from shardwise.integrations import (
     pending,
 )
 from shardwise.interchange import accelerate_writing as writing
-from shardwise.interchange.accelerate_folder import LinkedFolder, WorkFolder, keep_newest, newest_in, state_saved
 from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
+from shardwise.interchange.accelerate_writing import LinkedFolder, WorkFolder, keep_newest, newest_in, state_saved
 from shardwise.models.build import loading_door, placing_door
 from shardwise.models.gradients import average_replicated_gradients, clip_gradients
 from shardwise.models.rebind import look_at

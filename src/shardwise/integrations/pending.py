@@ -28,10 +28,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.conversion.expression import Expression
+from shardwise.engines.arguments import read_index
 from shardwise.engines.bringing_up import decide_ties
 from shardwise.engines.load_plan import LoadOptions
-from shardwise.engines.model_states import set_values
-from shardwise.engines.opening import read_index
+from shardwise.engines.model_states import set_model_values
 from shardwise.engines.outline import Outline, outline_of
 from shardwise.errors import ConfigError, CoverageError, PlacementError
 from shardwise.execution.supply import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
@@ -394,4 +394,4 @@ def _refuse_lost(full_sd: Mapping[str, torch.Tensor], live: Mapping[str, torch.T
 def _set(world: World, model: nn.Module, values: Values, options: StateOptions) -> None:
     """Give those tensors their values that there are some for, and leave all others."""
     tolerance = Tolerance(Ignore(), "error", "error")
-    set_values(world, model, values, only=None, tolerance=tolerance, options=options, clock=Clock())
+    set_model_values(world, model, values, only=None, tolerance=tolerance, options=options, clock=Clock())

@@ -33,9 +33,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerControl
 
-from shardwise.checkpoints import randomness
 from shardwise.checkpoints.checkpointer import Checkpointer
-from shardwise.checkpoints.state import TrainState, in_words
+from shardwise.checkpoints.state import TrainState, generator_states, in_words, restore_generators
 from shardwise.errors import ConfigError, CoverageError, RankLostError, ShardwiseError
 from shardwise.execution.processes import naming_the_lost
 from shardwise.execution.saving_lock import Marked
@@ -314,7 +313,7 @@ class ShardwiseTrainer(_Trainer):
             return
         with Checkpointer(Path(checkpoint) / folders.STATE_FOLDER, keep=None, only=self._only()) as keeper:
             report = keeper.restore(self._training_state(), on_other_base=self._on_other_base)
-        self._numbers = randomness.take_down()
+        self._numbers = generator_states()
         _log.info("%s", report)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -323,7 +322,7 @@ class ShardwiseTrainer(_Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:  # noqa: ARG002
         """Now that batches have been passed over, which draws."""
         if self._numbers is not None:
-            randomness.put_back(self._numbers, "random numbers")
+            restore_generators(self._numbers, "random numbers")
             self._numbers = None
 
     def _load_best_model(self) -> None:

@@ -30,7 +30,7 @@ from shardwise.execution.saving_lock import Marked, Saving, Whose, marked_by_fir
 from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
-from shardwise.interchange.trainer_folder import STATE_FILE, TrainerFolder
+from shardwise.interchange.trainer_restoring import STATE_FILE, TrainerFolder
 from shardwise.planning import fingerprints
 from shardwise.planning.save_plan import on_its_way
 from shardwise.storage.writing import FoldersWriter, folders_in, remove_files

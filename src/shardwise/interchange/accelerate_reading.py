@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines import optimizer_states
 from shardwise.engines.arguments import world_of
-from shardwise.engines.model_states import set_values, stored_values
-from shardwise.engines.optimizer_states import Ours
+from shardwise.engines.model_states import set_model_values, stored_values
+from shardwise.engines.optimizer_states import Ours, set_optimizer_values
 from shardwise.execution.committing import as_renamed, home_of, lists_in
 from shardwise.execution.supply import (
     BroughtValues,
@@ -188,7 +187,8 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
                 tolerance = replace(
                     tolerance, missing=_also(missing, untouched), unexpected=_also(unexpected, untouched)
                 )
-        return set_values(world, model, values, only=only, tolerance=tolerance, options=source.options, clock=clock)
+        options = source.options
+        return set_model_values(world, model, values, only=only, tolerance=tolerance, options=options, clock=clock)
 
 
 def read_optimizer(
@@ -211,7 +211,7 @@ def read_optimizer(
         def take_apart(ours: Ours) -> tuple[Given, Values]:
             return _state_of_optimizer(world, found, ours, order, options, stack)
 
-        return optimizer_states.set_values(
+        return set_optimizer_values(
             world, model, optimizer, take_apart, tolerance=source.tolerance, options=options, clock=clock
         )
 

@@ -1,10 +1,17 @@
-"""Models and optimizers under FSDP, written as accelerate writes them."""
+"""Writes models, optimizers and whole states of a training as accelerate does under FSDP.
+
+Of a state, models and optimizers are written in place by all ranks. Everything else that accelerate or a hook
+writes goes into a temporary folder, and the first rank copies it from there. All files have temporary names until
+a list of renames makes them count together ([Note: A list of renames]).
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, assert_never
@@ -13,22 +20,33 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines import model_states, optimizer_states
 from shardwise.engines.arguments import world_of
-from shardwise.errors import ConfigError
-from shardwise.execution.committing import commit_written, older_in, tidy, undo
-from shardwise.execution.saving_lock import Saving, marked_by_first
+from shardwise.engines.model_states import take_out_model
+from shardwise.engines.optimizer_states import take_out_optimizers
+from shardwise.errors import ConfigError, StorageError
+from shardwise.execution.committing import (
+    as_renamed,
+    commit_written,
+    copy_in,
+    distributed_folders,
+    older_in,
+    remove_fresh,
+    tidy,
+    undo,
+    work_folder,
+)
+from shardwise.execution.saving_lock import Marked, Saving, marked_by_first, marked_here
 from shardwise.execution.supply import StateOptions, require_same_call
 from shardwise.execution.torch_saves import flattened, write_distributed_folder, write_rank_files, write_whole_file
 from shardwise.execution.world import World
-from shardwise.formats.distributed import MODEL, OPTIMIZER, SavedKind
+from shardwise.formats.distributed import MODEL, OPTIMIZER, SavedKind, is_of_accelerate
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import Held, without_compile
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import FileForm, require_file_form
-from shardwise.planning.save_plan import WrittenFiles
+from shardwise.planning.save_plan import WrittenFiles, fresh
 from shardwise.report.save_reports import FilesReport
-from shardwise.storage.writing import FoldersWriter
+from shardwise.storage.writing import FoldersWriter, folders_in, remove_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +167,7 @@ def save_model(
     model = without_compile(model)
     with world_of(options, "save_accelerate_model") as world, torch.device("cpu"):
         place.agree(world, only, on_differing_buffers, options=options)
-        taken = model_states.take_out(world, model, only, on_differing_buffers, options)
+        taken = take_out_model(world, model, only, on_differing_buffers, options)
         state = taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
         if place.form == "full" and isinstance(only, AdapterOnly):
             untouched = beside_trained(taken.held, only.adapter)
@@ -169,7 +187,7 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, place: FilesPlace, op
     model = without_compile(model)
     with world_of(options, "save_accelerate_optimizer") as world, torch.device("cpu"):
         place.agree(world, options=options)
-        taken = optimizer_states.take_out(world, model, optimizer, "the optimizer", options)
+        taken = take_out_optimizers(world, model, optimizer, "the optimizer", options)
         path, nbytes = _write(world, place, OPTIMIZER, taken.written(), taken.home, options)
     return FilesReport(str(path), len(taken.tensors), nbytes, time.perf_counter() - start)
 
@@ -255,3 +273,140 @@ def _older(place: FilesPlace, kind: SavedKind, written: WrittenFiles) -> list[st
             ]
         case _:
             assert_never(place.form)
+
+
+_NUMBERED = re.compile(r"checkpoint_([0-9]+)")
+_ALWAYS_THERE = "random_states_0.pkl"
+"""Of every state that counts."""
+
+
+class LinkedFolder(str):
+    """The path of a folder of links that accelerate is told to load from, and the folder that it stands for."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, place: Path, folder: Path) -> LinkedFolder:
+        made = cls(place)
+        made.folder = folder
+        return made
+
+
+class WorkFolder(str):
+    """The path of a folder that accelerate is told to save into, and what models and optimizers are a part of."""
+
+    part: PartOf
+    folder: Path
+
+    @classmethod
+    def of(cls, saving: Saving) -> WorkFolder:
+        """For a save that is under way."""
+        made = cls(work_folder(saving.folder, saving.token))
+        made.part, made.folder = PartOf(saving), Path(saving.folder)
+        return made
+
+
+@contextmanager
+def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFolder]:
+    """Mark a folder for the time of the block, in which accelerate saves into the folder that is given.
+
+    After the block all that was written counts, and takes the place of the older state; other files stay. With
+    ``is_new`` nothing may be in the folder.
+
+    Collective: yes, at the beginning and the end.
+    Memory: a block of a file.
+
+    Raises:
+        StorageError: another save is writing there, or has since; a file could not be written; the folder is not
+            new.
+    """
+    carried: set[str] = set()
+
+    def begin(marked: Marked) -> None:
+        tidy(marked)
+        if is_new:
+            _require_new(marked)
+        os.mkdir(work_folder(folder, marked.token))
+
+    def end(marked: Marked) -> None:
+        undo(marked, carried)
+
+    with marked_by_first(world, folder, begin, end) as saving:
+        work = WorkFolder.of(saving)
+        yield work
+        seen = world.each(lambda: _names_in(work))
+        names = sorted({name for told in seen for name in told})
+        carried |= {name.rpartition("/")[0] for name in names} - {""}
+        world.from_first(lambda: _commit_state(saving.marked, work, names))
+
+
+def newest_in(place: Path) -> Path | None:
+    """The folder ``checkpoint_N`` of the greatest number whose state counts; None where there is none.
+
+    One that counts by a list of renames that a killed save has left is one; one that never counted is passed over.
+    """
+    for _, folder in sorted(_numbered(place), reverse=True):
+        with as_renamed(folder) as seen:
+            if (seen / _ALWAYS_THERE).is_file():
+                return folder
+    return None
+
+
+def keep_newest(place: Path, newest: Path, limit: int | None) -> None:
+    """Remove all but so many of the states ``checkpoint_N`` that count, the least numbers first; never the newest.
+
+    Raises:
+        StorageError: something cannot be removed, or is being saved.
+    """
+    found = [folder for _, folder in sorted(_numbered(place)) if (folder / _ALWAYS_THERE).is_file()]
+    for folder in found[: max(0, len(found) - limit)] if limit is not None else ():
+        if folder != newest and not folder.is_symlink():  # else it is somebody else's, or elsewhere
+            with marked_here(folder) as marked, FoldersWriter(folder) as writer:
+                tidy(marked)
+                writer.remove(_ALWAYS_THERE)  # a half of a state does not count as one
+                writer.sync_names()
+            remove_folder(folder)
+
+
+def _numbered(place: Path) -> list[tuple[int, Path]]:
+    if not place.is_dir():
+        return []
+    return [(int(found[1]), path) for path in place.iterdir() if (found := _NUMBERED.fullmatch(path.name))]
+
+
+def _require_new(marked: Marked) -> None:
+    root = marked.writer.root
+    others = [name for name in os.listdir(root) if name not in marked.files]
+    if others:
+        raise StorageError(
+            f"{root}: is there already; set accelerator.project_configuration.iteration to the number that is to "
+            "be saved next"
+        )
+
+
+def _names_in(work: str) -> list[str]:
+    with FoldersWriter(work, folders_in(work)) as writer:
+        return writer.list()
+
+
+def _commit_state(marked: Marked, work: WorkFolder, names: list[str]) -> None:
+    """Copy what accelerate has written, and let all count."""
+    written = WrittenFiles()
+    for part in work.part.parts:
+        written = written.with_more(part)
+    copies: dict[str, int] = {}
+    folders = {name.rpartition("/")[0] for name in names} - {""}
+    with FoldersWriter(marked.writer.root, folders) as writer:
+        remove_fresh(writer, [name for name in writer.list() if name.rpartition("/")[0] in folders])
+        for name in names:
+            copies[name] = copy_in(writer, os.path.join(work, name), fresh(name, marked.token))
+        writer.sync_names()
+    written = written.with_more(WrittenFiles(copies))
+    commit_written(marked, written, _older_state(marked.writer.root, written))
+
+
+def _older_state(root: str, written: WrittenFiles) -> list[str]:
+    """Files of an older state that nothing new takes the place of."""
+    with FoldersWriter(root, distributed_folders(root)) as writer:
+        new = {*written.named, *written.beside}
+        return [name for name in writer.list() if is_of_accelerate(name) and name not in new]

@@ -1,44 +1,50 @@
-"""A checkpoint in parts, written as the hub has it, read back, and removed where that is asked for."""
+"""Merges a sharded checkpoint into files under the names of the hub, or under its own if the model is unknown."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
+from transformers import PreTrainedConfig
 
 from shardwise.engines import offline
 from shardwise.engines.arguments import hints_of, require_meant
-from shardwise.engines.companions import companions_of, config_content, templates_of, write_templates
+from shardwise.engines.offline import companions_of, config_content, templates_of, write_templates
+from shardwise.engines.outline import ModelOptions, class_of, config_of
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.committing import commit_written, home_of, lists_in, tidy, undo
-from shardwise.execution.reading import bytes_of
+from shardwise.execution.reading import Placer, bytes_of
 from shardwise.execution.saving_lock import marked_by_first
 from shardwise.execution.stream_out import Outgoing
-from shardwise.execution.torch_saves import flattened, load_plain, nested
+from shardwise.execution.torch_saves import Levels, flattened, load_plain, nested, read_objects
 from shardwise.execution.world import ProgressBar, World
 from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex
-from shardwise.formats.distributed import holds_optimizer, open_state
+from shardwise.formats.distributed import holds_optimizer, open_state, read_metadata
 from shardwise.formats.joining import METADATA
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.torch_files import TorchFileContents, read_torch_file
-from shardwise.interchange.named_outputs import OPTIMIZER_FILE, NamedOutputs, named_outputs, optimizer_outputs
+from shardwise.layout import TensorKind
+from shardwise.models import pretrained
+from shardwise.models.pretrained import assign_keys
 from shardwise.models.torch_words import to_torch
-from shardwise.planning.save_plan import INDEX_FILE, WrittenFiles, fresh, look_at_folder
+from shardwise.planning.load_memory import stored_tensors
+from shardwise.planning.save_plan import INDEX_FILE, Saved, WrittenFiles, fresh, look_at_folder
 from shardwise.report.names import in_bytes
 from shardwise.report.save_reports import MergeWeightsReport
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.names import shown
-from shardwise.storage.reading import LocalReader, open_storage
+from shardwise.storage.names import HubOptions, shown
+from shardwise.storage.reading import LocalReader, OpenStorage, open_storage
+from shardwise.storage.remote import resolve
 from shardwise.storage.writing import LocalWriter
 from shardwise.tensors import ByteRange, in_bytes_of, numel, row_blocks
 
@@ -47,6 +53,34 @@ Format: TypeAlias = Literal["safetensors", "bin"]
 
 _BLOCK_ELEMENTS = 8 << 20
 """The most elements of a tensor that are in memory while a file of ``torch.save`` is written."""
+
+
+OPTIMIZER_FILE = "optimizer.bin"
+
+
+_OF_AN_ADAPTER = ".lora_"
+"""Of names that PEFT gives to what it adds."""
+
+
+@dataclass(frozen=True)
+class NamedOutputs:
+    """What is to be written, under which names, and the folder of the config by which they were found.
+
+    Of a file of ``torch.save``: its name, where in it the tensors are, and what else is in it.
+    """
+
+    outgoing: Outgoing
+    names: str
+    folder: Path | None = None
+    parameters: int = 0
+    notes: tuple[str, ...] = ()
+    torch_file: str = "pytorch_model.bin"
+    nest: Mapping[str, Levels] = field(default_factory=dict)
+    objects: Mapping[Levels, object] = field(default_factory=dict)
+
+    def places(self) -> dict[Levels, Saved]:
+        """The tensors, by where they are in a file of ``torch.save``."""
+        return {self.nest.get(item[0], (item[0],)): item for item in self.outgoing.tensors()}
 
 
 def merge_weights(
@@ -91,7 +125,11 @@ def merge_weights(
         reader, index, is_optimizer = _open(checkpoint, stack)
         folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
         offline.require_other_folder(out, [folder, *_folders_of(folder, index)])
-        _require_removable(index, remove_source=remove_source)
+        if remove_source and index.ignored:
+            raise ConfigError(
+                f"the checkpoint in {index.root} also holds {', '.join(map(shown, index.ignored[:5]))}, which "
+                "would be lost with it; merge it without removing it"
+            )
         placer = stack.enter_context(offline.placer_of(reader, index))
         if is_optimizer:
             named = optimizer_outputs(reader, index, placer, base=base, dtype=dtype)
@@ -139,11 +177,10 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
 
 
 def _companions(named: NamedOutputs, folder: Path, dtype: str | None) -> dict[str, bytes]:
-    """The small files beside the outcome; none where the model is not known."""
+    """The small files beside the outcome; none if the model is not known."""
     if named.folder is None:
         return {}
-    told = _written_dtype(named.outgoing, dtype)
-    config = config_content(named.folder, dtype=told, untied=False)
+    config = config_content(named.folder, dtype=offline.written_dtype(named.outgoing, dtype), untied=False)
     return {**companions_of(named.folder, folder), "config.json": config}
 
 
@@ -163,17 +200,6 @@ def _write(
             check=lambda _: None,
             label="Merging",
         )
-
-
-def _written_dtype(outgoing: Outgoing, dtype: str | None) -> str | None:
-    """What the config is to say: the dtype asked for, else that of most bytes."""
-    if dtype is not None:
-        return dtype.removeprefix("torch.")
-    counts: Counter[str] = Counter()
-    for _, stored, shape in outgoing.tensors():
-        if stored.kind == "float" and stored.bits >= 16:
-            counts[str(to_torch(stored)).removeprefix("torch.")] += numel(shape) * stored.itemsize
-    return counts.most_common(1)[0][0] if counts else None
 
 
 def _write_torch_file(
@@ -248,14 +274,6 @@ def _folders_of(folder: Path, index: CheckpointIndex) -> list[Path]:
     return sorted({(folder / file).parent for file in index.files})
 
 
-def _require_removable(index: CheckpointIndex, *, remove_source: bool) -> None:
-    if remove_source and index.ignored:
-        raise ConfigError(
-            f"the checkpoint in {index.root} also holds {', '.join(map(shown, index.ignored[:5]))}, which would be "
-            "lost with it; merge it without removing it"
-        )
-
-
 def _remove(folder: Path, index: CheckpointIndex) -> str:
     """Remove the checkpoint's own files, and its folders where nothing else is in them."""
     folders = _folders_of(folder, index)
@@ -306,3 +324,124 @@ def _damaged_in(file: Path, streamed: WrittenTensors, named: NamedOutputs) -> li
         if isinstance(tree.get(way), torch.Tensor):
             read.add(key, 0, bytes_of(tree[way]))
     return [key for key, value in streamed.fingerprints.items() if read.fingerprints.get(key) != value]
+
+
+def named_outputs(
+    folder: Path, index: CheckpointIndex, placer: Placer, *, base: str | os.PathLike[str] | None, dtype: str | None
+) -> NamedOutputs:
+    """The hub's names where the model is known; else those of the checkpoint, with the reason."""
+    config_folder = _config_folder(folder, base)
+    if config_folder is None:
+        return _as_named(
+            index,
+            placer,
+            dtype,
+            f"no config.json in or above {folder}; name the base (--base, base=) for the hub's",
+        )
+    try:
+        config = config_of(config_folder, _options(dtype))
+        class_of(config_folder, config, _options(dtype))
+    except ConfigError as error:
+        if base is not None:
+            raise
+        return _as_named(index, placer, dtype, str(error))
+    return _as_on_hub(config_folder, config, index, placer, has_base=base is not None, dtype=dtype)
+
+
+def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | None:
+    """Where the model's config is; None where nothing tells."""
+    if base is not None:
+        found = resolve(base, HubOptions(local_files_only=True), download=False)
+        found = found if found.is_dir() else found.parent
+        if not (found / "config.json").is_file():
+            raise ConfigError(f"{found}: there is no config.json; pass a folder that has the model's")
+        return found
+    absolute = folder.absolute()
+    places = [absolute, *absolute.parents[:2]]
+    return next((place for place in places if (place / "config.json").is_file()), None)
+
+
+def _as_named(index: CheckpointIndex, placer: Placer, dtype: str | None, why: str) -> NamedOutputs:
+    """Every tensor as it is, under the name it has."""
+    if dtype is not None:
+        raise ConfigError(f"dtype={dtype!r} is applied as the model says, which is not known: {why}")
+    outgoing = Outgoing({key: (item.dtype, item) for key, item in stored_tensors(index).items()}, placer)
+    notes = [f"not taken along: {', '.join(map(shown, index.ignored[:5]))}"] if index.ignored else []
+    adapted = sum(_OF_AN_ADAPTER in key for key in outgoing.made)
+    if adapted:
+        notes.append(
+            f"{adapted:,} of {len(outgoing.made):,} tensors are an adapter's, and its base is not taken along: "
+            "save_adapter writes it as PEFT does, merge-adapter writes the model that they make together"
+        )
+    return NamedOutputs(outgoing, f"the checkpoint's own ({why})", notes=tuple(notes))
+
+
+def optimizer_outputs(
+    reader: StorageReader, index: CheckpointIndex, placer: Placer, *, base: object, dtype: object
+) -> NamedOutputs:
+    """The state of an optimizer in dicts and lists, as it was saved.
+
+    Raises:
+        ConfigError: it is asked to be something else.
+    """
+    if base is not None or dtype is not None:
+        raise ConfigError("the state of an optimizer is written as it is stored; leave out base and dtype")
+    metadata = read_metadata(reader)
+    skipped = 1 if _is_wrapped(metadata.levels.values()) else 0
+    nest = {".".join(path): metadata.levels[path][skipped:] for path in metadata.tensors}
+    objects = {way[skipped:]: value for way, value in read_objects(reader, metadata).items()}
+    named = _as_named(index, placer, None, "an optimizer's state")
+    return replace(named, torch_file=OPTIMIZER_FILE, nest=nest, objects=objects)
+
+
+def _is_wrapped(paths: Iterable[Levels]) -> bool:
+    """Whether all is in one dict, as accelerate saves it: {"optimizer": {"state": ..., "param_groups": ...}}."""
+    found = list(paths)
+    inner = {path[1] for path in found if len(path) > 1}
+    return (
+        len({path[0] for path in found}) == 1
+        and inner <= {"state", "param_groups"}
+        and all(len(path) > 1 for path in found)
+    )
+
+
+def _options(dtype: str | None) -> ModelOptions:
+    return ModelOptions() if dtype is None else ModelOptions(dtype=dtype)
+
+
+def _as_on_hub(
+    folder: Path,
+    config: PreTrainedConfig,
+    index: CheckpointIndex,
+    placer: Placer,
+    *,
+    has_base: bool,
+    dtype: str | None,
+) -> NamedOutputs:
+    """The model's tensors as the hub has them."""
+    source = offline.read_source(folder, config, index, placer, _options(dtype))
+    if dtype is None:
+        source = source.as_stored()
+    if has_base and (transforms := _used_for(folder, config, source)):
+        pretrained.record_conversions(source.built.model, transforms)
+    elif any(item.was_used() for item in source.built.transforms):
+        pretrained.record_conversions(source.built.model, source.built.transforms)
+    outputs = source.revert()
+    parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
+    outgoing = Outgoing(offline.made_of(source, outputs, source.by_every_name()), placer)
+    notes = (*source.notes, *offline.ties_undone(source))
+    return NamedOutputs(outgoing, f"the hub's, by {folder / 'config.json'}", folder, parameters, notes)
+
+
+def _used_for(folder: Path, config: PreTrainedConfig, source: offline.OfflineModel) -> list[Any]:
+    """The conversions that loading the base's own weights takes; none where it has no weights under such names."""
+    try:
+        with LocalReader(folder) as reader:
+            keys = [item.key for item in offline.index_of(OpenStorage(reader, None), config).tensors()]
+    except (FormatError, StorageError):
+        return []
+    model = source.built.model
+    transforms = pretrained.conversion_transforms(model, None)
+    names = {name: tensor for tensor in source.layout.saved() for name in tensor.names}
+    assign_keys(model, keys, names, transforms)
+    return transforms if any(item.was_used() for item in transforms) else []

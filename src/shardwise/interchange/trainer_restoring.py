@@ -1,13 +1,18 @@
-"""A training of the Trainer's to go on from: looked at as a whole, then restored part by part."""
+"""Restores a training from a folder ``checkpoint-N`` of the Hugging Face Trainer."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import random
+import re
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -15,63 +20,28 @@ from torch.optim import Optimizer
 from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import load_checkpoint
-from shardwise.engines.model_states import set_values, stored_values
+from shardwise.engines.model_states import set_model_values, stored_values
+from shardwise.errors import CoverageError, FormatError, StorageError
+from shardwise.execution.committing import as_renamed
 from shardwise.execution.supply import StateOptions, require_same_call
+from shardwise.execution.torch_saves import load_plain
 from shardwise.execution.world import Clock, World
+from shardwise.formats.distributed import MODEL, OPTIMIZER, SavedKind
+from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS
 from shardwise.interchange.accelerate_reading import FilesSource, read_model, read_optimizer
-from shardwise.interchange.trainer_folder import (
-    SavedNumbers,
-    Scheduler,
-    TrainerFolder,
-    numbers_in,
-    restore_schedule,
-    schedule_in,
-)
-from shardwise.models.optimizer_state import ParameterOrder
+from shardwise.models.optimizer_state import ParameterOrder, why_unlike
 from shardwise.models.selection import AdapterOnly, has_adapters
 from shardwise.models.view import without_compile
 from shardwise.planning.load_plan import Consent
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.report.reports import LoadReport, StateReport
 from shardwise.report.save_reports import TrainerReport
+from shardwise.storage.reading import LocalReader
 
 _NOT_READ = {
     "training_args.bin": "a pickle that runs code when it is read; give the arguments anew",
     "scaler.pt": "the gradient scaler's scale; it starts from its first value",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerCall:
-    """The arguments of :func:`load_trainer_checkpoint`, beside the model."""
-
-    checkpoint: Path
-    optimizer: Optimizer | None
-    scheduler: Scheduler | None
-    load_rng_state: bool
-    adapter: str
-    order: ParameterOrder
-    on_unexpected: OnFault
-    options: StateOptions
-
-
-@dataclass
-class FoundTraining:
-    """What there is to be restored, all of it looked at, before anything is changed.
-
-    Attributes:
-        folder: where it lies.
-        adapter: of a PEFT model that is not in accelerate's files: the file of its adapter.
-        schedule: the state of the schedule that was given.
-        numbers: this rank's random numbers.
-        not_restored: what is left out, and why.
-    """
-
-    folder: TrainerFolder
-    adapter: Path | None
-    schedule: dict[str, Any] | None = None
-    numbers: SavedNumbers | None = None
-    not_restored: dict[str, str] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -124,66 +94,33 @@ def load_trainer_checkpoint(
     Every error is the same on every rank.
     """
     model = without_compile(model)
-    call = TrainerCall(
-        Path(checkpoint), optimizer, scheduler, load_rng_state, adapter, order, on_unexpected, options
-    )
+    restored, set_optimizer = ["model"], None
     with world_of(options, "load_trainer_checkpoint") as world:
         world.together(lambda: require_meant(hints_of(load_trainer_checkpoint), {"on_unexpected": on_unexpected}))
-        same = os.fspath(checkpoint), adapter, order, on_unexpected
-        require_same_call(world, *same, options=options)
+        require_same_call(world, os.fspath(checkpoint), adapter, order, on_unexpected, options=options)
         with torch.device("cpu"):
-            found = look(world, model, call)
-        return restore(world, model, found, call)
-
-
-def look(world: World, model: nn.Module, call: TrainerCall) -> FoundTraining:
-    """Find out whether everything is there and sound, but for the tensors. Collective: yes.
-
-    Raises:
-        FormatError, StorageError, CoverageError: it is not.
-    """
-    folder = world.from_first(lambda: TrainerFolder.of(call.checkpoint))
-
-    def find() -> FoundTraining:
-        adapter = folder.weights_of(call.adapter) if has_adapters(model) and not folder.is_fsdp else None
-        return FoundTraining(folder, adapter)
-
-    found = world.together(find)
-    left_out = found.not_restored
-    left_out |= {name: why for name, why in _NOT_READ.items() if name in folder.names}
-    found.schedule = world.together(lambda: schedule_in(folder, call.scheduler, left_out))
-    found.numbers = world.together(lambda: numbers_in(folder, world, left_out, wanted=call.load_rng_state))
-    if call.optimizer is not None and folder.optimizer is None:
-        left_out["optimizer"] = "the checkpoint has none (save_only_model)"
-    elif call.optimizer is None and folder.optimizer is not None:
-        left_out["optimizer"] = "it was not given"
-    left_out["position in the data"] = f"the data are not the model's; go on after {folder.step} steps"
-    if has_adapters(model):
-        left_out["base weights"] = "only the adapter was saved; they are as they were"
-    return found
-
-
-def restore(world: World, model: nn.Module, found: FoundTraining, call: TrainerCall) -> TrainerReport:
-    """Restore what was found. Collective: yes.
-
-    Memory, errors: as of :func:`load_trainer_checkpoint`.
-    """
-    folder = found.folder
-    set_model = _set_model(world, model, found, call)
-    restored = ["model"]
-    set_optimizer = None
-    if call.optimizer is not None and folder.optimizer is not None:
-        source = FilesSource(folder.optimizer, 0, Tolerance(), call.options)
-        with torch.device("cpu"):
-            set_optimizer = read_optimizer(world, model, call.optimizer, source, call.order, Clock())
-        restored.append("optimizer")
-    scheduler, schedule = call.scheduler, found.schedule
-    if scheduler is not None and schedule is not None:
-        world.together(lambda: restore_schedule(folder, scheduler, schedule))
-        restored.append("scheduler")
-    if found.numbers is not None:
-        found.numbers.set()
-        restored.append("random numbers")
+            folder = world.from_first(lambda: TrainerFolder.of(Path(checkpoint)))
+            is_adapter = has_adapters(model) and not folder.is_fsdp
+            file = world.together(lambda: folder.weights_of(adapter) if is_adapter else None)
+            left_out = _never_restored(folder, model)
+            schedule = world.together(lambda: schedule_in(folder, scheduler, left_out))
+            numbers = world.together(lambda: numbers_in(folder, world, left_out, wanted=load_rng_state))
+        set_model = _set_model(world, model, folder, file, adapter, on_unexpected, options)
+        if optimizer is None and folder.optimizer is not None:
+            left_out["optimizer"] = "it was not given"
+        elif optimizer is not None and folder.optimizer is None:
+            left_out["optimizer"] = "the checkpoint has none (save_only_model)"
+        elif optimizer is not None and folder.optimizer is not None:
+            files = FilesSource(folder.optimizer, 0, Tolerance(), options)
+            with torch.device("cpu"):
+                set_optimizer = read_optimizer(world, model, optimizer, files, order, Clock())
+            restored.append("optimizer")
+        if scheduler is not None and schedule is not None:
+            world.together(lambda: restore_schedule(folder, scheduler, schedule))
+            restored.append("scheduler")
+        if numbers is not None:
+            _set_numbers(numbers)
+            restored.append("random numbers")
     return TrainerReport(
         checkpoint=str(folder.path),
         step=folder.step,
@@ -191,23 +128,244 @@ def restore(world: World, model: nn.Module, found: FoundTraining, call: TrainerC
         model=set_model,
         optimizer=set_optimizer,
         restored=tuple(restored),
-        not_restored=found.not_restored,
+        not_restored=left_out,
         told={key: value for key, value in folder.state.items() if isinstance(value, (int, float, str, bool))},
     )
 
 
-def _set_model(world: World, model: nn.Module, found: FoundTraining, call: TrainerCall) -> StateReport | LoadReport:
-    options, folder = call.options, found.folder
-    if found.adapter is None and not folder.is_fsdp:
+def _never_restored(folder: TrainerFolder, model: nn.Module) -> dict[str, str]:
+    """What is left out of every checkpoint, and why."""
+    found = {name: why for name, why in _NOT_READ.items() if name in folder.names}
+    found["position in the data"] = f"the data are not the model's; go on after {folder.step} steps"
+    if has_adapters(model):
+        found["base weights"] = "only the adapter was saved; they are as they were"
+    return found
+
+
+def _set_model(
+    world: World,
+    model: nn.Module,
+    folder: TrainerFolder,
+    file: Path | None,
+    adapter: str,
+    on_unexpected: OnFault,
+    options: StateOptions,
+) -> StateReport | LoadReport:
+    """Set a model's weights, or of a PEFT model its adapter's in ``file``. Collective: yes."""
+    if file is None and not folder.is_fsdp:
         as_load = LoadOptions(process_group=options.process_group, patience=options.patience)
-        consent = Consent(unexpected=call.on_unexpected)
-        return load_checkpoint(world, model, folder.path, consent, as_load, Clock())
-    only = AdapterOnly(call.adapter) if has_adapters(model) else None
-    tolerance, clock = Tolerance(unexpected=call.on_unexpected), Clock()
+        return load_checkpoint(world, model, folder.path, Consent(unexpected=on_unexpected), as_load, Clock())
+    only = AdapterOnly(adapter) if has_adapters(model) else None
+    tolerance, clock = Tolerance(unexpected=on_unexpected), Clock()
     with torch.device("cpu"), ExitStack() as stack:
-        if found.adapter is None:
+        if file is None:
             return read_model(world, model, FilesSource(folder.path, 0, tolerance, options), only, clock)
-        home, file = str(found.adapter.parent), found.adapter.name
         with clock.phase("agree"):
-            values = stored_values(world, home, file, options, stack)
-        return set_values(world, model, values, only=only, tolerance=tolerance, options=options, clock=clock)
+            values = stored_values(world, str(file.parent), file.name, options, stack)
+        return set_model_values(world, model, values, only=only, tolerance=tolerance, options=options, clock=clock)
+
+
+STATE_FILE = "trainer_state.json"
+_OPTIMIZER_FILE = "optimizer.pt"
+_MAX_STATE_BYTES = 500_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFolder:
+    """What is in a folder, looked at once.
+
+    Attributes:
+        path: of the folder.
+        names: what lies in it.
+        state: ``trainer_state.json``, whose ``global_step`` is a count.
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    state: dict[str, Any]
+
+    @classmethod
+    def of(cls, path: Path) -> TrainerFolder:
+        """Raises StorageError where it cannot be listed, FormatError where it is no such folder."""
+        return cls(path, _names_in(path), _read_state(path))
+
+    @property
+    def step(self) -> int:
+        """The optimizer's steps that have been taken."""
+        return int(self.state["global_step"])
+
+    @property
+    def epoch(self) -> float:
+        """How often the data have been gone through."""
+        return float(self.state.get("epoch") or 0.0)
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether the model is in accelerate's files."""
+        return _has(MODEL, self.names)
+
+    @property
+    def optimizer(self) -> Path | None:
+        """Where what there is of an optimizer is: in accelerate's files, or in the Trainer's own."""
+        if _has(OPTIMIZER, self.names):
+            return self.path
+        return self.path / _OPTIMIZER_FILE if _OPTIMIZER_FILE in self.names else None
+
+    def weights_of(self, adapter: str) -> Path:
+        """The file of a PEFT model's adapter.
+
+        Raises:
+            FormatError: there is none.
+        """
+        home = self.path if adapter == "default" else self.path / adapter
+        file = next((home / name for name in ADAPTER_WEIGHTS if (home / name).is_file()), None)
+        if file is None:
+            raise FormatError(
+                f"{home}: has neither {' nor '.join(ADAPTER_WEIGHTS)}, nor {MODEL.stem}* beside it, and the model "
+                "has adapters; check the path, and the adapter's name"
+            )
+        return file
+
+
+def _has(kind: SavedKind, names: tuple[str, ...]) -> bool:
+    return any(name in (kind.file(0), kind.folder(0)) or kind.rank_of(name, 0) is not None for name in names)
+
+
+def _names_in(folder: Path) -> tuple[str, ...]:
+    try:
+        with as_renamed(folder) as seen:
+            return tuple(sorted(os.listdir(seen)))
+    except OSError as error:
+        raise StorageError(f"{folder}: listing it failed, {error.strerror}; check the path") from error
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    """``trainer_state.json``.
+
+    Raises:
+        FormatError: there is none, or its step is no count.
+    """
+    what = f"{STATE_FILE} in {folder}"
+    if not (folder / STATE_FILE).is_file():
+        inner = sorted(place.name for place in folder.glob("checkpoint-*") if (place / STATE_FILE).is_file())
+        hint = (
+            f"pass one of {', '.join(inner[:8])} in it" if inner else "pass a folder checkpoint-N of the Trainer's"
+        )
+        raise FormatError(f"{folder}: has no {STATE_FILE}; {hint}")
+    with LocalReader(folder) as reader:
+        nbytes = reader.size(STATE_FILE)
+        if nbytes > _MAX_STATE_BYTES:
+            raise FormatError(f"{what}: it has {nbytes} bytes, {_MAX_STATE_BYTES} is the limit")
+        content = reader.read(STATE_FILE, 0, nbytes)
+    try:
+        state = json.loads(content)  # the Trainer logs NaN, so this is not strict
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{what}: is no JSON ({error}); the checkpoint is damaged: take another") from error
+    if not isinstance(state, dict):
+        raise FormatError(f"{what}: holds a {type(state).__name__}, not an object")
+    step, epoch = state.get("global_step"), state.get("epoch") or 0
+    if type(step) is not int or step < 0 or not isinstance(epoch, (int, float)) or not math.isfinite(epoch):
+        raise FormatError(f"{what}: global_step {step!r} and epoch {epoch!r} are no place in a training")
+    return state
+
+
+_SCHEDULER_FILE = "scheduler.pt"
+_RANDOM = re.compile(r"rng_state(?:_(\d{1,9}))?\.pth")
+
+
+class Scheduler(Protocol):
+    """A schedule of learning rates, as in ``torch.optim.lr_scheduler``."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def schedule_in(
+    folder: TrainerFolder, scheduler: Scheduler | None, not_restored: dict[str, str]
+) -> dict[str, Any] | None:
+    """The scheduler's state, if it is one of this kind of scheduler.
+
+    Raises:
+        CoverageError: it is of another.
+        FormatError: it is no state.
+    """
+    if _SCHEDULER_FILE not in folder.names:
+        if scheduler is not None:
+            not_restored["scheduler"] = f"the checkpoint has no {_SCHEDULER_FILE}"
+        return None
+    if scheduler is None:
+        not_restored["scheduler"] = "it was not given"
+        return None
+    file = folder.path / _SCHEDULER_FILE
+    state = load_plain(file)
+    if not isinstance(state, dict):
+        raise FormatError(f"{file}: holds a {type(state).__name__}, not a scheduler's state")
+    if why := why_unlike(scheduler.state_dict(), state):
+        raise CoverageError(
+            f"{file}: is of another kind of scheduler than {type(scheduler).__name__} ({why}); make the scheduler "
+            "as it was made when it was saved"
+        )
+    return state
+
+
+def restore_schedule(folder: TrainerFolder, scheduler: Scheduler, state: dict[str, Any]) -> None:
+    """Put a state that has been looked at into a scheduler.
+
+    Raises:
+        CoverageError: the scheduler refuses it.
+    """
+    try:
+        scheduler.load_state_dict(state)
+    except Exception as error:  # of whatever kind of scheduler
+        raise CoverageError(
+            f"{folder.path / _SCHEDULER_FILE}: {type(scheduler).__name__} refuses it ({type(error).__name__}: "
+            f"{error}); make the scheduler as it was made when it was saved"
+        ) from error
+
+
+def numbers_in(
+    folder: TrainerFolder, world: World, not_restored: dict[str, str], *, wanted: bool
+) -> dict[str, Any] | None:
+    """Return the checked states of this rank's generators of random numbers; None if they are not restored.
+
+    Raises:
+        FormatError: the file is no state of random number generators.
+    """
+    what = "random numbers"
+    files = [name for name in folder.names if _RANDOM.fullmatch(name)]
+    if not wanted:
+        not_restored[what] = "load_rng_state=False was asked for"
+        return None
+    expected = [f"rng_state_{rank}.pth" for rank in range(world.size)] if world.size > 1 else ["rng_state.pth"]
+    if not files:
+        not_restored[what] = "the checkpoint has no rng_state*.pth"
+        return None
+    if sorted(files) != sorted(expected):
+        not_restored[what] = f"there are those of {len(files)} ranks, and now there are {world.size}"
+        return None
+    file = folder.path / expected[world.rank]
+    array = np.array([0], dtype=np.uint32)
+    rebuild = array.__reduce__()[0]
+    state: dict[str, Any] = load_plain(file, also=[rebuild, np.ndarray, np.dtype, type(array.dtype)])
+    try:
+        random.Random().setstate(state["python"])
+        np.random.RandomState().set_state(state["numpy"])
+        torch.Generator().set_state(state["cpu"].clone())
+    except Exception as error:  # of whatever a stranger wrote there
+        raise FormatError(
+            f"{file}: holds no state of random number generators: {type(error).__name__}: {error}"
+        ) from error
+    return state
+
+
+def _set_numbers(state: dict[str, Any]) -> None:
+    """Restore the states of generators; of one CUDA device alone, that of the present one."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.random.set_rng_state(state["cpu"].clone())
+    cuda = state.get("cuda", ())
+    if torch.cuda.is_available() and isinstance(cuda, torch.Tensor):
+        torch.cuda.set_rng_state(cuda)
+    elif torch.cuda.is_available() and len(cuda):
+        torch.cuda.set_rng_state_all(cuda)

@@ -1,6 +1,6 @@
 """How each verb does what it does, as values. Stated here, loaded when used."""
 
-from shardwise.checkpoints.modes import CheckpointerOptions as CheckpointerOptions
+from shardwise.checkpoints.state import CheckpointerOptions as CheckpointerOptions
 from shardwise.engines.load_plan import LoadOptions as LoadOptions
 from shardwise.engines.save_plan import SaveOptions as SaveOptions
 from shardwise.engines.sharding import ShardOptions as ShardOptions

@@ -32,12 +32,7 @@ def shown_ranks(ranks: Sequence[int]) -> str:
     """Ranks in ascending order, put into words that stay short: ``1, 3``, or ``1-511, 513-1023``."""
     if len(ranks) <= _MOST_RANKS:
         return ", ".join(map(str, ranks))
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
+    runs = _runs(ranks)
     shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MOST_RANKS])
     left = sum(last - first + 1 for first, last in runs[_MOST_RANKS:])
     return f"{shown} and {left} more" if left else shown
@@ -51,22 +46,22 @@ def _pattern(words: tuple[str, ...], numbers: list[list[str]]) -> str:
         if len(column) == 1:
             parts.append(column[0])
         else:
-            parts.append("{" + _runs([int(number) for number in column]) + "}" if varying == 1 else "*")
+            runs = ",".join(str(a) if a == b else f"{a}..{b}" for a, b in _runs([*map(int, column)]))
+            parts.append("{" + runs + "}" if varying == 1 else "*")
         parts.append(word)
     return "".join(parts)
 
 
-def _runs(numbers: list[int]) -> str:
-    runs: list[list[int]] = []
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last of each run of consecutive numbers."""
+    runs: list[tuple[int, int]] = []
     for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs)
+        first = runs.pop()[0] if runs and number == runs[-1][1] + 1 else number
+        runs.append((first, number))
+    return runs
 
 
-def few(lines: Sequence[str], most: int = 12) -> list[str]:
+def few(lines: Iterable[str], most: int = 12) -> list[str]:
     """Names or sentences, collapsed, the first dozen."""
     groups = collapse(lines)
     shown = [pattern + (f" (x{count})" if count > 1 else "") for pattern, count in groups[:most]]
@@ -82,13 +77,9 @@ def few_names(names: Iterable[str], most: int = _SHOWN) -> str:
     return ", ".join(groups[:most]) + more
 
 
-def listing(word: str, names: Sequence[str]) -> list[str]:
+def listing(word: str, names: Iterable[str]) -> list[str]:
     """Lines of a report for what ``word`` says of these names: collapsed, the first few."""
-    groups = collapse(names)
-    shown = [f"  {word:<11} {pattern}" + (f" x{count}" if count > 1 else "") for pattern, count in groups[:_SHOWN]]
-    if len(groups) > _SHOWN:
-        shown.append(f"  {word:<11} ... and {sum(count for _, count in groups[_SHOWN:])} more")
-    return shown
+    return [f"  {word:<11} {line}" for line in few(names, _SHOWN)]
 
 
 def trainable_in_words(trainable: int, parameters: int) -> str:

@@ -104,10 +104,10 @@ class LoadReport(RankReport):
 
     ``tied`` maps each tied name to the name that holds the values; ``cast`` maps a name to
     ("stored dtype", "dtype in the model"); ``ignored_keys`` are checkpoint keys that nothing was made of, with
-    consent or because the model ignores them on purpose; ``read_once`` and ``read_alone`` are tensors of which
-    several ranks need the same bytes, with the reason why one rank read for all, or each for itself; ``replicated``
-    are parameters that are whole on every rank of a sharded model. ``wrapper`` is where in a nest of dicts the
-    checkpoint has the model, as in "model"; ``not_loaded`` is what it has beside the model's tensors.
+    consent or because the model ignores them on purpose; ``read_once`` are tensors that one rank read for all that
+    need them; ``replicated`` are parameters that are whole on all ranks of a sharded model. ``wrapper`` is where in
+    a nest of dicts the checkpoint has the model, as in "model"; ``not_loaded`` is what it has beside the model's
+    tensors.
     """
 
     checkpoint: str

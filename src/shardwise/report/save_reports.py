@@ -75,50 +75,53 @@ class FilesReport(Report):
         yield f"{self.path}: {self.tensors} tensors, {in_bytes(self.nbytes)}, {self.seconds:.2f} s"
 
 
-@dataclass(frozen=True)
-class MergeAdapterReport(Report):
+@dataclass(frozen=True, kw_only=True)
+class MergeReport(Report):
+    """Files that a merge has written into ``out``."""
+
+    out: str
+    tensors: int
+    nbytes: int
+    files: tuple[str, ...]
+    companions: tuple[str, ...]
+    notes: tuple[str, ...] = row("note", default=())
+    seconds: float = 0.0
+
+    @property
+    def written(self) -> str:
+        return f"{self.tensors} tensors, {in_bytes(self.nbytes)} in {self.out}, {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeAdapterReport(MergeReport):
     """An adapter folded into its base. ``unchanged`` are modules of it whose tensors came out as they were."""
 
     base: str
     adapter: str
-    out: str
     model_class: str
     dtype: str
     modules: int
     unchanged: tuple[str, ...]
-    tensors: int
-    nbytes: int
-    files: tuple[str, ...]
-    companions: tuple[str, ...]
-    notes: tuple[str, ...] = row("note", default=())
-    seconds: float = 0.0
 
     def headline(self) -> Iterator[str]:
         yield f"merged {self.modules - len(self.unchanged)} of {self.modules} modules of {self.adapter}"
         yield f"  into        {self.model_class} {self.dtype} of {self.base}"
-        yield f"  written     {self.tensors} tensors, {in_bytes(self.nbytes)} in {self.out}, {self.seconds:.1f} s"
+        yield f"  written     {self.written}"
 
 
-@dataclass(frozen=True)
-class MergeWeightsReport(Report):
+@dataclass(frozen=True, kw_only=True)
+class MergeWeightsReport(MergeReport):
     """A checkpoint written as one. ``names`` says under which names its tensors are now."""
 
     checkpoint: str
-    out: str
     layout: str
     names: str
-    tensors: int
-    nbytes: int
-    files: tuple[str, ...]
-    companions: tuple[str, ...]
     verified: int
     removed: str = ""
-    notes: tuple[str, ...] = row("note", default=())
-    seconds: float = 0.0
 
     def headline(self) -> Iterator[str]:
         yield f"merged {self.checkpoint} ({self.layout})"
-        yield f"  written     {self.tensors} tensors, {in_bytes(self.nbytes)} in {self.out}, {self.seconds:.1f} s"
+        yield f"  written     {self.written}"
         yield f"  names       {self.names}"
         if self.removed:
             yield f"  verified    {self.verified} tensors, read back from {self.out}"
