@@ -235,3 +235,16 @@ def merged(folder: str, mesh: str, scales: str) -> dict[str, Any]:
         "numbers": max(relative(tensors[f"{name}.weight"], values) for name, values in bare.items()),
         "answers": relative(answers[0], answers[1]),
     }
+
+
+def sharded_live(path: str, folder: str, is_nested: bool) -> list[str]:
+    """Names of tensors and answers that differ between a model live on the first rank and one that is read."""
+    live = torch.load(path, weights_only=False)
+    if torch.distributed.get_rank():
+        live = live.to("meta")
+    shardwise.shard(live)
+    found = [name for name, layer in layers_of(live) if not isinstance(layer.weight, DTensor)]
+    models = (our_model(folder, "nf4", torch.bfloat16, "flat", is_nested), live)
+    wanted, told = ({**model.state_dict(), **answers_of(model)} for model in models)
+    assert wanted.keys() == told.keys()
+    return found + [name for name in wanted if not torch.equal(whole(wanted[name]), whole(told[name]))]

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.quantised.four_bits import answers_of, local_of, whole
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import shardwise
@@ -132,6 +134,45 @@ def differing(folder: str, wanted: Mapping[str, Any], out: str) -> list[str]:
     return found + [
         f"{what} again" for what in wanted["answers"] if not torch.equal(answers[what], wanted["answers"][what])
     ]
+
+
+LORA = {
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj", "v_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+
+
+def learned(folder: str, quantization: Any) -> dict[str, torch.Tensor]:
+    """The loss of a LoRA on a base, of attention and of experts, and its gradients."""
+    model = opened(folder, quantization, dtype=torch.float32, tuning=shardwise.Lora(LoraConfig(**LORA)))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    generator = torch.Generator().manual_seed(1)
+    for parameter in trained.values():
+        values = 0.1 * (torch.rand(parameter.shape, generator=generator) - 0.5)
+        with torch.no_grad():
+            local_of(parameter).copy_(_local_part(values, parameter))
+    tokens = torch.arange(24).view(2, 12)
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: whole(parameter.grad) for name, parameter in trained.items()}}
+
+
+def _local_part(values: torch.Tensor, like: Any) -> torch.Tensor:
+    if not isinstance(like, DTensor):
+        return values
+    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    """The largest, of what is compared, beside what is wanted."""
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
+
+
+def far_from(folder: str, wanted: Mapping[str, torch.Tensor]) -> float:
+    return distance(learned(folder, "as_stored"), wanted)
 
 
 def as_alone(folder: str) -> dict[str, Any]:

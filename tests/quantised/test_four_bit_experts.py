@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from tests import zoo
+from tests.bank.four_bits import STACKS, give_numbers
 from tests.harness.world import run_world
 from tests.quantised import four_bit_experts
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
@@ -54,6 +56,28 @@ def plain(tmp_path_factory) -> Path:
 def test_bytes_answers_gradients_and_files(plain, tmp_path, mesh, size, form, scales):
     arguments = (str(plain), mesh, form, scales, str(tmp_path))
     assert run_world(size, four_bit_experts.differing, *arguments, timeout_s=240.0) == [[]] * size
+
+
+def test_a_lora_on_stacks_learns_as_on_their_numbers(plain):
+    """PEFT adds to the numbers; on bytes products are added, so that sums are in another order."""
+    lora = shardwise.Lora(LoraConfig(r=2, target_modules=["q_proj"], target_parameters=STACKS))
+    models = [
+        shardwise.from_pretrained(str(plain), dtype="float32", quantization=Nf4(stay=stay), tuning=lora)
+        for stay in ((), ("experts",))
+    ]
+    give_numbers(*(model.get_base_model() for model in models))
+    found: list[dict[str, torch.Tensor]] = []
+    for model in models:
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for seed, parameter in enumerate(trained.values()):
+            values = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            parameter.data.copy_(0.1 * (values - 0.5))
+        tokens = torch.arange(12).view(1, 12)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        found.append({name: parameter.grad for name, parameter in trained.items()})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[1].items():
+        assert float((found[0][name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
 
 
 def test_a_stack_alone_may_stay(plain):

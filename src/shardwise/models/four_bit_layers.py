@@ -24,11 +24,14 @@ they are not used here, whatever the config says.
 Scales are plain ones, also where those of linear layers are nested. Stacks that are stored as MXFP4 have their
 exponents as scales, (experts, out, in / 32). A stack that the model has as (experts, in, out) is kept as
 (experts, out, in / 2), too, as it is stored: blocks run along what comes in.
+
+A LoRA of PEFT's on a stack has its product added to that of the weight, instead of its matrices to the weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, TypeGuard
@@ -220,12 +223,15 @@ class ExpertsInFourBits(nn.Module):
     Attributes:
         packings: how each stack in four bits is kept, by its local name.
         compute_dtype: of the products; None for that of what comes in.
+        deltas: LoRAs while the module is called with them, each the local name of a stack and two matrices for
+            each expert, (experts, in, r) and (experts, r, out).
     """
 
     kept_as: ClassVar[str] = "four bits"
 
     packings: Mapping[str, Packing]
     compute_dtype: torch.dtype | None
+    deltas: tuple[tuple[str, torch.Tensor, torch.Tensor], ...] = ()
 
     _eager: Callable[..., torch.Tensor]
     """Of the class; computes expert by expert."""
@@ -267,9 +273,11 @@ class _WeightsOfExperts:
 
     def __getitem__(self, expert: int | torch.Tensor) -> _WeightOfOne:
         packed, scales = (getattr(self.experts, local)[expert] for local in (self.name, scales_of(self.name)))
-        return _WeightOfOne(
-            packed, KeptScales(scales), self.experts.packings[self.name], self.experts.compute_dtype
-        )
+        deltas = [
+            (first[expert], second[expert]) for name, first, second in self.experts.deltas if name == self.name
+        ]
+        packing = self.experts.packings[self.name]
+        return _WeightOfOne(packed, KeptScales(scales), packing, self.experts.compute_dtype, deltas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +288,7 @@ class _WeightOfOne:
     scales: KeptScales
     packing: Packing
     compute_dtype: torch.dtype | None
+    deltas: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
     def __torch_function__(
@@ -298,10 +307,32 @@ class _WeightOfOne:
         """``rows (.., in) @ weight (out, in).T + bias``, in the dtype of ``rows``."""
         dtype = self.compute_dtype or rows.dtype
         own_bias = None if bias is None else bias.to(dtype)
-        return product(rows.to(dtype), self.packed, self.scales, own_bias, self.packing).to(rows.dtype)
+        own = rows.to(dtype)
+        found = product(own, self.packed, self.scales, own_bias, self.packing)
+        for first, second in self.deltas:
+            found = found + own @ first.to(dtype) @ second.to(dtype)
+        return found.to(rows.dtype)
 
 
 _MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
+
+@contextlib.contextmanager
+def shown_as_numbers(model: nn.Module) -> Iterator[None]:
+    """Show PEFT stacks in four bits of a model on meta as tensors of the numbers' shape and dtype."""
+    kept: list[tuple[Any, str, nn.Parameter]] = []
+    try:
+        for module in filter(are_experts_in_four_bits, model.modules()):
+            for name, packing in module.packings.items():
+                stack, registry = module.get_parameter(name), parameters_of(module)
+                shape = (*stack.shape[:-1], 2 * stack.shape[-1])
+                numbers = torch.empty(shape, dtype=packing.dtype, device="meta")
+                kept.append((registry, name, stack))
+                registry[name] = nn.Parameter(numbers.mT if packing.is_transposed else numbers, requires_grad=False)
+        yield
+    finally:
+        for registry, name, stack in kept:
+            registry[name] = stack
 
 
 def weight_of_expert(module: nn.Module, name: str, expert: int) -> Any:

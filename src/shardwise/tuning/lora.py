@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.models.four_bit_layers import are_experts_in_four_bits
 from shardwise.models.initialize import Additions, RowNorms
 from shardwise.models.selection import AdapterOnly, names_outside
 from shardwise.models.view import Held, look_inside
@@ -129,12 +128,6 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
         everything = peft_compat.AdaptedNames(tuple(modules), tuple(parameters), tuple(modules))
         _require_all_matched(config, everything, modules, parameters)  # where a name is at fault, with the nearest
         raise
-    for layer_name, layer in peft_compat.layers(model):
-        if are_experts_in_four_bits(layer.get_base_layer()):
-            raise ConfigError(
-                f"{layer_name}: target_parameters names experts in four bits, and a LoRA of PEFT's needs numbers. "
-                'Pass quantization=Nf4(stay=("experts",)), or train them in a bank.'
-            )
     found = peft_compat.targets_of(model, name)
     # Of "all-linear" a stored config names every layer, also excluded ones; its tensors are all matched.
     if adapter is not None:

@@ -12,7 +12,8 @@ import dataclasses
 import importlib.util
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, KnownNames
 from shardwise.models import pretrained
-from shardwise.models.four_bit_layers import is_in_four_bits
+from shardwise.models.four_bit_layers import is_in_four_bits, shown_as_numbers
 from shardwise.models.torch_words import original_class
 
 if TYPE_CHECKING:
@@ -142,7 +143,8 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bo
         own.init_lora_weights = True
     own.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
     # PEFT draws values that do not stay; some of them from random numbers that are the user's own.
-    with warnings.catch_warnings(), pretrained.not_initialising(), torch.random.fork_rng(devices=[]):
+    quiet = warnings.catch_warnings()
+    with quiet, pretrained.not_initialising(), torch.random.fork_rng(devices=[]), shown_as_numbers(base):
         warnings.simplefilter("ignore")  # what it warns of is refused, or is told by the report
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
@@ -152,11 +154,36 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bo
     if tuple(map(int, peft_version.split(".")[:2])) < (0, 21):
         # It calls the model's forward, past the hooks by which FSDP2 gathers.
         model.base_model.forward = partial(_called, model.base_model)  # a method of its own could not be pickled
+    for _, layer in layers(model):
+        if _is_packed(layer) and hasattr(layer, "parameter_name"):
+            layer._activate_lora = partial(_with_products, layer)
     tuner: Any = model.base_model
     tuner.merge_adapter = partial(_merged, tuner)
     tuner._unload_and_optionally_merge = partial(_unloaded, tuner)
     model.train(base.training)
     return model
+
+
+def _is_packed(layer: Any) -> bool:
+    base = layer.get_base_layer()
+    return is_in_four_bits(base) or getattr(layer, "parameter_name", None) in getattr(base, "packings", ())
+
+
+@contextmanager
+def _with_products(layer: Any, adapters: Sequence[str]) -> Iterator[None]:
+    """``ParamWrapper._activate_lora`` on a stack in four bits, which stays bytes."""
+    experts, count = layer.get_base_layer(), layer.num_experts
+    before = experts.deltas
+    for name in adapters:
+        if name in layer.lora_A:
+            A, B = layer.lora_A[name].weight, layer.lora_B[name].weight
+            first = A.reshape(count, -1, A.shape[1]).mT  # expert by expert
+            second = B.reshape(len(B), -1, count).permute(2, 1, 0)  # and rank by rank
+            experts.deltas += ((layer.parameter_name, first, layer.scaling[name] * second),)
+    try:
+        yield
+    finally:
+        experts.deltas = before
 
 
 def _merged(tuner: Any, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:  # noqa: FBT001, FBT002
@@ -185,7 +212,7 @@ def _require_in_place(tuner: Any, *, safe_merge: bool) -> None:
     """
     for name, layer in layers(tuner):
         base = layer.get_base_layer()
-        if is_in_four_bits(base):
+        if _is_packed(layer):
             raise ConfigError(f"{name} is in four bits, and nothing is merged into it in its place; {_INSTEAD}")
         if not any(isinstance(each, DTensor) for each in base.parameters(recurse=False)):
             continue
@@ -203,10 +230,12 @@ def _require_names() -> None:
     with KnownNames("peft", "0.20 or 0.21"):
         from peft.tuners import tuners_utils
         from peft.tuners.lora import LoraLayer
+        from peft.tuners.lora.layer import ParamWrapper
         from peft.utils.other import ModulesToSaveWrapper
 
         for owner, names in (
             (LoraLayer, "get_base_layer reset_lora_parameters"),
+            (ParamWrapper, "_activate_lora"),
             (ModulesToSaveWrapper, "forward"),
             (tuners_utils.BaseTuner, "merge_adapter _unload_and_optionally_merge"),
         ):
