@@ -40,13 +40,7 @@ def arms(rows: int, form: str) -> dict[tuple[str, str], Callable[[], Sequence[An
     use_peers("bitsandbytes")
     import bitsandbytes.functional as bnb
 
-    from shardwise.conversion.four_bit import (
-        dequantise_rows,
-        nest_about,
-        packed_shape,
-        quantise_rows,
-        scales_shape,
-    )
+    from shardwise.conversion.four_bit import dequantise_rows, nest_about, packed_shape, quantise_rows, scales_shape
     from shardwise.tensors import Form4
 
     known = Form4(form)

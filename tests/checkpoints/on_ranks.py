@@ -28,11 +28,7 @@ from shardwise.checkpoints import write
 from shardwise.errors import StorageError
 from shardwise.execution import saving_lock
 from shardwise.execution.write import ChunkStaging
-from shardwise.options import (
-    AdapterOnly,
-    CheckpointerOptions,
-    Ignore,
-)
+from shardwise.options import AdapterOnly, CheckpointerOptions, Ignore
 from shardwise.storage.writing import open_writer
 
 MODES = {"sync": "sync", "async": "async"}

@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.scaled import scaled, scales_of
 
-from shardwise.conversion.computed import (
-    SmallestBlocks,
-    aligned_blocks,
-    computed_leaves,
-    computes,
-    pieces,
-)
+from shardwise.conversion.computed import SmallestBlocks, aligned_blocks, computed_leaves, computes, pieces
 from shardwise.conversion.expression import Stored, concat, stack
 from shardwise.tensors import Box, DType
 

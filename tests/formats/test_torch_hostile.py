@@ -15,17 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.formats.torch_building import (
-    Called,
-    Id,
-    Touch,
-    archive,
-    pickled,
-    saved,
-    storage,
-    tensor,
-    torch_file,
-)
+from tests.formats.torch_building import Called, Id, Touch, archive, pickled, saved, storage, tensor, torch_file
 from tests.harness.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError, StorageError

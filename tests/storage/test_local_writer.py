@@ -16,8 +16,14 @@ from typing import Any
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage import reading, writing
-from shardwise.storage.contract import DISK_WRITES, LOCAL_WRITES, NETWORK_FILE_SYSTEM_WRITES, OBJECT_STORE_WRITES
+from shardwise.storage import reading
+from shardwise.storage.contract import (
+    DISK_WRITES,
+    INCOMPLETE,
+    LOCAL_WRITES,
+    NETWORK_FILE_SYSTEM_WRITES,
+    OBJECT_STORE_WRITES,
+)
 from shardwise.storage.writing import LocalWriter
 
 CONTENT = bytes(range(251)) * 60
@@ -43,6 +49,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("no permission to mount")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_write_that_ends_during_a_sync_waits_for_the_next_sync(tmp_path: Path) -> None:
+    class Synced(LocalWriter):
+        def _keep(self, file: str, *others: Any) -> None:
+            self.sync(file)  # as another thread may, between the beginning and the end of a write
+            super()._keep(file, *others)
+
+    with Synced(tmp_path, policy=DISK_WRITES) as writer:
+        put(writer, "a")
+    assert (tmp_path / "a").read_bytes() == CONTENT
 
 
 # ── calls that do less than asked ─────────────────────────────────────────────────────────────────
@@ -488,6 +505,6 @@ def test_a_killed_process_leaves_nothing_under_a_final_name(tmp_path: Path, call
     with LocalWriter(tmp_path) as writer:
         others = sorted(set(writer.list()) - {"index", "model", "model-new"})
         # What was under way to another name is told by its own.
-        assert [name.endswith(writing.INCOMPLETE) for name in others] == [True] * (call in ("fsync", "rename"))
+        assert [name.endswith(INCOMPLETE) for name in others] == [True] * (call in ("fsync", "rename"))
         writer.replace("index", b"newer")
         assert writer.read("index") == b"newer"

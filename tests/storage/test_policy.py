@@ -10,11 +10,7 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.storage import reading
-from shardwise.storage.contract import (
-    LOCAL,
-    NETWORK_FILE_SYSTEM,
-    OBJECT_STORE,
-)
+from shardwise.storage.contract import LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE
 from shardwise.storage.reading import LocalReader, file_system_type, is_network
 
 MOUNTS = r"""22 28 0:20 / /sys rw,nosuid - sysfs sysfs rw

@@ -12,15 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tests.harness.local_ranks import LocalRanks, RankError
 from tests.training import on_ranks, tiny
-from tests.training.on_ranks import (
-    by_trl,
-    initial_adapter,
-    prepare,
-    train,
-    train_until,
-    write_scorer,
-    write_wide,
-)
+from tests.training.on_ranks import by_trl, initial_adapter, prepare, train, train_until, write_scorer, write_wide
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
 

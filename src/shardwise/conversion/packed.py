@@ -8,35 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.conversion import expression, four_bit
 from shardwise.conversion.computed import BadValues, Computed, ComputedBlock, aligned_blocks
 from shardwise.conversion.dequantise import Dequantise
-from shardwise.conversion.expression import (
-    Concat,
-    Expression,
-    Permute,
-    Reshape,
-    Shape,
-    Slice,
-    Stack,
-    concat,
-    permute,
-    reshape,
-    slice_dim,
-    stack,
-)
-from shardwise.conversion.four_bit import (
-    CHUNK,
-    NESTED_BLOCK,
-    dequantise_rows,
-    dynamic_numbers,
-    fits_blocks,
-    packed_shape,
-    quantise_rows,
-    raw_scales_shape,
-    scales_in,
-    scales_shape,
-    scratch_bytes,
-)
 from shardwise.tensors import Box, Code, DType, Form4, FourBitForm, numel
 
 _OUT = "bytes"
@@ -55,7 +29,7 @@ class Reinterpret:
         source: of what it is made of.
     """
 
-    shape: Shape
+    shape: expression.Shape
     dtype: DType
     source: DType
     label: str = "reinterpreting"
@@ -73,17 +47,17 @@ class Reinterpret:
         return {_OUT: values[0].contiguous().view((none.float() if self.dtype is DType.F32 else none.byte()).dtype)}
 
 
-def _reinterpreted(numbers: Expression, dtype: DType) -> Expression:
+def _reinterpreted(numbers: expression.Expression, dtype: DType) -> expression.Expression:
     shape = (*numbers.shape[:-1], numbers.shape[-1] * numbers.dtype.itemsize // dtype.itemsize)
     return Computed(Reinterpret(shape, dtype, numbers.dtype), _OUT, shape, dtype, (numbers,))
 
 
-def as_bytes(numbers: Expression) -> Expression:
+def as_bytes(numbers: expression.Expression) -> expression.Expression:
     """The bytes of numbers, as memory has them: (.., n) become (.., n * itemsize)."""
     return _reinterpreted(numbers, DType.U8)
 
 
-def from_bytes(raw: Expression) -> Expression:
+def from_bytes(raw: expression.Expression) -> expression.Expression:
     """The float32 (.., n) whose bytes (.., 4 n) these are; of what is there as numbers, these."""
     if isinstance(raw, Computed) and isinstance(raw.operation, Reinterpret) and raw.operation.source is DType.F32:
         return raw.sources[0]
@@ -93,8 +67,8 @@ def from_bytes(raw: Expression) -> Expression:
 
 
 def packed(
-    numbers: Expression, form: FourBitForm, block_size: int, *, rounds_to: DType
-) -> tuple[Expression, Expression]:
+    numbers: expression.Expression, form: FourBitForm, block_size: int, *, rounds_to: DType
+) -> tuple[expression.Expression, expression.Expression]:
     """What is kept of a matrix in four bits: packed bytes (.., out, in / 2), and scales.
 
     The latter as the bytes of float32, (.., out, 4 * in / block); of MXFP4 the exponents (.., out, in / 32).
@@ -125,11 +99,11 @@ class StoredRows:
 
     form: FourBitForm
     block_size: int
-    values: Expression
-    scales: Expression
+    values: expression.Expression
+    scales: expression.Expression
 
 
-def stored_rows(numbers: Expression) -> StoredRows | None:
+def stored_rows(numbers: expression.Expression) -> StoredRows | None:
     """The packed rows that numbers are made of, where these are only put together; None of any other.
 
     No block crosses a row, so that rows that are stacked, concatenated or sliced as numbers are so as bytes.
@@ -156,20 +130,22 @@ def stored_rows(numbers: Expression) -> StoredRows | None:
     )
 
 
-def _over_rows(node: Expression, sources: Sequence[Expression]) -> Expression | None:
+def _over_rows(
+    node: expression.Expression, sources: Sequence[expression.Expression]
+) -> expression.Expression | None:
     """The same node over rows of another width; None where it does not leave rows whole."""
     last = len(node.shape) - 1
     match node:
-        case Concat(dim=dim) if dim != last:
-            return concat(sources, dim)
-        case Stack(dim=dim) if dim != last:
-            return stack(sources, dim)
-        case Slice(dim=dim) if dim != last:
-            return slice_dim(sources[0], dim, node.start, node.shape[dim], node.step)
-        case Permute(dims=dims) if dims[-1] == last:
-            return permute(sources[0], dims)
-        case Reshape() if node.shape[-1] == node.source.shape[-1]:
-            return reshape(sources[0], (*node.shape[:-1], sources[0].shape[-1]))
+        case expression.Concat(dim=dim) if dim != last:
+            return expression.concat(sources, dim)
+        case expression.Stack(dim=dim) if dim != last:
+            return expression.stack(sources, dim)
+        case expression.Slice(dim=dim) if dim != last:
+            return expression.slice_dim(sources[0], dim, node.start, node.shape[dim], node.step)
+        case expression.Permute(dims=dims) if dims[-1] == last:
+            return expression.permute(sources[0], dims)
+        case expression.Reshape() if node.shape[-1] == node.source.shape[-1]:
+            return expression.reshape(sources[0], (*node.shape[:-1], sources[0].shape[-1]))
     return None
 
 
@@ -189,28 +165,37 @@ class Unnest:
     label: str = "unpacking scales"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in aligned_blocks(wanted[_NUMBERS], (self.count,), (NESTED_BLOCK,), max(1, most_bytes // 10)):
+        for box in aligned_blocks(
+            wanted[_NUMBERS], (self.count,), (four_bit.NESTED_BLOCK,), max(1, most_bytes // 10)
+        ):
             (start,), (size,) = box.offsets, box.sizes
-            first, last = start // NESTED_BLOCK, -(-(start + size) // NESTED_BLOCK)
+            first, last = start // four_bit.NESTED_BLOCK, -(-(start + size) // four_bit.NESTED_BLOCK)
             yield ComputedBlock((box, Box((first,), (last - first,))), {_NUMBERS: box}, 10 * size)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         codes, nested = values
         found = nested.new_tensor(self.numbers)[codes.int()]
-        scales = nested.repeat_interleave(NESTED_BLOCK)[: found.numel()]
+        scales = nested.repeat_interleave(four_bit.NESTED_BLOCK)[: found.numel()]
         return {_NUMBERS: found.mul_(scales).add_(self.offset)}
 
 
-def unnested(codes: Expression, nested: Expression, offset: float, numbers: tuple[float, ...]) -> Expression:
+def unnested(
+    codes: expression.Expression, nested: expression.Expression, offset: float, numbers: tuple[float, ...]
+) -> expression.Expression:
     """See :class:`Unnest`."""
     count = numel(codes.shape)
-    sources = (reshape(codes, (count,)), reshape(nested, (numel(nested.shape),)))
+    sources = (expression.reshape(codes, (count,)), expression.reshape(nested, (numel(nested.shape),)))
     return Computed(Unnest(count, offset, numbers), _NUMBERS, (count,), DType.F32, sources)
 
 
 def unpacked(
-    values: Expression, scales: Expression, shape: Shape, form: Form4, block_size: int, dtype: DType
-) -> Expression:
+    values: expression.Expression,
+    scales: expression.Expression,
+    shape: expression.Shape,
+    form: Form4,
+    block_size: int,
+    dtype: DType,
+) -> expression.Expression:
     """Numbers, rounded to the ``dtype`` that they had, of packed bytes and float32 scales, row by row in any shape.
 
     Where rows are not whole blocks, blocks go on from row to row: all numbers are computed as one row.
@@ -227,10 +212,11 @@ def unpacked(
     *outer, columns = shape if shape[-1] % block_size == 0 else (numel(shape),)
     computed = (*outer, columns)
     sources = tuple(
-        reshape(source, (*outer, -(-columns // step))) for source, step in ((values, 2), (scales, block_size))
+        expression.reshape(source, (*outer, -(-columns // step)))
+        for source, step in ((values, 2), (scales, block_size))
     )
     made = Computed(Unpack(computed, block_size, form, dtype), _NUMBERS, computed, dtype, sources)
-    return reshape(made, shape)
+    return expression.reshape(made, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +230,7 @@ class Unpack:
         dtype: of the numbers.
     """
 
-    shape: Shape
+    shape: expression.Shape
     block_size: int
     form: Form4
     dtype: DType
@@ -269,11 +255,11 @@ class Unpack:
             stored, packed = packed, packed.new_zeros(whole // 2)
             packed[: stored.numel()] = stored
         out = kinds.get(self.dtype, none.float)().new_empty((*outer, whole))
-        dequantise_rows(packed, scales, self.block_size, self.form, out)
+        four_bit.dequantise_rows(packed, scales, self.block_size, self.form, out)
         return {_NUMBERS: out[..., :columns]}
 
 
-def nested_as_stored(numbers: Expression, form: Form4, block_size: int) -> NestedParts | None:
+def nested_as_stored(numbers: expression.Expression, form: Form4, block_size: int) -> NestedParts | None:
     """What is kept of a matrix that is stored in this form, its scales in a byte each; None of any other.
 
     Only where these bytes stand for what they stand for here.
@@ -282,23 +268,25 @@ def nested_as_stored(numbers: Expression, form: Form4, block_size: int) -> Neste
     if stored is None:
         return None
     values, scales = stored
-    inner = scales.source if isinstance(scales, Reshape) else scales
+    inner = scales.source if isinstance(scales, expression.Reshape) else scales
     if not isinstance(inner, Computed) or not isinstance(inner.operation, Unnest):
         return None
-    if inner.operation.numbers != dynamic_numbers():
+    if inner.operation.numbers != four_bit.dynamic_numbers():
         return None
     codes, nested = inner.sources
-    return NestedParts(values, reshape(codes, scales.shape), nested, _constant(inner.operation.offset, nested))
+    return NestedParts(
+        values, expression.reshape(codes, scales.shape), nested, _constant(inner.operation.offset, nested)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class NestedParts:
     """Packed bytes (.., out, in / 2), codes (.., out, in / block), a float32 for 256 of these, the offset (1,)."""
 
-    packed: Expression
-    codes: Expression
-    nested: Expression
-    offset: Expression
+    packed: expression.Expression
+    codes: expression.Expression
+    nested: expression.Expression
+    offset: expression.Expression
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,17 +305,19 @@ class Constant:
         return {_NUMBERS: values[0].new_tensor((self.number,))}
 
 
-def _constant(number: float, beside: Expression) -> Expression:
+def _constant(number: float, beside: expression.Expression) -> expression.Expression:
     return Computed(Constant(number), _NUMBERS, (1,), DType.F32, (beside,))
 
 
-def stored_form(numbers: Expression) -> tuple[Form4, int] | None:
+def stored_form(numbers: expression.Expression) -> tuple[Form4, int] | None:
     """The form of a matrix that is stored in four bits, and the size of its blocks; None of any other."""
     operation = numbers.operation if isinstance(numbers, Computed) else None
     return (operation.form, operation.block_size) if isinstance(operation, Unpack) else None
 
 
-def _stored_so(numbers: Expression, form: Form4, block_size: int) -> tuple[Expression, ...] | None:
+def _stored_so(
+    numbers: expression.Expression, form: Form4, block_size: int
+) -> tuple[expression.Expression, ...] | None:
     """The packed bytes and the scales of a matrix that is stored in this form; None of any other."""
     return numbers.sources if stored_form(numbers) == (form, block_size) else None
 
@@ -355,7 +345,7 @@ class Quantise:
         dtype: its values are rounded to this first, as they are in a model of this dtype: F32, BF16 or F16.
     """
 
-    shape: Shape
+    shape: expression.Shape
     block: int
     form: Form4
     stored: DType
@@ -368,35 +358,40 @@ class Quantise:
         unit = (*(1 for _ in self.shape[:-1]), width)
         for box in aligned_blocks(rows, self.shape, unit, self._most_elements(most_bytes)):
             gives = {
-                _PACKED: _as_wide(box, packed_shape(self.shape)[-1]),
-                _SCALES: _as_wide(box, raw_scales_shape(self.shape, self.block)[-1]),
+                _PACKED: _as_wide(box, four_bit.packed_shape(self.shape)[-1]),
+                _SCALES: _as_wide(box, four_bit.raw_scales_shape(self.shape, self.block)[-1]),
             }
             if _SCALE_NUMBERS in wanted:
-                gives[_SCALE_NUMBERS] = _as_wide(box, scales_shape(self.shape, self.block)[-1])
+                gives[_SCALE_NUMBERS] = _as_wide(box, four_bit.scales_shape(self.shape, self.block)[-1])
             yield ComputedBlock((box,), gives, self._nbytes(box.numel))
 
     def _nbytes(self, elements: int) -> int:
         """Of a block: as it comes, as it is rounded, what is made of it, and what that takes."""
-        return (self.stored.itemsize + self.dtype.itemsize + 1) * elements + scratch_bytes(elements)
+        return (self.stored.itemsize + self.dtype.itemsize + 1) * elements + four_bit.scratch_bytes(elements)
 
     def _most_elements(self, most_bytes: int) -> int:
         """Of a block of at most so many bytes."""
         small = most_bytes // self._nbytes(1)
-        if small < CHUNK:
+        if small < four_bit.CHUNK:
             return small
-        return min(_MOST_ELEMENTS, (most_bytes - scratch_bytes(CHUNK)) // (self._nbytes(1) - scratch_bytes(1)))
+        return min(
+            _MOST_ELEMENTS,
+            (most_bytes - four_bit.scratch_bytes(four_bit.CHUNK)) // (self._nbytes(1) - four_bit.scratch_bytes(1)),
+        )
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         """Raises :class:`BadValues` for rows that are not finite."""
         none = values[0].new_empty(0).byte()
         packed, raw = (none.new_empty(block.gives[name].sizes) for name in (_PACKED, _SCALES))
-        bad = quantise_rows(_rounded(values[0], self.dtype), self.block, self.form, packed, scales_in(raw))
+        bad = four_bit.quantise_rows(
+            _rounded(values[0], self.dtype), self.block, self.form, packed, four_bit.scales_in(raw)
+        )
         if bad:
             raise BadValues(
                 f"{_told(bad, block.needs[0])} values that are not finite in {self.dtype.label}, and cannot be put "
                 "into 4 bits; the checkpoint is damaged, or leave this weight as it is"
             )
-        return {_PACKED: packed, _SCALES: raw, _SCALE_NUMBERS: scales_in(raw)}
+        return {_PACKED: packed, _SCALES: raw, _SCALE_NUMBERS: four_bit.scales_in(raw)}
 
 
 def _as_wide(box: Box, width: int) -> Box:
@@ -426,7 +421,9 @@ def _told(rows: Sequence[int], box: Box) -> str:
     return f"row {shown} has" if len(rows) == 1 else f"rows {shown}{more} have"
 
 
-def quantised(weight: Expression, block: int, form: Form4, dtype: DType) -> tuple[Expression, Expression]:
+def quantised(
+    weight: expression.Expression, block: int, form: Form4, dtype: DType
+) -> tuple[expression.Expression, expression.Expression]:
     """The codes and the scales (as bytes) of a weight ``[..., rows, width]``, rounded to ``dtype`` before.
 
     See :class:`Quantise`.
@@ -435,20 +432,20 @@ def quantised(weight: Expression, block: int, form: Form4, dtype: DType) -> tupl
         ValueError: its rows are not of whole blocks, or it is not of numbers that can be quantised.
     """
     shape = tuple(weight.shape)
-    if not fits_blocks(shape, block):
+    if not four_bit.fits_blocks(shape, block):
         raise ValueError(f"{weight} has {shape}, whose rows are not of whole blocks of {block}")
     if weight.dtype.kind != "float" or weight.dtype.bits < 8 or dtype not in (DType.F32, DType.BF16, DType.F16):
         raise ValueError(f"{weight}, {weight.dtype.label}, cannot be put into 4 bits by way of {dtype.label}")
     operation = Quantise(shape, block, form, weight.dtype, dtype)
     return (
-        Computed(operation, _PACKED, packed_shape(shape), DType.U8, (weight,)),
-        Computed(operation, _SCALES, raw_scales_shape(shape, block), DType.U8, (weight,)),
+        Computed(operation, _PACKED, four_bit.packed_shape(shape), DType.U8, (weight,)),
+        Computed(operation, _SCALES, four_bit.raw_scales_shape(shape, block), DType.U8, (weight,)),
     )
 
 
-def scales_as_numbers(raw: Expression) -> Expression | None:
+def scales_as_numbers(raw: expression.Expression) -> expression.Expression | None:
     """The scales whose bytes these are, as float32, of the computation that makes them; None of any other bytes."""
     if not isinstance(raw, Computed) or not isinstance(raw.operation, Quantise) or raw.output != _SCALES:
         return None
-    shape = scales_shape(raw.operation.shape, raw.operation.block)
+    shape = four_bit.scales_shape(raw.operation.shape, raw.operation.block)
     return Computed(raw.operation, _SCALE_NUMBERS, shape, DType.F32, raw.sources)

@@ -12,17 +12,8 @@ from typing import TYPE_CHECKING, Literal, Unpack, cast, overload
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from shardwise.engines import arguments
 from shardwise.engines import outline as outlines
-from shardwise.engines.arguments import (
-    OpenSource,
-    agree_on_call,
-    hints_of,
-    read_index,
-    require_known,
-    require_meant,
-    resolve_everywhere,
-    world_of,
-)
 from shardwise.engines.load_plan import Load, LoadOptions, load_words
 from shardwise.engines.loading import carry_out, form_of
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
@@ -62,9 +53,9 @@ def settle_call(
     Raises:
         ConfigError: a value that is not what is meant; a report of what is not loaded.
     """
-    require_known("from_pretrained", keywords, hints_of(outlines.PretrainedOptions))
+    arguments.require_known("from_pretrained", keywords, arguments.hints_of(outlines.PretrainedOptions))
     given = outlines.settled(keywords)
-    require_meant(hints_of(outlines.PretrainedOptions), given)
+    arguments.require_meant(arguments.hints_of(outlines.PretrainedOptions), given)
     outlines.require_trainable(given)
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise ConfigError(
@@ -148,7 +139,7 @@ class Located:
     directory: Path
     config: PreTrainedConfig
     index: CheckpointIndex
-    source: OpenSource
+    source: arguments.OpenSource
     adapters: Mapping[str, Adapter]
 
 
@@ -163,7 +154,7 @@ def find(
     if is_remote:
         directory = stack.enter_context(small_files(world, named, hub))
     else:
-        directory = resolve_everywhere(world, name_or_path, hub, wanted)
+        directory = arguments.resolve_everywhere(world, name_or_path, hub, wanted)
 
     def begin() -> PreTrainedConfig:
         config = outlines.config_of(directory, keywords)
@@ -173,14 +164,14 @@ def find(
     config = world.together(begin)
     extra: tuple[str, ...] = getattr(type(config), "extra_files", ())
     if extra and not is_remote:
-        directory = resolve_everywhere(world, name_or_path, hub, replace(wanted, extra=extra))
+        directory = arguments.resolve_everywhere(world, name_or_path, hub, replace(wanted, extra=extra))
 
     def enter() -> OpenStorage:
         opened = open_storage(name_or_path, hub) if is_remote else open_storage(directory)
         stack.enter_context(opened.reader)
         return opened
 
-    source = read_index(
+    source = arguments.read_index(
         world,
         world.together(enter),
         weights_name=getattr(config, "transformers_weights", None),
@@ -196,12 +187,12 @@ def find(
 
 def _with_adapter(
     world: World,
-    source: OpenSource,
+    source: arguments.OpenSource,
     name: str,
     given: str | os.PathLike[str],
     keywords: outlines.PretrainedOptions,
     stack: ExitStack,
-) -> tuple[OpenSource, Adapter]:
+) -> tuple[arguments.OpenSource, Adapter]:
     """Join a checkpoint and the adapter that the tuning starts from. Collective: yes.
 
     Raises:
@@ -210,10 +201,10 @@ def _with_adapter(
     """
     # Another repository than the base's, with revisions and folders of its own.
     hub = replace(keywords.get("hub", HubOptions()), revision=None, subfolder="", variant=None)
-    folder = resolve_everywhere(world, given, hub, AdapterFiles())
+    folder = arguments.resolve_everywhere(world, given, hub, AdapterFiles())
     file, config = world.together(lambda: (weights_in(folder), peft_compat.config_in(str(folder))))
     reader = stack.enter_context(world.together(lambda: LocalReader(folder)))
-    found, inside = read_index(world, OpenStorage(reader, file)), beside_of(name)
+    found, inside = arguments.read_index(world, OpenStorage(reader, file)), beside_of(name)
     both = replace(
         source,
         index=beside(source.index, found.index, inside),
@@ -303,7 +294,7 @@ def decide_ties(
     world: World,
     built: outlines.Outline,
     pairs: Sequence[tuple[str, str]],
-    source: OpenSource,
+    source: arguments.OpenSource,
     options: LoadOptions,
 ) -> tuple[set[str], int]:
     """Names declared tied that stay untied, because they are stored with values of their own; bytes read for that.
@@ -378,8 +369,8 @@ def from_pretrained(
         CoverageError, FormatError, StorageError, DisagreementError: as for :func:`~shardwise.engines.loading.load`.
     """
     clock = Clock()
-    with world_of(keywords.get("options", LoadOptions()), "from_pretrained") as world:
-        keywords = agree_on_call(
+    with arguments.world_of(keywords.get("options", LoadOptions()), "from_pretrained") as world:
+        keywords = arguments.agree_on_call(
             world, lambda: settle_call(name_or_path, keywords, asks_for_report=output_loading_info)
         )
         model, report = bring_up(world, name_or_path, keywords, clock)

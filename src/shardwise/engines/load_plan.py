@@ -14,45 +14,17 @@ from transformers import PreTrainedModel
 
 from shardwise.conversion.computed import Bindings, SmallestBlocks, computed_leaves, computes
 from shardwise.conversion.expression import rows_stored, stored_leaves
-from shardwise.engines.arguments import (
-    OpenSource,
-)
+from shardwise.engines.arguments import OpenSource
 from shardwise.errors import CoverageError, PlacementError
-from shardwise.execution import Patience
-from shardwise.execution.memory import (
-    Managers,
-    available_memory,
-    collected_later,
-    devices_of,
-    home_of,
-    managers_of,
-    offloads_shards,
-    require_budget,
-)
+from shardwise.execution import Patience, memory
 from shardwise.execution.reading import Arrangement, Destination, arrange
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import ModelLayout, Origin, TensorKind
-from shardwise.models import pretrained
-from shardwise.models.initialize import (
-    NOTHING_ADDED,
-    Additions,
-    BufferRules,
-    ComputedBuffer,
-    Initialisers,
-    unfit_programs,
-)
+from shardwise.models import initialize, pretrained
 from shardwise.models.view import Held, layout_of, look_inside, padded_numels, refuse_subclasses
 from shardwise.planning.load_memory import Available, Homes, forecast_rank
-from shardwise.planning.load_plan import (
-    Consent,
-    Init,
-    LoadPlan,
-    ModelRules,
-    Recompute,
-    Tie,
-    plan_load,
-)
+from shardwise.planning.load_plan import Consent, Init, LoadPlan, ModelRules, Recompute, Tie, plan_load
 from shardwise.report.reports import RankForecast
 
 if TYPE_CHECKING:
@@ -87,7 +59,7 @@ class LoadOptions:
     check_memory: bool = True
 
     def __post_init__(self) -> None:
-        require_budget(self.budget_bytes)
+        memory.require_budget(self.budget_bytes)
 
 
 @dataclass
@@ -107,19 +79,19 @@ class Load:
 
     bindings: Bindings
     consent: Consent
-    buffers: BufferRules
+    buffers: initialize.BufferRules
     options: LoadOptions
     already_read_bytes: int = 0
-    additions: Additions = NOTHING_ADDED
+    additions: initialize.Additions = initialize.NOTHING_ADDED
     is_tuned: bool = False
     notes: tuple[str, ...] = ()
     held: list[Held] = field(init=False)
-    initialisers: Initialisers = field(init=False)
-    computed: Mapping[str, ComputedBuffer] = field(init=False)
+    initialisers: initialize.Initialisers = field(init=False)
+    computed: Mapping[str, initialize.ComputedBuffer] = field(init=False)
     plan: LoadPlan = field(init=False)
     programs: Mapping[str, Program] = field(init=False)
     home: torch.device = field(init=False)
-    managers: Managers = field(init=False)
+    managers: memory.Managers = field(init=False)
     items: Sequence[Destination] = field(init=False)
     shared: Mapping[str, tuple[Boxes, ...]] = field(init=False)
     own: Arrangement = field(init=False)
@@ -155,7 +127,7 @@ class BaseForm:
         """Restore what the model had before a load that has failed."""
 
 
-def load_words(consent: Consent, buffers: BufferRules, options: LoadOptions) -> dict[str, str]:
+def load_words(consent: Consent, buffers: initialize.BufferRules, options: LoadOptions) -> dict[str, str]:
     """What ranks must have in common of how a load is carried out, in words, by name."""
     alone = ("device", "progress", "process_group", "patience")
     return {
@@ -171,19 +143,19 @@ def load_words(consent: Consent, buffers: BufferRules, options: LoadOptions) -> 
     }
 
 
-@collected_later()
+@memory.collected_later()
 def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> None:
     """Decide how a model is filled, on this rank alone, before anything is read."""
     options, policy = load.options, source.reader.policy
     load.held = held = look_inside(model)
     refuse_subclasses(held)
-    load.initialisers = Initialisers(model, held, load.additions)
+    load.initialisers = initialize.Initialisers(model, held, load.additions)
     load.computed = load.initialisers.buffers(load.buffers, seed=options.seed)
     load.plan = make_plan(load, source.index)
     load.programs = foresee_initial_values(load.initialisers, load.plan, options)
-    load.home, load.managers = home_of(held, options.device), managers_of(model)
+    load.home, load.managers = memory.home_of(held, options.device), memory.managers_of(model)
     by_name = {item.fqn: item for item in held}
-    load.items = destinations(load.plan, by_name, devices_of(held, load.managers, load.home))
+    load.items = destinations(load.plan, by_name, memory.devices_of(held, load.managers, load.home))
     load.shared, mode, parts = {}, options.shared_reads, load.items
     if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
         from shardwise.execution.moving import shared_boxes, shared_parts
@@ -196,11 +168,11 @@ def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> N
         policy,
         device=load.home.type,
         budget_bytes=options.budget_bytes,
-        offloads_shards=load.home.type != "cpu" and offloads_shards(load.managers),
+        offloads_shards=load.home.type != "cpu" and memory.offloads_shards(load.managers),
     )
     load.forecast = forecast_rank(load.plan, world.rank, homes, padded_numels(held, load.managers))
     brings_up = any(item.tensor.is_meta for item in held)
-    load.available = available_memory(load.home) if brings_up else Available()
+    load.available = memory.available_memory(load.home) if brings_up else Available()
     load.settings = pretrained.settings_of(load.additions.base or model)
 
 
@@ -230,7 +202,9 @@ def rules_of(model: nn.Module) -> ModelRules:
     return ModelRules(*pretrained.ignore_patterns(model))
 
 
-def foresee_initial_values(initialisers: Initialisers, plan: LoadPlan, options: LoadOptions) -> dict[str, Program]:
+def foresee_initial_values(
+    initialisers: initialize.Initialisers, plan: LoadPlan, options: LoadOptions
+) -> dict[str, Program]:
     """How the missing tensors will be initialised, and that they can be.
 
     Raises:
@@ -242,7 +216,7 @@ def foresee_initial_values(initialisers: Initialisers, plan: LoadPlan, options: 
         if rows_stored(read.expression) is not None and initialisers.additions.new_rows == "initialized"
     ]
     programs = initialisers.programs([*plan.names(Init), *drawn])
-    faults = unfit_programs(programs, options.budget_bytes)
+    faults = initialize.unfit_programs(programs, options.budget_bytes)
     if faults:
         raise CoverageError("tensors are missing that cannot be initialised:\n  " + "\n  ".join(faults))
     return programs

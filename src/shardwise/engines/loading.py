@@ -13,15 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._face import found_at
 from shardwise.conversion.expression import rows_stored
-from shardwise.engines.arguments import (
-    OpenSource,
-    Source,
-    agree_on_call,
-    hints_of,
-    open_source,
-    require_meant,
-    world_of,
-)
+from shardwise.engines import arguments
 from shardwise.engines.load_plan import BaseForm, Load, LoadOptions, load_words, prepare, tie_declared
 from shardwise.errors import CoverageError, PlacementError
 from shardwise.execution.memory import collected_later, materialize
@@ -33,15 +25,7 @@ from shardwise.models.initialize import Additions, BufferRules, RowNorms
 from shardwise.models.pretrained import bind, mark_loaded
 from shardwise.models.view import Held, layout_of, look_inside, meta_leftovers, strided_view, without_compile
 from shardwise.planning.load_memory import spare_tensors, stored_tensors
-from shardwise.planning.load_plan import (
-    Consent,
-    Init,
-    Keep,
-    LoadPlan,
-    OnMissing,
-    OnUnexpected,
-    Read,
-)
+from shardwise.planning.load_plan import Consent, Init, Keep, LoadPlan, OnMissing, OnUnexpected, Read
 from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import processor_count
@@ -51,13 +35,11 @@ from shardwise.tensors import Box
 if TYPE_CHECKING:
     pass
 
-from shardwise.engines.load_plan import (
-    facts_of_plan,
-)
+from shardwise.engines.load_plan import facts_of_plan
 
 
 def carry_out(
-    world: World, model: nn.Module, source: OpenSource, ask: Callable[[], Load], clock: Clock
+    world: World, model: nn.Module, source: arguments.OpenSource, ask: Callable[[], Load], clock: Clock
 ) -> LoadReport:
     """Plan, agree, materialize, read, fill and audit: the same steps for every model and every world size.
 
@@ -129,7 +111,7 @@ def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:
 def make_report(
     world: World,
     model: nn.Module,
-    source: OpenSource,
+    source: arguments.OpenSource,
     load: Load,
     placer: Placer,
     clock: Clock,
@@ -318,7 +300,7 @@ def form_of(model: nn.Module) -> BaseForm:
 def load_checkpoint(
     world: World,
     model: nn.Module,
-    checkpoint: Source,
+    checkpoint: arguments.Source,
     consent: Consent,
     options: LoadOptions,
     clock: Clock,
@@ -331,7 +313,7 @@ def load_checkpoint(
     transforms: list[Any] = []
     base = BaseForm()
     with clock.phase("index"):
-        source = open_source(world, checkpoint, hub)
+        source = arguments.open_source(world, checkpoint, hub)
 
     def ask() -> Load:
         nonlocal base
@@ -357,7 +339,7 @@ def load_checkpoint(
 
 def load(
     model: nn.Module,
-    checkpoint: Source,
+    checkpoint: arguments.Source,
     *,
     key_mapping: Mapping[str, str] | None = None,
     buffers: BufferRules | None = None,
@@ -404,7 +386,7 @@ def load(
     def look() -> tuple[nn.Module, dict[str, str]]:
         consents = {"on_missing": on_missing, "on_mismatched": on_mismatched, "on_unexpected": on_unexpected}
         given = {"model": model, "checkpoint": checkpoint, **consents, "hub": hub, "options": options}
-        require_meant(hints_of(load), given)
+        arguments.require_meant(arguments.hints_of(load), given)
         kind = "a reader" if isinstance(checkpoint, StorageReader) else "a path or a hub id"
         return without_compile(model), {
             "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
@@ -413,8 +395,8 @@ def load(
         }
 
     clock = Clock()
-    with world_of(options, "load") as world:
-        model = agree_on_call(world, look)
+    with arguments.world_of(options, "load") as world:
+        model = arguments.agree_on_call(world, look)
         return load_checkpoint(
             world, model, checkpoint, consent, options, clock, key_mapping=key_mapping, buffers=buffers, hub=hub
         )

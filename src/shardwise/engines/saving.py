@@ -12,18 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.engines import save_plan
 from shardwise.engines.arguments import hints_of, require_meant, world_of
-from shardwise.engines.save_plan import (
-    PeftNames,
-    PreparedSave,
-    SaveOptions,
-    SaveRequest,
-    WrittenNames,
-    chosen,
-    prepare,
-    resolved_dtype,
-    tied_names,
-)
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.committing import Begun, begin_save, commit_save, undo_save
 from shardwise.execution.memory import home_of
@@ -47,9 +37,9 @@ from shardwise.tuning import peft_compat
 
 
 def carry_out_save(
-    ask: Callable[[], SaveRequest],
+    ask: Callable[[], save_plan.SaveRequest],
     on_differing_buffers: OnDiffering,
-    options: SaveOptions,
+    options: save_plan.SaveOptions,
     call: str,
     *,
     verify: bool,
@@ -63,11 +53,13 @@ def carry_out_save(
             writer = world.together(lambda: open_writer(request.directory))
         with writer:
             with clock.phase("plan"):
-                held, places = chosen(world, request)
+                held, places = save_plan.chosen(world, request)
                 shares = agree_on_shares(world, held, on_differing_buffers)
                 budget = options.budget_bytes
                 ready = world.together(
-                    lambda: prepare(request, token, held, places, shares, world.rank, writer.policy, budget)
+                    lambda: save_plan.prepare(
+                        request, token, held, places, shares, world.rank, writer.policy, budget
+                    )
                 )
                 how = ready.digest, repr((request.names, verify)), budget
                 world.require_equal(
@@ -79,8 +71,8 @@ def carry_out_save(
 def _write_and_commit(
     world: World,
     writer: StorageWriter,
-    ready: PreparedSave,
-    options: SaveOptions,
+    ready: save_plan.PreparedSave,
+    options: save_plan.SaveOptions,
     clock: Clock,
     *,
     verify: bool,
@@ -126,7 +118,13 @@ def _write_and_commit(
 
 
 def _report(
-    world: World, emitter: Emitter, ready: PreparedSave, removed: Sequence[str], clock: Clock, *, verify: bool
+    world: World,
+    emitter: Emitter,
+    ready: save_plan.PreparedSave,
+    removed: Sequence[str],
+    clock: Clock,
+    *,
+    verify: bool,
 ) -> SaveReport:
     plan = ready.plan
     return SaveReport(
@@ -140,7 +138,7 @@ def _report(
         written_bytes=sum(emitter.written_bytes.values()),
         dtypes=dict(Counter(entry.dtype.label for entry in plan.entries.values())),
         cast=ready.cast,
-        tied=tied_names(ready),
+        tied=save_plan.tied_names(ready),
         differing_buffers=ready.shares.differing,
         removed=tuple(removed),
         is_verified=verify,
@@ -165,7 +163,11 @@ def _has_owners(world: World, writer: StorageWriter) -> bool:
 
 
 def _write_by_owners(
-    world: World, emitter: Emitter, ready: PreparedSave, options: SaveOptions, progress: ProgressBar
+    world: World,
+    emitter: Emitter,
+    ready: save_plan.PreparedSave,
+    options: save_plan.SaveOptions,
+    progress: ProgressBar,
 ) -> None:
     """Collective: yes."""
     written = write_by_owners(
@@ -183,13 +185,13 @@ def _write_by_owners(
     emitter.sums.update(written.fingerprints)
 
 
-def _small_files(request: SaveRequest, plan: SavePlan) -> dict[str, bytes]:
+def _small_files(request: save_plan.SaveRequest, plan: SavePlan) -> dict[str, bytes]:
     """What transformers, or PEFT, writes beside the weights.
 
     Config, generation config, the model's own code, of an adapter its config; and the tokenizer's files.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        if isinstance(request.names, PeftNames):
+        if isinstance(request.names, save_plan.PeftNames):
             peft_compat.save_config(request.model, request.names.adapter, folder)
         else:
             revert.save_small_files(request.model, _main_dtype(request, plan), Path(folder))
@@ -208,7 +210,7 @@ def _small_files(request: SaveRequest, plan: SavePlan) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in found}
 
 
-def _main_dtype(request: SaveRequest, plan: SavePlan) -> torch.dtype | None:
+def _main_dtype(request: save_plan.SaveRequest, plan: SavePlan) -> torch.dtype | None:
     """The dtype that most of the saved floating-point numbers have; in four bits, that they had."""
     if packed := next((module for module in request.model.modules() if is_in_four_bits(module)), None):
         dtype: torch.dtype = packed.packing.dtype
@@ -220,7 +222,7 @@ def _main_dtype(request: SaveRequest, plan: SavePlan) -> torch.dtype | None:
     return to_torch(numels.most_common(1)[0][0]) if numels else None
 
 
-def _require_same(world: World, emitter: Emitter, ready: PreparedSave) -> None:
+def _require_same(world: World, emitter: Emitter, ready: save_plan.PreparedSave) -> None:
     """Collective: yes."""
 
     def compare() -> tuple[list[str], list[str]]:
@@ -264,10 +266,10 @@ def save(
     tokenizer: Any = None,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "50GB",
-    names: WrittenNames = "hub",
+    names: save_plan.WrittenNames = "hub",
     verify: bool = False,
     on_differing_buffers: OnDiffering = "first_rank",
-    options: SaveOptions = SaveOptions(),  # noqa: B008
+    options: save_plan.SaveOptions = save_plan.SaveOptions(),  # noqa: B008
 ) -> SaveReport:
     """Save a model as safetensors files that ``from_pretrained`` of transformers loads, with its config.
 
@@ -304,11 +306,11 @@ def save(
     """
     model = without_compile(model)
 
-    def ask() -> SaveRequest:
+    def ask() -> save_plan.SaveRequest:
         given = {"model": model, "names": names, "verify": verify, "options": options}
         require_meant(hints_of(save), given)
-        wanted = resolved_dtype(dtype)
-        return SaveRequest(model, directory, names, wanted, in_bytes_of(max_shard_size), tokenizer)
+        wanted = save_plan.resolved_dtype(dtype)
+        return save_plan.SaveRequest(model, directory, names, wanted, in_bytes_of(max_shard_size), tokenizer)
 
     return carry_out_save(ask, on_differing_buffers, options, "save", verify=verify)
 
@@ -322,7 +324,7 @@ def save_adapter(
     dtype: torch.dtype | str | None = None,
     verify: bool = False,
     on_differing_buffers: OnDiffering = "first_rank",
-    options: SaveOptions = SaveOptions(),  # noqa: B008
+    options: save_plan.SaveOptions = save_plan.SaveOptions(),  # noqa: B008
 ) -> SaveReport:
     """Save one adapter of a PEFT model as ``PeftModel.from_pretrained`` loads it: its tensors and its config.
 
@@ -351,7 +353,9 @@ def save_adapter(
     """
     model = without_compile(model)
 
-    def ask() -> SaveRequest:
-        return SaveRequest(model, directory, PeftNames(adapter), resolved_dtype(dtype), tokenizer=tokenizer)
+    def ask() -> save_plan.SaveRequest:
+        return save_plan.SaveRequest(
+            model, directory, save_plan.PeftNames(adapter), save_plan.resolved_dtype(dtype), tokenizer=tokenizer
+        )
 
     return carry_out_save(ask, on_differing_buffers, options, "save_adapter", verify=verify)

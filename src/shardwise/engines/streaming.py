@@ -20,18 +20,9 @@ from shardwise.execution.moving import Exchange, part_of
 from shardwise.execution.replicas import Giver, MergingGiver, PackedRows, agree_on_shares, in_numbers
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin
-from shardwise.models import four_bit_files
+from shardwise.models import four_bit_files, selection
 from shardwise.models.four_bit_layers import SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.revert import Output, revert
-from shardwise.models.selection import (
-    Adapted,
-    AdapterOnly,
-    MergedAdapter,
-    Selection,
-    has_adapters,
-    names_outside,
-    without_adapter,
-)
 from shardwise.models.torch_words import saved_dtype, to_torch
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
 from shardwise.planning.load_plan import OnDiffering
@@ -72,7 +63,7 @@ def walk_tensors(
     model: nn.Module,
     to: Targets,
     names: WrittenNames,
-    only: Selection | MergedAdapter,
+    only: selection.Selection | selection.MergedAdapter,
     dtype: torch.dtype | None,
     on_differing_buffers: OnDiffering,
     options: StreamOptions,
@@ -108,7 +99,7 @@ def _agreed_supply(
     world: World,
     model: nn.Module,
     names: WrittenNames,
-    only: Selection | MergedAdapter,
+    only: selection.Selection | selection.MergedAdapter,
     arguments: tuple[object, ...],
     on_differing_buffers: OnDiffering,
     options: StreamOptions,
@@ -117,14 +108,14 @@ def _agreed_supply(
     held = world.together(lambda: _looked_at(model, names, only))
     world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
     chosen: dict[str, str] = {}
-    if isinstance(only, AdapterOnly):
-        chosen = world.from_first(lambda: names_outside(model, held, only))
+    if isinstance(only, selection.AdapterOnly):
+        chosen = world.from_first(lambda: selection.names_outside(model, held, only))
         wanted = set(chosen.values())
         held = [item for item in held if wanted.intersection(item.names)]
     shares = agree_on_shares(world, held, on_differing_buffers).by_name
     by_name = {name: item for item in held for name in item.names}
     giver = Giver(by_name, shares, world.rank)
-    if isinstance(only, AdapterOnly):
+    if isinstance(only, selection.AdapterOnly):
         layout = layout_of(held, lambda item: Origin.NOWHERE)
         outputs: Mapping[str, Output] = {key: Output.of(key, layout.by_name[name]) for key, name in chosen.items()}
     else:
@@ -136,7 +127,7 @@ def _agreed_supply(
 
 
 def _merging(
-    world: World, held: Sequence[Held], giver: Giver, adapted: Adapted, options: StreamOptions
+    world: World, held: Sequence[Held], giver: Giver, adapted: selection.Adapted, options: StreamOptions
 ) -> MergingGiver:
     """What gives the tensors with the adapter merged in, which every rank then holds whole. Collective: yes."""
     layout, shares = layout_of(held, lambda item: Origin.NOWHERE), giver.shares
@@ -149,9 +140,11 @@ def _merging(
     return MergingGiver(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
 
 
-def _looked_at(model: nn.Module, names: WrittenNames, only: Selection | MergedAdapter) -> list[Held]:
+def _looked_at(
+    model: nn.Module, names: WrittenNames, only: selection.Selection | selection.MergedAdapter
+) -> list[Held]:
     held = look_inside(model)
-    if not isinstance(only, AdapterOnly):
+    if not isinstance(only, selection.AdapterOnly):
         four_bit_files.refuse_without_scales(held)
     if only is not None:
         return held
@@ -159,8 +152,8 @@ def _looked_at(model: nn.Module, names: WrittenNames, only: Selection | MergedAd
 
 
 def _wanted(
-    model: nn.Module, held: list[Held], names: WrittenNames, only: MergedAdapter | None
-) -> tuple[Mapping[str, Output], Adapted | None]:
+    model: nn.Module, held: list[Held], names: WrittenNames, only: selection.MergedAdapter | None
+) -> tuple[Mapping[str, Output], selection.Adapted | None]:
     """The tensors that come out; of a merged adapter also the model without it.
 
     Raises:
@@ -168,7 +161,7 @@ def _wanted(
     """
     layout = layout_of(held, lambda item: Origin.NOWHERE)
     if only is None:
-        if names == "hub" and has_adapters(model):
+        if names == "hub" and selection.has_adapters(model):
             raise ConfigError(
                 f"{type(model).__name__} has adapters of PEFT's, and the hub has no names for both together; pass "
                 "only=MergedAdapter() or only=AdapterOnly(), or names='internal' for all tensors as the model "
@@ -176,7 +169,7 @@ def _wanted(
             )
         return four_bit_files.in_shapes_of_files(held, _outputs(model, layout, names)), None
     four_bit_files.refuse_experts(held, _NOT_MERGED)
-    adapted = without_adapter(model, [name for item in held for name in item.names], only.adapter)
+    adapted = selection.without_adapter(model, [name for item in held for name in item.names], only.adapter)
     return _outputs(adapted.base, adapted.layout(four_bit_files.layout_in_numbers(layout, held)), names), adapted
 
 
@@ -192,7 +185,7 @@ def packed_rows(held: Mapping[str, Held]) -> dict[str, PackedRows]:
 
 
 def tensors_to_come(
-    model: nn.Module, names: WrittenNames, only: MergedAdapter | None, dtype: torch.dtype | None
+    model: nn.Module, names: WrittenNames, only: selection.MergedAdapter | None, dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """By key, dtype and shape of what :func:`walk_tensors` goes through, in its order. Nothing is moved.
 
@@ -271,7 +264,7 @@ def iter_hf_tensors(
     *,
     to: Targets = "all_ranks",
     names: WrittenNames = "hub",
-    only: Selection | MergedAdapter = None,
+    only: selection.Selection | selection.MergedAdapter = None,
     dtype: torch.dtype | None = None,
     on_differing_buffers: OnDiffering = "first_rank",
     options: StreamOptions = StreamOptions(),

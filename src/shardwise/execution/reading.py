@@ -35,15 +35,7 @@ from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import LocalBox, TensorKind
 from shardwise.models.torch_words import to_torch
 from shardwise.models.view import Held, raw_bytes, strided_view
-from shardwise.planning.load_memory import (
-    ComputingShare,
-    ReadRequest,
-    Segment,
-    aligned,
-    schedule,
-    segments_of,
-    staging_within,
-)
+from shardwise.planning import load_memory
 from shardwise.planning.load_plan import LoadPlan, Tie
 from shardwise.report.names import collapse, shown_ranks
 from shardwise.storage.contract import FilePlaces, ReadPolicy, StorageReader
@@ -76,7 +68,7 @@ class Arrangement:
 
     destinations: tuple[Destination, ...]
     files: tuple[str, ...]
-    batches: tuple[tuple[torch.device, tuple[ReadRequest, ...]], ...]
+    batches: tuple[tuple[torch.device, tuple[load_memory.ReadRequest, ...]], ...]
     computed: tuple[ComputeTask, ...]
 
 
@@ -103,11 +95,13 @@ def arrange(
     on_device: dict[torch.device, list[tuple[int, Destination]]] = {}
     for number, item in enumerate(items):
         on_device.setdefault(item.device, []).append((number, item))
-    batches: list[tuple[torch.device, tuple[ReadRequest, ...]]] = []
+    batches: list[tuple[torch.device, tuple[load_memory.ReadRequest, ...]]] = []
     for device, group in on_device.items():
         is_on_host = device.type == "cpu"
-        staging_bytes = staging_within(budget_bytes, policy.concurrency, on_device=not is_on_host).nbytes
-        segments: list[tuple[str, Segment]] = []
+        staging_bytes = load_memory.staging_within(
+            budget_bytes, policy.concurrency, on_device=not is_on_host
+        ).nbytes
+        segments: list[tuple[str, load_memory.Segment]] = []
         for number, item in group:
             copied: list[Copy] = []
             for part in item.boxes:
@@ -119,15 +113,15 @@ def arrange(
                 needs_staging = not is_on_host or item.dtype != to_torch(copy.leaf.dtype)
                 segments += (
                     (entry.file, segment)
-                    for segment in segments_of(
+                    for segment in load_memory.segments_of(
                         copy, number, entry, needs_staging=needs_staging, policy=policy, block_bytes=staging_bytes
                     )
                 )
-        requests = schedule(
+        requests = load_memory.schedule(
             segments, policy, staging_bytes=staging_bytes, start_at=start_at if policy.is_remote else 0.0
         )
         batches.append((device, tuple(requests)))
-    most_bytes = ComputingShare.of(budget_bytes, policy.concurrency).most_bytes
+    most_bytes = load_memory.ComputingShare.of(budget_bytes, policy.concurrency).most_bytes
     return Arrangement(items, tuple(files), tuple(batches), tuple(compute_tasks(computed, most_bytes)))
 
 
@@ -208,7 +202,11 @@ class Placer:
         self.written[fqn] = self.written.get(fqn, 0) + numel
 
     def _carry_out(
-        self, requests: Sequence[ReadRequest], filling: FilledTensors, device: torch.device, budget_bytes: int
+        self,
+        requests: Sequence[load_memory.ReadRequest],
+        filling: FilledTensors,
+        device: torch.device,
+        budget_bytes: int,
     ) -> None:
         tools = landings(budget_bytes, self.reader.policy.concurrency, device)
         try:
@@ -217,7 +215,7 @@ class Placer:
             for landing in tools:
                 landing.finish()
 
-    def _answer(self, filling: FilledTensors, request: ReadRequest, landing: Landing) -> None:
+    def _answer(self, filling: FilledTensors, request: load_memory.ReadRequest, landing: Landing) -> None:
         self._read_request(request, filling, landing)
         with self._lock:
             for segment in request.segments:
@@ -225,9 +223,9 @@ class Placer:
             self.read_bytes += request.bytes.nbytes
             self.progress.advance(request.bytes.nbytes)
 
-    def _read_request(self, request: ReadRequest, filling: FilledTensors, landing: Landing) -> None:
+    def _read_request(self, request: load_memory.ReadRequest, filling: FilledTensors, landing: Landing) -> None:
         """Read one range: direct segments into the tensors' memory, the others, and gaps, into staging."""
-        staged: list[tuple[Segment, int]] = []
+        staged: list[tuple[load_memory.Segment, int]] = []
         buffers: list[memoryview] = []
         staging: memoryview | None = None
         position, used = request.bytes.start, 0
@@ -239,7 +237,7 @@ class Placer:
             if gap:
                 assert staging is not None
                 buffers.append(staging[used : used + gap])
-                used += aligned(gap)
+                used += load_memory.aligned(gap)
             if segment.is_direct:
                 target = segment.copy.target.offset * filling.tensors[segment.target].element_size()
                 buffers.append(filling.memory(segment.target)[target : target + segment.bytes.nbytes])
@@ -247,7 +245,7 @@ class Placer:
                 assert staging is not None
                 buffers.append(staging[used : used + segment.bytes.nbytes])
                 staged.append((segment, used))
-                used += aligned(segment.bytes.nbytes)
+                used += load_memory.aligned(segment.bytes.nbytes)
         self.reader.read_vectored(request.file, request.bytes.start, buffers)
         for segment, start in staged:
             landing.put(segment, start, filling.tensors[segment.target])
@@ -259,7 +257,7 @@ class Placer:
     def _compute(self, made: Sequence[ComputeTask], filling: FilledTensors, budget_bytes: int) -> None:
         """Blocks that fit beside each other are made by workers, each its own; larger ones alone, read by all."""
         policy = self.reader.policy
-        share = ComputingShare.of(budget_bytes, policy.concurrency)
+        share = load_memory.ComputingShare.of(budget_bytes, policy.concurrency)
         small = [item for item in made if item.block.nbytes <= share.most_bytes]
         alone = [item for item in made if item.block.nbytes > share.most_bytes]
         if len(small) > 1:
@@ -284,7 +282,7 @@ class Placer:
         for _, requests in arrangement.batches:
             for request in requests:
                 self._answer(inner, request, landing)
-        inputs_bytes = ComputingShare.of(budget_bytes, self.reader.policy.concurrency).staging_bytes
+        inputs_bytes = load_memory.ComputingShare.of(budget_bytes, self.reader.policy.concurrency).staging_bytes
         for made in arrangement.computed:
             self._make(inner, inputs_bytes, made, landing)
         move(item.moves, evaluate(item, values), filling)

@@ -24,18 +24,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, Final, Self
 
 from shardwise.errors import FormatError
-from shardwise.formats.contract import (
-    CheckpointIndex,
-    Composed,
-    FormatFaults,
-    QuantisedForm,
-    TensorEntry,
-    Whole,
-    contents,
-    entries_of,
-    parse_object,
-    unknown_form,
-)
+from shardwise.formats import contract
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Code, DType, Form4, numel
@@ -50,7 +39,7 @@ class Zeros:
         in_a_word: 0, or so many of a column of them, in the code of the elements, are in a word of 32 bits.
     """
 
-    values: Whole
+    values: contract.Whole
     in_a_word: int = 0
 
 
@@ -71,16 +60,16 @@ class Scaled:
         groups: which block of a row each column belongs to, where this is not told by its place.
     """
 
-    values: Whole
-    scales: Whole
+    values: contract.Whole
+    scales: contract.Whole
     shape: tuple[int, ...]
     unit: tuple[int, ...]
     code: Code
     has_exponents: bool = False
-    overall: tuple[Whole, int] | None = None
+    overall: tuple[contract.Whole, int] | None = None
     swaps: bool = False
     zeros: Zeros | None = None
-    groups: Whole | None = None
+    groups: contract.Whole | None = None
 
     kind: ClassVar[str] = "scaled"
 
@@ -95,7 +84,7 @@ class Nested:
         numbers: of the 256 bytes.
     """
 
-    scales: Whole
+    scales: contract.Whole
     offset: float
     numbers: tuple[float, ...]
 
@@ -114,8 +103,8 @@ class FourBits:
         nested: where scales are bytes, what these stand for.
     """
 
-    values: Whole
-    scales: Whole
+    values: contract.Whole
+    scales: contract.Whole
     shape: tuple[int, ...]
     block: int
     form: Form4
@@ -143,16 +132,16 @@ class GroupedIntegers:
         numbers: the group of each input, where it is another than its place says.
     """
 
-    values: Whole
-    zeros: Whole
-    scales: Whole
+    values: contract.Whole
+    zeros: contract.Whole
+    scales: contract.Whole
     shape: tuple[int, int]
     group: int
     dtype: DType
     bits: int = 4
     in_rows: bool = False
     is_less_one: bool = False
-    numbers: Whole | None = None
+    numbers: contract.Whole | None = None
 
     kind: ClassVar[str] = "grouped"
 
@@ -186,11 +175,11 @@ class _Companions:
     """
 
     form: Form4
-    state: TensorEntry
-    entries: Mapping[str, TensorEntry]
+    state: contract.TensorEntry
+    entries: Mapping[str, contract.TensorEntry]
 
     @classmethod
-    def of(cls, index: CheckpointIndex, key: str) -> Self | None:
+    def of(cls, index: contract.CheckpointIndex, key: str) -> Self | None:
         """What lies beside an entry, where it is packed bytes."""
         for form in Form4:
             state = index.entries.get(f"{key}{QUANT_STATE}{form.value}")
@@ -200,7 +189,7 @@ class _Companions:
         return None
 
     @property
-    def small(self) -> list[TensorEntry]:
+    def small(self) -> list[contract.TensorEntry]:
         """What is read of it."""
         maps = [self.entries[end] for end in (QUANT_MAP, NESTED_MAP) if end in self.entries]
         return [entry for entry in (self.state, *maps) if entry.nbytes <= _MOST_STATE_BYTES]
@@ -212,10 +201,10 @@ class _PackedFourBits:
 
     is_kept: bool = True
 
-    def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
-        faults, composed, used = FormatFaults(index.root), dict[str, Composed](), set[str]()
+    def as_numbers(self, reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
+        faults, composed, used = contract.FormatFaults(index.root), dict[str, contract.Composed](), set[str]()
         found = {key: beside for key in index.entries if (beside := _Companions.of(index, key)) is not None}
-        texts = contents(reader, [entry for beside in found.values() for entry in beside.small])
+        texts = contract.contents(reader, [entry for beside in found.values() for entry in beside.small])
         for key, beside in found.items():
             used |= {beside.state.key, *(entry.key for entry in beside.entries.values())}
             try:
@@ -228,14 +217,14 @@ class _PackedFourBits:
                     _FOUR_BIT_FAULTS, f"{shown(key)} belongs to packed bytes that are not stored, or not whole"
                 )
         faults.raise_if_any()
-        kept = {entry for item in composed.values() for entry in entries_of(item.part)}
+        kept = {entry for item in composed.values() for entry in contract.entries_of(item.part)}
         entries = {key: entry for key, entry in index.entries.items() if key not in used or key in kept}
         # Bytes, whatever dtype they are stored under (``bnb_4bit_quant_storage``).
         flat = {key: replace(entries[key], dtype=DType.U8, shape=(entries[key].nbytes,)) for key in composed}
         return replace(index, entries=entries | flat, composed={**index.composed, **composed})
 
 
-def bitsandbytes(config: Mapping[str, Any]) -> QuantisedForm:
+def bitsandbytes(config: Mapping[str, Any]) -> contract.QuantisedForm:
     """That of bitsandbytes' ``quantization_config``.
 
     Raises:
@@ -243,10 +232,10 @@ def bitsandbytes(config: Mapping[str, Any]) -> QuantisedForm:
     """
     if config.get("load_in_4bit") or config.get("_load_in_4bit"):
         return _PackedFourBits()
-    raise unknown_form(f"quant_method {shown(repr(config.get('quant_method')))}")
+    raise contract.unknown_form(f"quant_method {shown(repr(config.get('quant_method')))}")
 
 
-def _composed(values: TensorEntry, beside: _Companions, texts: Mapping[str, bytes]) -> Composed:
+def _composed(values: contract.TensorEntry, beside: _Companions, texts: Mapping[str, bytes]) -> contract.Composed:
     """The numbers that packed bytes stand for.
 
     Raises:
@@ -254,7 +243,7 @@ def _composed(values: TensorEntry, beside: _Companions, texts: Mapping[str, byte
     """
     if beside.state.key not in texts:
         raise FormatError(f"its quant_state has {beside.state.nbytes} bytes, more than any")
-    told = parse_object(texts[beside.state.key], what="its quant_state")
+    told = contract.parse_object(texts[beside.state.key], what="its quant_state")
     shape, block = _shape_in(told), told.get("blocksize")
     if block not in _BLOCK_SIZES or not isinstance(block, int):
         raise FormatError(f"its quant_state has blocks of {shown(repr(block))}")
@@ -278,13 +267,15 @@ def _composed(values: TensorEntry, beside: _Companions, texts: Mapping[str, byte
     dtype = _DTYPES.get(str(told.get("dtype")))
     if dtype is None:
         raise FormatError(f"its quant_state has the dtype {shown(repr(told.get('dtype')))}")
-    return Composed(
-        dtype, shape, FourBits(Whole(values.key), Whole(scales.key), shape, block, beside.form, dtype, nested)
+    return contract.Composed(
+        dtype,
+        shape,
+        FourBits(contract.Whole(values.key), contract.Whole(scales.key), shape, block, beside.form, dtype, nested),
     )
 
 
 def _nested(
-    beside: _Companions, texts: Mapping[str, bytes], told: Mapping[str, object], scales: TensorEntry
+    beside: _Companions, texts: Mapping[str, bytes], told: Mapping[str, object], scales: contract.TensorEntry
 ) -> Nested:
     found, offset = beside.entries.get(NESTED_ABSMAX), told.get("nested_offset")
     if found is None or NESTED_MAP not in beside.entries or scales.dtype is not DType.U8:
@@ -300,7 +291,7 @@ def _nested(
     numbers = texts.get(beside.entries[NESTED_MAP].key, b"")
     if beside.entries[NESTED_MAP].dtype is not DType.F32 or len(numbers) != _BYTES_OF_MAP:
         raise FormatError("its nested_quant_map has not 256 float32")
-    return Nested(Whole(found.key), float(offset), struct.unpack("<256f", numbers))
+    return Nested(contract.Whole(found.key), float(offset), struct.unpack("<256f", numbers))
 
 
 def _shape_in(told: Mapping[str, object]) -> tuple[int, ...]:
@@ -340,9 +331,9 @@ class _LayersInWords:
     is_less_one: bool = False
     is_kept: bool = False
 
-    def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
-        found = {key: dict[str, TensorEntry]() for key in index.entries if _last(key) == _VALUES}
-        faults, composed, entries = FormatFaults(index.root), dict(index.composed), dict(index.entries)
+    def as_numbers(self, reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
+        found = {key: dict[str, contract.TensorEntry]() for key in index.entries if _last(key) == _VALUES}
+        faults, composed, entries = contract.FormatFaults(index.root), dict(index.composed), dict(index.entries)
         for key, entry in index.entries.items():
             layer = f"{key.removesuffix(_last(key))}{_VALUES}"
             if layer in found:
@@ -350,7 +341,7 @@ class _LayersInWords:
             elif _last(key) in (_ZEROS, _GROUPS):
                 faults.add(_FAULTS, f"{shown(key)}: no {_VALUES} is stored that it belongs to")
         stored = [parts[_GROUPS] for parts in found.values() if _GROUPS in parts]
-        groups = contents(
+        groups = contract.contents(
             reader, [item for item in stored if item.dtype is DType.I32 and 0 < item.nbytes <= _MOST_GROUP_BYTES]
         )
         for key, parts in found.items():
@@ -359,7 +350,7 @@ class _LayersInWords:
             except FormatError as error:
                 faults.add(_FAULTS, f"{shown(key)}: {error}")
                 continue
-            composed[f"{key.removesuffix(_VALUES)}{_WEIGHT}"] = Composed(part.dtype, part.shape, part)
+            composed[f"{key.removesuffix(_VALUES)}{_WEIGHT}"] = contract.Composed(part.dtype, part.shape, part)
             for name in (_VALUES, _ZEROS):
                 entries[parts[name].key] = _words_as_bytes(parts[name])
             if part.numbers is None and _GROUPS in parts:
@@ -367,7 +358,7 @@ class _LayersInWords:
         faults.raise_if_any()
         return replace(index, entries=entries, composed=composed)
 
-    def _part(self, parts: Mapping[str, TensorEntry], groups: Mapping[str, bytes]) -> GroupedIntegers:
+    def _part(self, parts: Mapping[str, contract.TensorEntry], groups: Mapping[str, bytes]) -> GroupedIntegers:
         """Raises FormatError where what is stored of a layer makes no sense."""
         if _WEIGHT in parts:
             raise FormatError(f"{_WEIGHT} is stored, too")
@@ -388,9 +379,9 @@ class _LayersInWords:
             )
         ((bits, group, shape),) = fitting
         return GroupedIntegers(
-            Whole(values.key),
-            Whole(zeros.key),
-            Whole(scales.key),
+            contract.Whole(values.key),
+            contract.Whole(zeros.key),
+            contract.Whole(scales.key),
             shape,
             group,
             scales.dtype,
@@ -412,8 +403,8 @@ class _LayersInWords:
         return (bits, group, (out, columns)) if fits else None
 
     def _numbers(
-        self, entry: TensorEntry | None, texts: Mapping[str, bytes], columns: int, group: int
-    ) -> Whole | None:
+        self, entry: contract.TensorEntry | None, texts: Mapping[str, bytes], columns: int, group: int
+    ) -> contract.Whole | None:
         """The group of each input, where it is stored and is another than its place says.
 
         Raises:
@@ -431,18 +422,18 @@ class _LayersInWords:
             raise FormatError(
                 f"{_GROUPS} has groups {min(numbers)} to {max(numbers)}, and there are scales for 0 to {count - 1}"
             )
-        return Whole(entry.key)
+        return contract.Whole(entry.key)
 
 
 def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _told(entry: TensorEntry) -> str:
+def _told(entry: contract.TensorEntry) -> str:
     return f"{entry.dtype.label} {entry.shape}"
 
 
-def _words_as_bytes(words: TensorEntry) -> TensorEntry:
+def _words_as_bytes(words: contract.TensorEntry) -> contract.TensorEntry:
     """The same words as bytes, of which each has the lower ones first."""
     return replace(words, dtype=DType.U8, shape=(words.shape[0], 4 * words.shape[1]))
 
@@ -462,13 +453,13 @@ def _sizes(config: Mapping[str, Any], what: str, known: Collection[int]) -> tupl
     bits = config.get("bits", config.get("w_bit"))
     size = config.get("group_size", config.get("q_group_size", 128))
     if type(bits) is not int or bits not in known:
-        raise unknown_form(f"{what} of bits={shown(repr(bits))}")
+        raise contract.unknown_form(f"{what} of bits={shown(repr(bits))}")
     if type(size) is not int or (size != _ALL and (size < 1 or size % 8)):
-        raise unknown_form(f"{what} with group_size={shown(repr(size))}")
+        raise contract.unknown_form(f"{what} with group_size={shown(repr(size))}")
     return bits, size
 
 
-def awq(config: Mapping[str, Any]) -> QuantisedForm:
+def awq(config: Mapping[str, Any]) -> contract.QuantisedForm:
     """The form of AWQ's ``quantization_config``.
 
     Raises:
@@ -476,11 +467,11 @@ def awq(config: Mapping[str, Any]) -> QuantisedForm:
     """
     version = config.get("version") or config.get("format") or config.get("checkpoint_format") or "gemm"
     if str(version).lower() != "gemm" or config.get("backend") == "llm-awq":
-        raise unknown_form(f"AWQ with version={shown(repr(version))}, and only 'gemm' is read")
+        raise contract.unknown_form(f"AWQ with version={shown(repr(version))}, and only 'gemm' is read")
     return _LayersInWords(frozenset({_sizes(config, "AWQ", (4,))}))
 
 
-def gptq(config: Mapping[str, Any]) -> QuantisedForm:
+def gptq(config: Mapping[str, Any]) -> contract.QuantisedForm:
     """The form of GPTQ's ``quantization_config``.
 
     Raises:
@@ -488,14 +479,14 @@ def gptq(config: Mapping[str, Any]) -> QuantisedForm:
     """
     version = config.get("checkpoint_format") or config.get("format") or "gptq"
     if version not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
-        raise unknown_form(
+        raise contract.unknown_form(
             f"GPTQ with checkpoint_format={shown(repr(version))}, and only gptq and gptq_v2 are read"
         )
     if config.get("pack_dtype", "int32") != "int32":
-        raise unknown_form(f"GPTQ with pack_dtype={shown(repr(config['pack_dtype']))}")
+        raise contract.unknown_form(f"GPTQ with pack_dtype={shown(repr(config['pack_dtype']))}")
     rules = config.get("dynamic") or {}
     if not isinstance(rules, Mapping) or not all(isinstance(rule, Mapping) for rule in rules.values()):
-        raise unknown_form(f"GPTQ with dynamic={shown(repr(rules))}")
+        raise contract.unknown_form(f"GPTQ with dynamic={shown(repr(rules))}")
     told = [config, *({**config, **rule} for name, rule in rules.items() if not name.startswith("-:"))]
     sizes = frozenset(_sizes(item, "GPTQ", (4, 8)) for item in told)
     return _LayersInWords(sizes, in_rows=True, is_less_one=version == "gptq")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final, NoReturn, TypeAlias
 
 from shardwise.errors import ConfigError, FormatError, StorageError
+from shardwise.formats import joining
 from shardwise.formats.contract import (
     CheckpointFormat,
     CheckpointIndex,
@@ -30,21 +31,6 @@ from shardwise.formats.contract import (
     IndexSoFar,
     each,
     listed,
-)
-from shardwise.formats.joining import (
-    MAX_DEPTH,
-    MAX_DIMS,
-    METADATA,
-    Chunk,
-    FoundTensor,
-    KeyPath,
-    WrapperChoice,
-    add_ignored,
-    add_tensors,
-    choose_model,
-    distributed_folders,
-    no_model,
-    where_models_are,
 )
 from shardwise.formats.pickles import DISTRIBUTED_METADATA, Record, read_pickle
 from shardwise.formats.torch_files import read_torch_file, read_torch_tensor
@@ -85,10 +71,10 @@ class DistributedMetadata:
     were, with numbers where there were lists, of all that is there.
     """
 
-    tensors: Mapping[KeyPath, SavedTensor]
-    others: tuple[tuple[KeyPath, str], ...]
-    objects: Mapping[KeyPath, ChunkPlace] = field(default_factory=dict)
-    levels: Mapping[KeyPath, tuple[str | int, ...]] = field(default_factory=dict)
+    tensors: Mapping[joining.KeyPath, SavedTensor]
+    others: tuple[tuple[joining.KeyPath, str], ...]
+    objects: Mapping[joining.KeyPath, ChunkPlace] = field(default_factory=dict)
+    levels: Mapping[joining.KeyPath, tuple[str | int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +82,14 @@ class DistributedFiles:
     """The model's tensors of a folder, and the files they lie in with their sizes."""
 
     files: Mapping[str, int]
-    tensors: tuple[FoundTensor, ...]
-    choice: WrapperChoice
-    others: tuple[tuple[KeyPath, str], ...]
+    tensors: tuple[joining.FoundTensor, ...]
+    choice: joining.WrapperChoice
+    others: tuple[tuple[joining.KeyPath, str], ...]
 
 
 def read_metadata(reader: StorageReader, folder: str = "") -> DistributedMetadata:
     """What ``.metadata`` in ``folder`` tells; see :func:`parse_metadata`."""
-    file = f"{folder}{METADATA}"
+    file = f"{folder}{joining.METADATA}"
     what = f"{shown(file)} in {reader.root}"
     nbytes = reader.size(file)
     if nbytes > MAX_METADATA_BYTES:
@@ -114,7 +100,7 @@ def read_metadata(reader: StorageReader, folder: str = "") -> DistributedMetadat
 def read_distributed(
     reader: StorageReader,
     folder: str = "",
-    choose: Callable[[Collection[KeyPath]], WrapperChoice | None] = choose_model,
+    choose: Callable[[Collection[joining.KeyPath]], joining.WrapperChoice | None] = joining.choose_model,
     metadata: DistributedMetadata | None = None,
 ) -> DistributedFiles | None:
     """The model in ``folder`` (empty, or ending in a slash) of a storage; None where it holds an optimizer only.
@@ -124,7 +110,7 @@ def read_distributed(
     Raises :class:`FormatError` for what contradicts itself or holds what is no data,
     :class:`~shardwise.errors.StorageError` for bytes that do not come.
     """
-    file = f"{folder}{METADATA}"
+    file = f"{folder}{joining.METADATA}"
     what = f"{shown(file)} in {reader.root}"
     metadata = read_metadata(reader, folder) if metadata is None else metadata
     choice = choose(metadata.tensors)
@@ -135,7 +121,7 @@ def read_distributed(
 
     known: dict[bytes, object] = {}
 
-    def read(item: tuple[SavedTensor, Box, ChunkPlace]) -> Chunk:
+    def read(item: tuple[SavedTensor, Box, ChunkPlace]) -> joining.Chunk:
         tensor, box, place = item
         named = f"{shown(tensor.key)} at {box.offsets} in {shown(place.file)}"
         view = read_torch_tensor(reader, place.file, place.bytes, known, what=named)
@@ -144,12 +130,12 @@ def read_distributed(
                 f"{named}: it holds {view.dtype.label} {view.shape}, where the metadata tells of "
                 f"{tensor.dtype.label} {box.sizes}; the folder mixes two saves, or is damaged: write it again"
             )
-        return Chunk(box.offsets, view)
+        return joining.Chunk(box.offsets, view)
 
     jobs = [(tensor, box, place) for tensor in wanted.values() for box, place in tensor.chunks]
     chunks = iter(each(reader, read, jobs))
     tensors = [
-        FoundTensor(path, tensor.dtype, tensor.shape, tuple(next(chunks) for _ in tensor.chunks))
+        joining.FoundTensor(path, tensor.dtype, tensor.shape, tuple(next(chunks) for _ in tensor.chunks))
         for path, tensor in wanted.items()
     ]
     return DistributedFiles(files, tuple(tensors), choice, metadata.others)
@@ -209,10 +195,10 @@ class _Parser:
         places = self.places(self.mapping(fields.get("storage_data"), "storage_data"))
         paths = fields.get("planner_data")
         paths = paths if isinstance(paths, dict) else {}
-        tensors: dict[KeyPath, SavedTensor] = {}
-        others: list[tuple[KeyPath, str]] = []
-        objects: dict[KeyPath, ChunkPlace] = {}
-        levels: dict[KeyPath, tuple[str | int, ...]] = {}
+        tensors: dict[joining.KeyPath, SavedTensor] = {}
+        others: list[tuple[joining.KeyPath, str]] = []
+        objects: dict[joining.KeyPath, ChunkPlace] = {}
+        levels: dict[joining.KeyPath, tuple[str | int, ...]] = {}
         known: set[tuple[object, ...]] = set()
         for key, item in described.items():
             if not isinstance(key, str) or not isinstance(item, Record):
@@ -250,7 +236,7 @@ class _Parser:
     def sizes(self, value: object, name: str) -> tuple[int, ...]:
         if (
             not isinstance(value, tuple)
-            or len(value) > MAX_DIMS
+            or len(value) > joining.MAX_DIMS
             or not all(type(size) is int and 0 <= size < 2**63 for size in value)
         ):
             self.refuse(f"{name} is not a tuple of sizes")
@@ -326,12 +312,12 @@ class _Parser:
             self.refuse(f"{shown(key)} has no properties, or no dtype that can be loaded")
         return dtype
 
-    def path(self, key: str, given: object) -> KeyPath:
+    def path(self, key: str, given: object) -> joining.KeyPath:
         """The keys that lead to a tensor: told by the planner, which flattens nested dicts; else the key alone.
 
         Joined by dots they are ``key``, so that no two tensors have one path.
         """
-        if not isinstance(given, tuple) or not 0 < len(given) <= MAX_DEPTH:
+        if not isinstance(given, tuple) or not 0 < len(given) <= joining.MAX_DEPTH:
             return (key,)
         names = tuple(str(part) for part in given if isinstance(part, str | int))
         # What a planner of another kind says is not believed: joined, the names are the key.
@@ -343,11 +329,11 @@ _MODEL_FOLDERS = ("pytorch_model_fsdp_*", "model", "distributed_checkpoint")
 
 
 class _DistributedFolders(CheckpointFormat):
-    probed = (METADATA,)
-    looked_for = (METADATA,)
+    probed = (joining.METADATA,)
+    looked_for = (joining.METADATA,)
 
     def is_named(self, name: str) -> bool:
-        return name.rpartition("/")[2] == METADATA
+        return name.rpartition("/")[2] == joining.METADATA
 
     def select(
         self,
@@ -355,7 +341,7 @@ class _DistributedFolders(CheckpointFormat):
         name: str,
         faults: FormatFaults,  # noqa: ARG002
     ) -> FileSelection:
-        return FileSelection(_LAYOUT, [], folder=name.removesuffix(METADATA))
+        return FileSelection(_LAYOUT, [], folder=name.removesuffix(joining.METADATA))
 
     def find(
         self,
@@ -363,38 +349,40 @@ class _DistributedFolders(CheckpointFormat):
         names: Sequence[str],
         faults: FormatFaults,  # noqa: ARG002 - as any format
     ) -> FileSelection | None:
-        if METADATA in names:
+        if joining.METADATA in names:
             return FileSelection(_LAYOUT, [])
         models = [
             folder
-            for folder in distributed_folders(names)
+            for folder in joining.distributed_folders(names)
             if any(fnmatchcase(folder, pattern) for pattern in _MODEL_FOLDERS)
         ]
         if len(models) == 1:
             return FileSelection(_LAYOUT, [], folder=f"{models[0]}/")
         chunks = [name for name in names if name.endswith(SUFFIX) and name.count("/") <= 1]
-        if not chunks and not distributed_folders(names):
+        if not chunks and not joining.distributed_folders(names):
             return None
         if any("/" not in name for name in chunks):
             text = (
                 f"{reader.root}: there are {sum('/' not in name for name in chunks)} {SUFFIX} files, but no "
-                f"{METADATA}, which says what is in them and is written last, by rank 0"
+                f"{joining.METADATA}, which says what is in them and is written last, by rank 0"
             )
-            remedy = f"copy {METADATA} here from the machine of rank 0, or take a save that was completed"
+            remedy = f"copy {joining.METADATA} here from the machine of rank 0, or take a save that was completed"
         else:
             text = f"{reader.root}: no weights found, but folders of torch.distributed.checkpoint"
-            remedy = f"the folders with {SUFFIX} files lack their {METADATA}: take a save that was completed"
-        raise FormatError(f"{text}\n{where_models_are(reader, names) or remedy}")
+            remedy = (
+                f"the folders with {SUFFIX} files lack their {joining.METADATA}: take a save that was completed"
+            )
+        raise FormatError(f"{text}\n{joining.where_models_are(reader, names) or remedy}")
 
     def read(
         self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
     ) -> None:
         contents = read_distributed(reader, selection.folder)
         if contents is None:
-            raise no_model(reader, f"{selection.folder}{METADATA}")
+            raise joining.no_model(reader, f"{selection.folder}{joining.METADATA}")
         found.files.update(contents.files)
-        add_ignored(contents.others, contents.choice, found)
-        add_tensors(contents.tensors, contents.choice, found, faults)
+        joining.add_ignored(contents.others, contents.choice, found)
+        joining.add_tensors(contents.tensors, contents.choice, found, faults)
 
 
 FORMAT: Final[CheckpointFormat] = _DistributedFolders()
@@ -412,16 +400,16 @@ def open_state(
     if file is not None:
         saved = read_torch_file(reader, file)
         found.files[saved.file] = saved.file_nbytes
-        add_tensors(saved.tensors, WrapperChoice((), ()), found, faults)
+        joining.add_tensors(saved.tensors, joining.WrapperChoice((), ()), found, faults)
         faults.raise_if_any()
         return CheckpointIndex(reader.root, found.files, found.entries, {}, "torch file", found.composed)
     metadata = read_metadata(reader) if metadata is None else metadata
-    contents = read_distributed(reader, choose=lambda _: WrapperChoice((), ()), metadata=metadata)
+    contents = read_distributed(reader, choose=lambda _: joining.WrapperChoice((), ()), metadata=metadata)
     assert contents is not None
     found.files.update(contents.files)
     for place in metadata.objects.values():
         found.files.setdefault(place.file, reader.size(place.file))
-    add_tensors(contents.tensors, contents.choice, found, faults)
+    joining.add_tensors(contents.tensors, contents.choice, found, faults)
     faults.raise_if_any()
     layout = "torch distributed checkpoint"
     return CheckpointIndex(reader.root, found.files, found.entries, {}, layout, found.composed)
@@ -429,10 +417,10 @@ def open_state(
 
 def holds_optimizer(reader: StorageReader) -> bool:
     """Whether a folder of ``torch.distributed.checkpoint`` has an optimizer's state and no model."""
-    if METADATA not in reader.list():
+    if joining.METADATA not in reader.list():
         return False
     tensors = read_metadata(reader).tensors
-    return bool(tensors) and choose_model(tensors) is None
+    return bool(tensors) and joining.choose_model(tensors) is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +458,7 @@ _FILE = re.compile(
     r"|(random_states|custom_checkpoint)_[0-9]+\.pkl|scaler\.pt"
 )
 _FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_[0-9]+")
-_IN_FOLDER = re.compile(rf"{re.escape(METADATA)}|__[0-9]+_[0-9]+\.distcp")
+_IN_FOLDER = re.compile(rf"{re.escape(joining.METADATA)}|__[0-9]+_[0-9]+\.distcp")
 
 
 def is_of_accelerate(name: object) -> bool:
@@ -532,13 +520,13 @@ def find_saved(path: str | os.PathLike[str], kind: SavedKind, number: int) -> Ac
             return _of_ranks(place.parent, kind, int(numbered[1] or 0))
         return WholeFile(str(place.parent), place.name)
     names = _names_in(place)
-    if METADATA in names:
+    if joining.METADATA in names:
         return Distributed(str(place))
     found: list[AccelerateSave] = []
     if kind.file(number) in names:
         found.append(WholeFile(str(place), kind.file(number)))
     folder = place / kind.folder(number)
-    if (folder / METADATA).is_file():
+    if (folder / joining.METADATA).is_file():
         found.append(Distributed(str(folder)))
     if any(kind.rank_of(name, number) is not None for name in names):
         found.append(_of_ranks(place, kind, number))
@@ -594,7 +582,7 @@ def _nothing(place: Path, names: list[str], kind: SavedKind, number: int) -> For
     if kind.folder(number) in names or any(name.endswith(".distcp") for name in names):
         inner = kind.folder(number) if kind.folder(number) in names else "."
         return FormatError(
-            f"{place / inner}: has no {METADATA}, which is written last; take a save that was completed"
+            f"{place / inner}: has no {joining.METADATA}, which is written last; take a save that was completed"
         )
     looked_for = f"{kind.file(number)}, {kind.folder(number)}/, {kind.rank_file(number, 0)}"
     return FormatError(

@@ -383,8 +383,8 @@ def where_models_are(reader: StorageReader, names: Iterable[str] = ()) -> str:
         return f"pass the folder of the model: {' or '.join(map(shown, models[:LISTED]))}{also}"
     if optimizers:
         return (
-            f"{listed(map(shown, optimizers))}: an optimizer's state; the model's folder is not beside it. That "
-            "path works for merge_weights (optimizer.bin), and for load_accelerate_optimizer"
+            f"{listed(map(shown, optimizers))}: an optimizer's state, without the folder of a "
+            "model beside it. That path works for merge_weights (optimizer.bin), and for load_accelerate_optimizer"
         )
     return ""
 

@@ -16,17 +16,7 @@ from typing import Any, Final, TypeAlias
 
 from shardwise._face import found_at
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.contract import (
-    CheckpointFormat,
-    CheckpointIndex,
-    FileSelection,
-    FormatFaults,
-    IndexSoFar,
-    QuantisedForm,
-    is_there,
-    listed,
-    unknown_form,
-)
+from shardwise.formats import contract
 from shardwise.storage.contract import CannotListError, StorageReader
 from shardwise.storage.names import is_url, shown
 from shardwise.storage.reading import open_storage
@@ -50,7 +40,7 @@ def open_checkpoint(
     weights_name: str | None = None,
     extra_files: Sequence[str] = (),
     variant: str | None = None,
-) -> CheckpointIndex:
+) -> contract.CheckpointIndex:
     """Find the files of a checkpoint and read what they say about their tensors.
 
     ``path`` is a folder, a file of tensors, an index file, the URL of one of these, or a reader. In a folder the
@@ -80,30 +70,30 @@ def open_checkpoint(
         return open_checkpoint(opened.reader, weights_name=weights_name, extra_files=extra_files, variant=variant)
 
 
-def _formats() -> Iterator[CheckpointFormat]:
+def _formats() -> Iterator[contract.CheckpointFormat]:
     """One after the other, as far as anybody asks."""
     for place in FORMATS:
-        found: CheckpointFormat = found_at(place)
+        found: contract.CheckpointFormat = found_at(place)
         yield found
 
 
-def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence[str]) -> CheckpointIndex:
-    faults = FormatFaults(reader.root)
+def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence[str]) -> contract.CheckpointIndex:
+    faults = contract.FormatFaults(reader.root)
     chosen, selection = _select(reader, weights_name, faults)
     extras = [name for name in extra_files if _may_be_read(reader, name)]
-    safetensors: CheckpointFormat = found_at(_SAFETENSORS)
-    found = IndexSoFar()
+    safetensors: contract.CheckpointFormat = found_at(_SAFETENSORS)
+    found = contract.IndexSoFar()
     if chosen is safetensors:  # together, so that what lies in both is found
         chosen.read(reader, replace(selection, files=[*extras, *selection.files]), found, faults)
     else:
         chosen.read(reader, selection, found, faults)
-        safetensors.read(reader, FileSelection("", extras), found, faults)
+        safetensors.read(reader, contract.FileSelection("", extras), found, faults)
     _check_weight_map(selection.weight_map, found.held, faults)
     faults.raise_if_any()
     ignored = found.ignored[:_MOST_IGNORED]
     if len(found.ignored) > _MOST_IGNORED:
         ignored.append(f"... and {len(found.ignored) - _MOST_IGNORED} more")
-    return CheckpointIndex(
+    return contract.CheckpointIndex(
         root=reader.root,
         files=dict(sorted(found.files.items())),
         entries=found.entries,
@@ -118,14 +108,16 @@ def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence
 def _may_be_read(reader: StorageReader, name: str) -> bool:
     """Whether a file is there that need not be: an object store may refuse those it does not have."""
     try:
-        return is_there(reader, name)
+        return contract.is_there(reader, name)
     except StorageError as error:
         if reader.policy.is_remote and isinstance(error.__cause__, PermissionError):
             return False
         raise
 
 
-def _check_weight_map(weight_map: Mapping[str, str], held: Mapping[str, set[str]], faults: FormatFaults) -> None:
+def _check_weight_map(
+    weight_map: Mapping[str, str], held: Mapping[str, set[str]], faults: contract.FormatFaults
+) -> None:
     """Every key is where the index says. Keys of an opened file that the index leaves out are welcome."""
     for key, file in weight_map.items():
         if file in held and key not in held[file]:
@@ -142,7 +134,7 @@ def _variant_in(reader: StorageReader, variant: str) -> str:
     """
     names = [f"{stem}.{variant}{dot}{end}" for stem, dot, end in (name.rpartition(".") for name in _usual())]
     for name in names:
-        if is_there(reader, name):
+        if contract.is_there(reader, name):
             return name
     try:
         there = [name for name in reader.list() if name.endswith((".safetensors", ".bin", ".json"))]
@@ -150,7 +142,7 @@ def _variant_in(reader: StorageReader, variant: str) -> str:
         there = []
     raise FormatError(
         f"{reader.root}: no weights of the variant {variant!r}; looked for {', '.join(names)}; "
-        f"there are {listed(map(shown, there)) or 'none that it tells of'}"
+        f"there are {contract.listed(map(shown, there)) or 'none that it tells of'}"
     )
 
 
@@ -160,8 +152,8 @@ def _usual() -> Iterator[str]:
 
 
 def _select(
-    reader: StorageReader, weights_name: str | None, faults: FormatFaults
-) -> tuple[CheckpointFormat, FileSelection]:
+    reader: StorageReader, weights_name: str | None, faults: contract.FormatFaults
+) -> tuple[contract.CheckpointFormat, contract.FileSelection]:
     """Choose a format and its files, in the order of :func:`open_checkpoint`.
 
     Raises :class:`FormatError` where nothing can be chosen; what is wrong with the choice is added to ``faults``.
@@ -182,13 +174,15 @@ def _select(
     raise _nothing_there(reader.root, [name for name in names if "/" not in name])
 
 
-def _select_probed(reader: StorageReader, faults: FormatFaults) -> tuple[CheckpointFormat, FileSelection]:
+def _select_probed(
+    reader: StorageReader, faults: contract.FormatFaults
+) -> tuple[contract.CheckpointFormat, contract.FileSelection]:
     """By their usual names, one after the other, where the storage does not tell which files it has."""
     refusal: StorageError | None = None
     names = [*_usual(), *itertools.chain.from_iterable(item.probed for item in _formats())]
     for name in names:
         try:
-            if is_there(reader, name):
+            if contract.is_there(reader, name):
                 return _select_named(reader, name, faults)
         except StorageError as error:
             # An object store that must not tell which files it has refuses those it does not have.
@@ -205,7 +199,9 @@ def _select_probed(reader: StorageReader, faults: FormatFaults) -> tuple[Checkpo
     )
 
 
-def _select_named(reader: StorageReader, name: str, faults: FormatFaults) -> tuple[CheckpointFormat, FileSelection]:
+def _select_named(
+    reader: StorageReader, name: str, faults: contract.FormatFaults
+) -> tuple[contract.CheckpointFormat, contract.FileSelection]:
     chosen = next((item for item in _formats() if item.is_named(name)), None)
     if chosen is None:
         *endings, last = itertools.chain.from_iterable(item.endings for item in _formats())
@@ -213,7 +209,7 @@ def _select_named(reader: StorageReader, name: str, faults: FormatFaults) -> tup
             f"{shown(name)} in {reader.root}: this layout is not supported for loading; "
             f"name a file that ends in {', '.join(endings)} or {last}"
         )
-    if not is_there(reader, name):
+    if not contract.is_there(reader, name):
         raise FormatError(
             f"{shown(name)} in {reader.root}: no such file, but it is asked for by name; "
             "check weights_name (transformers_weights in config.json), or download the file"
@@ -226,7 +222,7 @@ def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
     lines = [
         f"{root}: no weights found",
         f"  looked for: {', '.join(looked_for)}",
-        f"  files there: {listed(map(shown, names)) or 'none'}",
+        f"  files there: {contract.listed(map(shown, names)) or 'none'}",
     ]
     if any(fnmatchcase(name, "adapter_model*") for name in names):
         lines.append(
@@ -235,7 +231,7 @@ def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
     lines += [f"  {hint}" for item in _formats() for hint in item.hints(names)]
     others = [name for name in names if name.endswith(".gguf")]
     if others:
-        lines.append(f"  {listed(map(shown, others))}: this layout is not supported for loading.")
+        lines.append(f"  {contract.listed(map(shown, others))}: this layout is not supported for loading.")
     return FormatError("\n".join([*lines, "Check the path, or save the model as safetensors files."]))
 
 
@@ -244,7 +240,7 @@ _OF_MODELOPT: Final = "hf_quant_config.json"
 _MOST_CONFIG_BYTES: Final = 16 << 20
 _ELEMENT_DTYPES: Final = (DType.F8_E4M3, DType.F8_E5M2, DType.U8, DType.I8, DType.I32)
 
-FormOf: TypeAlias = Callable[[Mapping[str, Any]], QuantisedForm]
+FormOf: TypeAlias = Callable[[Mapping[str, Any]], contract.QuantisedForm]
 """The form that a ``quantization_config`` means; a ConfigError where it makes no sense."""
 
 _WITH_SCALES: Final = "shardwise.formats.quantised:form_of"
@@ -264,7 +260,7 @@ and, where what it makes is a new kind of :class:`~shardwise.formats.contract.Co
 ``planning.load_memory.NODES``."""
 
 
-def form_of(config: Mapping[str, Any]) -> QuantisedForm:
+def form_of(config: Mapping[str, Any]) -> contract.QuantisedForm:
     """How weights are stored, as a ``quantization_config`` says.
 
     Raises:
@@ -272,7 +268,7 @@ def form_of(config: Mapping[str, Any]) -> QuantisedForm:
     """
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in QUANTISED:
-        raise unknown_form(f"quant_method {shown(repr(method))}")
+        raise contract.unknown_form(f"quant_method {shown(repr(method))}")
     known: FormOf = found_at(QUANTISED[method])
     return known(config)
 
@@ -287,11 +283,11 @@ def quantization_config_of(content: Mapping[str, Any]) -> Mapping[str, Any] | No
     told = [part["quantization_config"] for part in parts if isinstance(part.get("quantization_config"), Mapping)]
     found: list[Mapping[str, Any]] = [config for number, config in enumerate(told) if config not in told[:number]]
     if len(found) > 1:
-        raise unknown_form("several quantization_configs that differ")
+        raise contract.unknown_form("several quantization_configs that differ")
     return found[0] if found else None
 
 
-def as_the_model_has_it(reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+def as_the_model_has_it(reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
     """A checkpoint whose config says that it is quantised: with the tensors of its model; else as it is.
 
     That is ``config.json`` (see :func:`quantization_config_of`), or modelopt's ``hf_quant_config.json``.
@@ -312,7 +308,7 @@ def as_the_model_has_it(reader: StorageReader, index: CheckpointIndex) -> Checkp
 
 def _content(reader: StorageReader, name: str) -> dict[str, Any]:
     """What a small file of JSON says; nothing where it is not there, or is not such a file."""
-    if not is_there(reader, name) or not 0 < (nbytes := reader.size(name)) <= _MOST_CONFIG_BYTES:
+    if not contract.is_there(reader, name) or not 0 < (nbytes := reader.size(name)) <= _MOST_CONFIG_BYTES:
         return {}
     try:
         content = json.loads(reader.read(name, 0, nbytes))

@@ -17,19 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from shardwise.errors import ConfigError, FormatError
+from shardwise.formats import contract
 from shardwise.formats.coded import Scaled, Zeros
-from shardwise.formats.contract import (
-    OF_ACTIVATIONS,
-    CheckpointIndex,
-    Composed,
-    FormatFaults,
-    QuantisedForm,
-    TensorEntry,
-    Whole,
-    contents,
-    names_beside,
-    unknown_form,
-)
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Code, DType, numel
@@ -69,8 +58,8 @@ class _WithScales:
     def is_kept(self) -> bool:
         return self.kind == "mxfp4"
 
-    def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
-        spare = {key for key in index.entries if OF_ACTIVATIONS.fullmatch(key)}
+    def as_numbers(self, reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
+        spare = {key for key in index.entries if contract.OF_ACTIVATIONS.fullmatch(key)}
         entries = {key: entry for key, entry in index.entries.items() if key not in spare}
         shapes: Mapping[str, tuple[int, ...]] = {}
         if self.kind == "words":
@@ -79,7 +68,7 @@ class _WithScales:
                 for key, entry in entries.items()
             }
             shapes = _stored_shapes(reader, index)
-        pairing = _Pairing(replace(index, entries=entries), self, shapes, FormatFaults(index.root))
+        pairing = _Pairing(replace(index, entries=entries), self, shapes, contract.FormatFaults(index.root))
         pairing.pair()
         pairing.faults.raise_if_any()
         read = {item.part.values.key for item in pairing.composed.values() if isinstance(item.part, Scaled)}
@@ -93,7 +82,7 @@ class _WithScales:
         )
 
 
-def form_of(config: Mapping[str, Any]) -> QuantisedForm:
+def form_of(config: Mapping[str, Any]) -> contract.QuantisedForm:
     """That of a ``quantization_config`` that says how elements and scales lie beside each other.
 
     Raises:
@@ -108,39 +97,39 @@ def form_of(config: Mapping[str, Any]) -> QuantisedForm:
         case "compressed-tensors":
             groups = config.get("config_groups")
             if not isinstance(groups, Mapping) or not groups:
-                raise unknown_form("compressed-tensors without config_groups")
+                raise contract.unknown_form("compressed-tensors without config_groups")
             found = {_of_group(group, config.get("format")) for group in groups.values()}
             if len(found) > 1:
-                raise unknown_form("compressed-tensors with several kinds of weights in one checkpoint")
+                raise contract.unknown_form("compressed-tensors with several kinds of weights in one checkpoint")
             return found.pop()
         case "modelopt":
             inner = config.get("quantization")
             told = config if config.get("quant_algo") or not isinstance(inner, Mapping) else inner
             algorithm = str(told.get("quant_algo"))
             if algorithm not in ("FP8", "NVFP4"):
-                raise unknown_form(f"modelopt's {shown(algorithm)}")
+                raise contract.unknown_form(f"modelopt's {shown(algorithm)}")
             return _WithScales("float8") if algorithm == "FP8" else _WithScales("nvfp4", (16,))
-    raise unknown_form(f"quant_method {shown(repr(method))}")
+    raise contract.unknown_form(f"quant_method {shown(repr(method))}")
 
 
 def _of_group(group: Any, form: object) -> _WithScales:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
-        raise unknown_form("compressed-tensors without weights")
+        raise contract.unknown_form("compressed-tensors without weights")
     kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
     form = group.get("format") or form
     size = weights.get("group_size")
     block = (size,) if strategy in ("group", "tensor_group") and size is not None else ()
     if block and (type(size) is not int or size < 1):
-        raise unknown_form(f"compressed-tensors with group_size {shown(repr(size))}")
+        raise contract.unknown_form(f"compressed-tensors with group_size {shown(repr(size))}")
     needs: tuple[str, ...] = (_ZERO_POINT,) if weights.get("symmetric") is False else ()
     order = weights.get("actorder")
     if order not in (None, False, "weight", "static"):  # these are of calibration, and columns as they were
         if order not in (True, "group", "dynamic") or not block:
-            raise unknown_form(f"compressed-tensors with actorder {shown(repr(order))}")
+            raise contract.unknown_form(f"compressed-tensors with actorder {shown(repr(order))}")
         needs += (_GROUPS,)
     if needs and kind != "int":
-        raise unknown_form(f"compressed-tensors with {needs[0]} of {shown(repr(kind))}")
+        raise contract.unknown_form(f"compressed-tensors with {needs[0]} of {shown(repr(kind))}")
     match (kind, bits if type(bits) is int else 0, form):
         case ("float", 8, _):
             return _WithScales("float8", _pair(weights.get("block_structure")) if strategy == "block" else ())
@@ -150,7 +139,9 @@ def _of_group(group: Any, form: object) -> _WithScales:
             return _WithScales("words", block, width, needs)
         case ("int", 8, _):
             return _WithScales("bytes", block, needs=needs)
-    raise unknown_form(f"compressed-tensors with {shown(repr(kind))} of {bits!r} bits as {shown(repr(form))}")
+    raise contract.unknown_form(
+        f"compressed-tensors with {shown(repr(kind))} of {bits!r} bits as {shown(repr(form))}"
+    )
 
 
 def _pair(value: object) -> tuple[int, ...]:
@@ -172,7 +163,9 @@ _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _SCALES_OF_WEIGHTS = ("scale", "qscale_weight")
 _ZERO_POINT, _GROUPS = "zero_point", "g_idx"
 
-_ScaledParts: TypeAlias = tuple[str, TensorEntry, TensorEntry | None, tuple[TensorEntry, int] | None]
+_ScaledParts: TypeAlias = tuple[
+    str, contract.TensorEntry, contract.TensorEntry | None, tuple[contract.TensorEntry, int] | None
+]
 """A key, its elements, their scales, and the scale of the whole with its power."""
 
 
@@ -180,11 +173,11 @@ _ScaledParts: TypeAlias = tuple[str, TensorEntry, TensorEntry | None, tuple[Tens
 class _Pairing:
     """``shapes`` are those of the elements by key, where they are stored beside them."""
 
-    index: CheckpointIndex
+    index: contract.CheckpointIndex
     form: _WithScales
     shapes: Mapping[str, tuple[int, ...]]
-    faults: FormatFaults
-    composed: dict[str, Composed] = field(default_factory=dict)
+    faults: contract.FormatFaults
+    composed: dict[str, contract.Composed] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
 
     def fault(self, fault: str) -> None:
@@ -206,7 +199,7 @@ class _Pairing:
             if entry.key not in self.used and _is_scale(entry.key):
                 self.fault(f"{shown(entry.key)} is a scale of nothing that is stored")
 
-    def _fault_of(self, key: str, entry: TensorEntry) -> str | None:
+    def _fault_of(self, key: str, entry: contract.TensorEntry) -> str | None:
         """What is wrong with elements themselves."""
         told = f"{shown(entry.key)} is stored as {entry.dtype.label} {entry.shape}, and"
         match self.form.kind:
@@ -218,7 +211,7 @@ class _Pairing:
             return f"{shown(key)} is stored beside {shown(entry.key)}, and one of the two is wanted"
         return None
 
-    def _made_of(self, entry: TensorEntry) -> _ScaledParts | None:
+    def _made_of(self, entry: contract.TensorEntry) -> _ScaledParts | None:
         """The key of what an entry is the elements of, with its scales; None where it is no such elements."""
         key, entries = entry.key, self.index.entries
         if key.endswith(f"_{_ZERO_POINT}"):
@@ -239,21 +232,25 @@ class _Pairing:
                 return self._of_two_scales(entry, key, f"{key}_scale_2", 1)
         return None
 
-    def _of_two_scales(self, entry: TensorEntry, whole: str, overall: str, power: int) -> _ScaledParts:
+    def _of_two_scales(self, entry: contract.TensorEntry, whole: str, overall: str, power: int) -> _ScaledParts:
         found = self.index.entries.get(overall)
         if found is None:
             return whole, entry, None, None
         return whole, entry, self.index.entries.get(f"{whole}_scale"), (found, power)
 
-    def _scale_of(self, key: str) -> TensorEntry | None:
-        names = names_beside(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
+    def _scale_of(self, key: str) -> contract.TensorEntry | None:
+        names = contract.names_beside(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
         found = [self.index.entries[name] for name in names if name in self.index.entries]
         if len(found) > 1:
             self.fault(f"{shown(key)} has several scales: {', '.join(shown(item.key) for item in found)}")
         return found[0] if found else None
 
     def _compose(
-        self, key: str, values: TensorEntry, scales: TensorEntry, overall: tuple[TensorEntry, int] | None
+        self,
+        key: str,
+        values: contract.TensorEntry,
+        scales: contract.TensorEntry,
+        overall: tuple[contract.TensorEntry, int] | None,
     ) -> None:
         self.used |= {values.key, scales.key}
         if overall is not None:
@@ -281,24 +278,24 @@ class _Pairing:
             self.fault(str(error))
             return
         swaps = self.form.kind == "mxfp4"
-        self.composed[key] = Composed(
+        self.composed[key] = contract.Composed(
             DType.F32,
             (*shape[:-2], shape[-1], shape[-2]) if swaps else shape,
             Scaled(
-                Whole(values.key),
-                Whole(scales.key),
+                contract.Whole(values.key),
+                contract.Whole(scales.key),
                 shape,
                 unit,
                 self._code(values),
                 scales.dtype is DType.U8,
-                None if overall is None else (Whole(overall[0].key), overall[1]),
+                None if overall is None else (contract.Whole(overall[0].key), overall[1]),
                 swaps,
                 zeros,
                 groups,
             ),
         )
 
-    def _beside(self, key: str, name: str) -> TensorEntry | None:
+    def _beside(self, key: str, name: str) -> contract.TensorEntry | None:
         """What is stored of elements beside their scales; only integers and floats of 8 bits have that."""
         if self.form.kind in ("mxfp4", "nvfp4"):
             return None
@@ -318,7 +315,7 @@ class _Pairing:
                 raise FormatError(
                     f"{shown(found.key)} has {found.dtype.label} {found.shape}, and {shown(key)} wants {counts}"
                 )
-            return Zeros(Whole(found.key))
+            return Zeros(contract.Whole(found.key))
         in_a_word = _WORD_BITS // self.form.bits
         words = (*counts[:-2], -(-shape[-2] // in_a_word), 4 * counts[-1]) if len(shape) > 1 else ()
         if found.shape != words or counts[-2:-1] != shape[-2:-1]:
@@ -326,9 +323,9 @@ class _Pairing:
                 f"{shown(found.key)} has the shape {found.shape} in bytes, and {shown(key)}, {in_a_word} rows in a "
                 f"word, wants {words}"
             )
-        return Zeros(Whole(found.key), in_a_word)
+        return Zeros(contract.Whole(found.key), in_a_word)
 
-    def _groups(self, key: str, shape: tuple[int, ...]) -> Whole | None:
+    def _groups(self, key: str, shape: tuple[int, ...]) -> contract.Whole | None:
         found = self._beside(key, _GROUPS)
         if found is None:
             return None
@@ -337,9 +334,11 @@ class _Pairing:
                 f"{shown(found.key)} is {found.dtype.label} {found.shape}, and {shown(key)} wants an integer for "
                 f"each of {shape[-1]} columns"
             )
-        return Whole(found.key)
+        return contract.Whole(found.key)
 
-    def _check_columns(self, key: str, values: TensorEntry, shape: tuple[int, ...], unit: tuple[int, ...]) -> None:
+    def _check_columns(
+        self, key: str, values: contract.TensorEntry, shape: tuple[int, ...], unit: tuple[int, ...]
+    ) -> None:
         """Words may be filled in part at the end of a row."""
         if self.form.kind != "words":
             return
@@ -351,7 +350,7 @@ class _Pairing:
         if shape[-1] * self.form.bits % 8 and self.form.block:
             raise FormatError(f"{shown(key)} has {shape[-1]} columns in groups of {unit[-1]}, which is not known")
 
-    def _code(self, values: TensorEntry) -> Code:
+    def _code(self, values: contract.TensorEntry) -> Code:
         match self.form.kind:
             case "float8":
                 return Code[values.dtype.name]
@@ -362,7 +361,7 @@ class _Pairing:
         return Code.E2M1
 
     def _shape_and_unit(
-        self, key: str, values: TensorEntry, scales: TensorEntry
+        self, key: str, values: contract.TensorEntry, scales: contract.TensorEntry
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         shape, block = values.shape, self.form.block
         match self.form.kind:
@@ -389,13 +388,13 @@ def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_scale(key: str) -> bool:
-    if OF_ACTIVATIONS.fullmatch(key):
+    if contract.OF_ACTIVATIONS.fullmatch(key):
         return False
     # Models have scales of their own, such as ``logit_scale``: those are theirs to find missing, or too much.
     return _OF_WEIGHTS.fullmatch(key) is not None
 
 
-def _stored_shapes(reader: StorageReader, index: CheckpointIndex) -> dict[str, tuple[int, ...]]:
+def _stored_shapes(reader: StorageReader, index: contract.CheckpointIndex) -> dict[str, tuple[int, ...]]:
     """Of packed elements by key, where they are stored beside these."""
     found = {
         key.removesuffix("_shape"): entry
@@ -407,14 +406,14 @@ def _stored_shapes(reader: StorageReader, index: CheckpointIndex) -> dict[str, t
             raise FormatError(
                 f"{index.root}: {shown(entry.key)} is {entry.dtype.label} {entry.shape}, and a shape is wanted"
             )
-    texts, kinds = contents(reader, list(found.values())), {DType.I64: "q", DType.I32: "i"}
+    texts, kinds = contract.contents(reader, list(found.values())), {DType.I64: "q", DType.I32: "i"}
     return {
         key: struct.unpack(f"<{entry.shape[0]}{kinds[entry.dtype]}", texts[entry.key])
         for key, entry in found.items()
     }
 
 
-def _as_bytes(words: TensorEntry) -> TensorEntry:
+def _as_bytes(words: contract.TensorEntry) -> contract.TensorEntry:
     """The same elements as bytes, of which each has the lower ones first."""
     if words.dtype is not DType.I32 or not words.shape:
         return words

@@ -25,25 +25,7 @@ from fnmatch import fnmatchcase
 from typing import Final, TypeGuard
 
 from shardwise.errors import FormatError
-from shardwise.formats.contract import (
-    LISTED,
-    CheckpointFormat,
-    FileSelection,
-    FormatFaults,
-    IndexSoFar,
-    TensorEntry,
-    listed,
-    parse_object,
-)
-from shardwise.formats.joining import (
-    MAX_DIMS,
-    Chunk,
-    FoundTensor,
-    StoredView,
-    add_tensor,
-    read_each,
-    select_indexed,
-)
+from shardwise.formats import contract, joining
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import DType, Strided, dtype_named, numel
@@ -60,7 +42,7 @@ def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
     text = header.metadata.get(KEY)
     if text is None:
         return {}
-    told = parse_object(text.encode(), what=f"{shown(header.file)}: {KEY}")
+    told = contract.parse_object(text.encode(), what=f"{shown(header.file)}: {KEY}")
     found: dict[str, tuple[int, ...]] = {}
     for entry in header.entries:
         if entry.key not in told:
@@ -69,7 +51,7 @@ def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
         offsets = value.get(_OFFSETS) if isinstance(value, dict) else None
         if (
             not isinstance(offsets, list)
-            or len(offsets) > MAX_DIMS
+            or len(offsets) > joining.MAX_DIMS
             or len(offsets) != len(entry.shape)
             or not all(type(offset) is int and 0 <= offset < 2**63 for offset in offsets)
         ):
@@ -86,7 +68,7 @@ def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
     return found
 
 
-def from_chunks(key: str, chunks: list[tuple[tuple[int, ...], TensorEntry]]) -> FoundTensor:
+def from_chunks(key: str, chunks: list[tuple[tuple[int, ...], contract.TensorEntry]]) -> joining.FoundTensor:
     """The tensor that parts of the same dtype, each beginning at its offsets, make up.
 
     Raises :class:`FormatError` where they cannot belong together.
@@ -100,10 +82,12 @@ def from_chunks(key: str, chunks: list[tuple[tuple[int, ...], TensorEntry]]) -> 
             )
     ends = [[start + size for start, size in zip(offsets, entry.shape, strict=True)] for offsets, entry in chunks]
     found = tuple(
-        Chunk(offsets, StoredView(entry.file, entry.range, entry.dtype, Strided.contiguous(entry.shape)))
+        joining.Chunk(
+            offsets, joining.StoredView(entry.file, entry.range, entry.dtype, Strided.contiguous(entry.shape))
+        )
         for offsets, entry in chunks
     )
-    return FoundTensor((key,), first.dtype, tuple(map(max, zip(*ends, strict=True))), found)
+    return joining.FoundTensor((key,), first.dtype, tuple(map(max, zip(*ends, strict=True))), found)
 
 
 _USUAL_INDEX: Final = "model.safetensors.index.json"
@@ -114,7 +98,7 @@ _INDEXES = re.compile(r".*\.safetensors\.index(\.[^./]+)?\.json")
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
 
 
-class _SafetensorsFiles(CheckpointFormat):
+class _SafetensorsFiles(contract.CheckpointFormat):
     usual = ("model.safetensors", _USUAL_INDEX)
     endings = (_WEIGHTS, _INDEX)
     looked_for = (f"another *{_INDEX}", f"*{_WEIGHTS}")
@@ -122,17 +106,19 @@ class _SafetensorsFiles(CheckpointFormat):
     def is_named(self, name: str) -> bool:
         return name.endswith(_WEIGHTS) or _INDEXES.fullmatch(name) is not None
 
-    def select(self, reader: StorageReader, name: str, faults: FormatFaults) -> FileSelection:
+    def select(self, reader: StorageReader, name: str, faults: contract.FormatFaults) -> contract.FileSelection:
         if _INDEXES.fullmatch(name):
-            return select_indexed(reader, name, _WEIGHTS, "indexed", faults)
-        return FileSelection("single file", [name])
+            return joining.select_indexed(reader, name, _WEIGHTS, "indexed", faults)
+        return contract.FileSelection("single file", [name])
 
-    def find(self, reader: StorageReader, names: Sequence[str], faults: FormatFaults) -> FileSelection | None:
+    def find(
+        self, reader: StorageReader, names: Sequence[str], faults: contract.FormatFaults
+    ) -> contract.FileSelection | None:
         here = [name for name in names if "/" not in name]
         indexes = _without_side_files(name for name in here if name.endswith(_INDEX))
         if len(indexes) > 1:
             raise FormatError(
-                f"{reader.root}: several index files and no {_USUAL_INDEX}: {listed(indexes)}; "
+                f"{reader.root}: several index files and no {_USUAL_INDEX}: {contract.listed(indexes)}; "
                 "pass the one that is meant as weights_name, or its path"
             )
         if indexes:
@@ -141,15 +127,19 @@ class _SafetensorsFiles(CheckpointFormat):
         if not files:
             return None
         _check_numbering(files, faults)
-        return FileSelection("single file" if len(files) == 1 else "several files without an index", files)
+        return contract.FileSelection("single file" if len(files) == 1 else "several files without an index", files)
 
     def read(
-        self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
+        self,
+        reader: StorageReader,
+        selection: contract.FileSelection,
+        found: contract.IndexSoFar,
+        faults: contract.FormatFaults,
     ) -> None:
-        _add_headers(read_each(reader, sorted(set(selection.files)), read_header, faults), found, faults)
+        _add_headers(joining.read_each(reader, sorted(set(selection.files)), read_header, faults), found, faults)
 
 
-FORMAT: Final[CheckpointFormat] = _SafetensorsFiles()
+FORMAT: Final[contract.CheckpointFormat] = _SafetensorsFiles()
 
 
 def _without_side_files(names: Iterable[str]) -> list[str]:
@@ -158,7 +148,7 @@ def _without_side_files(names: Iterable[str]) -> list[str]:
     return [name for name in kept if not fnmatchcase(name, "consolidated*")] or kept
 
 
-def _check_numbering(files: Sequence[str], faults: FormatFaults) -> None:
+def _check_numbering(files: Sequence[str], faults: contract.FormatFaults) -> None:
     """Where files are numbered "-00002-of-00003" and no index says which there are, none may be missing."""
     found: dict[tuple[str, int], set[int]] = defaultdict(set)
     for file in files:
@@ -168,18 +158,18 @@ def _check_numbering(files: Sequence[str], faults: FormatFaults) -> None:
     for (stem, total), numbers in found.items():
         first = 0 if 0 in numbers else 1
         # The total is a stranger's number: look no further than what is there plus what is listed.
-        looked_at = range(first, first + min(total, len(numbers) + LISTED))
+        looked_at = range(first, first + min(total, len(numbers) + contract.LISTED))
         absent = [number for number in looked_at if number not in numbers]
         if absent:
             faults.add(
                 "incomplete sets of numbered files",
                 f"{shown(stem)}-*-of-{total:05d}{_WEIGHTS}: {len(numbers)} of {total} are there, "
-                f"missing are the numbers {listed(str(number) for number in absent)}",
+                f"missing are the numbers {contract.listed(str(number) for number in absent)}",
             )
 
 
-def _add_headers(headers: Iterable[FileHeader], found: IndexSoFar, faults: FormatFaults) -> None:
-    chunks: dict[str, list[tuple[tuple[int, ...], TensorEntry]]] = defaultdict(list)
+def _add_headers(headers: Iterable[FileHeader], found: contract.IndexSoFar, faults: contract.FormatFaults) -> None:
+    chunks: dict[str, list[tuple[tuple[int, ...], contract.TensorEntry]]] = defaultdict(list)
     for header in headers:
         found.files[header.file] = header.file_nbytes
         found.held[header.file] = {entry.key for entry in header.entries}
@@ -212,7 +202,7 @@ def _add_headers(headers: Iterable[FileHeader], found: IndexSoFar, faults: Forma
             )
             continue
         try:
-            add_tensor(key, from_chunks(key, parts), found, faults)
+            joining.add_tensor(key, from_chunks(key, parts), found, faults)
         except FormatError as error:
             faults.add_error("damaged files", error)
 
@@ -234,7 +224,7 @@ class FileHeader:
     file_nbytes: int
     data_start: int
     metadata: Mapping[str, str]
-    entries: tuple[TensorEntry, ...]
+    entries: tuple[contract.TensorEntry, ...]
 
 
 def read_header(reader: StorageReader, file: str) -> FileHeader:
@@ -263,7 +253,7 @@ def parse_header(file: str, file_nbytes: int, header: bytes) -> FileHeader:
     the file, fits its dtype and shape, and no two share a byte.
     """
     _check_header_length(file, file_nbytes, len(header))
-    fields = parse_object(header, what=f"{shown(file)}: header")
+    fields = contract.parse_object(header, what=f"{shown(file)}: header")
     data_start = _LENGTH_BYTES + len(header)
     try:
         metadata = _metadata(fields.pop("__metadata__", None))
@@ -294,7 +284,7 @@ def _metadata(value: object) -> dict[str, str]:
     return value
 
 
-def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int) -> TensorEntry:
+def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int) -> contract.TensorEntry:
     """The tensor that a field of the header describes. Raises ValueError for what it cannot be."""
     name = f"tensor {shown(key)}"
     if not isinstance(field, dict):
@@ -326,7 +316,7 @@ def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int
             f"{name} reaches to byte {data_start + stop}, but the file ends after {file_nbytes} bytes: "
             f"{data_start + stop - file_nbytes} are missing"
         )
-    return TensorEntry(key, dtype, tuple(shape), file, data_start + start, data_start + stop)
+    return contract.TensorEntry(key, dtype, tuple(shape), file, data_start + start, data_start + stop)
 
 
 def _are_sizes(values: object) -> TypeGuard[list[int]]:
@@ -334,7 +324,7 @@ def _are_sizes(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and 0 <= value <= _MAX_SIZE for value in values)
 
 
-def _check_tiling(entries: Sequence[TensorEntry], data_start: int, file_nbytes: int) -> None:
+def _check_tiling(entries: Sequence[contract.TensorEntry], data_start: int, file_nbytes: int) -> None:
     """Tensors follow each other without a hole or an overlap, from the header's end to the file's end."""
     covered, previous = data_start, "the header"
     for entry in entries:
@@ -378,7 +368,7 @@ class NewFile:
 
     name: str
     header: bytes
-    entries: tuple[TensorEntry, ...]
+    entries: tuple[contract.TensorEntry, ...]
     nbytes: int
 
 
@@ -412,10 +402,10 @@ def lay_out(
             "more files by a smaller max_shard_size"
         )
     header = len(text).to_bytes(_ALIGNMENT, "little") + text
-    entries: list[TensorEntry] = []
+    entries: list[contract.TensorEntry] = []
     place = len(header)
     for key, dtype, shape in items:
         stop = place + numel(shape) * dtype.itemsize
-        entries.append(TensorEntry(key, dtype, shape, name, place, stop))
+        entries.append(contract.TensorEntry(key, dtype, shape, name, place, stop))
         place = stop
     return NewFile(name, header, tuple(entries), place)

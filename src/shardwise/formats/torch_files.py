@@ -19,28 +19,8 @@ from dataclasses import dataclass
 from typing import Final, NoReturn
 
 from shardwise.errors import FormatError
-from shardwise.formats.contract import (
-    CheckpointFormat,
-    FileSelection,
-    FormatFaults,
-    IndexSoFar,
-    each,
-    listed,
-)
-from shardwise.formats.joining import (
-    MAX_DEPTH,
-    Chunk,
-    FoundTensor,
-    KeyPath,
-    StoredView,
-    add_ignored,
-    add_tensors,
-    choose_model,
-    no_model,
-    read_each,
-    select_indexed,
-    why_not_strided,
-)
+from shardwise.formats import joining
+from shardwise.formats.contract import CheckpointFormat, FileSelection, FormatFaults, IndexSoFar, each, listed
 from shardwise.formats.pickles import TORCH_FILE, Other, PickledTensor, Record, Storage, read_pickle
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
@@ -62,7 +42,7 @@ class _TorchFiles(CheckpointFormat):
 
     def select(self, reader: StorageReader, name: str, faults: FormatFaults) -> FileSelection:
         if _INDEXES.fullmatch(name):
-            return select_indexed(reader, name, _WEIGHTS[0], "indexed torch files", faults)
+            return joining.select_indexed(reader, name, _WEIGHTS[0], "indexed torch files", faults)
         return FileSelection("torch file", [name])
 
     def hints(self, names: Sequence[str]) -> list[str]:
@@ -86,14 +66,14 @@ class _TorchFiles(CheckpointFormat):
         self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
     ) -> None:
         files = selection.files
-        contents: list[TorchFileContents] = read_each(reader, files, read_torch_file, faults)
-        choice = choose_model([tensor.path for item in contents for tensor in item.tensors])
+        contents: list[TorchFileContents] = joining.read_each(reader, files, read_torch_file, faults)
+        choice = joining.choose_model([tensor.path for item in contents for tensor in item.tensors])
         if choice is None:
-            raise no_model(reader, " and ".join(map(shown, files)))
+            raise joining.no_model(reader, " and ".join(map(shown, files)))
         for item in contents:
             found.files[item.file] = item.file_nbytes
-            add_ignored(item.others, choice, found)
-            found.held[item.file] = add_tensors(item.tensors, choice, found, faults)
+            joining.add_ignored(item.others, choice, found)
+            found.held[item.file] = joining.add_tensors(item.tensors, choice, found, faults)
 
 
 FORMAT: Final[CheckpointFormat] = _TorchFiles()
@@ -235,8 +215,8 @@ class TorchFileContents:
 
     file: str
     file_nbytes: int
-    tensors: tuple[FoundTensor, ...]
-    others: tuple[tuple[KeyPath, str], ...]
+    tensors: tuple[joining.FoundTensor, ...]
+    others: tuple[tuple[joining.KeyPath, str], ...]
 
 
 def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
@@ -255,7 +235,7 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
     places = each(reader, archive.place_of, storages.values())
     by_name = dict(zip(storages, places, strict=True))
     found = [
-        FoundTensor(path, tensor.dtype, view.shape, (Chunk((0,) * len(view.shape), view),))
+        joining.FoundTensor(path, tensor.dtype, view.shape, (joining.Chunk((0,) * len(view.shape), view),))
         for path, tensor in tensors
         for view in (archive.view_of(tensor, by_name[tensor.storage.name], ".".join(path)),)
     ]
@@ -264,7 +244,7 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
 
 def read_torch_tensor(
     reader: StorageReader, file: str, where: ByteRange, known: dict[bytes, object], *, what: str
-) -> StoredView:
+) -> joining.StoredView:
     """The one tensor that was saved by itself in a range of a file.
 
     ``known`` are the pickles that have been read before: chunks of equal shapes have equal ones.
@@ -305,20 +285,20 @@ class TorchArchive(Archive):
             self.refuse(f"its member {shown(name)} has {where.nbytes} bytes, and should have {storage.nbytes}")
         return where
 
-    def view_of(self, tensor: PickledTensor, place: ByteRange, name: str) -> StoredView:
+    def view_of(self, tensor: PickledTensor, place: ByteRange, name: str) -> joining.StoredView:
         """A tensor as bytes of the file: only its own where they are one run, else its storage's."""
         if tensor.storage.nbytes != place.nbytes:
             self.refuse(f"{shown(name)}: two sizes are told of its storage")
         strided, itemsize = tensor.strided, tensor.dtype.itemsize
-        fault = why_not_strided(strided, place.nbytes // itemsize)
+        fault = joining.why_not_strided(strided, place.nbytes // itemsize)
         if fault is not None:
             self.refuse(f"{shown(name)}: {fault}", remedy="save a contiguous copy of it (tensor.clone())")
         if strided.numel == 0 or strided.is_contiguous:
             start = place.start + (strided.offset * itemsize if strided.numel else 0)
             own = ByteRange(start, start + strided.numel * itemsize)
-            return StoredView(self._file, own, tensor.dtype, Strided.contiguous(strided.sizes))
+            return joining.StoredView(self._file, own, tensor.dtype, Strided.contiguous(strided.sizes))
         whole = place.nbytes // itemsize * itemsize
-        return StoredView(self._file, ByteRange(place.start, place.start + whole), tensor.dtype, strided)
+        return joining.StoredView(self._file, ByteRange(place.start, place.start + whole), tensor.dtype, strided)
 
 
 def refuse_others(reader: StorageReader, file: str) -> None:
@@ -340,7 +320,7 @@ def _refuse_others(part: FileWindow, what: str) -> None:
 
 def _walk(
     value: object, most: int, what: str
-) -> tuple[list[tuple[KeyPath, PickledTensor]], list[tuple[KeyPath, str]]]:
+) -> tuple[list[tuple[joining.KeyPath, PickledTensor]], list[tuple[joining.KeyPath, str]]]:
     """Every tensor with the keys that lead to it, and what else there is; ``most`` bounds the items there can be.
 
     A pickle spends more than a byte on every item, unless its dicts hold each other again and again.
@@ -349,14 +329,14 @@ def _walk(
         raise FormatError(f"{what}: it holds one tensor without a name; save a state dict")
     if not isinstance(value, dict):
         raise FormatError(f"{what}: it holds a {_kind(value)}, not a state dict; save model.state_dict()")
-    tensors: list[tuple[KeyPath, PickledTensor]] = []
-    others: list[tuple[KeyPath, str]] = []
-    waiting: list[tuple[KeyPath, object]] = [((), value)]
+    tensors: list[tuple[joining.KeyPath, PickledTensor]] = []
+    others: list[tuple[joining.KeyPath, str]] = []
+    waiting: list[tuple[joining.KeyPath, object]] = [((), value)]
     visited = 0
     while waiting:
         path, item = waiting.pop()
         visited += 1
-        if len(path) > MAX_DEPTH or visited > most:
+        if len(path) > joining.MAX_DEPTH or visited > most:
             raise FormatError(f"{what}: its dicts are nested too deeply; save model.state_dict()")
         if isinstance(item, PickledTensor):
             tensors.append((path, item))

@@ -28,9 +28,7 @@ from shardwise.execution.supply import StateOptions
 from shardwise.execution.world import World
 from shardwise.formats.distributed import MODEL
 from shardwise.integrations import accelerate_compat as compat
-from shardwise.integrations import (
-    pending,
-)
+from shardwise.integrations import pending
 from shardwise.interchange import accelerate_writing as writing
 from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
 from shardwise.interchange.accelerate_writing import LinkedFolder, WorkFolder, keep_newest, newest_in, state_saved

@@ -16,33 +16,11 @@ from torch.optim import Optimizer
 from shardwise.engines.arguments import world_of
 from shardwise.engines.model_states import set_model_values, stored_values
 from shardwise.engines.optimizer_states import Ours, set_optimizer_values
+from shardwise.execution import supply
 from shardwise.execution.committing import as_renamed, home_of, lists_in
-from shardwise.execution.supply import (
-    BroughtValues,
-    StateOptions,
-    StoredValues,
-    Values,
-    by_canonical_names,
-    require_same_call,
-)
-from shardwise.execution.torch_saves import (
-    Levels,
-    SavedTree,
-    read_distributed_tree,
-    read_file_tree,
-    read_rank_file,
-)
+from shardwise.execution.torch_saves import Levels, SavedTree, read_distributed_tree, read_file_tree, read_rank_file
 from shardwise.execution.world import Clock, World
-from shardwise.formats.distributed import (
-    MODEL,
-    OPTIMIZER,
-    AccelerateSave,
-    Distributed,
-    OfRanks,
-    SavedKind,
-    WholeFile,
-    find_saved,
-)
+from shardwise.formats import distributed
 from shardwise.formats.joining import METADATA
 from shardwise.interchange.accelerate_writing import beside_trained
 from shardwise.models.optimizer_state import Given, ParameterOrder, read, with_names
@@ -66,7 +44,7 @@ class FilesSource:
     path: Path
     number: int
     tolerance: Tolerance
-    options: StateOptions
+    options: supply.StateOptions
 
     def agree(self, world: World, mode: object) -> None:
         """Raise when ranks ask for different things. Collective: yes.
@@ -74,7 +52,9 @@ class FilesSource:
         Raises:
             DisagreementError: naming the ranks.
         """
-        require_same_call(world, os.fspath(self.path), self.number, mode, self.tolerance, options=self.options)
+        supply.require_same_call(
+            world, os.fspath(self.path), self.number, mode, self.tolerance, options=self.options
+        )
 
 
 @torch.no_grad()
@@ -87,7 +67,7 @@ def load_accelerate_model(
     on_missing: OnFault = "error",
     on_unexpected: OnFault = "error",
     on_mismatched: OnFault = "error",
-    options: StateOptions = StateOptions(),  # noqa: B008
+    options: supply.StateOptions = supply.StateOptions(),  # noqa: B008
 ) -> StateReport:
     """Give a model the values that accelerate saved under FSDP, of version 1 or 2, in any of its forms.
 
@@ -140,7 +120,7 @@ def load_accelerate_optimizer(
     on_missing: OnFault = "error",
     on_unexpected: OnFault = "error",
     on_mismatched: OnFault = "error",
-    options: StateOptions = StateOptions(),  # noqa: B008
+    options: supply.StateOptions = supply.StateOptions(),  # noqa: B008
 ) -> StateReport:
     """Give an optimizer what accelerate saved of one, in any of its forms, or a file of ``optimizer.state_dict()``.
 
@@ -206,9 +186,9 @@ def read_optimizer(
     options = source.options
     with ExitStack() as stack:
         with clock.phase("agree"):
-            found = _found(world, source, OPTIMIZER, stack)
+            found = _found(world, source, distributed.OPTIMIZER, stack)
 
-        def take_apart(ours: Ours) -> tuple[Given, Values]:
+        def take_apart(ours: Ours) -> tuple[Given, supply.Values]:
             return _state_of_optimizer(world, found, ours, order, options, stack)
 
         return set_optimizer_values(
@@ -220,16 +200,18 @@ def _also(consent: OnFault, names: Sequence[str]) -> Ignore:
     return Ignore((*(consent.only if isinstance(consent, Ignore) else ()), *names))
 
 
-def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> Values:
+def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> supply.Values:
     """What accelerate saved of a model, wherever and however. Collective: yes."""
-    found = _found(world, source, MODEL, stack)
+    found = _found(world, source, distributed.MODEL, stack)
     match found:
-        case OfRanks(folder, files):
+        case distributed.OfRanks(folder, files):
             state = read_rank_file(world, Path(folder), files)
-            return BroughtValues(world.together(lambda: by_canonical_names(state, f"what {folder} has")))
-        case WholeFile(folder, file):
+            return supply.BroughtValues(
+                world.together(lambda: supply.by_canonical_names(state, f"what {folder} has"))
+            )
+        case distributed.WholeFile(folder, file):
             return stored_values(world, folder, file, source.options, stack)
-        case Distributed(folder):
+        case distributed.Distributed(folder):
             return stored_values(world, folder, METADATA, source.options, stack)
         case _:
             assert_never(found)
@@ -237,19 +219,19 @@ def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> Val
 
 def _state_of_optimizer(
     world: World,
-    found: AccelerateSave,
+    found: distributed.AccelerateSave,
     ours: Ours,
     order: ParameterOrder,
-    options: StateOptions,
+    options: supply.StateOptions,
     stack: ExitStack,
-) -> tuple[Given, Values]:
+) -> tuple[Given, supply.Values]:
     """This rank's part of what was saved, and the values of its tensors. Collective: yes."""
-    if isinstance(found, OfRanks):
+    if isinstance(found, distributed.OfRanks):
         state = read_rank_file(world, Path(found.folder), found.files)
         given = world.together(lambda: _read(state, ours, order)[0])
-        return given, BroughtValues(given.tensors)
+        return given, supply.BroughtValues(given.tensors)
     reader = stack.enter_context(world.together(lambda: LocalReader(found.folder)))
-    file = found.file if isinstance(found, WholeFile) else None
+    file = found.file if isinstance(found, distributed.WholeFile) else None
 
     def look() -> tuple[SavedTree, Given, dict[str, Levels]]:
         tree = read_distributed_tree(reader, options.budget_bytes) if file is None else read_file_tree(reader, file)
@@ -259,24 +241,26 @@ def _state_of_optimizer(
     saved, given, ways = world.from_first(look)
     expressions = stored_tensors(saved.index)
     by_label = {name: expressions[saved.keys[ways[name]]] for name in given.tensors}
-    values = StoredValues(reader, saved.index, by_label, options.budget_bytes)
+    values = supply.StoredValues(reader, saved.index, by_label, options.budget_bytes)
     return (given if world.rank == 0 else Given()), values
 
 
-def _found(world: World, source: FilesSource, kind: SavedKind, stack: ExitStack) -> AccelerateSave:
+def _found(
+    world: World, source: FilesSource, kind: distributed.SavedKind, stack: ExitStack
+) -> distributed.AccelerateSave:
     """What there is; of a save whose renames are not carried out yet, in links until ``stack`` is closed.
 
     Collective: yes.
     """
     path, number = source.path, source.number
 
-    def linked() -> AccelerateSave:
+    def linked() -> distributed.AccelerateSave:
         home = home_of(path)
-        return find_saved(stack.enter_context(as_renamed(home)) / path.relative_to(home), kind, number)
+        return distributed.find_saved(stack.enter_context(as_renamed(home)) / path.relative_to(home), kind, number)
 
     if world.from_first(lambda: bool(lists_in(home_of(path)))):
         return world.together(linked)
-    return world.from_first(lambda: find_saved(path, kind, number))
+    return world.from_first(lambda: distributed.find_saved(path, kind, number))
 
 
 def _read(state: Any, ours: Ours, order: ParameterOrder) -> tuple[Given, dict[str, Levels]]:

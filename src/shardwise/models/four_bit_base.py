@@ -16,21 +16,7 @@ from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression, permute
 from shardwise.conversion.packed import nested_as_stored, packed, stored_form, stored_rows
 from shardwise.errors import ConfigError
-from shardwise.models.four_bit_layers import (
-    NESTED,
-    OFFSET,
-    SCALES,
-    WEIGHT,
-    WHOLE_SCALES,
-    are_experts_in_four_bits,
-    is_in_four_bits,
-    put_experts_into_four_bits,
-    put_into_four_bits,
-    scales_of,
-    stacks_of,
-    why_it_stays,
-    why_they_stay,
-)
+from shardwise.models import four_bit_layers
 from shardwise.models.quantization import (
     KeptForm,
     Packing,
@@ -127,15 +113,15 @@ def _candidates(
     for name, module in modules.items():
         if original_class(module) is nn.Linear:
             assert isinstance(module, nn.Linear)
-            why = why_it_stays(module, quantization)
+            why = four_bit_layers.why_it_stays(module, quantization)
             if module is head or name == last:
                 why = "computes what comes out"
             elif name.endswith(_ROUTERS) and f"{name.rpartition('.')[0]}.experts" in modules:
                 why = "chooses experts"
-            yield (name,), module, WEIGHT, why
-        for local, stack in stacks_of(name, module):
+            yield (name,), module, four_bit_layers.WEIGHT, why
+        for local, stack in four_bit_layers.stacks_of(name, module):
             fqn = f"{name}.{local}"
-            why = why_they_stay(module, stack, quantization, is_stored=fqn in stored)
+            why = four_bit_layers.why_they_stay(module, stack, quantization, is_stored=fqn in stored)
             yield (name, fqn), module, local, why
 
 
@@ -181,14 +167,14 @@ def put_base_into_four_bits(
     if not chosen.layers and not chosen.stacks:
         return bindings, notes_of(chosen, quantization)
     for name, layer in chosen.layers.items():
-        form = next(filter(None, map(stored_form, bindings.offers[f"{name}.{WEIGHT}"])), None)
-        put_into_four_bits(layer, quantization if form is None else of_form(form, quantization))
+        form = next(filter(None, map(stored_form, bindings.offers[f"{name}.{four_bit_layers.WEIGHT}"])), None)
+        four_bit_layers.put_into_four_bits(layer, quantization if form is None else of_form(form, quantization))
     kinds: dict[nn.Module, dict[str, KeptForm]] = {}
     for name, (module, local) in chosen.stacks.items():
         kind = of_form(stacks[name], quantization) if name in stacks else quantization
         kinds.setdefault(module, {})[local] = kind
     for module, names in kinds.items():
-        put_experts_into_four_bits(module, names)
+        four_bit_layers.put_experts_into_four_bits(module, names)
     kept = tuple(sorted(pattern for pattern in chosen.stay))
     mark_in_four_bits(model, config or to_transformers(quantization, kept, model.dtype))
     return offered_in_four_bits(model, bindings), notes_of(chosen, quantization)
@@ -198,7 +184,7 @@ def _stored_stacks(model: nn.Module, bindings: Bindings) -> dict[str, tuple[Four
     """Stacks of experts that a checkpoint has packed, by name: their form, and the size of their blocks."""
     found: dict[str, tuple[FourBitForm, int]] = {}
     for name, module in model.named_modules():
-        for local, _ in stacks_of(name, module):
+        for local, _ in four_bit_layers.stacks_of(name, module):
             for item in bindings.offers.get(f"{name}.{local}", ()):
                 rows = stored_rows(_as_rows(item, is_transposed=getattr(module, "is_transposed", False)))
                 if rows is not None:
@@ -278,23 +264,26 @@ def offered_in_four_bits(model: nn.Module, bindings: Bindings) -> Bindings:
     offers, own = dict(bindings.offers), set[str]()
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        if are_experts_in_four_bits(module):
+        if four_bit_layers.are_experts_in_four_bits(module):
             for local, packing in module.packings.items():
                 if _are_packed(module, local, claims := offers.get(f"{prefix}{local}", ())):
-                    own.add(f"{prefix}{scales_of(local)}")
+                    own.add(f"{prefix}{four_bit_layers.scales_of(local)}")
                 else:
                     offers |= _experts_offered(f"{prefix}{local}", packing, claims)
-        if not is_in_four_bits(module):
+        if not four_bit_layers.is_in_four_bits(module):
             continue
-        weight = f"{prefix}{WEIGHT}"
+        weight = f"{prefix}{four_bit_layers.WEIGHT}"
         claims = offers.get(weight, ())
-        if _are_packed(module, WEIGHT, claims):
-            own |= {f"{prefix}{local}" for local in (SCALES, NESTED, OFFSET)}
+        if _are_packed(module, four_bit_layers.WEIGHT, claims):
+            own |= {
+                f"{prefix}{local}"
+                for local in (four_bit_layers.SCALES, four_bit_layers.NESTED, four_bit_layers.OFFSET)
+            }
             continue
         found = [_kept(module, expression, weight) for expression in claims]
         offers |= {f"{prefix}{local}": tuple(kept[local] for kept in found) for local in found[0]}
-        if module.is_nested and SCALES not in found[0]:
-            module.whole_scales = offers.pop(f"{prefix}{WHOLE_SCALES}")
+        if module.is_nested and four_bit_layers.SCALES not in found[0]:
+            module.whole_scales = offers.pop(f"{prefix}{four_bit_layers.WHOLE_SCALES}")
     taken = own.intersection(bindings.strays)
     unmatched = {key: name for key, name in bindings.unmatched.items() if name not in taken}
     return replace(
@@ -316,13 +305,24 @@ def _experts_offered(fqn: str, packing: Packing, claims: Sequence[Expression]) -
         both = [packed(item, packing.form, packing.block_size, rounds_to=rounds_to) for item in rows]
     except ValueError as error:
         raise ConfigError(f"{fqn}: {error}; load the checkpoint that the model came from") from error
-    return {fqn: tuple(weight for weight, _ in both), scales_of(fqn): tuple(scales for _, scales in both)}
+    return {
+        fqn: tuple(weight for weight, _ in both),
+        four_bit_layers.scales_of(fqn): tuple(scales for _, scales in both),
+    }
 
 
 def _kept(layer: Any, numbers: Expression, name: str) -> dict[str, Expression]:
     """What is kept of a weight, by local name; nested scales that are not stored so come as they are."""
     form, block = layer.packing.form, layer.packing.block_size
     if layer.is_nested and (parts := nested_as_stored(numbers, form, block)) is not None:
-        return {WEIGHT: parts.packed, SCALES: parts.codes, NESTED: parts.nested, OFFSET: parts.offset}
+        return {
+            four_bit_layers.WEIGHT: parts.packed,
+            four_bit_layers.SCALES: parts.codes,
+            four_bit_layers.NESTED: parts.nested,
+            four_bit_layers.OFFSET: parts.offset,
+        }
     weight, scales = packed(numbers, form, block, rounds_to=from_torch(layer.packing.dtype, name))
-    return {WEIGHT: weight, (WHOLE_SCALES if layer.is_nested else SCALES): scales}
+    return {
+        four_bit_layers.WEIGHT: weight,
+        (four_bit_layers.WHOLE_SCALES if layer.is_nested else four_bit_layers.SCALES): scales,
+    }

@@ -21,15 +21,7 @@ from shardwise.conversion.expression import Stored, reshape
 from shardwise.conversion.four_bit import NESTED_BLOCK, dynamic_numbers
 from shardwise.errors import ConfigError
 from shardwise.layout import ModelLayout, TensorKind, TensorLayout
-from shardwise.models.four_bit_layers import (
-    NESTED,
-    OFFSET,
-    SCALES,
-    WEIGHT,
-    are_experts_in_four_bits,
-    is_in_four_bits,
-    scales_of,
-)
+from shardwise.models import four_bit_layers
 from shardwise.models.quantization import Packing
 from shardwise.models.revert import Output
 from shardwise.models.torch_words import from_torch
@@ -46,7 +38,10 @@ BLOCKS = "_blocks"
 
 def has_four_bits(model: nn.Module) -> bool:
     """Whether any layer of a model is in four bits, or any of its experts."""
-    return any(is_in_four_bits(module) or are_experts_in_four_bits(module) for module in model.modules())
+    return any(
+        four_bit_layers.is_in_four_bits(module) or four_bit_layers.are_experts_in_four_bits(module)
+        for module in model.modules()
+    )
 
 
 def held_in_files(held: Sequence[Held]) -> list[Held]:
@@ -62,16 +57,31 @@ def held_in_files(held: Sequence[Held]) -> list[Held]:
     found: list[Held] = []
     for item in held_as_stored(held):
         slot = item.slots[0]
-        if not is_in_four_bits(slot.module) or slot.name not in (WEIGHT, SCALES, NESTED, OFFSET):
+        if not four_bit_layers.is_in_four_bits(slot.module) or slot.name not in (
+            four_bit_layers.WEIGHT,
+            four_bit_layers.SCALES,
+            four_bit_layers.NESTED,
+            four_bit_layers.OFFSET,
+        ):
             found.append(item)
-        elif slot.name == WEIGHT:
+        elif slot.name == four_bit_layers.WEIGHT:
             found.append(item)
             found += _constants(slot.module, item)
-        elif slot.name == SCALES:
+        elif slot.name == four_bit_layers.SCALES:
             scales = item.tensor if slot.module.is_nested else _as_floats(item.tensor)
-            found.append(_renamed(item, scales, item.kind, SCALES, f"{WEIGHT}.{ABSMAX}"))
-        elif slot.name == NESTED:
-            found.append(_renamed(item, item.tensor, item.kind, NESTED, f"{WEIGHT}.{NESTED_ABSMAX}"))
+            found.append(
+                _renamed(item, scales, item.kind, four_bit_layers.SCALES, f"{four_bit_layers.WEIGHT}.{ABSMAX}")
+            )
+        elif slot.name == four_bit_layers.NESTED:
+            found.append(
+                _renamed(
+                    item,
+                    item.tensor,
+                    item.kind,
+                    four_bit_layers.NESTED,
+                    f"{four_bit_layers.WEIGHT}.{NESTED_ABSMAX}",
+                )
+            )
     return found
 
 
@@ -87,7 +97,7 @@ def held_as_stored(held: Sequence[Held]) -> list[Held]:
 
 def _is_mxfp4(module: nn.Module, stack: str) -> bool:
     return (
-        are_experts_in_four_bits(module)
+        four_bit_layers.are_experts_in_four_bits(module)
         and stack in module.packings
         and isinstance(module.packings[stack].form, Code)
     )
@@ -107,7 +117,7 @@ def refuse_without_scales(held: Sequence[Held]) -> None:
 def refuse_experts(held: Sequence[Held], why: str) -> None:
     """Raises ConfigError where experts are in four bits, with the reason why they may not be."""
     for slot in (item.slots[0] for item in held):
-        if are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
+        if four_bit_layers.are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
             raise ConfigError(
                 f"{slot.fqn}: its experts are in four bits, and {why}; or leave "
                 'experts as numbers: quantization=Nf4(stay=("experts",)), or "dequantize"'
@@ -120,7 +130,9 @@ def _constants(layer: Any, weight: Held) -> Iterator[Held]:
     offset = layer.weight_nested_offset.item() if layer.is_nested else None
     constants = constants_of(layer.packing, shape, offset)
     for name, tensor in constants.items():
-        yield _renamed(weight, tensor, TensorKind.PERSISTENT_BUFFER, WEIGHT, f"{WEIGHT}.{name}")
+        yield _renamed(
+            weight, tensor, TensorKind.PERSISTENT_BUFFER, four_bit_layers.WEIGHT, f"{four_bit_layers.WEIGHT}.{name}"
+        )
 
 
 def constants_of(packing: Packing, shape: Sequence[int], offset: float | None) -> dict[str, torch.Tensor]:
@@ -175,12 +187,12 @@ def layout_in_numbers(layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
     for tensor in layout.tensors:
         module, name = slots[tensor.fqn].module, slots[tensor.fqn].name
         packing = None
-        if is_in_four_bits(module):
-            if name in (SCALES, NESTED, OFFSET):
+        if four_bit_layers.is_in_four_bits(module):
+            if name in (four_bit_layers.SCALES, four_bit_layers.NESTED, four_bit_layers.OFFSET):
                 continue
-            packing = module.packing if name == WEIGHT else None
-        elif are_experts_in_four_bits(module):
-            if name in map(scales_of, module.packings):
+            packing = module.packing if name == four_bit_layers.WEIGHT else None
+        elif four_bit_layers.are_experts_in_four_bits(module):
+            if name in map(four_bit_layers.scales_of, module.packings):
                 continue
             packing = module.packings.get(name)
         if packing is not None:
@@ -204,17 +216,18 @@ def in_shapes_of_files(held: Sequence[Held], outputs: Mapping[str, Output]) -> d
         if item.slots[0].name.endswith(BLOCKS)
         and _is_mxfp4(item.slots[0].module, item.slots[0].name.removesuffix(BLOCKS))
     }
-    layers = {item.slots[0].module for item in held if item.slots[0].name == f"{WEIGHT}.{ABSMAX}"}
+    layers = {item.slots[0].module for item in held if item.slots[0].name == f"{four_bit_layers.WEIGHT}.{ABSMAX}"}
     four_bit = {
         item.fqn: item.slots[0].name
         for item in held
-        if item.slots[0].module in layers and item.slots[0].name in (WEIGHT, f"{WEIGHT}.{ABSMAX}")
+        if item.slots[0].module in layers
+        and item.slots[0].name in (four_bit_layers.WEIGHT, f"{four_bit_layers.WEIGHT}.{ABSMAX}")
     }
     found: dict[str, Output] = {}
     for key, output in outputs.items():
         made = output.expression
         name = four_bit.get(made.key) if isinstance(made, Stored) else None
-        if name == WEIGHT:
+        if name == four_bit_layers.WEIGHT:
             output = replace(output, expression=reshape(made, (numel(made.shape), 1)))
         elif name is not None:
             output = replace(output, expression=reshape(made, (numel(made.shape),)))

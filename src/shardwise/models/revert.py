@@ -16,15 +16,8 @@ from transformers import PreTrainedModel
 from shardwise.conversion.expression import Expression, Stored
 from shardwise.errors import KnownNames
 from shardwise.layout import ModelLayout, TensorLayout
+from shardwise.models import torch_words
 from shardwise.models.pretrained import quantised_parts
-from shardwise.models.torch_words import (
-    from_torch,
-    original_class,
-    original_classes,
-    to_torch,
-    tree_map,
-    without_data,
-)
 from shardwise.models.tracing import ModelFacade, NotStructural, Recorded, computed_whole
 from shardwise.tensors import DType
 
@@ -126,7 +119,7 @@ def names_in_file(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
 
 
 def _recorded(name: str, tensor: TensorLayout) -> Recorded:
-    return Recorded(Stored(name, tensor.shape, tensor.dtype), to_torch(tensor.dtype))
+    return Recorded(Stored(name, tensor.shape, tensor.dtype), torch_words.to_torch(tensor.dtype))
 
 
 def _outputs_of(made: Mapping[str, torch.Tensor]) -> dict[str, Output]:
@@ -139,7 +132,7 @@ def _outputs_of(made: Mapping[str, torch.Tensor]) -> dict[str, Output]:
     for key, value in made.items():
         if not isinstance(value, Recorded):
             raise NotStructural(f"{key} is computed")
-        outputs[key] = Output(key, from_torch(value.dtype, key), value.expression)
+        outputs[key] = Output(key, torch_words.from_torch(value.dtype, key), value.expression)
     return outputs
 
 
@@ -150,7 +143,7 @@ class _Followed(torch.Tensor):
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor, sources: frozenset[str]) -> _Followed:
-        made: _Followed = without_data(cls, tuple(meta.shape), meta.dtype)
+        made: _Followed = torch_words.without_data(cls, tuple(meta.shape), meta.dtype)
         made.sources = sources
         return made
 
@@ -166,13 +159,17 @@ class _Followed(torch.Tensor):
             seen.update(value.sources)
             return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-        flat = tree_map(bare, (args, kwargs or {}))
+        flat = torch_words.tree_map(bare, (args, kwargs or {}))
         made = func(*flat[0], **{**flat[1], **({"device": "meta"} if "device" in flat[1] else {})})
-        return tree_map(lambda item: cls(item, frozenset(seen)) if isinstance(item, torch.Tensor) else item, made)
+        return torch_words.tree_map(
+            lambda item: cls(item, frozenset(seen)) if isinstance(item, torch.Tensor) else item, made
+        )
 
 
 def _followed(name: str, tensor: TensorLayout) -> _Followed:
-    return _Followed(torch.empty(tensor.shape, dtype=to_torch(tensor.dtype), device="meta"), frozenset({name}))
+    return _Followed(
+        torch.empty(tensor.shape, dtype=torch_words.to_torch(tensor.dtype), device="meta"), frozenset({name})
+    )
 
 
 def _groups(
@@ -212,7 +209,7 @@ def saved_conversions(model: nn.Module) -> list[Any]:
     used = getattr(model, "_weight_conversions", None)
     if used is not None:
         return list(used)
-    with original_classes(model):
+    with torch_words.original_classes(model):
         found = get_model_conversion_mapping(model, add_legacy=False)
     return [item for item in found if not isinstance(item, PrefixChange)]
 
@@ -225,7 +222,7 @@ def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) 
     """
     if not isinstance(model, PreTrainedModel):
         return
-    kind: Any = original_class(model)
+    kind: Any = torch_words.original_class(model)
     config: Any = deepcopy(model.config)
     config.architectures = [kind.__name__]
     if dtype is not None:

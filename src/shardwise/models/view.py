@@ -16,16 +16,6 @@ from torch.distributed.tensor import DTensor, Placement
 from shardwise.errors import PlacementError
 from shardwise.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import torch_words
-from shardwise.models.torch_words import (
-    buffers_of,
-    from_torch,
-    in_memory,
-    is_temporary,
-    is_under_replicate,
-    padded_numel,
-    parameters_of,
-    take_after,
-)
 from shardwise.report.names import collapse
 from shardwise.tensors import Box, Strided, contiguous_strides
 
@@ -91,13 +81,13 @@ class Held:
         other = torch.empty_like(self.tensor, dtype=dtype)
         if isinstance(self.tensor, nn.Parameter):
             other = nn.Parameter(other, requires_grad=self.tensor.requires_grad)
-            take_after(other, self.tensor)
+            torch_words.take_after(other, self.tensor)
         self.install(other)
 
     def replace(self, tensor: torch.Tensor) -> None:
         """Register another tensor at every place, whatever its type: also stand-ins that are no parameters."""
         for slot in self.slots:
-            registry_of = parameters_of if self.kind is TensorKind.PARAMETER else buffers_of
+            registry_of = torch_words.parameters_of if self.kind is TensorKind.PARAMETER else torch_words.buffers_of
             registry_of(slot.module)[slot.name] = tensor
         self.tensor = tensor
 
@@ -133,7 +123,7 @@ def look_inside(model: nn.Module) -> list[Held]:
     """
     modules = list(model.named_modules(remove_duplicate=False))
     for name, module in modules:
-        if is_under_replicate(module):
+        if torch_words.is_under_replicate(module):
             raise PlacementError(
                 f"{canonical(name) or 'the model'} is under torch's replicate(), which keeps every parameter whole "
                 "on every rank; build it without, and apply fully_shard, or shardwise.shard, on a mesh that has a "
@@ -164,13 +154,13 @@ def _registered(
     modules: Iterable[tuple[str, nn.Module]],
 ) -> Iterator[tuple[nn.Module, torch.Tensor, str, TensorKind, str]]:
     for prefix, module in modules:
-        for name, parameter in parameters_of(module).items():
+        for name, parameter in torch_words.parameters_of(module).items():
             if parameter is not None:
                 yield module, parameter, name, TensorKind.PARAMETER, prefix
-        if not buffers_of(module):
+        if not torch_words.buffers_of(module):
             continue
-        buffers = {name: buffer for name, buffer in buffers_of(module).items() if buffer is not None}
-        temporary = sorted(name for name in buffers if is_temporary(module, name))
+        buffers = {name: buffer for name, buffer in torch_words.buffers_of(module).items() if buffer is not None}
+        temporary = sorted(name for name in buffers if torch_words.is_temporary(module, name))
         for name, buffer in buffers.items():
             if name not in temporary:
                 yield module, buffer, name, TensorKind.PERSISTENT_BUFFER, prefix
@@ -197,7 +187,9 @@ def tensor_layout(item: Held, origin: Origin, boxes: tuple[LocalBox, ...], place
         names=item.names,
         kind=item.kind,
         shape=tuple(tensor.shape),
-        dtype=from_torch(tensor.dtype, item.fqn) if item.kind.is_saved else in_memory(tensor.dtype),
+        dtype=torch_words.from_torch(tensor.dtype, item.fqn)
+        if item.kind.is_saved
+        else torch_words.in_memory(tensor.dtype),
         boxes=boxes,
         placement=placement,
         requires_grad=tensor.requires_grad,
@@ -410,7 +402,7 @@ def padded_numels(held: Sequence[Held], managers: Mapping[nn.Parameter, Any]) ->
     ``managers`` are FSDP2's own objects, by parameter.
     """
     return {
-        item.fqn: padded_numel(managers[item.tensor])
+        item.fqn: torch_words.padded_numel(managers[item.tensor])
         for item in held
         if isinstance(item.tensor, nn.Parameter) and item.tensor in managers
     }

@@ -14,14 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shardwise.errors import StorageError
-from shardwise.storage.contract import (
-    LOCAL,
-    NETWORK_FILE_SYSTEM,
-    ReadPolicy,
-    StorageReader,
-    as_bytes,
-    ends_early,
-)
+from shardwise.storage.contract import LOCAL, NETWORK_FILE_SYSTEM, ReadPolicy, StorageReader, as_bytes, ends_early
 from shardwise.storage.machine import boot
 from shardwise.storage.names import (
     HubOptions,

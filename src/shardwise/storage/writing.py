@@ -17,15 +17,7 @@ from typing import Any, Final
 
 from shardwise.errors import StorageError
 from shardwise.report.names import in_bytes
-from shardwise.storage.contract import (
-    DISK_WRITES,
-    INCOMPLETE,
-    LOCAL_WRITES,
-    NETWORK_FILE_SYSTEM_WRITES,
-    StorageWriter,
-    WritePolicy,
-    as_bytes,
-)
+from shardwise.storage import contract
 from shardwise.storage.names import failed, is_url, scheme_of, shown, why_not_plain, why_unsafe, without_secrets
 from shardwise.storage.reading import advance, is_network, one_call, type_at
 
@@ -66,7 +58,7 @@ class _OpenFile:
                     os.close(descriptor)
 
 
-class LocalWriter(StorageWriter):
+class LocalWriter(contract.StorageWriter):
     """Writes files into ``root`` with ``pwritev``; see :class:`~shardwise.storage.contract.StorageWriter`.
 
     Space is set aside when a file is created (``fallocate``), so that a full disk is an error before anything is
@@ -83,7 +75,7 @@ class LocalWriter(StorageWriter):
         StorageError: for a root that is there and is no folder.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, policy: WritePolicy | None = None) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, policy: contract.WritePolicy | None = None) -> None:
         self._root = os.path.abspath(os.fspath(root))
         if os.path.lexists(self._root) and not os.path.isdir(self._root):
             raise StorageError(f"{shown(self._root)}: is there and is no folder. Pass a folder to write to")
@@ -102,7 +94,7 @@ class LocalWriter(StorageWriter):
         return self._root
 
     @property
-    def policy(self) -> WritePolicy:
+    def policy(self) -> contract.WritePolicy:
         return self._policy
 
     def sizes(self) -> dict[str, int]:
@@ -146,7 +138,7 @@ class LocalWriter(StorageWriter):
             self._files[file] = opened
 
     def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        pending, nbytes = as_bytes(buffers)
+        pending, nbytes = contract.as_bytes(buffers)
         stop = start + nbytes
         with self._using(file) as opened:
             if not 0 <= start <= stop <= opened.nbytes:
@@ -169,6 +161,7 @@ class LocalWriter(StorageWriter):
             if opened is None:
                 return
             writes, kept, opened.kept = opened.writes, opened.kept, []
+            is_quiet = not opened.users  # else a write that is going on may end after the sync, and needs another
         try:
             self._write_kept(file, opened, kept)
             with self._failures(file, "syncing it"):
@@ -179,7 +172,7 @@ class LocalWriter(StorageWriter):
                 self._files.pop(file, None)
             raise
         with self._lock:
-            if self._files.get(file) is opened and opened.writes == writes and not opened.users:
+            if self._files.get(file) is opened and is_quiet and opened.writes == writes:
                 del self._files[file]
 
     def rename(self, file: str, name: str) -> None:
@@ -197,7 +190,7 @@ class LocalWriter(StorageWriter):
 
     def replace(self, file: str, content: bytes) -> None:
         folder, name = os.path.split(self._path(file))
-        fresh = os.path.join(folder, f".{name}.{secrets.token_hex(4)}{INCOMPLETE}")
+        fresh = os.path.join(folder, f".{name}.{secrets.token_hex(4)}{contract.INCOMPLETE}")
         with self._failures(file, f"writing it with {in_bytes(len(content))}"):
             self._make(folder)
             try:
@@ -355,10 +348,10 @@ class LocalWriter(StorageWriter):
             raise failed(self._root, file, doing, error) from error
 
 
-def _policy_of(file_system: str | None) -> WritePolicy:
+def _policy_of(file_system: str | None) -> contract.WritePolicy:
     if is_network(file_system):
-        return NETWORK_FILE_SYSTEM_WRITES
-    return DISK_WRITES if file_system in FILE_SYSTEMS else LOCAL_WRITES
+        return contract.NETWORK_FILE_SYSTEM_WRITES
+    return contract.DISK_WRITES if file_system in FILE_SYSTEMS else contract.LOCAL_WRITES
 
 
 def _size_of(entry: os.DirEntry[str]) -> int:
@@ -588,7 +581,7 @@ def open_writer(
     target: str | os.PathLike[str],
     *,
     storage_options: Mapping[str, Any] | None = None,
-) -> StorageWriter:
+) -> contract.StorageWriter:
     """Open a folder, which need not be there, or a URL for writing; whoever calls closes the writer.
 
     Nothing is made before the first file is. ``storage_options`` are those of
