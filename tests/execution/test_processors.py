@@ -11,7 +11,7 @@ from tests import zoo
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import shardwise
-from shardwise.conversion.packed import packed
+from shardwise.conversion import four_bit
 from shardwise.storage import machine
 
 
@@ -58,7 +58,7 @@ def test_a_load_computes_on_no_more_threads(count, tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_config(config)
     zoo.fill(model)
     zoo.save_original(model, tmp_path)
-    real, seen = packed.quantise_rows, set()
+    real, seen = four_bit.quantise_rows, set()
 
     def slowly(*arguments):
         seen.add(threading.current_thread())
@@ -66,7 +66,7 @@ def test_a_load_computes_on_no_more_threads(count, tmp_path, monkeypatch):
         return real(*arguments)
 
     monkeypatch.setattr(machine, "processors", lambda: frozenset(range(count)))
-    monkeypatch.setattr(packed, "quantise_rows", slowly)
+    monkeypatch.setattr(four_bit, "quantise_rows", slowly)
     options = shardwise.options.LoadOptions(progress=False)
     shardwise.from_pretrained(
         str(tmp_path), quantization=shardwise.options.Nf4(), dtype=torch.bfloat16, options=options

@@ -29,7 +29,7 @@ STAGES = {
     "headers": ("shardwise.engines.arguments", "open_checkpoint"),
     "build": ("shardwise.engines.outline", "outline"),
     "wrap": ("shardwise.models.wrap", "wrap"),
-    "plan": ("shardwise.engines.loading", "make_plan"),
+    "plan": ("shardwise.engines.load_plan", "make_plan"),
     "materialize": ("shardwise.engines.loading", "materialize"),
     "read": ("shardwise.storage.reading", "LocalReader.read_vectored"),
     "join": ("shardwise.execution.moving", "boxes_of_ranks"),

@@ -196,14 +196,14 @@ def test_a_sample_that_fails_hides_no_error_of_the_block(
     def fails_within() -> None:
         with shardwise.observe(tmp_path) as observer:
             found.append(observer)
-            monkeypatch.setattr("shardwise.engines.forecasting.memory_in_use", failing)
+            monkeypatch.setattr("shardwise.engines.observe.memory_in_use", failing)
             observer.sample()
             raise KeyError("of the block")
 
     found: list[observers.RankObserver] = []
     first = failing if when == "before" else lambda _: (1, 2, 3)
-    monkeypatch.setattr("shardwise.engines.forecasting.this_device", lambda: torch.device("cuda"))
-    monkeypatch.setattr("shardwise.engines.forecasting.memory_in_use", first)
+    monkeypatch.setattr("shardwise.engines.observe.this_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("shardwise.engines.observe.memory_in_use", first)
     with pytest.raises(KeyError, match="of the block"):
         fails_within()
     assert found[0].fault == "CUDA error: device-side assert triggered"

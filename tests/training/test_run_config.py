@@ -55,7 +55,7 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ("load_in_8bit: true", r"load_in_8bit: 8-bit bases are not supported. Use load_in_4bit."),
         (
             "datasets:\n- path: a\n  fractoin: 0.5",
-            r"datasets\[0\].fractoin: is not a key of datasets. Did you mean frac\?",
+            r"datasets\[0\].fractoin: is not a key of datasets. Did you mean fraction\?",
         ),
         ("datasets:\n- name: a", r"datasets\[0\]: .* has no path"),
         ("beta: 0.1", r"beta: is a key of dpo, kto, grpo, not of sft"),

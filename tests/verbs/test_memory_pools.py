@@ -13,22 +13,22 @@ def test_ranks_of_one_machine_share_its_memory(worlds, qwen3):
 
 def load_with_room(checkpoint: str) -> tuple[str, str]:
     import shardwise
-    from shardwise.engines import load_plan
+    from shardwise.execution import memory
     from shardwise.planning.load_memory import Available
 
     options = shardwise.options.LoadOptions(budget_bytes=1 << 16)
     _, report = shardwise.from_pretrained(checkpoint, options=options, output_loading_info=True)
     need = report.forecast.host_bytes
-    original = load_plan.available_memory
+    original = memory.available_memory
 
     def load(room: int) -> str:
-        load_plan.available_memory = lambda home: Available(host_bytes=room)
+        memory.available_memory = lambda home: Available(host_bytes=room)
         try:
             shardwise.from_pretrained(checkpoint, options=options)
         except shardwise.PlacementError as error:
             return "needs" if "needs" in str(error) else str(error)
         finally:
-            load_plan.available_memory = original
+            memory.available_memory = original
         return "loaded"
 
     return load(need * 3 // 2), load(need * 3)
