@@ -41,7 +41,7 @@ STAGES = {
     "give": ("shardwise.execution.moving", "Exchange._given"),
     "take": ("shardwise.execution.moving", "Exchange._put"),
     "pack": ("shardwise.execution.replicas", "Giver.share"),
-    "arrange": ("shardwise.engines.saving", "prepare"),
+    "arrange": ("shardwise.engines.save_plan", "prepare"),
     "create": ("shardwise.storage.writing", "LocalWriter.create"),
     "mark": ("shardwise.engines.saving", "require_lock"),
     "write": ("shardwise.execution.write", "Emitter._buffers"),

@@ -255,7 +255,7 @@ def test_no_metadata_but_a_model_beside(tmp_path: Path) -> None:
 
 def test_no_metadata_but_an_optimizer_beside(tmp_path: Path) -> None:
     message = without_metadata(tmp_path, "../optimizer_0")
-    assert f"{tmp_path}/optimizer_0: an optimizer's state; the model's folder is not beside it" in message
+    assert f"{tmp_path}/optimizer_0: an optimizer's state, without the folder of a model beside it" in message
     assert "That path works for merge_weights" in message
 
 
