@@ -5,8 +5,6 @@ What every user meets is here: the verbs, what is trained, errors. How a verb do
 ``shardwise.storage``.
 """
 
-from __future__ import annotations
-
 from shardwise._face import face_of
 
 __version__ = "0.1.0"

@@ -4,8 +4,6 @@ Type checkers read the same file, so there is one list of what users see. Loadin
 quick, and ``shardwise inspect`` free of torch.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import sys

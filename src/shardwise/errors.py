@@ -17,8 +17,6 @@ Every message names the parameter or the file, the rank where it is not the same
 and what to do about it.
 """
 
-from __future__ import annotations
-
 import platform
 import re
 from functools import cache

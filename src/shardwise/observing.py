@@ -3,8 +3,6 @@
 :func:`shardwise.observe` records, :mod:`shardwise.pictures` reads and draws.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ accelerate's environment alone, has them read everything. ``fsdp2_prepare_model`
 ``Accelerator.prepare`` calls it: ``Accelerator`` itself offers FSDP on accelerators only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib.util

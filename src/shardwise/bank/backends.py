@@ -14,8 +14,6 @@ are computed again meet the rows they met at first, whoever recomputes them, in 
 other micro-batches have been run meanwhile. With no route on the switch, the base is as if there were no bank.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

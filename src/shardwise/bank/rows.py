@@ -11,8 +11,6 @@ itself. What does not: normalisation over the batch; rotary embeddings whose fre
 torch's random generator, whose numbers depend on how many rows there are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

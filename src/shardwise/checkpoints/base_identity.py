@@ -8,8 +8,6 @@ Names and shapes of all parameters are compared by a digest that the callers kee
 not part of a base. Codes of nested scales are left out: their last bit depends on the machine.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import json

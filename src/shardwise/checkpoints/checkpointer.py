@@ -1,7 +1,5 @@
 """``Checkpointer``: the state of a training into a folder, and back on any number of ranks."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ there for any reader: a checkpoint on its way, or one that was left. Removing a 
 first ``.metadata``, for good, then the rest.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat

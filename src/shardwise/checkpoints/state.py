@@ -6,8 +6,6 @@ A generator that was in the same state on all ranks is set to it on all. Any oth
 state that rank 0's had, the rank, and the number of ranks: the same on every run, and different on every rank.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Collection, Mapping, Sequence

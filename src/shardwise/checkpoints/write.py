@@ -4,8 +4,6 @@ Each rank creates, fills and syncs its own file; the ranks meet; the first one p
 [Note: When a checkpoint counts].
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future

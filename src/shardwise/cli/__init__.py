@@ -1,7 +1,5 @@
 """``shardwise COMMAND``: commands are imported when they are called, so that each starts quickly."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any

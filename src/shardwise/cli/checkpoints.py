@@ -1,7 +1,5 @@
 """Commands on checkpoints: ``shardwise inspect``, ``verify``, ``merge-adapter``, ``merge-weights``."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -4,8 +4,6 @@ Commands whose work is done by ranks give it to :func:`run_ranks`. The variables
 and nowhere else.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -18,8 +18,6 @@ GPTQ's first format stores zero points less 1. GPTQModel takes that back by an a
 what is carried from one zero point to the next; so does this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

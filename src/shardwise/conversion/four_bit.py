@@ -27,8 +27,6 @@ The bits are those of bitsandbytes 0.50 on an x86 CPU (``quantize_4bit(compress_
 threads share in the sum: it is taken once, for all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

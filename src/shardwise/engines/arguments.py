@@ -1,7 +1,5 @@
 """Checks the arguments of a call, and opens the checkpoint it names, the same on all ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """Brings up a transformers model: config, meta model, adapters, ties, wrapping, load."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence

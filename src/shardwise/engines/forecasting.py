@@ -1,7 +1,5 @@
 """Forecasts the memory of a load and of a training from configs and headers, and records the memory in use."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Loads a checkpoint into a model: plan, agree, materialize, read, fill, audit, report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Merges an adapter into its base: both opened and joined, and every outcome an expression over them."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

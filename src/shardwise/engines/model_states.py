@@ -1,7 +1,5 @@
 """Takes out and sets the state of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ matrix; the mean is the first rank's, since its last bit depends on who adds up;
 codes of its rows, and what all are scaled by.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final

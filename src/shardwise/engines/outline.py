@@ -1,7 +1,5 @@
 """Outlines a load: the transformers model on meta, and what a checkpoint offers for it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Plans a save on one rank, before anything is written."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

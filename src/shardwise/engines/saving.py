@@ -1,7 +1,5 @@
 """Saves a model or an adapter: plan, agree, write, compare, commit."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections import Counter

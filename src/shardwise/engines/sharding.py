@@ -1,7 +1,5 @@
 """Shards a model in place, asked for by values or in words: looks, agrees, wraps, and hands values over."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast, get_args

@@ -1,7 +1,5 @@
 """Streams a sharded model's tensors, whole, one after the other."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

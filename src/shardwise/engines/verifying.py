@@ -1,7 +1,5 @@
 """Compares saved files with the checksums that were recorded when they were saved."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """Effects: what a plan decided is done, on all ranks, within a budget of memory."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -18,8 +18,6 @@ Lists of renames are carried out here, too, and what saves by such lists have le
 renames].
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -5,8 +5,6 @@ of the base and the adapter, and rounded once, to the dtype that is written. PEF
 before it adds it, and so may differ in the last bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A state is brought by ranks (:class:`BroughtValues`) or read from files (:class:
 where it belongs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias

@@ -15,8 +15,6 @@ bits / 32, out). ``qzeros`` is (groups, out * bits / 32) of both. A layer that i
 absent, as in ExLlama's kernels. Where ``dynamic`` of GPTQModel gives some layers other sizes, shapes tell which.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ Each is in one of three forms: one file of whole tensors, a folder of ``torch.di
 for every rank. Source of the names: accelerate's ``utils/fsdp_utils.py`` and ``utils/constants.py``.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import defaultdict

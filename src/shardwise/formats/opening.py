@@ -3,8 +3,6 @@
 Where a ``quantization_config`` says so, tensors are those of the model, in place of those that are stored.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -6,8 +6,6 @@ which the adapter counts is that after which its training does; whatever else re
 training, or its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

@@ -7,8 +7,6 @@ is refused by name. There is no option to widen it. The unpickler in C with a ``
 nests of tuples as keys crash it, indexes of its memo take all memory, and states change what it has found.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable, Mapping

@@ -8,8 +8,6 @@ rows in blocks of 128 have two scales, as 128 rows in blocks of 80 would. The na
 ``weight_zero_point``, and a group for each column in ``weight_g_idx``: both count wherever they are stored.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ is run. Source of the layout: torch's ``serialization.py`` and ``caffe2/serializ
 archive may be a part of a larger file.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import struct

@@ -1,7 +1,5 @@
 """Models that are sharded here, in other libraries' ways of training and serving: stated in the stub beside."""
 
-from __future__ import annotations
-
 from shardwise._face import face_of
 from shardwise.errors import require_versions
 

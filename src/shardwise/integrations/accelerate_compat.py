@@ -4,8 +4,6 @@ Checked with accelerate 1.13 and 1.15. A name that is gone is one error when the
 meanings are asserted by ``tests/canary``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 With ``-m`` first, a module instead of a file.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Sequence

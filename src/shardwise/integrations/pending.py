@@ -12,8 +12,6 @@ tells. Nothing of this is collective: a rank may come to it before the others (`
 the first rank (an adapter, a new head, a model from elsewhere) is handed over in shards.
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping

@@ -16,8 +16,6 @@ step, of each evaluation and of each save, and what they have set in ``control``
 step costs one sum of a few numbers.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator

@@ -5,8 +5,6 @@ Checked with transformers 5.19 to 5.23 (5.17 and 5.18 have no door for a model t
 ``tests/canary``.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

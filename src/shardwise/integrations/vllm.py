@@ -8,8 +8,6 @@ fused projections), and those of PEFT's layers where it is adapted. In one proce
 the trainer's side takes a ``WeightSource``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools

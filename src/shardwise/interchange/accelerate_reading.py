@@ -1,7 +1,5 @@
 """Loads models and optimizers that accelerate saved under FSDP, in any of its forms."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

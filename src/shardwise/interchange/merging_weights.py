@@ -1,7 +1,5 @@
 """Merges a sharded checkpoint into files under the names of the hub, or under its own if the model is unknown."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

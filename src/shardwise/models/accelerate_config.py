@@ -5,8 +5,6 @@ precision, ``parallelism_config``), the Trainer's ``fsdp`` and ``fsdp_config`` (
 ``fsdp_config`` alone. Keys of FSDP1 are taken for what they mean under FSDP2, with a note, or are refused.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

@@ -1,7 +1,5 @@
 """A transformers model on meta, as ``from_pretrained`` builds it; the functions by which transformers fills one."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

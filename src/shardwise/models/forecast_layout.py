@@ -5,8 +5,6 @@ Which parameters are grouped, which stay whole and which dimension is split is a
 knows how a tensor is sharded, and a forecast is as true as what is carried out.
 """
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence

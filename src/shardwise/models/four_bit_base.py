@@ -1,7 +1,5 @@
 """Puts a base into four bits, on meta: which layers, what is offered for them, what the model then says."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ the size of a block. Nested scales are bytes, with ``weight.nested_absmax`` and 
 their offset in the JSON. (``QuantState.as_dict`` of bitsandbytes.)
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The second file, beside ``torch_words``, that uses torch's unexported names: those of FSDP2's groups.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ The layout is that of ``torch.distributed.checkpoint.state_dict``: ``{"state": {
 "param_groups": [{"params": [fqn, ...], "lr": ...}, ...]}``, the groups of several optimizers one after the other.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Weights in four bits: what is asked for, how numbers are packed, and products with packed ones."""
 
-from __future__ import annotations
-
 import importlib.util
 import warnings
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Everything goes by the identity of parameters. (Addresses of memory, by which others do it, are all 0 on meta.)
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence

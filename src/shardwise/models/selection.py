@@ -1,7 +1,5 @@
 """Tensors of a model's state, by the names that files have; what an adapter of PEFT's adds to its weights."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

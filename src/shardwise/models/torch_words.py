@@ -7,8 +7,6 @@ Accelerators are CUDA's and ROCm's, Intel's (xpu), Huawei's (npu), through ``tor
 (mps, say) are refused; without an accelerator of a known kind, tensors stay on the CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools

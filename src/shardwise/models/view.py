@@ -1,7 +1,5 @@
 """Looking into a model: every tensor once, where it sits, and which boxes of it this rank holds."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

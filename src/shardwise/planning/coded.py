@@ -1,7 +1,5 @@
 """Numbers in few bits as expressions: they are made of what is stored while it is read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from shardwise.conversion.dequantise import columns_in_words, decoded, dequantised, rows_in_words

@@ -10,8 +10,6 @@ a rank that holds bytes ``start .. stop`` adds these, with zeros around them. It
 forgery.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The plan of a load: one fill for every tensor of the model, by consent, or one error with all faults."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ Every tensor is decided for itself, so that a model that is live everywhere, on 
 same case.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections import Counter

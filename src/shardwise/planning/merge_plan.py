@@ -8,8 +8,6 @@ modules that are now part of a larger tensor, such as one expert. These are tens
 and the adapter is folded in there, on the way out.
 """
 
-from __future__ import annotations
-
 import enum
 import re
 from collections.abc import Callable, Mapping, Sequence

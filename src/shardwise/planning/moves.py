@@ -5,8 +5,6 @@ checkpoint has them. A rank gives its shares, each element of a tensor once over
 box follows from the shares of all, so the plan is the same on every rank, and only values travel.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Forecast of a load, and of the training that follows, for all ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

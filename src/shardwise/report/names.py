@@ -1,7 +1,5 @@
 """Many tensor names in few words, and numbers of bytes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Reports of loads and states: plain data that prints itself as rows of text."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

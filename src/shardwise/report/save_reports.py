@@ -1,7 +1,5 @@
 """What a save, a state written into files, or a merge did."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ bytes belong (:class:`shardwise.planning.load_memory.ReadRequest`); for a writer
 passed to a verb; ``tests/harness`` has their tests.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Containers may share a host name.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

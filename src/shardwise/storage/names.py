@@ -1,7 +1,5 @@
 """Names of files, URLs and repositories: which are safe, which name a checkpoint, and how they are shown."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

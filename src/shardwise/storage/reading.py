@@ -1,7 +1,5 @@
 """Reads files of a local, or locally mounted, folder, and opens a reader for any name of a checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Resolves a repository of the hub to a folder with those of its files that are read, and reads URLs by range."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import json

@@ -1,7 +1,5 @@
 """Writes files into a local, or locally mounted, folder, and opens a writer for a path or a URL."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -19,8 +19,6 @@ reasoning). Training on that rendering would train the model to skip its reasoni
 a prefix of the whole chat share one example; every other one ends an example of its own.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

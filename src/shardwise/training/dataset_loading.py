@@ -4,8 +4,6 @@
 conversion to ``messages``, and assistant masks.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -9,8 +9,6 @@ With ``tenants:`` and ``sweep:`` it is many LoRAs on one base: the keys of the w
 its own entry of ``tenants`` and its point of ``sweep`` override them.
 """
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """TRL's dataclasses, trainers and data sets for a configuration of ``shardwise train``."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys
