@@ -1,4 +1,4 @@
-"""Reads runs that were observed, and draws them: pictures by matplotlib, and a page with tables by rank and phase.
+"""Draws runs that were observed: pictures by matplotlib, and a page with tables by rank and phase.
 
 The page needs nothing but a browser: pictures are in it, it has no script, and all text of a run is escaped.
 """
@@ -6,28 +6,22 @@ The page needs nothing but a browser: pictures are in it, it has no script, and 
 from __future__ import annotations
 
 import base64
-import contextlib
 import html
 import importlib.util
 import io
-import itertools
-import json
-import math
 import warnings
-from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.observing import COLUMNS, FOLDER
-from shardwise.report.names import in_bytes, shown_ranks
+from shardwise.errors import ConfigError, StorageError
+from shardwise.report.names import in_bytes
+from shardwise.run_records import Floats, PhaseSpan, RankRecord, RunRecord, read_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -370,199 +364,7 @@ td, th {{ padding: 3px 10px 3px 0; text-align: left; border-bottom: 1px solid #7
 # Reading
 
 
-Floats = npt.NDArray[np.float64]
-
-_TRAINER_STATE = "trainer_state.json"
-
-_MAX_LINE_BYTES = 1 << 20
-_MAX_STATE_BYTES = 1 << 28
-_MAX_NAME = 80
-_MAX_TRAININGS = 64
-_BAD_VALUE = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError)
-"""Raised for values that nothing of ours has written."""
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseSpan:
-    """One time that a thread was in a phase: the names of the phases around it and its own, and seconds."""
-
-    path: tuple[str, ...]
-    thread: int
-    start: float
-    stop: float
-
-
-@dataclass(frozen=True)
-class RankRecord:
-    """An observed rank. ``samples`` has an array for each column of ``COLUMNS``: seconds, and KiB."""
-
-    run: str
-    rank: int
-    world_size: int
-    host: str
-    samples: Mapping[str, Floats]
-    phases: Sequence[PhaseSpan]
-    last_s: float
-    is_closed: bool
-    bad_lines: int = 0
-
-    @property
-    def host_kib(self) -> Floats:
-        """Memory of its own, anonymous and shared: mapped files belong to the kernel, which takes them back."""
-        return self.samples["anonymous"] + self.samples["shared"]
-
-    def peak_kib(self, name: str = "") -> float:
-        """Return the largest sample of a column, or of :attr:`host_kib`; 0 without samples."""
-        return float((self.samples[name] if name else self.host_kib).max(initial=0.0))
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """The folder of a run: its ranks in order, and curves by training ("" for the folder's own) and by name.
-
-    Each curve has steps and values, an array each.
-    """
-
-    path: Path
-    ranks: Sequence[RankRecord] = ()
-    curves: Mapping[str, Mapping[str, tuple[Floats, Floats]]] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-
-
-def read_run(path: Path) -> RunRecord:
-    """Read what there is now; a run may be under way, ended, or killed.
-
-    Raises:
-        FormatError: the folder has nothing that a run leaves.
-        StorageError: it is not there, or cannot be read.
-    """
-    if not path.is_dir():
-        raise StorageError(f"{path}: there is no such folder. Name the output folder of a run.")
-    try:
-        files = sorted((path / FOLDER).glob("rank-*.jsonl"))
-        found = [rank for file in files if (rank := _read_rank(file)) is not None]
-        curves = _read_curves(path)
-    except OSError as error:
-        raise StorageError(f"{path}: it cannot be read ({error.strerror or error})") from error
-    if not found and not curves:
-        raise FormatError(
-            f"{path}: there is neither {FOLDER}/ with files of ranks, nor {_TRAINER_STATE}. "
-            "Name the output folder of a training, or of shardwise.observe."
-        )
-    first = min(found, key=lambda rank: rank.rank, default=None)
-    ranks = {rank.rank: rank for rank in found if first is not None and rank.run == first.run}
-    ordered = [ranks[number] for number in sorted(ranks)]
-    return RunRecord(path, ordered, curves, _notes(ordered))
-
-
-def _notes(ranks: Sequence[RankRecord]) -> list[str]:
-    notes = []
-    if missing := sorted(set(range(ranks[0].world_size)) - {rank.rank for rank in ranks}) if ranks else []:
-        notes.append(f"no file of rank {shown_ranks(missing)} of {ranks[0].world_size}")
-    for rank in ranks:
-        if rank.bad_lines:
-            notes.append(f"rank {rank.rank}: {rank.bad_lines} lines were skipped, which are not of an observer")
-        if not rank.is_closed:
-            notes.append(f"rank {rank.rank} did not end in order; its last line is of second {rank.last_s:.1f}")
-    return notes
-
-
 # Ranks
 
 
-def _read_rank(path: Path) -> RankRecord | None:
-    """Return None for a file that does not begin as those of observers do."""
-    lines = _lines(path)
-    try:
-        header = next(lines)
-        run, rank, world_size = str(header["run"]), int(header["rank"]), int(header["world_size"])
-        if header["columns"] != list(COLUMNS) or not 0 <= rank < world_size < 1 << 20:
-            return None
-        host = str(header["host"])[:_MAX_NAME]
-    except (StopIteration, *_BAD_VALUE):
-        return None
-    samples = array("d")
-    done: list[PhaseSpan] = []
-    opened: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
-    last_s, is_closed, bad_lines = 0.0, False, 0
-
-    def take(line: Any) -> None:
-        nonlocal last_s, is_closed
-        if isinstance(line, list):
-            values = [_number(value) for value in line]
-            if len(values) != len(COLUMNS):
-                raise ValueError("a sample of other columns")
-            samples.extend(values)
-            last_s = values[0]
-            return
-        last_s = _number(line["t"])
-        if line.get("closed"):
-            is_closed = True
-        elif "begin" in line:
-            opened[int(line["thread"])].append((str(line["begin"])[:_MAX_NAME], last_s))
-        else:
-            close(int(line["thread"]))
-
-    def close(thread: int) -> None:
-        path = tuple(name for name, _ in opened[thread])
-        done.append(PhaseSpan(path, thread, opened[thread].pop()[1], last_s))
-
-    for line in lines:
-        try:
-            take(line)
-        except _BAD_VALUE:
-            bad_lines += 1
-    for thread, stack in opened.items():  # open ones last until the last line
-        while stack:
-            close(thread)
-    table = np.array(samples).reshape(-1, len(COLUMNS))
-    table = table[np.argsort(table[:, 0], kind="stable")]
-    phases = sorted(done, key=lambda span: (span.start, len(span.path)))
-    columns = dict(zip(COLUMNS, table.T, strict=True))
-    return RankRecord(run, rank, world_size, host, columns, phases, last_s, is_closed, bad_lines)
-
-
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > 1e18:
-        raise ValueError("not a number")
-    return float(value)
-
-
-def _lines(path: Path) -> Iterator[Any]:
-    """Yield the JSON values of the lines of a file; None for a line that has none."""
-    with path.open("rb") as file:
-        while line := file.readline(_MAX_LINE_BYTES):
-            try:
-                yield json.loads(line)
-            except (ValueError, RecursionError):
-                yield None
-
-
 # Curves
-
-
-def _read_curves(path: Path) -> dict[str, dict[str, tuple[Floats, Floats]]]:
-    """Read the curves of a training in this folder, and of trainings in the folders in it."""
-    folders = {"": path}
-    folders |= {entry.name: entry for entry in sorted(path.iterdir()) if not entry.name.startswith("checkpoint")}
-    found: dict[str, dict[str, tuple[Floats, Floats]]] = {}
-    for name, folder in folders.items():
-        if len(found) < _MAX_TRAININGS and (curves := _curves_of(folder)):
-            found[name[:_MAX_NAME]] = curves
-    return found
-
-
-def _curves_of(folder: Path) -> dict[str, tuple[Floats, Floats]]:
-    """Return steps and values of each number that the Trainer's newest checkpoint has logged with a step."""
-    places = [folder / _TRAINER_STATE, *folder.glob(f"checkpoint-*/{_TRAINER_STATE}")]
-    files = [place for place in places if place.is_file() and place.stat().st_size <= _MAX_STATE_BYTES]
-    curves: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    try:
-        logged = json.loads(max(files, key=lambda file: file.stat().st_mtime).read_bytes())["log_history"]
-        lines = [line for line in logged if isinstance(line, dict)]
-    except _BAD_VALUE:  # also where there is no file
-        return {}
-    for line, name in itertools.product(lines, ("loss", "eval_loss", "learning_rate", "grad_norm")):
-        with contextlib.suppress(*_BAD_VALUE):
-            curves[name].append((_number(line["step"]), _number(line[name])))
-    return {name: (np.array(pairs)[:, 0], np.array(pairs)[:, 1]) for name, pairs in curves.items() if pairs}

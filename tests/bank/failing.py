@@ -15,9 +15,9 @@ from tests.bank.banking import Recipe, no_rows, recipes, rows_for
 
 import shardwise
 from shardwise.bank import calls
-from shardwise.bank.calls import gather_zeros
 from shardwise.errors import ShardwiseError
 from shardwise.execution import Patience
+from shardwise.models.gradients import gather_zeros
 from shardwise.models.policies import MinSize
 
 BAD = banking.WORDS - 1

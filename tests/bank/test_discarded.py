@@ -12,7 +12,7 @@ from tests.bank.failing import members, rows_of, trouble
 from tests.bank.test_alone import bank_of, require_equal
 from tests.bank.test_isolation import everything
 
-from shardwise.bank.calls import longest
+from shardwise.bank.in_step import longest
 from shardwise.errors import DisagreementError, ShardwiseError
 from shardwise.models.gradients import Gather
 

@@ -24,8 +24,8 @@ from torch.optim.lr_scheduler import ConstantLR, LinearLR, MultiStepLR, Sequenti
 
 import shardwise
 import shardwise.engines.saving
-from shardwise.bank.state import from_json, to_json
 from shardwise.bank.tenant import TenantStart
+from shardwise.bank.tenant_facts import from_json, to_json
 from shardwise.execution.committing import commit_save
 from shardwise.options import Ignore
 from shardwise.planning import fingerprints

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import trainer_utils
 
-from shardwise.formats.distributed import MODEL, OPTIMIZER
+from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER
 from shardwise.interchange import trainer_restoring
 from shardwise.models import build, four_bit_layers, initial_programs, pretrained, revert, tracing
 from shardwise.tuning import peft_compat

@@ -27,7 +27,7 @@ from shardwise import Checkpointer, TrainState
 from shardwise.checkpoints import write
 from shardwise.errors import StorageError
 from shardwise.execution import saving_lock
-from shardwise.execution.write import ChunkStaging
+from shardwise.execution.distributed_chunks import ChunkStaging
 from shardwise.options import AdapterOnly, CheckpointerOptions, Ignore
 from shardwise.storage.writing import open_writer
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, random_box, view
 
 from shardwise.conversion.computed import apart, pieces
-from shardwise.conversion.expression import Region
+from shardwise.conversion.regions import Region
 from shardwise.tensors import Box, Strided, row_blocks
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from shardwise.conversion import dequantise as room
 from shardwise.conversion.computed import Computed, compute_tasks, copies_and_computed
 from shardwise.conversion.dequantise import decoded, dequantised
-from shardwise.conversion.expression import Expression, Region, Stored, permute, reshape
+from shardwise.conversion.expression import Expression, Stored, permute, reshape
+from shardwise.conversion.regions import Region
 from shardwise.errors import FormatError
 from shardwise.tensors import Box, Code, DType, Strided
 

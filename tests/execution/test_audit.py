@@ -8,7 +8,7 @@ from torch import nn
 
 from shardwise.conversion.computed import Bindings
 from shardwise.errors import CoverageError
-from shardwise.execution.reading import audit
+from shardwise.execution.audit import audit
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.layout import Origin
 from shardwise.models.view import layout_of, look_inside, meta_leftovers

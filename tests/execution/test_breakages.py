@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.execution.processes import is_of_a_collective, is_out_of_memory, naming_the_lost
+from shardwise.execution.lost_ranks import is_of_a_collective, is_out_of_memory, naming_the_lost
 from shardwise.execution.world import World
 
 GLOO = (

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.execution.exchanging import DTYPES, noise
 
+from shardwise.execution import checksums
 from shardwise.execution import replicas as checksum_module
-from shardwise.execution.replicas import checksum
+from shardwise.execution.checksums import checksum
 from shardwise.planning.fingerprints import fingerprint
 
 
@@ -40,7 +41,7 @@ def test_order_counts():
 def test_an_accelerator_finds_what_the_host_finds(numel, skipped, block_bytes):
     flat = torch.randint(0, 256, (numel + skipped,), dtype=torch.uint8)[skipped:]
     with mock.patch.object(checksum_module, "_BLOCK_BYTES", block_bytes):
-        elsewhere = int(checksum_module._on_device(flat)) % (1 << 64)
+        elsewhere = int(checksums._on_device(flat)) % (1 << 64)
     assert elsewhere == checksum(flat) == fingerprint(memoryview(flat.numpy()))
 
 

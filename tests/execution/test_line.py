@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, DisagreementError, RankLostError
 from shardwise.execution import Patience, meetings
-from shardwise.execution.meetings import Meetings, ProcessPlace, alive_keys, detector_of
-from shardwise.execution.world import decode, encode
+from shardwise.execution.failure_detection import ProcessPlace, alive_keys, detector_of
+from shardwise.execution.meetings import Meetings
+from shardwise.execution.outcomes import decode, encode
 
 
 def meet(line: Meetings, message: bytes) -> list[bytes]:

@@ -18,7 +18,8 @@ from torch import nn
 import shardwise
 from shardwise.errors import DisagreementError, PlacementError, StorageError
 from shardwise.execution import Patience
-from shardwise.execution.world import World, agree_on
+from shardwise.execution.agreement import agree_on
+from shardwise.execution.world import World
 from shardwise.planning.load_memory import Available
 from shardwise.report.reports import RankForecast
 

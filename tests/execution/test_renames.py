@@ -10,12 +10,15 @@ from tests.harness import EffectLog, recorded, states_after_crash
 from tests.interchange.test_commit import contents, last_mark_removed, meanwhile
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution import committing
-from shardwise.execution.committing import as_renamed, make_file
-from shardwise.execution.saving_lock import HeldMark, marked_by_first, take_lock
+from shardwise.execution import committing, rename_journal
+from shardwise.execution.committing import make_file
+from shardwise.execution.locked_folder import marked_by_first
+from shardwise.execution.rename_journal import as_renamed
+from shardwise.execution.saving_lock import HeldMark, take_lock
 from shardwise.execution.world import World
-from shardwise.planning.save_plan import Renames, WrittenFiles, fresh
-from shardwise.storage.writing import FoldersWriter, open_writer
+from shardwise.planning.commit_plan import Renames, WrittenFiles, fresh
+from shardwise.storage.folders import FoldersWriter
+from shardwise.storage.writing import open_writer
 
 OLDER = "random_states_7.pkl"
 NAMES = ("scheduler.bin", "optimizer.bin", "pytorch_model_fsdp_0/.metadata", "unet/weights.bin")
@@ -25,7 +28,7 @@ def save(seed: int, root: Path, older: tuple[str, ...] = ()) -> None:
     """Files of one content, under several names."""
     content = str(seed).encode()
     with marked_by_first(
-        World(0, 1), root, committing.tidy, lambda marked: committing.undo(marked, ["unet"])
+        World(0, 1), root, rename_journal.tidy, lambda marked: rename_journal.undo(marked, ["unet"])
     ) as saving:
         with FoldersWriter(root) as writer:
             for name in NAMES:
@@ -91,7 +94,7 @@ def test_files_count_though_another_has_carried_out_their_renames_and_died(tmp_p
         taken.append(take_lock(writer, "0123abcd"))
         (file,) = listed(tmp_path)
         if done == "all":
-            committing._finish(str(tmp_path), file, taken[0])
+            rename_journal.finish(str(tmp_path), file, taken[0])
         elif done == "some":
             (one,) = [name for name in writer.list() if name.startswith(".scheduler.bin.")]
             writer.rename(one, "scheduler.bin")

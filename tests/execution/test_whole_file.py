@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from shardwise.errors import PlacementError
-from shardwise.execution.committing import commit_written, tidy, undo
-from shardwise.execution.saving_lock import marked_by_first
+from shardwise.execution.committing import commit_written
+from shardwise.execution.locked_folder import marked_by_first
+from shardwise.execution.rename_journal import tidy, undo
 from shardwise.execution.torch_saves import write_whole_file
 from shardwise.execution.world import World
 

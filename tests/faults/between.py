@@ -13,7 +13,8 @@ from tests.verbs.on_ranks import Plain, angles, shard_plain
 
 import shardwise
 from shardwise.execution import Patience, meetings
-from shardwise.execution.world import Failure, World
+from shardwise.execution.outcomes import Failure
+from shardwise.execution.world import World
 
 Told = tuple[str, str]
 

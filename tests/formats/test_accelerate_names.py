@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.formats.distributed import MODEL, OPTIMIZER, Distributed, OfRanks, WholeFile, find_saved
+from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER, Distributed, OfRanks, WholeFile, find_saved
 
 
 def made(folder: Path, *names: str) -> Path:

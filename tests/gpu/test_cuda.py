@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
 
 import shardwise
-from shardwise.execution.replicas import checksums
+from shardwise.execution.checksums import checksums
 
 pytestmark = pytest.mark.gpu
 
@@ -179,7 +179,7 @@ def test_memory_that_torch_keeps_counts_as_free(mixtral):
 
 @pytest.mark.parametrize("numel", [0, 1, 1000, (3 << 20) + 5])
 def test_a_checksum_is_that_of_the_host(monkeypatch, numel):
-    monkeypatch.setattr("shardwise.execution.replicas._BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr("shardwise.execution.checksums._BLOCK_BYTES", 1 << 20)
     tensors = [torch.randn(numel).to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float8_e4m3fn)]
     tensors += [tensor[3:] for tensor in tensors] + [torch.randn(numel // 7, 7).t()]
     assert checksums([tensor.cuda() for tensor in tensors]) == checksums(tensors)

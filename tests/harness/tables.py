@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.engines.load_plan import BaseForm
     from shardwise.engines.nesting import FOUR_BITS
-    from shardwise.formats import coded, quantised
+    from shardwise.formats import coded, grouped_integers, quantised
     from shardwise.formats.contract import CheckpointFormat
     from shardwise.formats.distributed import FORMAT as FOLDERS
     from shardwise.formats.opening import FormOf
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     _quantised: tuple[FormOf, ...] = (
         quantised.form_of,
         coded.bitsandbytes,
-        coded.awq,
-        coded.gptq,
+        grouped_integers.awq,
+        grouped_integers.gptq,
     )
     _nodes: tuple[MakeNode, ...] = (scaled, four_bits, grouped)
     _base_forms: tuple[BaseForm, ...] = (FOUR_BITS,)

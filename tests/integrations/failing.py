@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tests.integrations.runs import Run, launched, made, rank
 
-from shardwise.execution import processes
+from shardwise.execution import lost_ranks
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Ended:
 def fail_alone(run: Run, place: str) -> Ended:
     """The second rank's data loader ("batches"), loss ("loss") or model ("model") raises in the second step."""
     torch.manual_seed(0)
-    processes._STUCK_S = 0.5
+    lost_ranks._STUCK_S = 0.5
     with launched():
         trainer = made(run)
         if rank() == 1:

@@ -14,9 +14,9 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution import committing
 from shardwise.execution import committing as renamed_folder
-from shardwise.execution.saving_lock import marked_here
+from shardwise.execution import rename_journal
+from shardwise.execution.locked_folder import marked_here
 
 TOKEN = "0123abcd"
 LIST = f".shardwise.{TOKEN}.renames.json"
@@ -81,12 +81,12 @@ def test_a_load_reads_what_counts_and_the_next_save_finishes_it(tmp_path, form, 
 
 def test_a_load_that_looks_while_another_finishes_looks_again(tmp_path, monkeypatch):
     interrupted(tmp_path, "one file", 0)
-    link, looked = renamed_folder._link, []
+    link, looked = rename_journal._link, []
 
     def finish_first(*arguments):
         monkeypatch.setattr(renamed_folder, "_link", link)
         with marked_here(tmp_path) as marked:
-            committing.tidy(marked)
+            rename_journal.tidy(marked)
         looked.append(True)
         return link(*arguments)
 

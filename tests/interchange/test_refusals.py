@@ -11,7 +11,7 @@ import torch
 from tests.interchange import refusing
 
 from shardwise import ConfigError
-from shardwise.formats.distributed import MODEL, OPTIMIZER, OfRanks, WholeFile, find_saved
+from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER, OfRanks, WholeFile, find_saved
 
 pytestmark = pytest.mark.distributed
 

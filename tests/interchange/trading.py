@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shardwise
-from shardwise.planning.save_plan import Renames, fresh
+from shardwise.planning.commit_plan import Renames, fresh
 
 SMALL = shardwise.options.StateOptions(budget_bytes=4096)
 

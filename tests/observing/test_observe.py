@@ -19,7 +19,7 @@ from tests.training import tiny
 import shardwise
 from shardwise.engines import observe as observers
 from shardwise.observing import is_observed, phase
-from shardwise.pictures import RankRecord, read_run
+from shardwise.run_records import RankRecord, read_run
 
 
 def only_rank(run: Path) -> RankRecord:

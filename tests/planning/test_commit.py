@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from shardwise.planning.save_plan import (
+from shardwise.planning.commit_plan import (
     NOTHING_BOUND,
     Publish,
     Remove,
@@ -15,8 +15,8 @@ from shardwise.planning.save_plan import (
     is_on_its_way,
     look_at_folder,
     obsolete,
-    plan_save,
 )
+from shardwise.planning.save_plan import plan_save
 from shardwise.tensors import DType
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

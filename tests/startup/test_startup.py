@@ -22,8 +22,9 @@ from shardwise import startup as comparison
 from shardwise.cli import bench, main
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.processes import RankError, RanksLateError
-from shardwise.pictures import read_run
-from shardwise.startup import ARMS, PHASES, ArmOnRank, ArmRun, StartupResult, arm_run
+from shardwise.run_records import read_run
+from shardwise.startup import ArmRun, StartupResult, arm_run
+from shardwise.startup_arms import ARMS, PHASES, ArmOnRank
 
 TINY = SHAPES["qwen3-0.6b"].tiny()
 # matplotlib's oldest supported version calls pyparsing by names of which that warns.

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import StorageError
-from shardwise.storage import writing
+from shardwise.storage import direct_io, writing
 from shardwise.storage.contract import DISK_WRITES
 from shardwise.storage.writing import LocalWriter
 
-BLOCK = writing.BLOCK_BYTES
+BLOCK = direct_io.BLOCK_BYTES
 pwritev = os.pwritev
 
 
@@ -26,7 +26,7 @@ pwritev = os.pwritev
 def test_put_together(parts: list[bytes], start: int) -> None:
     block = memoryview(bytearray(2 * BLOCK))
     found = [
-        (at, bytes(part)) for at, part in writing.put_together([memoryview(part) for part in parts], start, block)
+        (at, bytes(part)) for at, part in direct_io.put_together([memoryview(part) for part in parts], start, block)
     ]
     assert b"".join(part for _, part in found) == b"".join(parts)
     assert [at for at, _ in found[1:]] == [at + len(part) for at, part in found[:-1]]
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(writing, "LEAST_BYTES", 2 * BLOCK)
     probe = tmp_path / "probe"
     probe.write_bytes(bytes(BLOCK))
-    descriptor = writing.open_direct(str(probe))
+    descriptor = direct_io.open_direct(str(probe))
     probe.unlink()
     if descriptor is None:
         pytest.skip("no O_DIRECT here")

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.errors import StorageError
 from shardwise.storage.contract import StorageWriter
-from shardwise.storage.writing import FoldersWriter, folders_in, remove_folder
+from shardwise.storage.folders import FoldersWriter, folders_in, remove_folder
 
 
 def put(writer, name, content):

@@ -140,7 +140,7 @@ def save_by_accelerate(folder: str, seed: int, _: Path) -> None:
 def of_accelerate_in(folder: Path) -> Hashable:
     """The seed that all there is of a state is of, by what load_state opens."""
     import shardwise
-    from shardwise.execution.committing import as_renamed
+    from shardwise.execution.rename_journal import as_renamed
 
     before = _contents(folder)
     with as_renamed(folder) as seen:

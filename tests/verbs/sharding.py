@@ -360,9 +360,8 @@ def a_function_in_the_policy() -> tuple[bool, bool]:
 
 def fail_in_the_middle(failing: int) -> tuple[str, str]:
     """One rank cannot make memory for its shards."""
-    from shardwise.execution import supply as arrivals
 
-    original, calls = arrivals.materialize, 0
+    original, calls = memory.materialize, 0
 
     def spoil(*args: Any) -> Any:
         nonlocal calls
@@ -371,12 +370,12 @@ def fail_in_the_middle(failing: int) -> tuple[str, str]:
             raise MemoryError("no memory is left")
         return original(*args)
 
-    arrivals.materialize = spoil
+    memory.materialize = spoil
     try:
         model = live_model() if dist.get_rank() == 0 else meta_model()
         return attempt(lambda: shardwise.shard(model, options=shardwise.options.ShardOptions(budget_bytes=4096)))
     finally:
-        arrivals.materialize = original
+        memory.materialize = original
 
 
 # Optimizers

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from typing_extensions import TypedDict
 
-from shardwise.bank import calls, rows
+from shardwise.bank import calls, rows, tenant_facts
 from shardwise.bank import state as states
 from shardwise.bank import tenant as tenants
-from shardwise.bank.backends import BackendChoice, RouteSwitch, SiteHooks
+from shardwise.bank.backends import BackendChoice
 from shardwise.bank.files import agree, beside, config_of, find_training, lent, names_of_peft, outlined, read_tenant
+from shardwise.bank.routing import RouteSwitch, SiteHooks
 from shardwise.bank.rows import RowTensors
 from shardwise.checkpoints.facts import digest_of
 from shardwise.engines.arguments import agree_on_call, require_meant
@@ -248,14 +249,14 @@ class AdapterBank:
         self._world.require_equal(
             self._world.together(lambda: self._tenant(name)).name, "the tenant that is asked for"
         )
-        tenant, base = self._tenant(name), states.facts_of_base(self._world, self._model)
+        tenant, base = self._tenant(name), tenant_facts.facts_of_base(self._world, self._model)
 
         def state() -> dict[str, Any]:
             training = states.training_tensors(tenant, states.window_gradient(tenant))
             return {
                 "adapter": {key: values.clone() for key, values in tenant.matrices.items()},
                 "training": {key: values.clone() for key, values in training.items()},
-                "facts": states.facts_of(tenant, base).to_dict(),
+                "facts": tenant_facts.facts_of(tenant, base).to_dict(),
             }
 
         return self._world.together(state)
@@ -290,7 +291,7 @@ class AdapterBank:
         tenant = self._world.together(lambda: self._asked(name, on_other_base, on_not_finite))
         found = states.given_training(tenant, state, lambda: names_of_peft(self._model, tenant))
         base, allowed = (
-            states.facts_of_base(self._world, self._model),
+            tenant_facts.facts_of_base(self._world, self._model),
             states.AllowedFaults(on_other_base, on_not_finite),
         )
         started = states.go_on(
@@ -346,7 +347,7 @@ class AdapterBank:
         cast = self._world.together(lambda: resolved_dtype(dtype))
         training = None
         if training_state:
-            training = beside(self._world, tenant, states.facts_of_base(self._world, self._model), cast)
+            training = beside(self._world, tenant, tenant_facts.facts_of_base(self._world, self._model), cast)
 
         def ask() -> SaveRequest:
             return SaveRequest(whole, directory, PeftNames(), cast, tokenizer=tokenizer, training=training)
@@ -399,7 +400,7 @@ class AdapterBank:
         options: Any = keywords if isinstance(found, tenants.TenantStart) else {**found.facts.options(), **keywords}
         tenant = self._agreed(name, config, options)
         base, allowed = (
-            states.facts_of_base(self._world, self._model),
+            tenant_facts.facts_of_base(self._world, self._model),
             states.AllowedFaults(on_other_base, on_not_finite),
         )
         fill = read_tenant(self._world, self._model, tenant, Path(directory), found)

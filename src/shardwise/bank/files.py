@@ -21,13 +21,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.bank import state as states
+from shardwise.bank import tenant_facts
 from shardwise.bank.tenant import Tenant, TenantOptions, TenantStart
 from shardwise.engines.bringing_up import weights_in
 from shardwise.engines.model_states import set_model_values, stored_values
 from shardwise.engines.save_plan import TrainingBeside
 from shardwise.engines.verifying import require_as_saved
 from shardwise.errors import ConfigError, FormatError
-from shardwise.execution.supply import StateOptions
+from shardwise.execution.state_values import StateOptions
 from shardwise.execution.world import Clock, World
 from shardwise.formats.peft_adapter import TRAINING_KEY, training_beside
 from shardwise.formats.safetensors_files import read_header
@@ -112,7 +113,9 @@ def beside(world: World, tenant: Tenant, base: Mapping[str, str], dtype: torch.d
         tensors = states.training_tensors(tenant, gradient)
         if dtype not in (None, tenant.flat.dtype):  # what is trained is not what is served
             tensors[states.MATRICES] = tenant.flat.detach()
-        return TrainingBeside(_module_of(tensors), states.to_text(states.facts_of(tenant, base), repr(tenant.name)))
+        return TrainingBeside(
+            _module_of(tensors), tenant_facts.to_text(tenant_facts.facts_of(tenant, base), repr(tenant.name))
+        )
 
     return world.together(made)
 
@@ -165,7 +168,7 @@ def _found(folder: Path, *, training_state: bool) -> states.StoredTraining | Ten
     if text is None:
         raise FormatError(f"{folder / file}: its header has no {TRAINING_KEY}; the file is damaged or forged")
     tensors = {entry.key: (entry.shape, entry.dtype) for entry in header.entries}
-    facts = states.facts_in(text, f"{folder / file}: {TRAINING_KEY}")
+    facts = tenant_facts.facts_in(text, f"{folder / file}: {TRAINING_KEY}")
     try:
         TenantOptions(**facts.options())
     except ConfigError as error:

@@ -13,140 +13,34 @@ rank this is to the bit, on several the order of a sum of floats is another.
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import math
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel
 
-from shardwise.bank.tenant import Tenant, TenantStart, TenantWindow, maker_of, summed
+from shardwise.bank.tenant import Tenant, TenantStart, TenantWindow, summed
+from shardwise.bank.tenant_facts import TenantFacts, facts_of, sound_facts
 from shardwise.checkpoints import base_identity as bases
 from shardwise.checkpoints.facts import digest_of
 from shardwise.errors import ConfigError, FormatError
-from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
-from shardwise.models.optimizer_state import class_name, set_group, unlike
-from shardwise.models.torch_words import in_memory, original_class
-from shardwise.models.view import canonical, look_inside
+from shardwise.models.optimizer_state import set_group, unlike
+from shardwise.models.torch_words import in_memory
 from shardwise.planning.load_plan import Ignore, allows
 from shardwise.planning.matching import OnFault
 from shardwise.storage.names import shown
 from shardwise.tensors import DType
-from shardwise.tuning.sites import ExpertsSite
 
-_FORMAT = "shardwise tenant 1"
-_MOST = 1 << 53
 _HOW_STEPPED = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that decide how a step is computed, not what: those of the present optimizer stay."""
 _LATER = frozenset({"maximize", "decoupled_weight_decay"})
 """Settings that not every version of torch has."""
 _NEVER_BELOW_0 = ("lr", "initial_lr", "weight_decay", "eps")
-
-
-@dataclass(frozen=True, slots=True)
-class TenantFacts:
-    """All of a tenant's state but tensors; the same on every rank, and for any number of them.
-
-    Attributes:
-        base: "name", as PEFT has it, "architecture", a digest of the names and "shapes" of its
-            parameters, and its "identity" as JSON ([Note: The identity of a base]).
-        config: by layer, (rank, scaling, dropout).
-        matrices: their shapes, in the order in which they lie in flat tensors.
-        optimizer: its class.
-        settings: of its one group.
-        schedule: its class.
-        schedule_state: what its ``state_dict`` gives.
-        max_grad_norm: as it was changed last.
-        accumulation: how many micro-batches make a window.
-        reduction: the class of it.
-        seed: what dropout follows from.
-        windows: that are over.
-        steps: that were taken.
-        micro_batches: of the window that is open.
-        learned_tokens: in it, on all ranks.
-    """
-
-    base: Mapping[str, str]
-    config: Mapping[str, tuple[float, ...]]
-    matrices: Mapping[str, tuple[int, ...]]
-    optimizer: str
-    settings: Mapping[str, Any]
-    schedule: str
-    schedule_state: Mapping[str, Any]
-    max_grad_norm: float
-    accumulation: int
-    reduction: str
-    seed: int
-    windows: int
-    steps: int
-    micro_batches: int
-    learned_tokens: int
-
-    def options(self) -> dict[str, Any]:
-        """Return what a tenant that goes on is made with where nothing else is asked for.
-
-        Raises:
-            ConfigError: no optimizer of torch's has such settings.
-        """
-        make = maker_of(self.optimizer, self.settings)
-        return {
-            "accumulation": self.accumulation,
-            "reduction": self.reduction,
-            "seed": self.seed,
-            "max_grad_norm": float(self.max_grad_norm),
-            **({} if make is None else {"optimizer": make}),
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a copy by name."""
-        return {field.name: copy.deepcopy(getattr(self, field.name)) for field in fields(self)}
-
-
-def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
-    """Return the identity of a base. Collective: yes; two short meetings."""
-    samples = world.together(lambda: bases.BaseSamples.of(bases.base_of(look_inside(model), {})))
-    identity = world.all_reduce(samples.taken, lambda told: samples.identity(model, told))
-    shapes = sorted((canonical(name), tuple(own.shape)) for name, own in model.named_parameters())
-    return {
-        "name": str(getattr(model, "name_or_path", "") or ""),
-        "architecture": original_class(model).__name__,
-        "shapes": hashlib.sha256(repr(shapes).encode()).hexdigest()[:32],
-        "identity": json.dumps(identity.to_dict()),
-    }
-
-
-def facts_of(tenant: Tenant, base: Mapping[str, str]) -> TenantFacts:
-    """Return the facts of a tenant as it is; its settings and schedule are not copied."""
-    group = tenant.optimizer.param_groups[0]
-    return TenantFacts(
-        base=base,
-        config={_named(site): (site.r, site.scaling, getattr(site, "dropout", 0.0)) for site in tenant.sites},
-        matrices=dict(tenant.shapes),
-        optimizer=class_name(tenant.optimizer),
-        settings={key: value for key, value in group.items() if key != "params"},
-        schedule=f"{type(tenant.schedule).__module__}.{type(tenant.schedule).__qualname__}",
-        schedule_state=tenant.schedule.state_dict(),
-        max_grad_norm=tenant.max_grad_norm,
-        accumulation=tenant.options.accumulation,
-        reduction=tenant.options.reduction,
-        seed=tenant.options.seed,
-        windows=tenant.windows,
-        steps=tenant.steps,
-        micro_batches=tenant.window.micro_batches,
-        learned_tokens=tenant.window.learned_tokens,
-    )
-
-
-def _named(site: Any) -> str:
-    return f"{site.module}.{site.parameter}" if isinstance(site, ExpertsSite) else str(site.module)
 
 
 # ── taken out ─────────────────────────────────────────────────────────────────────────────────────
@@ -495,134 +389,3 @@ def _is_like(value: Any, present: Any) -> bool:
     if type(present) is dict and isinstance(value, Mapping):
         return value.keys() == present.keys() and all(_is_like(value[key], present[key]) for key in present)
     return isinstance(value, Mapping) == isinstance(present, Mapping)
-
-
-# ── JSON ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-def to_text(facts: TenantFacts, whose: str) -> str:
-    """As JSON.
-
-    Raises:
-        ConfigError: the optimizer or the schedule has what is no plain data.
-    """
-    content = {name: to_json(value, f"{name} of {whose}") for name, value in facts.to_dict().items()}
-    return json.dumps({"format": _FORMAT, **content})
-
-
-def facts_in(text: str, what: str) -> TenantFacts:
-    """The facts in a text, which a stranger may have written; ``what`` names it.
-
-    Raises:
-        FormatError: it is no such text.
-    """
-    content = parse_object(text.encode("utf-8", "surrogatepass"), what=what)
-    if content.pop("format", None) != _FORMAT:
-        raise FormatError(f"{what}: it is not of the format {_FORMAT!r}; update shardwise if it is newer")
-    return sound_facts({name: from_json(value, what) for name, value in content.items()}, what)
-
-
-def sound_facts(values: Mapping[str, Any], what: str) -> TenantFacts:
-    """Facts of these values, which a stranger may have written; ``what`` names them.
-
-    Raises:
-        FormatError: a value is not there, unknown, or none that it can be. What a tenant compares with its own is
-            of the right kind only.
-    """
-    kinds = {field.name: _KINDS.get(str(field.type), (dict,)) for field in fields(TenantFacts)}
-    if kinds.keys() != values.keys():
-        raise FormatError(
-            f"{what}: it lacks {_few(kinds.keys() - values.keys())}, and has {_few(values.keys() - kinds.keys())} "
-            "more; the file is damaged or forged"
-        )
-    for name, value in values.items():
-        is_sound = type(value) in kinds[name]
-        if kinds[name] == (int,) and name != "seed":
-            is_sound = is_sound and 0 <= value < _MOST
-        elif kinds[name] == (dict,) and name != "schedule_state":
-            is_sound = is_sound and all(isinstance(key, str) for key in value)
-        if not is_sound:
-            raise FormatError(f"{what}: {name} is {shown(repr(value))}; the file is damaged or forged")
-    base = values["base"]
-    if base.keys() != _OF_A_BASE or not all(isinstance(told, str) for told in base.values()):
-        raise FormatError(f"{what}: base is {shown(repr(base))}; the file is damaged or forged")
-    if values["micro_batches"] > values["accumulation"] or values["steps"] > values["windows"]:
-        raise FormatError(f"{what}: its counts contradict each other; the file is damaged or forged")
-    return TenantFacts(**values)
-
-
-def _few(names: Collection[str]) -> str:
-    return ", ".join(shown(name) for name in sorted(names)[:8]) or "nothing"
-
-
-_OF_A_BASE = {"name", "architecture", "shapes", "identity"}
-_KINDS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
-
-
-# ── plain data ────────────────────────────────────────────────────────────────────────────────────
-
-_OF, _IS = "of", "is"
-_MOST_LEVELS = 32
-_KEYS = (str, int, float, bool)
-_FLOATS = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
-
-
-def to_json(value: Any, what: str, level: int = 0) -> Any:
-    """A value in lists, objects, texts and numbers. Floats keep their bits, as do tensors of one (a learning rate).
-
-    Raises:
-        ConfigError: naming what in it is no plain data.
-    """
-    if level > _MOST_LEVELS:
-        raise ConfigError(f"{what} is nested more than {_MOST_LEVELS} levels deep, and cannot be saved")
-    if isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype in _FLOATS.values():
-        return {_OF: str(value.dtype), _IS: to_json(value.item(), what)}
-    kind = type(value)
-    if value is None or kind in (str, int, bool):
-        return value
-    if kind is float:
-        return value if math.isfinite(value) else {_OF: "float", _IS: str(value)}
-    if kind in (list, tuple):
-        items = [to_json(item, f"{what}[{number}]", level + 1) for number, item in enumerate(value)]
-        return items if kind is list else {_OF: "tuple", _IS: items}
-    if kind in (dict, OrderedDict, Counter) and all(type(key) in _KEYS for key in value):
-        pairs = [(to_json(key, what), to_json(item, f"{what}[{key!r}]", level + 1)) for key, item in value.items()]
-        if kind is dict and all(type(key) is str for key in value) and value.keys() != {_OF, _IS}:
-            return dict(pairs)
-        return {_OF: "Counter" if kind is Counter else "dict", _IS: [list(pair) for pair in pairs]}
-    raise ConfigError(
-        f"{what} is a {kind.__module__}.{kind.__qualname__}, and a saved training holds plain data only (dicts, "
-        "lists, tuples, texts, numbers): have its state_dict give that, or save with training_state=False"
-    )
-
-
-def from_json(value: Any, what: str, level: int = 0) -> Any:
-    """Return the value that :func:`to_json` was given.
-
-    Raises:
-        FormatError: it has made no such thing; ``what`` names it.
-    """
-    if level > _MOST_LEVELS:
-        raise FormatError(f"{what} is nested more than {_MOST_LEVELS} levels deep; the file is damaged or forged")
-    if isinstance(value, list):
-        return [from_json(item, what, level + 1) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() != {_OF, _IS}:
-        return {key: from_json(item, what, level + 1) for key, item in value.items()}
-    kind, inner = value[_OF], value[_IS]
-    if isinstance(kind, str) and kind in _FLOATS and type(inner) is float:
-        return torch.tensor(inner, dtype=_FLOATS[kind])
-    if kind == "float" and inner in ("inf", "-inf", "nan"):
-        return float(inner)
-    if isinstance(inner, list):
-        items = [from_json(item, what, level + 1) for item in inner]
-        if kind == "tuple":
-            return tuple(items)
-        if kind in ("dict", "Counter") and all(_is_pair(item) for item in items):
-            return dict(items) if kind == "dict" else Counter(dict(items))
-    raise FormatError(f"{what} has {shown(repr(value))}, which means nothing; the file is damaged or forged")
-
-
-def _is_pair(item: object) -> bool:
-    return isinstance(item, list) and len(item) == 2 and type(item[0]) in _KEYS

@@ -31,12 +31,13 @@ from shardwise.checkpoints.state import (
 from shardwise.checkpoints.write import done_now
 from shardwise.engines.arguments import hints_of, require_meant
 from shardwise.errors import ConfigError, DisagreementError, StorageError
+from shardwise.execution.checksums import as_bytes
+from shardwise.execution.distributed_chunks import ChunkStaging, TensorsPlan, Views, plan_tensors, views_of
 from shardwise.execution.memory import collected_later
-from shardwise.execution.moving import facts_of
-from shardwise.execution.replicas import Replicas, as_bytes, settle_replicas
-from shardwise.execution.supply import refuse_meta
+from shardwise.execution.replicas import Replicas, settle_replicas
+from shardwise.execution.state_values import refuse_meta
+from shardwise.execution.tensor_facts import facts_of
 from shardwise.execution.world import Clock, OddRanks, World
-from shardwise.execution.write import ChunkStaging, TensorsPlan, Views, plan_tensors, views_of
 from shardwise.models.optimizer_state import class_name
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.planning.load_plan import OnDiffering

@@ -23,8 +23,8 @@ from shardwise.checkpoints.state import KeyPath
 from shardwise.conversion.expression import Expression
 from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.committing import remove_unnamed
 from shardwise.execution.memory import Workers, collected_later
+from shardwise.execution.rename_journal import remove_unnamed
 from shardwise.execution.torch_saves import loaded
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.distributed import ChunkPlace, open_state, parse_metadata

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoints.base_identity import BaseSamples, base_of
 from shardwise.checkpoints.facts import as_json, digest_of, packed
 from shardwise.errors import ConfigError, FormatError
-from shardwise.execution.supply import StateOptions
+from shardwise.execution.state_values import StateOptions
 from shardwise.layout import TensorKind
 from shardwise.models.optimizer_state import labelled, written_out
 from shardwise.models.rebind import Bound, inner_tensors, layout_of, look_at

@@ -17,11 +17,13 @@ from shardwise.checkpoints.facts import FACTS, BlockSums, Facts, digest, with_ch
 from shardwise.checkpoints.state import KeyPath
 from shardwise.errors import StorageError
 from shardwise.execution.committing import publish
-from shardwise.execution.saving_lock import Marked, Saving, Whose, marked_by_first
+from shardwise.execution.distributed_chunks import TensorsPlan, Views, data_file, metadata_of, write_chunks
+from shardwise.execution.locked_folder import Marked, Saving, marked_by_first
+from shardwise.execution.saving_lock import Whose
 from shardwise.execution.world import World
-from shardwise.execution.write import Sink, TensorsPlan, Views, data_file, metadata_of, write_chunks
+from shardwise.execution.write import Sink
 from shardwise.formats.joining import METADATA
-from shardwise.planning.save_plan import on_its_way
+from shardwise.planning.commit_plan import on_its_way
 from shardwise.report.save_reports import CheckpointReport
 from shardwise.storage.writing import open_writer
 

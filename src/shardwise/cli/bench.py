@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.report.names import table_lines
 
 if TYPE_CHECKING:
-    from shardwise.startup import ArmOnRank
+    from shardwise.startup_arms import ArmOnRank
 
 _PRELOADED = (
     "torch",
@@ -83,7 +83,7 @@ def startup_command(*, as_json: bool, **options: Any) -> None:
 
 def _start(ranks: int, *arguments: str, timeout_s: float) -> list[ArmOnRank]:
     """Bring up a model by an arm on fresh ranks."""
-    from shardwise.startup import bring_up
+    from shardwise.startup_arms import bring_up
 
     return run_fresh(ranks, bring_up, *arguments, preloaded=_PRELOADED, timeout_s=timeout_s)
 

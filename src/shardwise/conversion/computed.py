@@ -13,7 +13,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shardwise.conversion.expression import Expression, Leaf, Region, Shape, Stored, leaves_of
+from shardwise.conversion.expression import Expression, Leaf, Shape, Stored, leaves_of
+from shardwise.conversion.regions import Region
 from shardwise.errors import FormatError
 from shardwise.tensors import Box, DType, Strided, contiguous_strides, numel
 

@@ -1,4 +1,4 @@
-"""Defines lazy expressions over stored tensors, and the regions of indices that are pushed through them.
+"""Defines lazy expressions over stored tensors.
 
 A parameter of a model is an expression whose leaves are tensors of a checkpoint. Most nodes
 only move elements (:class:`Concat`, :class:`Stack`, :class:`Slice`, :class:`Permute`, :class:`Reshape`), so any box
@@ -8,31 +8,18 @@ it needs.
 
 Nodes are built by the lower-case functions, which validate and simplify. A new one answers what
 :class:`Expression` asks, and nothing outside of this package looks at classes of nodes.
-
-[Note: Regions] A set of indices of a node is kept as an affine map. ``origin`` is the index of its first element;
-every axis of the iteration moves along exactly one dimension of the node, by ``step`` indices, and by ``stride``
-elements in the target. Several axes may move along the same dimension (the mixed-radix digits that a reshape
-leaves behind), so a column interleave stays one strided copy and not a box for every column. Moving a region
-through a node keeps this form or splits the region into a few of the same form:
-
-* a permutation renames dimensions, a slice scales them;
-* a concatenation or stack clips the region to each part (:func:`clip`);
-* a reshape flattens all dimensions into one, then splits dimensions off it, last first (:func:`unflatten`).
-
-Splitting may, in the worst case, unroll an axis into single steps; it is exact always and compact for everything
-that model conversions do.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise.tensors import Box, DType, Strided, contiguous_strides, numel
+from shardwise.conversion.regions import Axis, Region, clip, flatten, parts_touched, unflatten, without_dim
+from shardwise.tensors import DType, Strided, numel
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -378,183 +365,6 @@ def skeletons(expressions: Sequence[Expression]) -> tuple[tuple[Hashable, ...], 
 
     found = tuple(map(bare, expressions))
     return found, tuple(numbers)
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """``size`` > 1 steps: each moves ``stride`` elements in the target, ``step`` indices along ``dim``."""
-
-    size: int
-    stride: int
-    dim: int
-    step: int
-
-    @property
-    def span(self) -> int:
-        return self.step * (self.size - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """See [Note: Regions]. ``target`` is the place of the first element in the target's memory."""
-
-    origin: tuple[int, ...]
-    target: int
-    axes: tuple[Axis, ...]
-
-    @classmethod
-    def of(cls, box: Box, into: Strided) -> Region:
-        """A box of a tensor, whose elements go to ``into``."""
-        axes = tuple(
-            Axis(size, stride, dim, 1)
-            for dim, (size, stride) in enumerate(zip(box.sizes, into.strides, strict=True))
-            if size > 1
-        )
-        return cls(box.offsets, into.offset, axes)
-
-    @property
-    def bounds(self) -> Box:
-        """The smallest box that holds the region."""
-        sizes = [1] * len(self.origin)
-        for axis in self.axes:
-            sizes[axis.dim] += axis.span
-        return Box(self.origin, tuple(sizes))
-
-    def within(self, box: Box) -> Iterator[Region]:
-        """The part of the region that lies in a box, counted from the box's first element."""
-        parts = [self]
-        for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            parts = [piece for part in parts for piece in clip(part, dim, start, start + size)]
-        for part in parts:
-            inside = tuple(at - first for at, first in zip(part.origin, box.offsets, strict=True))
-            yield replace(part, origin=inside)
-
-    def strided(self, strides: Sequence[int], start: int = 0) -> tuple[Strided, Strided]:
-        """(where its elements are, where they go), in the same order, widest steps first.
-
-        ``strides`` and ``start`` say how the tensor lies in memory.
-        """
-        offset = start + sum(index * stride for index, stride in zip(self.origin, strides, strict=True))
-        axes = sorted(((a.step * strides[a.dim], a.stride, a.size) for a in self.axes), reverse=True)
-        merged: list[tuple[int, int, int]] = []
-        for source_stride, target_stride, size in axes:
-            if merged and merged[-1][:2] == (source_stride * size, target_stride * size):
-                merged[-1] = (source_stride, target_stride, merged[-1][2] * size)
-            else:
-                merged.append((source_stride, target_stride, size))
-        sizes = tuple(size for _, _, size in merged)
-        source = Strided(offset, sizes, tuple(stride for stride, _, _ in merged))
-        return source, Strided(self.target, sizes, tuple(stride for _, stride, _ in merged))
-
-    def with_origin(self, dim: int, value: int) -> Region:
-        return Region((*self.origin[:dim], value, *self.origin[dim + 1 :]), self.target, self.axes)
-
-    def restricted(self, axis: Axis, first: int, count: int) -> Region:
-        """Only the steps ``first .. first + count`` of one axis."""
-        axes = tuple(other for other in self.axes if other is not axis)
-        if count > 1:
-            axes = (*axes, Axis(count, axis.stride, axis.dim, axis.step))
-        moved = self.with_origin(axis.dim, self.origin[axis.dim] + axis.step * first)
-        return Region(moved.origin, self.target + axis.stride * first, axes)
-
-
-def parts_touched(region: Region, dim: int, starts: Sequence[int]) -> range:
-    """The numbers of the parts that a region touches; part i begins at ``starts[i]``, the last start is the end."""
-    first = region.origin[dim]
-    last = first + sum(axis.span for axis in region.axes if axis.dim == dim)
-    return range(bisect_right(starts, first) - 1, bisect_right(starts, last))
-
-
-def without_dim(region: Region, dim: int) -> Region:
-    """The region without a dimension; how it moves along that is left out."""
-    axes = tuple(
-        Axis(axis.size, axis.stride, axis.dim - (axis.dim > dim), axis.step)
-        for axis in region.axes
-        if axis.dim != dim
-    )
-    return Region((*region.origin[:dim], *region.origin[dim + 1 :]), region.target, axes)
-
-
-def clip(region: Region, dim: int, start: int, stop: int) -> Iterator[Region]:
-    """The part of the region whose index along ``dim`` is in ``start .. stop``."""
-    along = [axis for axis in region.axes if axis.dim == dim]
-    first = region.origin[dim]
-    last = first + sum(axis.span for axis in along)
-    if last < start or first >= stop:
-        return
-    if first >= start and last < stop:
-        yield region
-        return
-    axis = max(along, key=lambda item: item.step)
-    rest = last - first - axis.span
-    touched_from = max(0, -((first + rest - start) // axis.step))
-    touched_to = min(axis.size, (stop - 1 - first) // axis.step + 1)
-    inside_from = max(touched_from, -((first - start) // axis.step))
-    inside_to = max(min(touched_to, (stop - 1 - rest - first) // axis.step + 1), inside_from)
-    if inside_to > inside_from:
-        yield region.restricted(axis, inside_from, inside_to - inside_from)
-    else:
-        inside_from = inside_to = touched_to
-    for index in (*range(touched_from, inside_from), *range(inside_to, touched_to)):
-        yield from clip(region.restricted(axis, index, 1), dim, start, stop)
-
-
-def flatten(region: Region, shape: tuple[int, ...]) -> Region:
-    """The same elements as indices of the flat, row-major tensor."""
-    strides = contiguous_strides(shape)
-    origin = sum(index * stride for index, stride in zip(region.origin, strides, strict=True))
-    axes = tuple(Axis(a.size, a.stride, 0, a.step * strides[a.dim]) for a in region.axes)
-    return Region((origin,), region.target, axes)
-
-
-def unflatten(region: Region, shape: tuple[int, ...]) -> Iterator[Region]:
-    """A flat region as regions of a tensor of this shape."""
-    if len(shape) == 0:
-        yield replace(region, origin=())
-        return
-    pieces = [region]
-    for size in reversed(shape[1:]):
-        pieces = [part for piece in pieces for part in _split(piece, size)]
-    yield from pieces
-
-
-def _split(region: Region, inner: int) -> Iterator[Region]:
-    """Dimension 0, an index ``x``, replaced by the two dimensions ``x // inner, x % inner``."""
-    outer_index, inner_index = divmod(region.origin[0], inner)
-    digits = [axis for axis in region.axes if axis.dim == 0 and axis.step % inner]
-    reach = sum(axis.span for axis in digits)
-    if inner_index + reach < inner:
-        axes = tuple(_split_axis(axis, inner) for axis in region.axes)
-        yield Region((outer_index, inner_index, *region.origin[1:]), region.target, axes)
-        return
-    # Some digit carries into the outer dimension. Where the others stay below its step, it divides into the
-    # steps up to the first carry, whole turns, and the steps after the last carry.
-    axis = max(digits, key=lambda item: item.step)
-    below = inner_index % axis.step + reach - axis.span
-    if inner % axis.step == 0 and below < axis.step:
-        turn = inner // axis.step
-        head = min(-(inner_index // axis.step) % turn, axis.size)
-        turns, tail = divmod(axis.size - head, turn)
-        if head:
-            yield from _split(region.restricted(axis, 0, head), inner)
-        if turns:
-            middle = region.restricted(axis, head, turn)
-            repeat = Axis(turns, axis.stride * turn, 0, inner)
-            yield from _split(replace(middle, axes=(*middle.axes, repeat) if turns > 1 else middle.axes), inner)
-        if tail:
-            yield from _split(region.restricted(axis, axis.size - tail, tail), inner)
-        return
-    axis = min(digits, key=lambda item: item.size)
-    for index in range(axis.size):
-        yield from _split(region.restricted(axis, index, 1), inner)
-
-
-def _split_axis(axis: Axis, inner: int) -> Axis:
-    if axis.dim > 0:
-        return replace(axis, dim=axis.dim + 1)
-    if axis.step % inner == 0:
-        return replace(axis, step=axis.step // inner)
-    return replace(axis, dim=1)
 
 
 def view(source: Expression, strided: Strided) -> Expression:

@@ -121,13 +121,11 @@ def stored_rows(numbers: expression.Expression) -> StoredRows | None:
     found = [part for part in parts if part is not None]
     if not found or len(found) < len(parts) or len({(part.form, part.block_size) for part in found}) > 1:
         return None
-    values, scales = (
-        _over_rows(numbers, sources)
-        for sources in ([part.values for part in found], [part.scales for part in found])
-    )
-    return (
-        None if values is None or scales is None else StoredRows(found[0].form, found[0].block_size, values, scales)
-    )
+    values = _over_rows(numbers, [part.values for part in found])
+    scales = _over_rows(numbers, [part.scales for part in found])
+    if values is None or scales is None:
+        return None
+    return StoredRows(found[0].form, found[0].block_size, values, scales)
 
 
 def _over_rows(

@@ -239,7 +239,7 @@ def read_index(
     """The headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
 
     What the ranks have opened is one checkpoint, see [Note: One checkpoint] in
-    ``execution/reading.py``. One that is refused is closed, unless it is the user's (``is_own``
+    ``execution/audit.py``. One that is refused is closed, unless it is the user's (``is_own``
     False).
     """
     reader = opened.reader
@@ -258,7 +258,7 @@ def read_index(
         found: dict[str, str] = {}
         notes: tuple[str, ...] = ()
         if world.size > 1:
-            from shardwise.execution.reading import require_one_checkpoint
+            from shardwise.execution.audit import require_one_checkpoint
 
             found, notes = require_one_checkpoint(world, reader, index)
         elif isinstance(reader, FilePlaces):

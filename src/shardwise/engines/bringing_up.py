@@ -15,8 +15,10 @@ from shardwise.engines import outline as outlines
 from shardwise.engines.load_plan import Load, LoadOptions, load_words
 from shardwise.engines.loading import carry_out, form_of
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
-from shardwise.execution.reading import Placer, are_equal
-from shardwise.execution.world import Clock, OddRanks, ProgressBar, World, require_same_settings
+from shardwise.execution.agreement import require_same_settings
+from shardwise.execution.audit import are_equal
+from shardwise.execution.reading import Placer
+from shardwise.execution.world import Clock, OddRanks, ProgressBar, World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.joining import beside
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS

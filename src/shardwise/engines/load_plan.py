@@ -158,7 +158,7 @@ def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> N
     load.items = destinations(load.plan, by_name, memory.devices_of(held, load.managers, load.home))
     load.shared, mode, parts = {}, options.shared_reads, load.items
     if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
-        from shardwise.execution.moving import shared_boxes, shared_parts
+        from shardwise.execution.shared_reads import shared_boxes, shared_parts
 
         load.shared = shared_boxes(world, by_name, load.items)
         parts = shared_parts(world, load.shared, load.items)

@@ -14,9 +14,11 @@ from shardwise.conversion.expression import rows_stored
 from shardwise.engines import arguments
 from shardwise.engines.load_plan import BaseForm, Load, LoadOptions, load_words, prepare, tie_declared
 from shardwise.errors import CoverageError, PlacementError
+from shardwise.execution.agreement import agree_on
+from shardwise.execution.audit import audit, require_equal_buffers, unequal_twins
 from shardwise.execution.memory import collected_later, materialize
-from shardwise.execution.reading import Placer, audit, require_equal_buffers, unequal_twins
-from shardwise.execution.world import Clock, ProgressBar, World, agree_on
+from shardwise.execution.reading import Placer
+from shardwise.execution.world import Clock, ProgressBar, World
 from shardwise.layout import LocalBox, Origin, TensorKind, TensorLayout, first_rows, last_rows
 from shardwise.models import pretrained
 from shardwise.models.initialize import Additions, BufferRules, RowNorms
@@ -77,7 +79,7 @@ def carry_out(
             world.together(read)
         means = average_rows(world, load)
         if load.shared:
-            from shardwise.execution.moving import exchange_shared
+            from shardwise.execution.shared_reads import exchange_shared
 
             with clock.phase("share"):
                 exchange_shared(world, load.shared, {item.fqn: item for item in held}, load.items, placer)

@@ -16,7 +16,8 @@ from shardwise.engines.offline import companions_of, config_content, small_file,
 from shardwise.engines.outline import ModelOptions, Outline, config_of
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.errors import CoverageError, FormatError
-from shardwise.execution.reading import Placer, are_equal
+from shardwise.execution.audit import are_equal
+from shardwise.execution.reading import Placer
 from shardwise.execution.stream_out import Outgoing, edited
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.joining import beside

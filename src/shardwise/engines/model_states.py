@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.engines.arguments import world_of
 from shardwise.engines.loading import give_value
 from shardwise.errors import FormatError
-from shardwise.execution import supply
+from shardwise.execution import state_values
 from shardwise.execution.memory import home_among, managers_of, materialize
 from shardwise.execution.moving import Traffic, gather
 from shardwise.execution.replicas import equal_on_all, require_alike_models
@@ -32,7 +32,7 @@ from shardwise.storage.reading import LocalReader
 
 def state_report(
     world: World,
-    values: supply.Values,
+    values: state_values.Values,
     traffic: Traffic,
     clock: Clock,
     *,
@@ -42,7 +42,7 @@ def state_report(
     return StateReport(
         rank=world.rank,
         world_size=world.size,
-        brought_by=() if isinstance(values, supply.StoredValues) else brought_by,
+        brought_by=() if isinstance(values, state_values.StoredValues) else brought_by,
         read_bytes=getattr(values, "read_bytes", 0),
         sent_bytes=traffic.sent_bytes,
         received_bytes=traffic.received_bytes,
@@ -77,7 +77,11 @@ class TakenModel:
 
 
 def take_out_model(
-    world: World, model: nn.Module, only: Selection, on_differing_buffers: OnDiffering, options: supply.StateOptions
+    world: World,
+    model: nn.Module,
+    only: Selection,
+    on_differing_buffers: OnDiffering,
+    options: state_values.StateOptions,
 ) -> TakenModel:
     """Look for the tensors of a state, and compare what several ranks hold. Collective: yes.
 
@@ -89,7 +93,7 @@ def take_out_model(
     names = world.from_first(lambda: names_outside(model, held, only))
     wanted = set(names.values())
     chosen = {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
-    world.together(lambda: supply.refuse_meta(chosen, "the model"))
+    world.together(lambda: state_values.refuse_meta(chosen, "the model"))
     home = home_among(held, chosen.values())
     buffers = {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
     budget = options.budget_bytes
@@ -102,11 +106,11 @@ def take_out_model(
 def set_model_values(
     world: World,
     model: nn.Module,
-    values: supply.Values,
+    values: state_values.Values,
     *,
     only: Selection,
     tolerance: Tolerance,
-    options: supply.StateOptions,
+    options: state_values.StateOptions,
     clock: Clock,
 ) -> StateReport:
     """Give a model values from wherever they are.
@@ -191,7 +195,7 @@ def model_state(
     *,
     only: Selection = None,
     on_differing_buffers: OnDiffering = "first_rank",
-    options: supply.StateOptions = supply.StateOptions(),  # noqa: B008
+    options: state_values.StateOptions = state_values.StateOptions(),  # noqa: B008
 ) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers of a model, by the names of the plain model.
 
@@ -224,7 +228,7 @@ def model_state(
     model = without_compile(model)
     with world_of(options, "model_state") as world, torch.device("cpu"):
         world.together(lambda: require_form(form))
-        supply.require_same_call(world, form, only, on_differing_buffers, options=options)
+        state_values.require_same_call(world, form, only, on_differing_buffers, options=options)
         taken = take_out_model(world, model, only, on_differing_buffers, options)
         if form == "sharded":
             return taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
@@ -241,7 +245,7 @@ def set_model_state(
     on_missing: OnFault = "error",
     on_unexpected: OnFault = "error",
     on_mismatched: OnFault = "error",
-    options: supply.StateOptions = supply.StateOptions(),  # noqa: B008
+    options: state_values.StateOptions = state_values.StateOptions(),  # noqa: B008
 ) -> StateReport:
     """Give the parameters and persistent buffers of a model the values of a state, in place.
 
@@ -279,16 +283,22 @@ def set_model_state(
     tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
     with world_of(options, "set_model_state") as world, torch.device("cpu"):
         with clock.phase("agree"):
-            supply.require_same_call(world, only, tolerance, options=options)
-            given = world.together(lambda: supply.by_canonical_names(state, "state"))
+            state_values.require_same_call(world, only, tolerance, options=options)
+            given = world.together(lambda: state_values.by_canonical_names(state, "state"))
         return set_model_values(
-            world, model, supply.BroughtValues(given), only=only, tolerance=tolerance, options=options, clock=clock
+            world,
+            model,
+            state_values.BroughtValues(given),
+            only=only,
+            tolerance=tolerance,
+            options=options,
+            clock=clock,
         )
 
 
 def stored_values(
-    world: World, folder: str, file: str, options: supply.StateOptions, stack: ExitStack
-) -> supply.StoredValues:
+    world: World, folder: str, file: str, options: state_values.StateOptions, stack: ExitStack
+) -> state_values.StoredValues:
     """The tensors in files of a folder, by names without wrappers; closed with ``stack``. Collective: yes.
 
     Raises:
@@ -297,7 +307,7 @@ def stored_values(
     reader = stack.enter_context(world.together(lambda: LocalReader(folder)))
     index = world.from_first(lambda: open_checkpoint(reader, weights_name=file))
     named = world.together(lambda: by_canonical_keys(stored_tensors(index), index.root))
-    return supply.StoredValues(reader, index, named, options.budget_bytes)
+    return state_values.StoredValues(reader, index, named, options.budget_bytes)
 
 
 def by_canonical_keys(stored: Mapping[str, Any], root: str) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from shardwise.conversion.expression import Expression, stored_leaves, substitut
 from shardwise.engines.load_plan import rules_of
 from shardwise.engines.outline import ModelOptions, Outline, outline
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.reading import Placer, are_equal
+from shardwise.execution.audit import are_equal
+from shardwise.execution.reading import Placer
 from shardwise.execution.stream_out import Outgoing, stream_out
 from shardwise.execution.world import ProgressBar, World
 from shardwise.execution.write import WrittenTensors

@@ -14,7 +14,7 @@ from shardwise.conversion.computed import computes
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.memory import collected_later
 from shardwise.execution.replicas import Shares
-from shardwise.execution.supply import StateOptions
+from shardwise.execution.state_values import StateOptions
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin, TensorKind, place_of
 from shardwise.models import four_bit_files

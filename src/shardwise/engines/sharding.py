@@ -14,7 +14,8 @@ from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.errors import ConfigError
 from shardwise.execution.moving import distribute
 from shardwise.execution.replicas import require_alike_models
-from shardwise.execution.supply import Arrivals, StateOptions, Supply, agree_on_supply, wrap_without_values
+from shardwise.execution.state_values import StateOptions
+from shardwise.execution.supply import Arrivals, Supply, agree_on_supply, wrap_without_values
 from shardwise.execution.world import Clock, World
 from shardwise.layout import TensorKind
 from shardwise.models import wrap

@@ -13,50 +13,34 @@
 
 Where one of these questions has the wrong answer, nothing of the older save has been removed, and what was set
 aside or replaced is put back as far as it is this save's: a StorageError says what was found.
-
-Lists of renames are carried out here, too, and what saves by such lists have left is removed; see [Note: A list of
-renames].
 """
 
 import contextlib
 import os
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution.saving_lock import HeldMark, Marked, Whose, take_lock
-from shardwise.formats.distributed import is_distributed_folder, read_metadata
-from shardwise.formats.joining import METADATA
+from shardwise.execution.locked_folder import Marked
+from shardwise.execution.rename_journal import finish, remove_empty, remove_unnamed, work_folder
+from shardwise.execution.saving_lock import HeldMark, Whose, take_lock
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, is_training_file, named_training
 from shardwise.formats.safetensors_files import read_header
-from shardwise.planning import fingerprints, save_plan
+from shardwise.planning import commit_plan, fingerprints, save_plan
 from shardwise.storage.contract import StorageWriter
+from shardwise.storage.folders import FoldersWriter, remove_folder
 from shardwise.storage.names import shown
-from shardwise.storage.reading import LocalReader, open_storage
-from shardwise.storage.writing import FoldersWriter, is_through_link, open_writer, remove_folder
+from shardwise.storage.reading import open_storage
 
 _BLOCK_BYTES = 8 << 20
 
 # Any save
 
 
-def remove_unnamed(writer: StorageWriter, files: Collection[str]) -> None:
-    """Remove those of these files that were on their way to another name: by them nothing can begin to count."""
-    names = [file for file in files if save_plan.is_on_its_way(file)]
-    for name in names:
-        writer.remove(name)
-    if names:
-        writer.sync_names()
-
-
 def let_count(
-    writer: StorageWriter, held: HeldMark, commit: save_plan.Commit, beside: Mapping[str, bytes]
+    writer: StorageWriter, held: HeldMark, commit: commit_plan.Commit, beside: Mapping[str, bytes]
 ) -> list[str]:
     """Let a written and synced save count, and remove the older one; the names of what was removed.
 
@@ -82,9 +66,9 @@ def let_count(
             writer.sync_names()
             held.require()
         for step in commit.steps:
-            if isinstance(step, save_plan.Remove) or step in commit.aside:
+            if isinstance(step, commit_plan.Remove) or step in commit.aside:
                 held.require()  # these concern the files of others, which nothing of this save's fences
-            if isinstance(step, save_plan.Remove):
+            if isinstance(step, commit_plan.Remove):
                 _require_there(writer, commit.then)
             _take(writer, step)
         if not counts(writer, commit):
@@ -113,10 +97,10 @@ def publish(
     ``files`` have their names already; ``beside`` are small files that belong to them. Raises as
     :func:`let_count` does.
     """
-    ready = save_plan.on_its_way(name, held.token)
-    commit = save_plan.Commit(
+    ready = commit_plan.on_its_way(name, held.token)
+    commit = commit_plan.Commit(
         files,
-        steps=(save_plan.Publish(ready, name),),
+        steps=(commit_plan.Publish(ready, name),),
         then=files,
         ready={ready: content},
         says={**beside, name: content},
@@ -125,7 +109,7 @@ def publish(
     let_count(writer, held, commit, beside)
 
 
-def counts(writer: StorageWriter, commit: save_plan.Commit) -> bool:
+def counts(writer: StorageWriter, commit: commit_plan.Commit) -> bool:
     """Whether it is this save that counts, whole."""
     sizes = writer.sizes()
     return (
@@ -160,11 +144,11 @@ def _require_there(writer: StorageWriter, files: Mapping[str, int]) -> None:
             )
 
 
-def _take(writer: StorageWriter, step: save_plan.CommitStep) -> None:
+def _take(writer: StorageWriter, step: commit_plan.CommitStep) -> None:
     match step:
-        case save_plan.Rename(file, name) | save_plan.Publish(file, name):
+        case commit_plan.Rename(file, name) | commit_plan.Publish(file, name):
             try:
-                writer.rename(file, name) if isinstance(step, save_plan.Rename) else writer.publish(file, name)
+                writer.rename(file, name) if isinstance(step, commit_plan.Rename) else writer.publish(file, name)
             except StorageError as error:
                 if file in writer.list():
                     raise
@@ -172,14 +156,14 @@ def _take(writer: StorageWriter, step: save_plan.CommitStep) -> None:
                     f"{shown(file)} in {writer.root}: another save has taken this folder over, and has removed "
                     f"what was to be {shown(name)}; what is theirs stays. Save to a directory of its own"
                 ) from error
-        case save_plan.Remove(file):
+        case commit_plan.Remove(file):
             writer.remove(file)
             writer.sync_names()
 
 
 @contextmanager
 def _put_back_if_in_vain(
-    writer: StorageWriter, held: HeldMark, commit: save_plan.Commit, beside: Mapping[str, bytes]
+    writer: StorageWriter, held: HeldMark, commit: commit_plan.Commit, beside: Mapping[str, bytes]
 ) -> Iterator[None]:
     """When the block fails and this save does not count, put back what it set aside and replaced."""
     before = {name: writer.read(name) for name in {**beside, **commit.says}}
@@ -195,7 +179,7 @@ def _put_back_if_in_vain(
 def _put_back(
     writer: StorageWriter,
     held: HeldMark,
-    commit: save_plan.Commit,
+    commit: commit_plan.Commit,
     beside: Mapping[str, bytes],
     before: Mapping[str, bytes | None],
 ) -> None:
@@ -232,7 +216,7 @@ def write_again(writer: StorageWriter, file: str, token: str) -> None:
         StorageError: it cannot be read or written, or changes meanwhile.
     """
     folder, slash, name = file.rpartition("/")
-    new = f"{folder}{slash}{save_plan.on_its_way(name, token)}"
+    new = f"{folder}{slash}{commit_plan.on_its_way(name, token)}"
     copy_in(writer, os.path.join(writer.root, file), new)
     writer.rename(new, file)
 
@@ -267,7 +251,7 @@ class Begun:
     """A save that has the mark of its folder; what counted there before, and what is recorded of it."""
 
     held: HeldMark
-    standing: save_plan.FolderState
+    standing: commit_plan.FolderState
     recorded: Sequence[fingerprints.RecordedSave]
 
 
@@ -280,13 +264,15 @@ def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> Begun:
     held = take_lock(writer, plan.token)
     try:
         nothing: frozenset[str] = frozenset()
-        remove_unnamed(writer, save_plan.obsolete(plan, save_plan.FolderState(frozenset(writer.list()), nothing)))
-        standing = save_plan.look_at_folder(writer.list(), writer.read(plan.index_file), plan.single_file)
+        remove_unnamed(
+            writer, commit_plan.obsolete(plan, commit_plan.FolderState(frozenset(writer.list()), nothing))
+        )
+        standing = commit_plan.look_at_folder(writer.list(), writer.read(plan.index_file), plan.single_file)
         standing = replace(standing, named=standing.named | _trainings_named(writer, plan))
         recorded = fingerprints.from_bytes(writer.read(fingerprints.file_beside(plan.stem)))
         left = [
             name
-            for name in save_plan.obsolete(plan, save_plan.FolderState(standing.files, nothing))
+            for name in commit_plan.obsolete(plan, commit_plan.FolderState(standing.files, nothing))
             if name != plan.index_file
         ]
         if standing.weights:
@@ -294,7 +280,7 @@ def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> Begun:
         kept = standing.weights | standing.named  # by whoever had the folder before, if it goes on after all
         for name in left:
             is_needed = (
-                name.endswith(save_plan.OLDER) and not standing.weights
+                name.endswith(commit_plan.OLDER) and not standing.weights
             )  # the only weights until something counts
             if name not in kept and not is_needed:
                 writer.remove(name)  # its space may be needed
@@ -308,7 +294,7 @@ def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> Begun:
 def undo_save(writer: StorageWriter, plan: save_plan.SavePlan, begun: Begun) -> None:
     """Remove what was made, save for what counts by now; the older save is as it was."""
     with contextlib.suppress(StorageError):
-        names = {name for name in writer.list() if save_plan.is_on_its_way(name) and plan.token in name}
+        names = {name for name in writer.list() if commit_plan.is_on_its_way(name) and plan.token in name}
         if plan.index is None or writer.read(plan.index_file) != plan.index:
             names |= {file.name for file in plan.files} - _trainings_named(writer, plan)
         for name in names:
@@ -324,7 +310,7 @@ def _trainings_named(writer: StorageWriter, plan: save_plan.SavePlan) -> frozens
     there = frozenset(name for name in files if is_training_file(name))
     if plan.stem != save_plan.ADAPTER or not there:
         return frozenset()
-    aside = [name for name in files if name.startswith(plan.stem) and name.endswith(save_plan.OLDER)]
+    aside = [name for name in files if name.startswith(plan.stem) and name.endswith(commit_plan.OLDER)]
     try:
         with open_storage(writer.root).reader as reader:
             adapters = [plan.single_file] if plan.single_file in files else aside
@@ -360,7 +346,7 @@ def commit_save(
     fingerprints_file = fingerprints.file_beside(plan.stem)
     bound = _bound(writer, plan, small_files)
     free = {name: content for name, content in small_files.items() if name not in bound}
-    commit = save_plan.commit_of(plan, begun.standing, can_rename=writer.policy.can_rename, bound=bound)
+    commit = commit_plan.commit_of(plan, begun.standing, can_rename=writer.policy.can_rename, bound=bound)
     removed = let_count(writer, begun.held, commit, {**free, fingerprints_file: both})
     if begun.held.whose() is Whose.OURS:
         writer.replace(fingerprints_file, fingerprints.to_bytes([recorded]))
@@ -377,59 +363,9 @@ def _bound(writer: StorageWriter, plan: save_plan.SavePlan, small_files: Mapping
     return {ADAPTER_CONFIG: content}
 
 
-_WORK = (".shardwise.", ".work")
-"""The beginning and the end of the name of a folder in which others write for a save, with its token between."""
-
-
-def work_folder(folder: str | os.PathLike[str], token: str) -> Path:
-    """Where the code of others writes what is then saved."""
-    return Path(folder, token.join(_WORK))
-
-
-def tidy(marked: Marked) -> None:
-    """Carry out what is left to be renamed, and remove what saves of accelerate's files have left besides.
-
-    Raises:
-        FormatError: a list of renames makes no sense.
-        StorageError: a file cannot be renamed or removed.
-    """
-    root = marked.writer.root
-    folders = distributed_folders(root)
-    with FoldersWriter(root, folders) as writer:
-        writer.sync_names()  # a rename that a kill has cut short must last before what it replaced is removed
-        remove_unnamed(writer, writer.list())  # by what was about to be named nothing can begin to count
-        for file in save_plan.lists_among(writer.list()):
-            _finish(root, file, marked.held)
-        remove_fresh(writer, writer.list())
-        for folder in folders:
-            for name in left_in(Path(root, folder)):
-                writer.remove(f"{folder}/{name}")
-    for entry in _entries(root):
-        if entry.name.startswith(_WORK[0]) and entry.name.endswith(_WORK[1]):
-            remove_folder(entry.path)
-
-
-def undo(marked: Marked, also: Collection[str] = ()) -> None:
-    """Remove what this save has made, unless it counts by now. ``also`` are further folders that it wrote into."""
-    root = marked.writer.root
-    folders = distributed_folders(root)
-    also = [folder for folder in also if not is_through_link(root, folder)]
-    with FoldersWriter(root, {*folders, *also}) as writer:
-        names = writer.list()
-        listed = save_plan.Renames(marked.token, ()).file
-        writer.remove(save_plan.on_its_way(listed, marked.token))
-        if listed not in names:
-            remove_fresh(writer, [name for name in names if save_plan.token_of_fresh(name) == marked.token])
-            for folder in folders:
-                for name in left_in(Path(root, folder), of=marked.token):
-                    writer.remove(f"{folder}/{name}")
-    _remove_empty(root, {*folders, *also})
-    remove_folder(work_folder(root, marked.token))
-
-
 def commit_written(
     marked: Marked,
-    written: save_plan.WrittenFiles,
+    written: commit_plan.WrittenFiles,
     older: Sequence[str],
     beside: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
@@ -441,226 +377,15 @@ def commit_written(
         StorageError: as of :func:`~shardwise.execution.committing.let_count`.
     """
     root = marked.writer.root
-    renames = save_plan.Renames(marked.token, tuple(written.named), tuple(older))
+    renames = commit_plan.Renames(marked.token, tuple(written.named), tuple(older))
     folders = {name.rpartition("/")[0] for name in (*written.named, *written.beside, *older)} - {""}
     with FoldersWriter(root, folders) as writer:
         let_count(writer, marked.held, renames.commit(written), beside)
     if marked.held.whose() is not Whose.ANOTHERS:  # who has the folder by now has found the list, and finishes it
-        _finish(root, renames.file, marked.held)
-    _remove_empty(root, folders)
+        finish(root, renames.file, marked.held)
+    remove_empty(root, folders)
     remove_folder(work_folder(root, marked.token))
     marked.release()
 
 
-def _entries(root: str) -> list[os.DirEntry[str]]:
-    with os.scandir(root) as entries:
-        return [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
-
-
-def distributed_folders(root: str) -> list[str]:
-    """The folders of models and optimizers that are there. Links are not followed."""
-    return sorted(entry.name for entry in _entries(root) if is_distributed_folder(entry.name))
-
-
-def remove_fresh(writer: FoldersWriter, names: Collection[str]) -> None:
-    """Remove those of these files that saves have written and not named."""
-    for name in names:
-        if save_plan.token_of_fresh(name) is not None:
-            writer.remove(name)
-
-
-def _remove_empty(root: str, folders: Collection[str]) -> None:
-    for folder in sorted(folders, reverse=True):
-        with contextlib.suppress(OSError):
-            os.rmdir(os.path.join(root, folder))
-
-
-def _finish(root: str, file: str, held: HeldMark) -> None:
-    """Give the files that are listed their names, and remove those that are older; when marked.
-
-    Whoever has taken the folder over does the same meanwhile, and may be done first. Then new files are not there
-    to be renamed any more; before a name is removed that others may have given, it is asked whose the mark is.
-    """
-    renames = read_list(Path(root), file)
-    if renames is None:
-        return  # somebody else has finished it
-    with FoldersWriter(root) as writer:
-        for name in (*renames.names, *renames.older):
-            writer.add_folder_of(name)
-        there = set(writer.list())
-        for name in renames.names:
-            if (new := save_plan.fresh(name, renames.token)) in there:
-                try:
-                    writer.rename(new, name)
-                except StorageError:
-                    if new in writer.list():
-                        raise
-            elif name not in there and file in writer.list():
-                raise FormatError(
-                    f"{file} in {root}: lists {shown(name)}, which is gone; remove that list, and save again"
-                )
-        if file not in writer.list():
-            return  # what is there by now may be of a newer save
-        for name in renames.older:
-            if name in there and name not in renames.names:
-                if held.whose() is not Whose.OURS:
-                    return  # the list stays until all that is older is gone; whoever has the folder goes on by it
-                writer.remove(name)
-        writer.sync_names()
-        writer.remove(file)
-        writer.sync_names()
-
-
-_MAX_LIST_BYTES = 1 << 24
-
-
-def read_list(folder: Path, file: str) -> save_plan.Renames | None:
-    """A list of renames; None where it is not there any more.
-
-    Raises:
-        FormatError: it makes no sense, or names what is not in the folder itself.
-        StorageError: it cannot be read.
-    """
-    with LocalReader(folder) as reader:
-        try:
-            nbytes = reader.size(file)
-            content = reader.read(file, 0, nbytes) if nbytes <= _MAX_LIST_BYTES else b""
-        except StorageError:
-            if not os.path.lexists(folder / file):
-                return None  # carried out meanwhile
-            raise
-    renames = save_plan.Renames.from_bytes(file, content)
-    if renames is None:
-        raise FormatError(f"{file} in {folder}: is no list of renames of an interrupted save; remove it")
-    linked = [way for way in _folders_of(folder, renames) if (folder / way).is_symlink()]
-    if linked:
-        raise FormatError(
-            f"{file} in {folder}: lists files in {shown(linked[0])}, which is a link; remove the list"
-        )
-    return renames
-
-
-def _folders_of(folder: Path, renames: save_plan.Renames) -> list[str]:
-    """Folders that listed names lead into, as far as they are there, each before what lies in it."""
-    found: set[str] = set()
-    for around in {name.rpartition("/")[0] for name in (*renames.names, *renames.older)} - {""}:
-        for way in accumulate(around.split("/"), "{}/{}".format):
-            if way not in found and not (folder / way).is_dir():
-                break
-            found.add(way)
-    return sorted(found)
-
-
-def home_of(path: Path) -> Path:
-    """The folder whose lists concern a path: itself, or that around a file, or around the folder of one model."""
-    return path.parent if not path.is_dir() or is_distributed_folder(path.name) else path
-
-
-def lists_in(folder: Path) -> list[save_plan.Renames]:
-    """The lists of renames that an interrupted save has left in a folder.
-
-    Raises:
-        FormatError, StorageError: as of :func:`read_list`.
-    """
-    try:
-        names = os.listdir(folder) if folder.is_dir() else []
-    except OSError as error:
-        raise StorageError(f"{folder}: listing it failed, {error.strerror}; check its permissions") from error
-    return [found for file in save_plan.lists_among(names) if (found := read_list(folder, file)) is not None]
-
-
-@contextmanager
-def as_renamed(folder: Path) -> Iterator[Path]:
-    """A folder as it is once the renames that are listed in it have been carried out. Nothing in it is changed.
-
-    It is the folder itself where nothing is listed, else a temporary one of links, for the time of the block. Links
-    lead nowhere once somebody carries the list out: see :func:`leads_nowhere`.
-
-    Collective: no.
-
-    Raises:
-        FormatError: a list makes no sense, or a file that it names is gone.
-        StorageError: the folder cannot be read.
-    """
-    with ExitStack() as stack:
-        place = folder
-        while pending := lists_in(folder):
-            place = Path(stack.enter_context(TemporaryDirectory(prefix="shardwise-renamed-")))
-            try:
-                gone = _link(folder.absolute(), pending, place)
-            except OSError as error:
-                raise StorageError(f"{folder}: reading it failed, {error.strerror or error}") from error
-            if lists_in(folder) == pending:
-                if gone:
-                    raise FormatError(
-                        f"{pending[0].file} in {folder}: lists {shown(gone[0])}, which is gone; "
-                        "the save is damaged: take another, or remove the list to have the one before"
-                    )
-                break
-            place = folder  # carried out meanwhile
-        yield place
-
-
-def leads_nowhere(place: Path) -> bool:
-    """Whether a folder of links has some to files that are gone by now."""
-    return any(path.is_symlink() and not path.exists() for path in place.rglob("*"))
-
-
-def _link(folder: Path, pending: Sequence[save_plan.Renames], place: Path) -> list[str]:
-    """Make links to what is in a folder, by the names that files are to have; the listed names that are gone."""
-    inner = {way for renames in pending for way in _folders_of(folder, renames)}
-    links: dict[str, str] = {}
-    for way in ("", *sorted(inner)):
-        (place / way).mkdir(exist_ok=True)
-        names = [(PurePosixPath(way) / name).as_posix() for name in os.listdir(folder / way)]
-        links |= {name: name for name in names if name not in inner and save_plan.token_of_fresh(name) is None}
-    for renames in pending:
-        links |= {
-            name: new
-            for name in renames.names
-            if (folder / (new := save_plan.fresh(name, renames.token))).is_file()
-        }
-        for name in {renames.file, *renames.older} - {*renames.names}:
-            links.pop(name, None)
-    for name, lies_at in links.items():
-        (place / name).symlink_to(folder / lies_at)
-    return [name for renames in pending for name in renames.names if name not in links]
-
-
 # Data of a DCP folder
-
-_DATA_FILE = re.compile(r"__[0-9]+_([0-9]+)\.distcp")
-
-_FIRST_NUMBER = 1 << 32
-"""Names of files have the number of their save, from here on: those that torch writes count from 0."""
-
-
-def number_of(token: str) -> int:
-    return _FIRST_NUMBER + int(token, 16)
-
-
-def older_in(folder: Path, files: Collection[str]) -> list[str]:
-    """Data of older checkpoints in a folder, beside these files."""
-    with open_writer(folder) as writer:
-        return [name for name in writer.list() if _DATA_FILE.fullmatch(name) and name not in files]
-
-
-def left_in(folder: Path, of: str = "") -> list[str]:
-    """Data of saves of ours that ``.metadata`` does not tell of; of the save with this token, or of any."""
-    with open_writer(folder) as writer:
-        names = writer.list()
-    ours = [name for name in names if (found := _DATA_FILE.fullmatch(name)) and int(found[1]) >= _FIRST_NUMBER]
-    if of:
-        ours = [name for name in ours if (found := _DATA_FILE.fullmatch(name)) and int(found[1]) == number_of(of)]
-    if not ours or METADATA not in names:
-        return ours
-    try:
-        with LocalReader(folder) as reader:
-            metadata = read_metadata(reader)
-    except (FormatError, StorageError):
-        return []  # nobody knows what belongs together
-    places = [place for tensor in metadata.tensors.values() for _, place in tensor.chunks]
-    named = {place.file for place in [*places, *metadata.objects.values()]}
-    # A rank that holds nothing has a file that is not told of; it goes with the others of its save.
-    counting = {found[1] for name in named if (found := _DATA_FILE.fullmatch(name))}
-    return [name for name in ours if (found := _DATA_FILE.fullmatch(name)) and found[1] not in counting]

@@ -16,18 +16,14 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from shardwise.conversion.computed import computes
-from shardwise.conversion.expression import Stored, rows_stored
-from shardwise.errors import DisagreementError, PlacementError
+from shardwise.conversion.expression import Stored
 from shardwise.execution.memory import trim_heap
-from shardwise.execution.reading import Destination, Placer
+from shardwise.execution.tensor_facts import facts_of, held_by_rank
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox, place_of
-from shardwise.models.view import Held, boxes_of_ranks, local_boxes, local_tensor, strided_view
+from shardwise.models.view import local_boxes, local_tensor, strided_view
 from shardwise.planning import moves
-from shardwise.report.names import few_names
 from shardwise.tensors import Box, DType, Strided, numel
 
 Share = Callable[[str, int], torch.Tensor]
@@ -399,134 +395,3 @@ def gather(
 
     hand_over(world, world.together(begin), budget_bytes=budget_bytes, device=device)
     return made
-
-
-@dataclass(frozen=True, slots=True)
-class TensorFacts:
-    """A tensor as one rank has it: all but the boxes is the same on every rank."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    boxes: moves.Boxes
-
-
-def facts_of(tensor: torch.Tensor, name: str) -> TensorFacts:
-    """A tensor as this rank has it."""
-    return TensorFacts(tuple(tensor.shape), str(tensor.dtype), boxes_of(tensor, name))
-
-
-def boxes_of(tensor: torch.Tensor, name: str) -> moves.Boxes:
-    """The boxes of a tensor that this rank has."""
-    return tuple(item.box for item in local_boxes(tensor, name))
-
-
-def require_same_tensors(told: Sequence[Mapping[str, TensorFacts]]) -> None:
-    """Raise when the facts of ranks are not of the same tensors.
-
-    Raises:
-        DisagreementError: naming tensors.
-    """
-    first = {name: (item.shape, item.dtype) for name, item in told[0].items()}
-    for rank, found in enumerate(told):
-        mine = {name: (item.shape, item.dtype) for name, item in found.items()}
-        if list(mine.items()) == list(first.items()):
-            continue
-        names = [name for name in dict.fromkeys([*first, *mine]) if mine.get(name) != first.get(name)]
-        raise DisagreementError(
-            f"rank {rank} has other tensors than rank 0 (absent, or of another shape, dtype or order): "
-            f"{few_names(names or list(mine))}; build the model and its optimizers alike on every rank"
-        )
-
-
-def held_by_rank(told: Sequence[Mapping[str, TensorFacts]]) -> dict[str, tuple[moves.Boxes, ...]]:
-    """The boxes with elements of every tensor by rank; one value for all tensors that lie alike.
-
-    Raises:
-        DisagreementError: ranks have different tensors.
-        PlacementError: ranks do not have, together, all of a tensor.
-    """
-    require_same_tensors(told)
-    made: dict[tuple[moves.Boxes, ...], tuple[moves.Boxes, ...]] = {}
-    held: dict[str, tuple[moves.Boxes, ...]] = {}
-    for name in told[0]:
-        boxes = tuple(tuple(box for box in found[name].boxes if box.numel) for found in told)
-        held[name] = made.setdefault(boxes, boxes)
-    if lacking := [name for name, item in told[0].items() if not moves.covers(item.shape, held[name])]:
-        raise PlacementError(
-            f"the ranks do not hold, together, each element of {few_names(lacking)}; pass a process_group that has "
-            "all ranks of the tensors' meshes"
-        )
-    return held
-
-
-def shared_boxes(
-    world: World, held: Mapping[str, Held], items: Sequence[Destination]
-) -> dict[str, tuple[moves.Boxes, ...]]:
-    """The tensors that ranks read together, by name, with the boxes that each rank holds: those with replicas.
-
-    Each of the ranks that hold a box reads a share of it, and gets the others' (:func:`exchange_shared`).
-    """
-    ranks = dist.get_process_group_ranks(world.group)
-    alike: dict[object, tuple[moves.Boxes, ...]] = {}
-    found: dict[str, tuple[moves.Boxes, ...]] = {}
-    for item in items:
-        tensor = held[item.fqn].tensor
-        lies = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-        if computes(item.expression) or rows_stored(item.expression) is not None:
-            continue
-        if lies is not None and lies[0].size() != world.size:
-            continue
-        form = tuple(tensor.shape), lies
-        if form not in alike:
-            alike[form] = boxes_of_ranks(tensor, item.fqn, ranks)
-        if any(len(holders) > 1 for holders in moves.holders_of(alike[form]).values()):
-            found[item.fqn] = alike[form]
-    return found
-
-
-def shared_parts(
-    world: World, shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[Destination]
-) -> list[Destination]:
-    """The destinations with only this rank's share of the boxes of those that ranks read together."""
-    shares = _shares_of_reads(shared, items)
-    return [
-        replace(item, boxes=tuple(LocalBox(box, place_of(box, item.boxes)) for box in shares[item.fqn][world.rank]))
-        if item.fqn in shares
-        else item
-        for item in items
-    ]
-
-
-def _shares_of_reads(
-    shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[Destination]
-) -> dict[str, tuple[moves.Boxes, ...]]:
-    wanted = sorted((item.fqn, item.dtype.itemsize) for item in items if item.fqn in shared)
-    return {
-        name: moves.shares_by_rank(shared[name], turn, itemsize) for turn, (name, itemsize) in enumerate(wanted)
-    }
-
-
-def exchange_shared(
-    world: World,
-    shared: Mapping[str, tuple[moves.Boxes, ...]],
-    held: Mapping[str, Held],
-    items: Sequence[Destination],
-    placer: Placer,
-) -> None:
-    """Send the shares that this rank has read to the other ranks that hold them, and get theirs.
-
-    Collective: yes.
-    Memory: the budget.
-    """
-    shares = _shares_of_reads(shared, items)
-    members = sorted((item for item in items if item.fqn in shared), key=lambda item: item.fqn)
-    handovers = []
-    for item in members:
-        tensor, read, wanted = held[item.fqn], shares[item.fqn], shared[item.fqn]
-        place = LocalTensor(tensor.local, item.boxes)
-        handovers.append(Handover(item.fqn, tensor.tensor.shape, item.dtype, read, wanted, place, place))
-        placer.count(
-            item.fqn, sum(box.numel for box in wanted[world.rank]) - sum(box.numel for box in read[world.rank])
-        )
-    device = next((item.device for item in members if item.device.type != "cpu"), members[0].device)
-    hand_over(world, handovers, budget_bytes=placer.budget_bytes // 2, device=device)

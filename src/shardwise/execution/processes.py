@@ -1,4 +1,4 @@
-"""Starts ranks as processes of this machine, or joins those of a launcher; finds out who is lost in a collective.
+"""Starts ranks as processes of this machine, or joins those of a launcher.
 
 Imports no torch: the ranks do, once. They are forked from one process, which imports this module first and then
 what they need. Importing torch and transformers makes objects by the hundred thousand, all of which stay, and a
@@ -16,7 +16,6 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
-import re
 import signal
 import sys
 import tempfile
@@ -30,16 +29,16 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlacementError, RankLostError, ShardwiseError
-from shardwise.execution.meetings import TELL_AGAIN_S, TELL_S, Meetings, detector_of, waiting_for
+from shardwise.execution.failure_detection import detector_of
+from shardwise.execution.meetings import TELL_AGAIN_S, TELL_S, waiting_for
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from shardwise.execution.world import World
 
 if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # nobody else's signals are changed
     gc.disable()
@@ -353,119 +352,3 @@ def this_device() -> torch.device:
 
 
 # Collectives of torch's own, in which no rank waits for one that is lost
-
-_COLLECTIVE = re.compile(
-    r"gloo|nccl|hccl|xccl|connection (closed|reset|refused)|broken pipe|socket|process group|watchdog",
-    re.IGNORECASE,
-)
-"""Found in errors of the backends of process groups; gloo raises nothing but a RuntimeError."""
-
-_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator|can.t allocate memory|not enough memory", re.IGNORECASE)
-
-
-WhenStuck: TypeAlias = Callable[[RankLostError], object]
-
-_STUCK_S = 5.0
-"""A rank that is still in a collective so long after another was lost will not come out of it in time."""
-
-_ASKED_S = 1.0
-"""The same of a rank that was asked to stop."""
-
-
-@contextmanager
-def naming_the_lost(
-    world: World,
-    where: Callable[[], str],
-    when_stuck: WhenStuck = lambda error: None,
-    is_asked: Callable[[], bool] = lambda: False,
-) -> Iterator[None]:
-    """In this block ranks compute by collectives of torch's own, which break when one of them is gone.
-
-    What a collective raises then becomes an error that names the rank that was lost. A rank that runs out of
-    memory, or raises anything else, tells the others. ``where`` says what is being done, the same on all ranks. The
-    ranks have met before.
-
-    A collective may also wait for a lost rank for as long as its backend does, and cannot be called back. Where it
-    has for some seconds, ``when_stuck`` is called, on another thread, which needs no store to notice: this rank may
-    be the one that is cut off. It is called sooner where this rank ``is_asked`` to stop.
-
-    Raises:
-        RankLostError: a rank is lost, has left the block, or has run out of memory; the same on every rank.
-    """
-    line = world.meetings
-    try:
-        with _watched(line, where, when_stuck, is_asked):
-            yield
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        is_out, is_broken = is_out_of_memory(error), is_of_a_collective(error)
-        cause = _out_of_memory(error) if is_out else f"{type(error).__name__}: {error}"
-        if line is None:
-            if is_out:
-                raise RankLostError(f"{where()}: {cause}") from error
-            raise
-        if is_out or not is_broken:
-            line.leave(cause)
-        try:
-            line.find_lost()
-        except RankLostError as lost:
-            if is_out or is_broken:
-                raise RankLostError(f"{where()}: {lost}") from error
-        else:
-            line.leave(cause)
-        raise
-
-
-@contextmanager
-def _watched(
-    line: Meetings | None, where: Callable[[], str], when_stuck: WhenStuck, is_asked: Callable[[], bool]
-) -> Iterator[None]:
-    if line is None:
-        yield
-        return
-    has_left = threading.Event()
-
-    def watch() -> None:
-        since = math.inf
-        while not has_left.wait(min(line.patience.beat_s, _ASKED_S)):
-            in_haste = is_asked()
-            lost = line.lost(in_haste=in_haste)
-            since = math.inf if lost is None else min(since, time.monotonic())
-            if lost is not None and time.monotonic() - since >= (_ASKED_S if in_haste else _STUCK_S):
-                when_stuck(RankLostError(f"{where()}: {lost}"))
-                return
-
-    watching = threading.Thread(target=watch, name="shardwise-stuck", daemon=True)
-    watching.start()
-    try:
-        yield
-    finally:
-        has_left.set()
-        watching.join(timeout=_ASKED_S)  # it holds on to what was trained
-
-
-def _out_of_memory(error: BaseException) -> str:
-    detail = str(error).partition("\n")[0] or type(error).__name__
-    return f"out of memory ({detail}); smaller batches, activation checkpointing or more ranks take less"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if this process, or its device, has no memory left."""
-    import torch
-    import torch.distributed as dist
-
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and not isinstance(error, dist.DistError) and _tells(_MEMORY, error)
-
-
-def is_of_a_collective(error: BaseException) -> bool:
-    """Return True if ranks could not communicate; the cause may be on another rank."""
-    import torch.distributed as dist
-
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _tells(_COLLECTIVE, error))
-
-
-def _tells(pattern: re.Pattern[str], error: BaseException) -> bool:
-    return pattern.search(str(error)) is not None

@@ -1,17 +1,7 @@
-"""Reads the requests of a plan, places their bytes in the memory of tensors, and proves that all are there.
-
-After a load every element was written once, nothing is on meta, and buffers and ties agree.
-
-[Note: One checkpoint] The first rank reads the headers for all, so a rank on another machine that has another file
-under the same path would silently read wrong numbers. Every rank therefore tells which file it opens: boot of the
-machine, device, inode, size and time of change. Ranks for which these are equal read the same bytes. If there are
-several copies, the first rank of each compares sizes, headers and the first and last block of every tensor.
-"""
+"""Reads the requests of a plan and places their bytes in the memory of tensors."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,21 +17,20 @@ from shardwise.conversion.computed import (
     compute_tasks,
     copies_and_computed,
 )
-from shardwise.conversion.expression import Expression, Region, stored_leaves
-from shardwise.errors import CoverageError, DisagreementError, StorageError
+from shardwise.conversion.expression import Expression, stored_leaves
+from shardwise.conversion.regions import Region
+from shardwise.errors import StorageError
 from shardwise.execution.memory import Landing, Workers, computing, landings, memory_of
-from shardwise.execution.world import OddRanks, Progress, World, digest_of
+from shardwise.execution.world import Progress, World
 from shardwise.formats.contract import CheckpointIndex
-from shardwise.layout import LocalBox, TensorKind
+from shardwise.layout import LocalBox
 from shardwise.models.torch_words import to_torch
-from shardwise.models.view import Held, raw_bytes, strided_view
+from shardwise.models.view import strided_view
 from shardwise.planning import load_memory
-from shardwise.planning.load_plan import LoadPlan, Tie
-from shardwise.report.names import collapse, shown_ranks
-from shardwise.storage.contract import FilePlaces, ReadPolicy, StorageReader
-from shardwise.storage.machine import process_space, processor_count
+from shardwise.storage.contract import ReadPolicy, StorageReader
+from shardwise.storage.machine import processor_count
 from shardwise.storage.names import shown
-from shardwise.tensors import Box, DType, Strided, numel
+from shardwise.tensors import Box, Strided
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,194 +335,3 @@ def move(moves: Sequence[OutputMove], outputs: Mapping[str, torch.Tensor], filli
     for part in moves:
         found = strided_view(outputs[part.output].contiguous(), part.source)
         strided_view(filling.tensors[part.target], part.place).copy_(found)
-
-
-def audit(plan: LoadPlan, written: Mapping[str, int], on_meta: Sequence[str]) -> None:
-    """Check that every element of this rank's parameters and persistent buffers was written exactly once.
-
-    ``written`` counts elements by FQN; ``on_meta`` are the names of what has no memory. A plan's copies never write
-    an element twice (see [Note: Regions] in :mod:`shardwise.conversion.computed`), so that equal counts mean full
-    coverage.
-
-    Raises:
-        CoverageError: naming the tensors that were not written in full, or that are still on meta.
-    """
-    wrong: list[str] = []
-    for tensor in plan.layout.saved():
-        if isinstance(plan.fills[tensor.fqn], Tie):
-            continue
-        count = written.get(tensor.fqn, 0)
-        if count != tensor.local_numel:
-            wrong.append(f"{tensor.fqn}: {count} of {tensor.local_numel} elements written")
-    wrong += [f"{name}: still on meta" for name in on_meta]
-    if wrong:
-        shown = "\n  ".join(pattern for pattern, _ in collapse(wrong)[:20])
-        raise CoverageError(
-            f"the model is not whole after loading:\n  {shown}\n"
-            "A tensor kept as a plain attribute can be registered as a buffer, which buffers=... then computes."
-        )
-
-
-def require_equal_buffers(world: World, held: Sequence[Held]) -> None:
-    """Raise on every rank when a non-persistent buffer differs between ranks. Collective: yes.
-
-    Raises:
-        DisagreementError: naming the buffers.
-    """
-    digests = {item.fqn: _digest_of(item.local) for item in held if item.kind is TensorKind.BUFFER}
-    if world.all_reduce(lambda: digest_of(sorted(digests.items())), OddRanks.among) is None:
-        return
-    first = world.from_first(lambda: digests)
-
-    def refuse(told: Sequence[Sequence[str]]) -> None:
-        if names := sorted({name for found in told for name in found}):
-            raise DisagreementError(
-                f"non-persistent buffers differ between ranks: {', '.join(names[:20])}; pass buffers=... with a "
-                "callable that computes them"
-            )
-
-    world.all_reduce(lambda: [name for name in digests if first.get(name) != digests[name]], refuse)
-
-
-def _digest_of(tensor: torch.Tensor) -> str:
-    flat = raw_bytes(tensor.cpu())
-    shape = f"{tuple(tensor.shape)} {tensor.dtype}"
-    return hashlib.sha256(shape.encode() + flat.numpy().tobytes()).hexdigest()
-
-
-_BLOCK_NUMEL = 1 << 20
-
-
-def unequal_twins(plan: LoadPlan, placer: Placer, rank: int, size: int) -> list[str]:
-    """Names of tensors whose further expressions differ from the first in this rank's part of the rows."""
-    reads = plan.reads()
-    unequal: list[str] = []
-    for name, others in plan.twins.items():
-        dtype = plan.layout.by_name[name].dtype
-        first = reads[name].expression
-        if not all(are_equal(first, other, dtype, placer, rank, size) for other in others):
-            unequal.append(name)
-    return unequal
-
-
-def are_equal(first: Expression, second: Expression, dtype: DType, placer: Placer, rank: int, size: int) -> bool:
-    """Whether two expressions have bitwise the same values as ``dtype``, in this rank's part of the rows.
-
-    Rows are dealt to the ``size`` ranks in blocks, so that all ranks together read each expression once.
-    Memory: two blocks of about a million elements.
-    """
-    if first.shape != second.shape:
-        return False
-    rows = first.shape[0] if first.shape else 1
-    step = max(1, _BLOCK_NUMEL // max(1, numel(first.shape[1:])))
-    for start in range(rank * step, rows, size * step):
-        box = (
-            Box((start, *[0] * (len(first.shape) - 1)), (min(step, rows - start), *first.shape[1:]))
-            if first.shape
-            else Box((), ())
-        )
-        one, other = (placer.values(item, box, to_torch(dtype)) for item in (first, second))
-        if not torch.equal(raw_bytes(one), raw_bytes(other)):
-            return False
-    return True
-
-
-_BLOCK_BYTES = 4096
-_MOST_HEADER_BYTES = 100_000_008
-
-
-def require_one_checkpoint(
-    world: World, reader: StorageReader, index: CheckpointIndex
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Refuse copies that differ between ranks. Return the identities of this rank's files, and lines for a report.
-
-    See [Note: One checkpoint]. Collective: yes.
-
-    Raises:
-        DisagreementError: naming a file, the ranks, and whether sizes, headers or values differ.
-        StorageError: a file is missing, or cannot be read.
-    """
-    files = sorted(index.files)
-    identities: dict[str, str] = {}
-
-    def place() -> bytes:
-        if isinstance(reader, FilePlaces):
-            identities.update({file: reader.identity(file) for file in files})
-        return _digest(place_of(reader, file).encode(errors="surrogatepass") for file in files)
-
-    told = world.each(place)
-    firsts = [told.index(place) for place in told]
-    if not any(firsts):
-        return identities, ()
-
-    def look() -> list[tuple[object, ...]]:
-        if not identities:
-            identities.update(identities_of(reader, files, world.check))
-        return [_facts(world, reader, index, file) for file in files] if world.rank in firsts else []
-
-    def compare(facts: Sequence[Sequence[tuple[object, ...]]]) -> None:
-        for number, file in enumerate(files):
-            for place, word in enumerate(("size", "header", "values of tensors")):
-                ranks = [
-                    rank
-                    for rank, first in enumerate(firsts)
-                    if facts[first][number][place] != facts[0][number][place]
-                ]
-                if ranks:
-                    raise DisagreementError(
-                        f"{shown(file)} in {index.root}: its {word} on rank {shown_ranks(ranks)} is not that on "
-                        "rank 0; copy the checkpoint anew to the machines of these ranks, or put it on a file "
-                        "system that all machines share"
-                    )
-
-    world.all_reduce(look, compare)
-    count = len(set(firsts))
-    return identities, (
-        f"the ranks read {count} copies of the checkpoint, whose sizes, headers and samples are equal",
-    )
-
-
-def place_of(reader: StorageReader, file: str) -> str:
-    """Return a text that two ranks have in common only if they read the same bytes.
-
-    For a remote storage that is its root: the identities of its files, which mean the same on every rank, are
-    compared with those that the first rank saw whenever something is read.
-    """
-    if isinstance(reader, FilePlaces):
-        return reader.place(file)
-    if reader.policy.is_remote:
-        return f"at {reader.root}"
-    return f"in process {os.getpid()} of {process_space()}"
-
-
-def _facts(world: World, reader: StorageReader, index: CheckpointIndex, file: str) -> tuple[object, ...]:
-    """Return size, digest of the header, and digest of blocks of the tensors of a file."""
-    nbytes, size = index.files[file], reader.size(file)
-    if size != nbytes:
-        return size, b"", b""
-    entries = [entry for entry in index.entries.values() if entry.file == file]
-    first = min((entry.start for entry in entries), default=nbytes)
-    last = max((entry.stop for entry in entries), default=nbytes)
-    header = [(0, min(first, _MOST_HEADER_BYTES)), (max(last, nbytes - _MOST_HEADER_BYTES), nbytes)]
-    blocks = [
-        part
-        for entry in entries
-        for part in (
-            (entry.start, min(entry.start + _BLOCK_BYTES, entry.stop)),
-            (max(entry.start, entry.stop - _BLOCK_BYTES), entry.stop),
-        )
-    ]
-
-    def read(ranges: Iterable[tuple[int, int]]) -> Iterable[bytes]:
-        for start, stop in ranges:
-            world.check()
-            yield reader.read(file, start, stop)
-
-    return size, _digest(read(header)), _digest(read(blocks))
-
-
-def _digest(parts: Iterable[bytes]) -> bytes:
-    found = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        found.update(part + b"\n")
-    return found.digest()

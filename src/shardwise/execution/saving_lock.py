@@ -36,18 +36,13 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from enum import Enum
-from os import PathLike, fspath
-from typing import TypeAlias
 
 from shardwise.errors import StorageError
-from shardwise.execution.world import World
 from shardwise.storage.contract import INCOMPLETE, StorageWriter
 from shardwise.storage.machine import born, process_space
-from shardwise.storage.writing import open_writer
 
 LOCK_FILE = "shardwise.saving"
 
@@ -359,111 +354,3 @@ def _refusal(writer: StorageWriter, file: str, mark: _SaverMark | None) -> Stora
         f"{writer.root}: another save is writing here ({who}); wait for it, or save to another directory. If that "
         f"process is gone, remove {file} from the directory"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Marked:
-    """A marked folder, as the first rank has it.
-
-    Attributes:
-        writer: of the folder.
-        held: its mark.
-        token: that of this save, 8 hex digits.
-    """
-
-    writer: StorageWriter
-    held: HeldMark
-    token: str
-
-    @property
-    def files(self) -> frozenset[str]:
-        """What is there for the mark alone."""
-        return frozenset({LOCK_FILE})
-
-    def release(self) -> None:
-        """Take the mark away, for good."""
-        self.held.release()
-        self.writer.sync_names()
-
-
-OnFirst: TypeAlias = Callable[[Marked], None]
-"""What the first rank does in a marked folder."""
-
-
-@dataclass(slots=True)
-class Saving:
-    """A save that all ranks take part in: its token, the folder, and, on the first rank alone, its mark."""
-
-    token: str
-    folder: str
-    _marked: Marked | None
-
-    @property
-    def marked(self) -> Marked:
-        """On the first rank."""
-        assert self._marked is not None, "only the first rank holds the mark"
-        return self._marked
-
-    def require(self) -> None:
-        """Look whether the mark is this save's still, on any rank.
-
-        Raises:
-            StorageError: it is not.
-        """
-        with open_writer(self.folder) as writer:
-            require_lock(writer, self.token)
-
-    def cause_of(self, failure: Exception) -> Exception:
-        """Why this rank could not save: that somebody else has taken the folder over, if that is it."""
-        try:
-            self.require()
-        except StorageError as lost:
-            lost.__cause__ = failure
-            return lost
-        return failure
-
-
-@contextmanager
-def marked_by_first(world: World, folder: str | PathLike[str], tidy: OnFirst, undo: OnFirst) -> Iterator[Saving]:
-    """Mark a folder on the first rank for the time of the block.
-
-    ``tidy`` looks at the folder and removes what was left there, once it is marked. Where that or the block fails,
-    ``undo`` removes what was made, and the mark is taken away; where it does not, the block has released it.
-
-    Collective: yes, at the beginning.
-
-    Raises:
-        StorageError: another save is writing there, or the folder cannot be written to; what ``tidy`` raises.
-    """
-    found: list[Marked] = []
-    with ExitStack() as closing:
-
-        def begin() -> str:
-            token = new_token()
-            writer = closing.enter_context(open_writer(folder))
-            found.append(Marked(writer, take_lock(writer, token), token))
-            tidy(found[0])
-            return token
-
-        try:
-            token = world.from_first(begin)
-            yield Saving(token, fspath(folder), found[0] if found else None)
-        except BaseException:
-            for marked in found:
-                with contextlib.suppress(StorageError):
-                    undo(marked)
-                with contextlib.suppress(StorageError):
-                    marked.release()
-            raise
-
-
-@contextmanager
-def marked_here(folder: str | PathLike[str]) -> Iterator[Marked]:
-    """Mark a folder for the time of the block, by one rank. Collective: no.
-
-    Raises:
-        StorageError: another save is writing there, or the folder cannot be written to.
-    """
-    with marked_by_first(World(0, 1), folder, lambda _: None, lambda _: None) as saving:
-        yield saving.marked
-        saving.marked.release()

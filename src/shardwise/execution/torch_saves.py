@@ -1,4 +1,4 @@
-"""Writes and reads files of ``torch.save`` and folders of ``torch.distributed.checkpoint``, and their trees.
+"""Writes and reads files of ``torch.save``, and writes folders of ``torch.distributed.checkpoint``.
 
 A whole state is in one file, a file for each rank, or a folder that counts when it has ``.metadata``.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeAlias, cast
 
@@ -16,22 +15,26 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import FormatError, PlacementError, StorageError
-from shardwise.execution.committing import make_file, number_of
-from shardwise.execution.moving import TensorFacts, facts_of, gather
-from shardwise.execution.saving_lock import Saving
-from shardwise.execution.supply import StoredValues
+from shardwise.execution.committing import make_file
+from shardwise.execution.distributed_chunks import (
+    data_file,
+    key_of,
+    metadata_of,
+    plan_tensors,
+    views_of,
+    write_chunks,
+)
+from shardwise.execution.locked_folder import Saving
+from shardwise.execution.moving import gather
+from shardwise.execution.rename_journal import number_of
+from shardwise.execution.tensor_facts import TensorFacts, facts_of
 from shardwise.execution.world import World
-from shardwise.execution.write import Sink, data_file, key_of, metadata_of, plan_tensors, views_of, write_chunks
-from shardwise.formats.contract import CheckpointIndex
-from shardwise.formats.distributed import DistributedMetadata, open_state, read_metadata
+from shardwise.execution.write import Sink
 from shardwise.formats.joining import METADATA
 from shardwise.formats.torch_files import refuse_others
-from shardwise.models.torch_words import to_torch
 from shardwise.models.view import local_boxes, local_tensor
-from shardwise.planning.load_memory import stored_tensors
-from shardwise.planning.save_plan import WrittenFiles, fresh
-from shardwise.storage.contract import StorageReader, StorageWriter
-from shardwise.storage.names import shown
+from shardwise.planning.commit_plan import WrittenFiles, fresh
+from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading import LocalReader
 from shardwise.storage.writing import open_writer
 
@@ -43,8 +46,6 @@ Nest: TypeAlias = Mapping[Levels, object]
 
 _SMALL_BYTES = 1 << 20
 """Smaller parts of a file are collected before they are written."""
-
-_MAX_DEPTH = 16
 
 
 def write_whole_file(
@@ -294,89 +295,6 @@ def _require_sound(tensor: torch.Tensor, what: str) -> None:
         ) from error
     if not is_sound:
         raise FormatError(f"{what}: its local tensor is not what its placement says; the file is damaged")
-
-
-_MAX_OBJECT_BYTES = 100_000_000
-"""The longest value that is read and is no tensor."""
-
-
-@dataclass(frozen=True)
-class SavedTree:
-    """Dicts and lists, as they were saved.
-
-    Tensors of more than one element are on meta. ``keys`` are those that tensors have in ``index``, by the way to
-    them through ``tree``.
-    """
-
-    index: CheckpointIndex
-    tree: Any
-    keys: Mapping[Levels, str]
-
-    def inside(self, wrapper: str) -> SavedTree:
-        """What is in a dict around all, as accelerate has one; itself where there is none."""
-        if not isinstance(self.tree, Mapping) or list(self.tree) != [wrapper]:
-            return self
-        return SavedTree(self.index, self.tree[wrapper], {way[1:]: key for way, key in self.keys.items()})
-
-
-def read_distributed_tree(reader: StorageReader, budget_bytes: int) -> SavedTree:
-    """Of a folder of ``torch.distributed.checkpoint``.
-
-    Raises:
-        FormatError, StorageError: as of :func:`~shardwise.formats.open_state`.
-    """
-    index, metadata = open_state(reader), read_metadata(reader)
-    keys = {metadata.levels[path]: ".".join(path) for path in metadata.tensors}
-    stored = {item.key: item for item in index.tensors()}
-    values: dict[Levels, Any] = {
-        way: torch.empty(stored[key].shape, dtype=to_torch(stored[key].dtype), device="meta")
-        for way, key in keys.items()
-    }
-    numbers = {way: key for way, key in keys.items() if stored[key].numel == 1}
-    files = StoredValues(reader, index, stored_tensors(index), budget_bytes)
-    values |= zip(numbers, files.whole(list(numbers.values())), strict=True)
-    values |= read_objects(reader, metadata)
-    return SavedTree(index, nested(values), keys)
-
-
-def read_objects(reader: StorageReader, metadata: DistributedMetadata) -> dict[Levels, Any]:
-    """What such a folder has beside tensors, by the way there.
-
-    Raises:
-        FormatError, StorageError: a value is too long, holds more than data, or cannot be read.
-    """
-    found: dict[Levels, Any] = {}
-    for path, place in metadata.objects.items():
-        what = f"{shown('.'.join(path))} in {shown(place.file)} in {reader.root}"
-        if place.bytes.nbytes > _MAX_OBJECT_BYTES:
-            raise FormatError(f"{what}: has {place.bytes.nbytes} bytes, more than any setting of an optimizer")
-        found[metadata.levels[path]] = loaded(reader.read(place.file, place.bytes.start, place.bytes.stop), what)
-    return found
-
-
-def read_file_tree(reader: StorageReader, file: str) -> SavedTree:
-    """Of a file of ``torch.save``.
-
-    Raises:
-        FormatError, StorageError: as of :func:`~shardwise.formats.open_state`; the file holds more than data.
-    """
-    index = open_state(reader, file)
-    keys: dict[Levels, str] = {}
-
-    def without_tensors(value: Any, way: Levels) -> Any:
-        if len(way) > _MAX_DEPTH:
-            raise FormatError(f"{shown(file)} in {reader.root}: its dicts are nested too deeply for an optimizer's")
-        if isinstance(value, torch.Tensor):
-            keys[way] = ".".join(map(str, way))
-            return value.clone() if value.numel() == 1 else torch.empty_like(value, device="meta")
-        if isinstance(value, Mapping):
-            return {key: without_tensors(inner, (*way, key)) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(without_tensors(inner, (*way, number)) for number, inner in enumerate(value))
-        return value
-
-    tree = without_tensors(load_plain(Path(reader.root, file)), ())
-    return SavedTree(index, tree, keys)
 
 
 def write_distributed_folder(

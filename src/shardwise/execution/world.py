@@ -4,39 +4,32 @@
 At the end of the phase all ranks exchange their outcomes, and if any of them failed, all raise the same error. So
 no rank is left waiting for another that is gone, and what a user reads does not depend on the rank.
 
-Also how far a call is: one progress bar, on the first rank, for what all ranks do, the times of phases, and the
-agreement of all ranks on a plan.
+Also the progress bar of a call, on the first rank, and the times of its phases.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import pickle
 import time
 import weakref
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch.distributed as dist
 from tqdm import tqdm
 
 from shardwise import errors
-from shardwise.errors import CheckpointError, ConfigError, DisagreementError
+from shardwise.errors import ConfigError, DisagreementError
 from shardwise.execution import Patience
+from shardwise.execution.outcomes import SILENT, Failure, Stopped, decode, encode
 from shardwise.models import pretrained, torch_words
 from shardwise.observing import phase
-from shardwise.planning.load_memory import Available, require_fits
-from shardwise.planning.load_plan import LoadPlan
-from shardwise.report.names import few_names, shown_ranks
-from shardwise.report.reports import RankForecast
-from shardwise.storage import machine
+from shardwise.report.names import shown_ranks
 
 if TYPE_CHECKING:
     from shardwise.execution.meetings import Meetings
@@ -335,70 +328,6 @@ def _alone(function: Callable[[], T]) -> T:
         raise Failure.of(error).to_error() from error
 
 
-SILENT = b""
-"""The message of a rank that has nothing to tell: None."""
-
-_COMPRESSED_BYTES = 1 << 14
-_PLAIN, _COMPRESSED = b"p", b"z"
-
-
-class Stopped(Exception):
-    """This rank left its work because another one has failed."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An error as it travels between ranks."""
-
-    kind: str
-    message: str
-
-    @classmethod
-    def of(cls, error: Exception) -> Failure:
-        if isinstance(error, (errors.ShardwiseError, Stopped)):
-            return cls(type(error).__name__, str(error))
-        return cls(CheckpointError.__name__, f"{type(error).__name__}: {error}")
-
-    @classmethod
-    def among(cls, told: Sequence[object], asked: int, numbers: Sequence[int]) -> Failure | None:
-        """The first failure among what ranks told, with its rank unless all that were ``asked`` failed alike.
-
-        ``numbers`` are the ranks in the default group. A rank that only stopped because of another is passed over.
-        """
-        failures = {rank: item for rank, item in enumerate(told) if isinstance(item, Failure)}
-        own = {rank: item for rank, item in failures.items() if not item.is_stop} or failures
-        for rank, first in own.items():
-            is_common = len(own) == asked and set(own.values()) == {first}
-            return first if is_common else first.at_rank(numbers[rank])
-        return None
-
-    @property
-    def is_stop(self) -> bool:
-        return self.kind == Stopped.__name__
-
-    def at_rank(self, rank: int) -> Failure:
-        return self if self.message.startswith("rank ") else replace(self, message=f"rank {rank}: {self.message}")
-
-    def to_error(self) -> Exception:
-        kind: type[errors.ShardwiseError] = getattr(errors, self.kind, CheckpointError)
-        return kind(self.message)
-
-
-def encode(value: Any) -> bytes:
-    """Pickle a value as a message. An object that is in it several times is in the message once."""
-    if value is None:
-        return SILENT
-    plain = pickle.dumps(value)
-    return _COMPRESSED + zlib.compress(plain, 1) if len(plain) > _COMPRESSED_BYTES else _PLAIN + plain
-
-
-def decode(message: bytes) -> Any:
-    """The value of a message."""
-    if not message:
-        return None
-    return pickle.loads(zlib.decompress(message[1:]) if message[:1] == _COMPRESSED else message[1:])
-
-
 @dataclass(frozen=True, slots=True)
 class OddRanks:
     """Ranks that do not have the first rank's value.
@@ -487,83 +416,3 @@ class Clock:
         elapsed = time.perf_counter() - start
         self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inner
         self._inner = before + elapsed
-
-
-def agree_on(
-    world: World,
-    plan: LoadPlan,
-    settings: Mapping[str, str],
-    forecast: RankForecast,
-    available: Available,
-    *,
-    check_memory: bool,
-) -> tuple[int, int]:
-    """Agree that all ranks have the same plan, but for the boxes, and the same config, and that it fits.
-
-    Return the bytes of all ranks together, and the number of ranks of a machine. Collective: yes.
-
-    Raises:
-        DisagreementError: naming the tensors that ranks plan differently, or the settings in which configs differ.
-        PlacementError: naming a rank that has too little memory, what it needs and what there is.
-    """
-    place = machine.group_space() + machine.text_of(machine.OWN_GROUP)
-    told = plan.digest, digest_of(settings), (plan.layout.local_nbytes, place, forecast, available)
-    found = world.all_reduce(
-        lambda: told,
-        lambda all_told: (
-            OddRanks.among([item[:2] for item in all_told])
-            or _total([item[2] for item in all_told], check_memory=check_memory)
-        ),
-    )
-    if not isinstance(found, OddRanks):
-        return found
-    if differing := _differing(world, found, plan.fingerprints):
-        raise DisagreementError(
-            f"ranks plan {len(differing)} tensors differently: {few_names(differing)}; give every rank the same "
-            "model, config, arguments, and versions of torch and transformers"
-        )
-    raise _other_settings(world, found, settings)
-
-
-def _total(told: Sequence[tuple[int, str, RankForecast, Available]], *, check_memory: bool) -> tuple[int, int]:
-    """Sum bytes, and count the ranks of the fullest place (machine, container), which share its free memory.
-
-    Raises:
-        PlacementError: there is too little memory.
-    """
-    needed: Counter[str] = Counter()
-    for _, place, forecast, _ in told:
-        needed[place] += forecast.host_bytes
-    for _, place, forecast, available in told if check_memory else ():
-        require_fits(replace(forecast, host_bytes=needed[place]), available)
-    ranks = Counter(place for _, place, *_ in told)
-    return sum(nbytes for nbytes, *_ in told), max(ranks.values())
-
-
-def require_same_settings(world: World, settings: Mapping[str, str]) -> None:
-    """Require one config of all ranks: it may change values without changing a shape. Collective: yes.
-
-    Raises:
-        DisagreementError: naming the settings that differ.
-    """
-    if odd := world.all_reduce(lambda: digest_of(settings), OddRanks.among):
-        raise _other_settings(world, odd, settings)
-
-
-def _other_settings(world: World, odd: OddRanks, settings: Mapping[str, str]) -> DisagreementError:
-    differing = _differing(world, odd, settings)
-    shown = ", ".join(f"{name} ({other} against {first})" for name, (first, other) in differing.items())
-    return DisagreementError(
-        f"the config on rank {odd.shown} is not that of rank 0: {shown}; give every rank the same"
-    )
-
-
-def _differing(world: World, odd: OddRanks, own: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return by name the values of rank 0 and of the first odd rank, if they differ. Collective: yes."""
-
-    def compare(told: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, str]]:
-        first, other = told[0], told[odd.first]
-        pairs = {name: (first.get(name, "absent"), other.get(name, "absent")) for name in sorted({*first, *other})}
-        return {name: values for name, values in pairs.items() if values[0] != values[1]}
-
-    return world.all_reduce(lambda: own if world.rank in (0, odd.first) else {}, compare)

@@ -3,23 +3,16 @@
 ``.metadata`` is a pickle that tells the chunks of every tensor and, for each, a file and a range of bytes, in which
 lies what ``torch.save`` made of the chunk. Source of the layout: torch's ``distributed/checkpoint/metadata.py`` and
 ``filesystem.py``.
-
-accelerate saves models and optimizers in such folders, and in files; several in one folder, told apart by numbers.
-Each is in one of three forms: one file of whole tensors, a folder of ``torch.distributed.checkpoint``, or a file
-for every rank. Source of the names: accelerate's ``utils/fsdp_utils.py`` and ``utils/constants.py``.
 """
 
-import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from pathlib import Path
-from typing import Final, NoReturn, TypeAlias
+from typing import Final, NoReturn
 
-from shardwise.errors import ConfigError, FormatError, StorageError
+from shardwise.errors import FormatError, StorageError
 from shardwise.formats import joining
 from shardwise.formats.contract import (
     CheckpointFormat,
@@ -28,7 +21,6 @@ from shardwise.formats.contract import (
     FormatFaults,
     IndexSoFar,
     each,
-    listed,
 )
 from shardwise.formats.pickles import DISTRIBUTED_METADATA, Record, read_pickle
 from shardwise.formats.torch_files import read_torch_file, read_torch_tensor
@@ -419,171 +411,3 @@ def holds_optimizer(reader: StorageReader) -> bool:
         return False
     tensors = read_metadata(reader).tensors
     return bool(tensors) and joining.choose_model(tensors) is None
-
-
-@dataclass(frozen=True, slots=True)
-class SavedKind:
-    """What is saved: ``what`` it is, and the ``stem`` of its names."""
-
-    what: str
-    stem: str
-
-    def file(self, number: int) -> str:
-        """Whole tensors in one file: the first has no number."""
-        return f"{self.stem}_{number}.bin" if number else f"{self.stem}.bin"
-
-    def folder(self, number: int) -> str:
-        """A folder of ``torch.distributed.checkpoint``."""
-        return f"{self.stem}_{number}"
-
-    def rank_file(self, number: int, rank: int) -> str:
-        """What one rank held."""
-        return f"{self.stem}_{number}_rank{rank}.bin"
-
-    def rank_of(self, name: str, number: int) -> int | None:
-        """The rank whose file has this name; None for other files. FSDP1 leaves out the number of the first."""
-        middle = f"(?:_{number})?" if number == 0 else f"_{number}"
-        match = re.fullmatch(rf"{re.escape(self.stem)}{middle}_rank(\d{{1,9}})\.bin", name)
-        return int(match[1]) if match else None
-
-
-MODEL = SavedKind("model", "pytorch_model_fsdp")
-OPTIMIZER = SavedKind("optimizer", "optimizer")
-
-_FILE = re.compile(
-    r"(pytorch_model_fsdp|optimizer)(_[0-9]+)?(_rank[0-9]+)?\.bin"
-    r"|(scheduler|sampler|dl_state_dict)(_[0-9]+)?\.bin"
-    r"|(random_states|custom_checkpoint)_[0-9]+\.pkl|scaler\.pt"
-)
-_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_[0-9]+")
-_IN_FOLDER = re.compile(rf"{re.escape(joining.METADATA)}|__[0-9]+_[0-9]+\.distcp")
-
-
-def is_of_accelerate(name: object) -> bool:
-    """Whether a file of a state saved under FSDP has this name, by its way from the folder, and nobody else's.
-
-    A model in the hub's layout is another save's, though accelerate without FSDP gives these names, too.
-    """
-    if not isinstance(name, str):
-        return False
-    folder, _, file = name.rpartition("/")
-    if folder:
-        return is_distributed_folder(folder) and _IN_FOLDER.fullmatch(file) is not None
-    return _FILE.fullmatch(name) is not None
-
-
-def is_distributed_folder(name: str) -> bool:
-    """Whether a model or an optimizer has a folder of this name."""
-    return _FOLDER.fullmatch(name) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class WholeFile:
-    """Whole tensors in one file of ``torch.save``."""
-
-    folder: str
-    file: str
-
-
-@dataclass(frozen=True, slots=True)
-class Distributed:
-    """A folder of ``torch.distributed.checkpoint``."""
-
-    folder: str
-
-
-@dataclass(frozen=True, slots=True)
-class OfRanks:
-    """A file for every rank, by rank."""
-
-    folder: str
-    files: tuple[str, ...]
-
-
-AccelerateSave: TypeAlias = WholeFile | Distributed | OfRanks
-
-
-def find_saved(path: str | os.PathLike[str], kind: SavedKind, number: int) -> AccelerateSave:
-    """What there is of the model or optimizer ``number``: at ``path`` itself, or in the folder ``path``.
-
-    Raises:
-        ConfigError: it is there in several forms.
-        FormatError: it is not there, or was not completed.
-        StorageError: the folder is not there, or cannot be listed.
-    """
-    place = Path(path)
-    if place.is_file():
-        numbered = re.fullmatch(rf"{re.escape(kind.stem)}(?:_(\d{{1,9}}))?_rank\d{{1,9}}\.bin", place.name)
-        if numbered:
-            return _of_ranks(place.parent, kind, int(numbered[1] or 0))
-        return WholeFile(str(place.parent), place.name)
-    names = _names_in(place)
-    if joining.METADATA in names:
-        return Distributed(str(place))
-    found: list[AccelerateSave] = []
-    if kind.file(number) in names:
-        found.append(WholeFile(str(place), kind.file(number)))
-    folder = place / kind.folder(number)
-    if (folder / joining.METADATA).is_file():
-        found.append(Distributed(str(folder)))
-    if any(kind.rank_of(name, number) is not None for name in names):
-        found.append(_of_ranks(place, kind, number))
-    if not found:
-        raise _nothing(place, names, kind, number)
-    if len(found) > 1:
-        raise ConfigError(
-            f"{place}: {kind.what} {number} is there in several forms: {', '.join(map(_name, found))}; pass the "
-            "path of the one that is meant"
-        )
-    return found[0]
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except FileNotFoundError as error:
-        raise StorageError(f"{folder}: no such file or folder; check the path") from error
-    except OSError as error:
-        raise StorageError(f"{folder}: listing it failed, {error.strerror}") from error
-
-
-def _of_ranks(folder: Path, kind: SavedKind, number: int) -> OfRanks:
-    """The files of all ranks, none of which is missing."""
-    by_rank: dict[int, str] = {}
-    for name in _names_in(folder):
-        rank = kind.rank_of(name, number)
-        if rank is None:
-            continue
-        if rank in by_rank:
-            raise FormatError(f"{folder}: {by_rank[rank]} and {name} are both of rank {rank}; leave one of them")
-        by_rank[rank] = name
-    absent = [rank for rank in range(min(max(by_rank) + 1, len(by_rank) + 8)) if rank not in by_rank]
-    if absent:
-        raise FormatError(
-            f"{folder}: of {kind.what} {number} there are {len(by_rank)} files of ranks, and none of rank "
-            f"{listed(map(str, absent))}; every machine wrote its own: copy them all into one folder"
-        )
-    return OfRanks(str(folder), tuple(by_rank[rank] for rank in sorted(by_rank)))
-
-
-def _name(found: AccelerateSave) -> str:
-    match found:
-        case WholeFile(_, file):
-            return file
-        case Distributed(folder):
-            return f"{Path(folder).name}/"
-        case OfRanks(_, files):
-            return f"{files[0]} (of {len(files)} ranks)"
-
-
-def _nothing(place: Path, names: list[str], kind: SavedKind, number: int) -> FormatError:
-    if kind.folder(number) in names or any(name.endswith(".distcp") for name in names):
-        inner = kind.folder(number) if kind.folder(number) in names else "."
-        return FormatError(
-            f"{place / inner}: has no {joining.METADATA}, which is written last; take a save that was completed"
-        )
-    looked_for = f"{kind.file(number)}, {kind.folder(number)}/, {kind.rank_file(number, 0)}"
-    return FormatError(
-        f"{place}: no {kind.what} {number} of accelerate's\n  looked for: {looked_for}\n"
-        f"  there is: {listed(map(shown, names)) or 'nothing'}\nCheck the path, and the number."
-    )

@@ -250,8 +250,8 @@ QUANTISED: Final[dict[str, str]] = {
     "compressed-tensors": _WITH_SCALES,
     "modelopt": _WITH_SCALES,
     "bitsandbytes": "shardwise.formats.coded:bitsandbytes",
-    "awq": "shardwise.formats.coded:awq",
-    "gptq": "shardwise.formats.coded:gptq",
+    "awq": "shardwise.formats.grouped_integers:awq",
+    "gptq": "shardwise.formats.grouped_integers:gptq",
 }
 """By ``quant_method``, where its :data:`FormOf` is, as ``package.module:name``. A form of one's own is a line here,
 and, where what it makes is a new kind of :class:`~shardwise.formats.contract.Coded`, one in

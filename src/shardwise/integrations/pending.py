@@ -32,7 +32,7 @@ from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.model_states import set_model_values
 from shardwise.engines.outline import Outline, outline_of
 from shardwise.errors import ConfigError, CoverageError, PlacementError
-from shardwise.execution.supply import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
+from shardwise.execution.state_values import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
 from shardwise.execution.world import Clock, World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.integrations import accelerate_compat as compat

@@ -26,19 +26,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainerControl
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.state import TrainState, generator_states, in_words, restore_generators
-from shardwise.errors import ConfigError, CoverageError, RankLostError, ShardwiseError
-from shardwise.execution.processes import naming_the_lost
-from shardwise.execution.saving_lock import Marked
+from shardwise.errors import ConfigError, CoverageError, RankLostError
+from shardwise.execution.locked_folder import Marked
+from shardwise.execution.lost_ranks import naming_the_lost
 from shardwise.execution.world import World
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
+from shardwise.integrations.agreed_events import AgreedEvents, raise_together
 from shardwise.integrations.trainer_doors import already_sharded, given_arguments, require_trainable
 from shardwise.integrations.trainer_runs import MODEL_ALONE, TrainerFacts
 from shardwise.interchange.trainer_restoring import load_trainer_checkpoint
@@ -394,85 +393,3 @@ def _met_after_batches(function: Callable[..., Any], meet: Callable[[], None]) -
         return function(iter(batches), num_batches, *positional, **keywords)
 
     return call
-
-
-_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-_MEETINGS = (
-    "on_train_begin",
-    "on_epoch_begin",
-    "on_step_end",
-    "on_epoch_end",
-    "on_evaluate",
-    "on_save",
-    "on_train_end",
-)
-
-
-class AgreedEvents:
-    """Stands for ``CallbackHandler.call_event``, which it calls.
-
-    Args:
-        call_event: the handler's own.
-        world: the ranks.
-        device: where sums are made.
-        is_training: whether ranks are in a training now; at other times they may not all be here.
-    """
-
-    def __init__(
-        self,
-        call_event: Callable[..., TrainerControl],
-        world: World,
-        device: torch.device,
-        is_training: Callable[[], bool],
-    ) -> None:
-        self._call_event = call_event
-        self._world = world
-        self._device = device
-        self._is_training = is_training
-        self._failure: Exception | None = None
-        self.best: str | None = None
-        """Where the best checkpoint is now: told to a training that goes on, once it has read its own state."""
-
-    def __call__(self, event: str, args: Any, state: Any, control: TrainerControl, **others: Any) -> TrainerControl:
-        """Collective: yes, for events at which ranks meet, while they train.
-
-        Raises:
-            Exception: on the rank whose callback raised it, that; on the others a CheckpointError that tells it.
-        """
-        if event == "on_train_begin" and self.best is not None:
-            state.best_model_checkpoint = self.best
-        if self._world.size == 1 or not self._is_training():
-            return self._call_event(event, args, state, control, **others)
-        try:
-            control = self._call_event(event, args, state, control, **others)
-        except Exception as error:
-            self._failure = self._failure or error
-        if event in _MEETINGS:
-            self._meet(control)
-        return control
-
-    def _meet(self, control: TrainerControl) -> None:
-        told = [self._failure is not None, *(getattr(control, flag) for flag in _FLAGS)]
-        heard = torch.tensor(told, dtype=torch.int32, device=self._device)
-        dist.all_reduce(heard, op=dist.ReduceOp.MAX)
-        is_failed, *flags = (bool(value) for value in heard.tolist())
-        for name, value in zip(_FLAGS, flags, strict=True):
-            setattr(control, name, value)
-        if is_failed:
-            failure, self._failure = self._failure, None
-            raise_together(self._world, failure)
-
-
-def raise_together(world: World, failure: Exception | None) -> None:
-    """Raise on all ranks a failure that one has met with; on that one, as it was. Collective: yes."""
-
-    def fail() -> None:
-        if failure is not None:
-            raise failure
-
-    try:
-        world.together(fail)
-    except ShardwiseError as told:
-        if failure is not None and not isinstance(told, RankLostError):
-            raise failure from told
-        raise

@@ -25,15 +25,17 @@ from typing import Any, Literal
 
 from shardwise.checkpoints.folder import newest_in
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.committing import publish, remove_unnamed, write_again
-from shardwise.execution.saving_lock import Marked, Saving, Whose, marked_by_first, marked_here
+from shardwise.execution.committing import publish, write_again
+from shardwise.execution.locked_folder import Marked, Saving, marked_by_first, marked_here
+from shardwise.execution.rename_journal import remove_unnamed
+from shardwise.execution.saving_lock import Whose
 from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
 from shardwise.interchange.trainer_restoring import STATE_FILE, TrainerFolder
 from shardwise.planning import fingerprints
-from shardwise.planning.save_plan import on_its_way
-from shardwise.storage.writing import FoldersWriter, folders_in, remove_files
+from shardwise.planning.commit_plan import on_its_way
+from shardwise.storage.folders import FoldersWriter, folders_in, remove_files
 
 FACTS_FILE = "shardwise.trainer.json"
 BEGUN_FILE = "shardwise.begun"

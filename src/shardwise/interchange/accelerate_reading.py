@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 
 from shardwise.engines.arguments import world_of
 from shardwise.engines.model_states import set_model_values, stored_values
-from shardwise.engines.optimizer_states import Ours, set_optimizer_values
-from shardwise.execution import supply
-from shardwise.execution.committing import as_renamed, home_of, lists_in
-from shardwise.execution.torch_saves import Levels, SavedTree, read_distributed_tree, read_file_tree, read_rank_file
+from shardwise.engines.optimizer_fit import Ours
+from shardwise.engines.optimizer_states import set_optimizer_values
+from shardwise.execution import state_values
+from shardwise.execution.rename_journal import as_renamed, home_of, lists_in
+from shardwise.execution.saved_trees import SavedTree, read_distributed_tree, read_file_tree
+from shardwise.execution.torch_saves import Levels, read_rank_file
 from shardwise.execution.world import Clock, World
-from shardwise.formats import distributed
+from shardwise.formats import accelerate_saves
 from shardwise.formats.joining import METADATA
 from shardwise.interchange.accelerate_writing import beside_trained
 from shardwise.models.optimizer_state import Given, ParameterOrder, read, with_names
@@ -42,7 +44,7 @@ class FilesSource:
     path: Path
     number: int
     tolerance: Tolerance
-    options: supply.StateOptions
+    options: state_values.StateOptions
 
     def agree(self, world: World, mode: object) -> None:
         """Raise when ranks ask for different things. Collective: yes.
@@ -50,7 +52,7 @@ class FilesSource:
         Raises:
             DisagreementError: naming the ranks.
         """
-        supply.require_same_call(
+        state_values.require_same_call(
             world, os.fspath(self.path), self.number, mode, self.tolerance, options=self.options
         )
 
@@ -65,7 +67,7 @@ def load_accelerate_model(
     on_missing: OnFault = "error",
     on_unexpected: OnFault = "error",
     on_mismatched: OnFault = "error",
-    options: supply.StateOptions = supply.StateOptions(),  # noqa: B008
+    options: state_values.StateOptions = state_values.StateOptions(),  # noqa: B008
 ) -> StateReport:
     """Give a model the values that accelerate saved under FSDP, of version 1 or 2, in any of its forms.
 
@@ -118,7 +120,7 @@ def load_accelerate_optimizer(
     on_missing: OnFault = "error",
     on_unexpected: OnFault = "error",
     on_mismatched: OnFault = "error",
-    options: supply.StateOptions = supply.StateOptions(),  # noqa: B008
+    options: state_values.StateOptions = state_values.StateOptions(),  # noqa: B008
 ) -> StateReport:
     """Give an optimizer what accelerate saved of one, in any of its forms, or a file of ``optimizer.state_dict()``.
 
@@ -184,9 +186,9 @@ def read_optimizer(
     options = source.options
     with ExitStack() as stack:
         with clock.phase("agree"):
-            found = _found(world, source, distributed.OPTIMIZER, stack)
+            found = _found(world, source, accelerate_saves.OPTIMIZER, stack)
 
-        def take_apart(ours: Ours) -> tuple[Given, supply.Values]:
+        def take_apart(ours: Ours) -> tuple[Given, state_values.Values]:
             return _state_of_optimizer(world, found, ours, order, options, stack)
 
         return set_optimizer_values(
@@ -198,18 +200,18 @@ def _also(consent: OnFault, names: Sequence[str]) -> Ignore:
     return Ignore((*(consent.only if isinstance(consent, Ignore) else ()), *names))
 
 
-def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> supply.Values:
+def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> state_values.Values:
     """What accelerate saved of a model, wherever and however. Collective: yes."""
-    found = _found(world, source, distributed.MODEL, stack)
+    found = _found(world, source, accelerate_saves.MODEL, stack)
     match found:
-        case distributed.OfRanks(folder, files):
+        case accelerate_saves.OfRanks(folder, files):
             state = read_rank_file(world, Path(folder), files)
-            return supply.BroughtValues(
-                world.together(lambda: supply.by_canonical_names(state, f"what {folder} has"))
+            return state_values.BroughtValues(
+                world.together(lambda: state_values.by_canonical_names(state, f"what {folder} has"))
             )
-        case distributed.WholeFile(folder, file):
+        case accelerate_saves.WholeFile(folder, file):
             return stored_values(world, folder, file, source.options, stack)
-        case distributed.Distributed(folder):
+        case accelerate_saves.Distributed(folder):
             return stored_values(world, folder, METADATA, source.options, stack)
         case _:
             assert_never(found)
@@ -217,19 +219,19 @@ def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> sup
 
 def _state_of_optimizer(
     world: World,
-    found: distributed.AccelerateSave,
+    found: accelerate_saves.AccelerateSave,
     ours: Ours,
     order: ParameterOrder,
-    options: supply.StateOptions,
+    options: state_values.StateOptions,
     stack: ExitStack,
-) -> tuple[Given, supply.Values]:
+) -> tuple[Given, state_values.Values]:
     """This rank's part of what was saved, and the values of its tensors. Collective: yes."""
-    if isinstance(found, distributed.OfRanks):
+    if isinstance(found, accelerate_saves.OfRanks):
         state = read_rank_file(world, Path(found.folder), found.files)
         given = world.together(lambda: _read(state, ours, order)[0])
-        return given, supply.BroughtValues(given.tensors)
+        return given, state_values.BroughtValues(given.tensors)
     reader = stack.enter_context(world.together(lambda: LocalReader(found.folder)))
-    file = found.file if isinstance(found, distributed.WholeFile) else None
+    file = found.file if isinstance(found, accelerate_saves.WholeFile) else None
 
     def look() -> tuple[SavedTree, Given, dict[str, Levels]]:
         tree = read_distributed_tree(reader, options.budget_bytes) if file is None else read_file_tree(reader, file)
@@ -239,26 +241,28 @@ def _state_of_optimizer(
     saved, given, ways = world.from_first(look)
     expressions = stored_tensors(saved.index)
     by_label = {name: expressions[saved.keys[ways[name]]] for name in given.tensors}
-    values = supply.StoredValues(reader, saved.index, by_label, options.budget_bytes)
+    values = state_values.StoredValues(reader, saved.index, by_label, options.budget_bytes)
     return (given if world.rank == 0 else Given()), values
 
 
 def _found(
-    world: World, source: FilesSource, kind: distributed.SavedKind, stack: ExitStack
-) -> distributed.AccelerateSave:
+    world: World, source: FilesSource, kind: accelerate_saves.SavedKind, stack: ExitStack
+) -> accelerate_saves.AccelerateSave:
     """What there is; of a save whose renames are not carried out yet, in links until ``stack`` is closed.
 
     Collective: yes.
     """
     path, number = source.path, source.number
 
-    def linked() -> distributed.AccelerateSave:
+    def linked() -> accelerate_saves.AccelerateSave:
         home = home_of(path)
-        return distributed.find_saved(stack.enter_context(as_renamed(home)) / path.relative_to(home), kind, number)
+        return accelerate_saves.find_saved(
+            stack.enter_context(as_renamed(home)) / path.relative_to(home), kind, number
+        )
 
     if world.from_first(lambda: bool(lists_in(home_of(path)))):
         return world.together(linked)
-    return world.from_first(lambda: distributed.find_saved(path, kind, number))
+    return world.from_first(lambda: accelerate_saves.find_saved(path, kind, number))
 
 
 def _read(state: Any, ours: Ours, order: ParameterOrder) -> tuple[Given, dict[str, Levels]]:

@@ -24,19 +24,19 @@ from shardwise.engines.arguments import world_of
 from shardwise.engines.model_states import take_out_model
 from shardwise.engines.optimizer_states import take_out_optimizers
 from shardwise.errors import ConfigError, StorageError
-from shardwise.execution import committing
-from shardwise.execution.saving_lock import Marked, Saving, marked_by_first, marked_here
-from shardwise.execution.supply import StateOptions, require_same_call
+from shardwise.execution import committing, rename_journal
+from shardwise.execution.locked_folder import Marked, Saving, marked_by_first, marked_here
+from shardwise.execution.state_values import StateOptions, require_same_call
 from shardwise.execution.torch_saves import flattened, write_distributed_folder, write_rank_files, write_whole_file
 from shardwise.execution.world import World
-from shardwise.formats.distributed import MODEL, OPTIMIZER, SavedKind, is_of_accelerate
+from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER, SavedKind, is_of_accelerate
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import Held, without_compile
+from shardwise.planning.commit_plan import WrittenFiles, fresh
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import FileForm, require_file_form
-from shardwise.planning.save_plan import WrittenFiles, fresh
 from shardwise.report.save_reports import FilesReport
-from shardwise.storage.writing import FoldersWriter, folders_in, remove_folder
+from shardwise.storage.folders import FoldersWriter, folders_in, remove_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ def _write(
         path, nbytes, written = _written(world, place.part_of.saving, place, kind, state, home, options)
         place.part_of.parts.append(written)
         return path, nbytes
-    with marked_by_first(world, place.folder, committing.tidy, committing.undo) as saving:
+    with marked_by_first(world, place.folder, rename_journal.tidy, rename_journal.undo) as saving:
         path, nbytes, written = _written(world, saving, place, kind, state, home, options)
         world.from_first(lambda: committing.commit_written(saving.marked, written, _older(place, kind, written)))
     return path, nbytes
@@ -254,7 +254,7 @@ def _older(place: FilesPlace, kind: SavedKind, written: WrittenFiles) -> list[st
         case "sharded":
             name = kind.folder(place.number)
             new = {file.removeprefix(f"{name}/") for file in written.beside}
-            return [f"{name}/{file}" for file in committing.older_in(place.folder / name, new)]
+            return [f"{name}/{file}" for file in rename_journal.older_in(place.folder / name, new)]
         case "local":
             return [
                 name
@@ -291,7 +291,7 @@ class WorkFolder(str):
     @classmethod
     def of(cls, saving: Saving) -> WorkFolder:
         """For a save that is under way."""
-        made = cls(committing.work_folder(saving.folder, saving.token))
+        made = cls(rename_journal.work_folder(saving.folder, saving.token))
         made.part, made.folder = PartOf(saving), Path(saving.folder)
         return made
 
@@ -313,13 +313,13 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
     carried: set[str] = set()
 
     def begin(marked: Marked) -> None:
-        committing.tidy(marked)
+        rename_journal.tidy(marked)
         if is_new:
             _require_new(marked)
-        os.mkdir(committing.work_folder(folder, marked.token))
+        os.mkdir(rename_journal.work_folder(folder, marked.token))
 
     def end(marked: Marked) -> None:
-        committing.undo(marked, carried)
+        rename_journal.undo(marked, carried)
 
     with marked_by_first(world, folder, begin, end) as saving:
         work = WorkFolder.of(saving)
@@ -336,7 +336,7 @@ def newest_in(place: Path) -> Path | None:
     One that counts by a list of renames that a killed save has left is one; one that never counted is passed over.
     """
     for _, folder in sorted(_numbered(place), reverse=True):
-        with committing.as_renamed(folder) as seen:
+        with rename_journal.as_renamed(folder) as seen:
             if (seen / _ALWAYS_THERE).is_file():
                 return folder
     return None
@@ -352,7 +352,7 @@ def keep_newest(place: Path, newest: Path, limit: int | None) -> None:
     for folder in found[: max(0, len(found) - limit)] if limit is not None else ():
         if folder != newest and not folder.is_symlink():  # else it is somebody else's, or elsewhere
             with marked_here(folder) as marked, FoldersWriter(folder) as writer:
-                committing.tidy(marked)
+                rename_journal.tidy(marked)
                 writer.remove(_ALWAYS_THERE)  # a half of a state does not count as one
                 writer.sync_names()
             remove_folder(folder)
@@ -387,7 +387,7 @@ def _commit_state(marked: Marked, work: WorkFolder, names: list[str]) -> None:
     copies: dict[str, int] = {}
     folders = {name.rpartition("/")[0] for name in names} - {""}
     with FoldersWriter(marked.writer.root, folders) as writer:
-        committing.remove_fresh(writer, [name for name in writer.list() if name.rpartition("/")[0] in folders])
+        rename_journal.remove_fresh(writer, [name for name in writer.list() if name.rpartition("/")[0] in folders])
         for name in names:
             copies[name] = committing.copy_in(writer, os.path.join(work, name), fresh(name, marked.token))
         writer.sync_names()
@@ -397,6 +397,6 @@ def _commit_state(marked: Marked, work: WorkFolder, names: list[str]) -> None:
 
 def _older_state(root: str, written: WrittenFiles) -> list[str]:
     """Files of an older state that nothing new takes the place of."""
-    with FoldersWriter(root, committing.distributed_folders(root)) as writer:
+    with FoldersWriter(root, rename_journal.distributed_folders(root)) as writer:
         new = {*written.named, *written.beside}
         return [name for name in writer.list() if is_of_accelerate(name) and name not in new]

@@ -19,11 +19,13 @@ from shardwise.engines.outline import ModelOptions, class_of, config_of
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.committing import commit_written, home_of, lists_in, tidy, undo
+from shardwise.execution.committing import commit_written
+from shardwise.execution.locked_folder import marked_by_first
 from shardwise.execution.reading import Placer, bytes_of
-from shardwise.execution.saving_lock import marked_by_first
+from shardwise.execution.rename_journal import home_of, lists_in, tidy, undo
+from shardwise.execution.saved_trees import read_objects
 from shardwise.execution.stream_out import Outgoing
-from shardwise.execution.torch_saves import Levels, flattened, load_plain, nested, read_objects
+from shardwise.execution.torch_saves import Levels, flattened, load_plain, nested
 from shardwise.execution.world import ProgressBar, World
 from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex
@@ -35,8 +37,9 @@ from shardwise.layout import TensorKind
 from shardwise.models import pretrained
 from shardwise.models.pretrained import assign_keys
 from shardwise.models.torch_words import to_torch
+from shardwise.planning.commit_plan import WrittenFiles, fresh, look_at_folder
 from shardwise.planning.load_memory import stored_tensors
-from shardwise.planning.save_plan import INDEX_FILE, Saved, WrittenFiles, fresh, look_at_folder
+from shardwise.planning.save_plan import INDEX_FILE, Saved
 from shardwise.report.names import in_bytes
 from shardwise.report.save_reports import MergeWeightsReport
 from shardwise.storage.contract import StorageReader

@@ -22,11 +22,11 @@ from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import load_checkpoint
 from shardwise.engines.model_states import set_model_values, stored_values
 from shardwise.errors import CoverageError, FormatError, StorageError
-from shardwise.execution.committing import as_renamed
-from shardwise.execution.supply import StateOptions, require_same_call
+from shardwise.execution.rename_journal import as_renamed
+from shardwise.execution.state_values import StateOptions, require_same_call
 from shardwise.execution.torch_saves import load_plain
 from shardwise.execution.world import Clock, World
-from shardwise.formats.distributed import MODEL, OPTIMIZER, SavedKind
+from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER, SavedKind
 from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS
 from shardwise.interchange.accelerate_reading import FilesSource, read_model, read_optimizer
 from shardwise.models.optimizer_state import ParameterOrder, why_unlike

@@ -6,7 +6,7 @@ from shardwise.engines.save_plan import SaveOptions as SaveOptions
 from shardwise.engines.sharding import ShardOptions as ShardOptions
 from shardwise.engines.streaming import StreamOptions as StreamOptions
 from shardwise.execution import Patience as Patience
-from shardwise.execution.supply import StateOptions as StateOptions
+from shardwise.execution.state_values import StateOptions as StateOptions
 from shardwise.models.build import ResizeVocab as ResizeVocab
 from shardwise.models.policies import Classes as Classes
 from shardwise.models.policies import Matching as Matching

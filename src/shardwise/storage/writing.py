@@ -3,20 +3,27 @@
 import contextlib
 import ctypes
 import errno
-import mmap
 import os
 import secrets
 import stat
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from itertools import accumulate
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from shardwise.errors import StorageError
 from shardwise.report.names import in_bytes
 from shardwise.storage import contract
-from shardwise.storage.names import failed, is_url, scheme_of, shown, why_not_plain, why_unsafe, without_secrets
+from shardwise.storage.direct_io import (
+    BLOCK_BYTES,
+    FILE_SYSTEMS,
+    LEAST_BYTES,
+    MOST_KEPT_BYTES,
+    new_block,
+    open_direct,
+    put_together,
+)
+from shardwise.storage.names import failed, is_url, scheme_of, shown, why_not_plain, without_secrets
 from shardwise.storage.reading import advance, is_network, one_call, type_at
 
 _MODE = 0o666
@@ -332,9 +339,7 @@ class LocalWriter(contract.StorageWriter):
     def _require_regular(self, file: str, descriptor: int) -> os.stat_result:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise StorageError(
-                f"{shown(file)} in {self._root}: not a regular file. Remove it or take another folder"
-            )
+            raise StorageError(f"{shown(file)} in {self._root}: not a regular file. Take another folder")
         return status
 
     @contextmanager
@@ -405,174 +410,6 @@ def _sync_folder(folder: str) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-# [Note: Around the page cache]
-#
-# A write by way of the page cache takes a page of memory for every page of the file, copies into it, and begins
-# to be a write at the sync. Of a model that is soon as much memory as there is: the kernel then evicts what
-# others have read, and waits. With O_DIRECT the device fetches the bytes itself; a save of 768 MiB to ext4 takes
-# 0.6 of the time (median of five). Place in the file, place in memory and size must be whole blocks, and tensors
-# begin anywhere. So whole blocks are put together in a small buffer that is used again and again; what is left at
-# the ends of a range, less than a block, goes by way of the page cache. Ranges of both kinds never share a block,
-# and so no page: to the kernel they are different parts of the file (open(2), O_DIRECT, warns of mixing them in
-# one). A write by way of the page cache waits until nobody writes around it, and keeps others from it: some
-# milliseconds each. So ends, and small writes, are put aside and written when the file is synced.
-#
-# Bytes so written are at the device when the call returns, which may still hold them in a cache of its own, and
-# where they are is not noted durably: the sync does both, as ever.
-
-BLOCK_BYTES: Final = 4096
-"""A page, and a multiple of the blocks of all common disks."""
-
-LEAST_BYTES: Final = 128 << 10
-"""Of fewer bytes the copy into the page cache takes less time than a disk that answers at once."""
-
-MOST_KEPT_BYTES: Final = 4 << 20
-"""The bytes of a file that are put aside at most, before they are written without waiting for the sync."""
-
-_STEP_BYTES: Final = 4 << 20
-"""The bytes that one call writes: enough for a disk that works on many blocks at once, and fits in a cache."""
-
-FILE_SYSTEMS: Final = frozenset({"ext4", "xfs"})
-"""Those on which O_DIRECT does what is said above. (Others copy all the same, compress, or are on a network.)"""
-
-
-def open_direct(path: str) -> int | None:
-    """A descriptor that writes around the page cache; None where there is no such way to the file."""
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return None
-        raise
-
-
-def new_block() -> memoryview:
-    """A buffer that begins at a page, for :func:`put_together`."""
-    return memoryview(mmap.mmap(-1, _STEP_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-
-def put_together(buffers: Iterable[memoryview], start: int, block: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of these buffers one after the other, in ``block``, and their places in the file from ``start`` on.
-
-    All parts but the first begin at a whole block of the file.
-    """
-    filled, room = 0, -start % BLOCK_BYTES or block.nbytes
-    for buffer in buffers:
-        while buffer.nbytes:
-            part = buffer[: room - filled]
-            block[filled : filled + part.nbytes] = part
-            filled, buffer = filled + part.nbytes, buffer[part.nbytes :]
-            if filled == room:
-                yield start, block[:filled]
-                start, filled, room = start + filled, 0, block.nbytes
-    if filled:
-        yield start, block[:filled]
-
-
-class FoldersWriter(LocalWriter):
-    """A :class:`~shardwise.storage.contract.StorageWriter` whose names may have a folder in front.
-
-    ``folders`` are those whose files are listed beside the root's, by their way from it; one that a name of a file
-    leads to is added. The root may be a link, folders in it may not, so that nothing outside of the root is written
-    or removed.
-
-    Raises:
-        StorageError: for a root, or a folder, that is none; for a folder that is a link.
-    """
-
-    def __init__(self, root: str | os.PathLike[str], folders: Collection[str] = ()) -> None:
-        super().__init__(root)
-        for folder in sorted(folders):
-            self.add_folder_of(f"{folder}/")
-
-    @property
-    def folders(self) -> Sequence[str]:
-        """Those in the root that this writer knows of, each before what lies in it."""
-        return sorted(self._folders - {""})
-
-    def add_folder_of(self, file: str) -> None:
-        """Know of the folder that a file has in front."""
-        folder = file.rpartition("/")[0]
-        if folder in self._folders:
-            return
-        path = os.path.join(self._root, folder)
-        if is_through_link(self._root, folder):
-            raise StorageError(
-                f"{shown(folder)} in {self._root}: leads out by a link, and nothing is written or removed outside. "
-                "Remove the link, or save to another folder"
-            )
-        if os.path.lexists(path) and not os.path.isdir(path):
-            raise StorageError(f"{shown(path)}: is there and is no folder. Pass a folder to write to")
-        self._folders.add(folder)
-
-    def _path(self, file: str) -> str:
-        self._require_open(file)
-        fault = why_unsafe(file)
-        if fault is not None:
-            raise StorageError(f"{shown(file)}: refused as the name of a file below {self._root}, {fault}")
-        self.add_folder_of(file)
-        return os.path.join(self._root, file)
-
-
-def is_through_link(root: str | os.PathLike[str], folder: str) -> bool:
-    """Whether a folder below a root is a link, or lies behind one."""
-    ways = accumulate(folder.split("/"), "{}/{}".format) if folder else ()
-    return any(os.path.islink(os.path.join(root, way)) for way in ways)
-
-
-def folders_in(root: str | os.PathLike[str]) -> list[str]:
-    """All folders below a root, by their way from it. Links are not followed."""
-    found: list[str] = []
-    for around, names, _ in os.walk(root):
-        way = os.path.relpath(around, root)
-        found += [
-            os.path.normpath(os.path.join(way, name))
-            for name in names
-            if not os.path.islink(os.path.join(around, name))
-        ]
-    return sorted(found)
-
-
-def remove_files(writer: FoldersWriter, names: Collection[str]) -> None:
-    """Remove files of a folder, links to folders, which a writer does not list, and the folders that it knows of.
-
-    What is gone already is no error: another process may be removing the same.
-
-    Raises:
-        StorageError: something cannot be removed; a folder has other files in it.
-    """
-    try:
-        for name in names:
-            writer.remove(name)
-        for inner in ("", *reversed(writer.folders)):
-            with suppress(FileNotFoundError):
-                for entry in os.scandir(os.path.join(writer.root, inner)):
-                    if entry.is_symlink():
-                        writer.remove(os.path.join(inner, entry.name))
-        for inner in reversed(writer.folders):
-            with suppress(FileNotFoundError):
-                os.rmdir(os.path.join(writer.root, inner))
-    except OSError as error:
-        raise StorageError(f"{writer.root}: cannot be removed ({error.strerror or error})") from error
-
-
-def remove_folder(root: str | os.PathLike[str]) -> None:
-    """Remove a folder and all that is in it; that it is not there is no error.
-
-    Raises:
-        StorageError: something cannot be removed.
-    """
-    if not os.path.isdir(root):
-        return
-    with FoldersWriter(root, folders_in(root)) as writer:
-        remove_files(writer, writer.list())
-    try:
-        with suppress(FileNotFoundError):
-            os.rmdir(root)
-    except OSError as error:
-        raise StorageError(f"{os.fspath(root)}: cannot be removed ({error.strerror or error})") from error
 
 
 def open_writer(

@@ -20,7 +20,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from shardwise.errors import ConfigError
-from shardwise.execution.saving_lock import Marked, marked_by_first
+from shardwise.execution.locked_folder import Marked, marked_by_first
 from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in

@@ -1,0 +1,223 @@
+"""Fits optimizers and a state that was given: groups, settings, entries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from shardwise.errors import CoverageError, DisagreementError
+from shardwise.execution.world import World
+from shardwise.models.optimizer_state import (
+    Given,
+    by_parameter,
+    labelled,
+    set_group,
+    unlike,
+)
+from shardwise.models.rebind import Bound, Key, state_like
+from shardwise.models.torch_words import in_memory, to_torch
+from shardwise.models.view import Held
+from shardwise.planning import matching
+from shardwise.report.names import few
+from shardwise.tensors import DType
+
+KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank, or use a Checkpointer"
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """What there is to be set, on this rank."""
+
+    bounds: list[Bound]
+    parameters: dict[str, nn.Parameter]
+    first_names: dict[str, str]
+    keys: dict[str, Key]
+    """What the optimizers hold now, by label."""
+
+    @classmethod
+    def of(cls, held: Sequence[Held], bounds: list[Bound]) -> Ours:
+        return cls(
+            bounds,
+            {item.fqn: item.tensor for item in held if isinstance(item.tensor, nn.Parameter)},
+            {name: item.fqn for item in held for name in item.names},
+            labelled(bounds),
+        )
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: parameter.shape for name, parameter in self.parameters.items()}
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """Of all optimizers, one after the other."""
+        return [names for bound in self.bounds for names in bound.groups]
+
+    @property
+    def optimizer_of(self) -> dict[str, int]:
+        return {name: bound.index for bound in self.bounds for names in bound.groups for name in names}
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """What an optimizer holds under this label, if it is a tensor with shards."""
+        key = self.keys.get(name)
+        return None if key is None else self.bounds[key.optimizer].tensors.get(key)
+
+
+def _agreed(world: World, given: Given) -> tuple[Given, tuple[int, ...]]:
+    """The first bringing rank's groups and numbers, and the ranks that bring any. Collective: yes.
+
+    Raises:
+        DisagreementError: ranks bring state of other parameters, or other groups.
+    """
+    told = world.gather(replace(given, tensors={}))
+    bringing = [rank for rank, found in enumerate(told) if found]
+    if not bringing:
+        return Given(), ()
+    first = told[bringing[0]]
+    for rank in bringing[1:]:
+        its = told[rank]
+        if (first.groups, first.keys, set(first.scalars)) != (its.groups, its.keys, set(its.scalars)):
+            what = ", ".join(few(sorted(first.keys.keys() ^ its.keys.keys()))) or "the parameter groups differ"
+            raise DisagreementError(
+                f"ranks {bringing[0]} and {rank} bring different states of optimizers: {what}; bring the same on "
+                "every rank, or all of it on some and nothing on the others"
+            )
+    return first, tuple(bringing)
+
+
+def _require_same_kind(ours: Ours, agreed: Given) -> None:
+    """Raises :class:`CoverageError` for the state of other optimizers, as far as their settings tell."""
+    stored = {
+        name: ("", settings)
+        for names, settings in zip(agreed.groups, agreed.settings, strict=True)
+        for name in names
+    }
+    if found := unlike(by_parameter(ours.bounds), stored):
+        shown = "\n  ".join(few(found))
+        raise CoverageError(
+            f"the state is of other optimizers than these:\n  {shown}\nMake the optimizers as they were made when "
+            "it was saved."
+        )
+
+
+def _match(
+    ours: Ours,
+    agreed: Given,
+    groups: matching.GroupMatch,
+    told: Sequence[Mapping[str, matching.Brought]],
+    tolerance: matching.Tolerance,
+) -> matching.Match:
+    """The state that is set. Numbers need no match: only the present state must not get lost."""
+    unexpected, missing = set(groups.unexpected), {*groups.missing, *_forgotten(agreed)}
+    known = [
+        {name: item for name, item in found.items() if agreed.keys[name][0] not in unexpected} for found in told
+    ]
+    places = [
+        matching.StateSlot((name,), *_shape_and_dtype(ours, name, agreed.keys[name][0], item))
+        for name, item in next((found for found in known if found), {}).items()
+    ]
+    places += [
+        matching.StateSlot((name,), (), DType.OTHER)
+        for name, key in ours.keys.items()
+        if name not in agreed.keys and key.parameter not in missing
+    ]
+    return matching.match(places, known, tolerance)
+
+
+def _forgotten(agreed: Given) -> set[str]:
+    """Parameters that have no state afterwards: all of its groups', of a state before the first step."""
+    return set() if agreed.keys else {name for names in agreed.groups for name in names}
+
+
+def _shape_and_dtype(
+    ours: Ours, name: str, parameter: str, item: matching.Brought
+) -> tuple[tuple[int, ...], DType]:
+    present = ours.tensor(name)
+    if present is not None:
+        return tuple(present.shape), in_memory(present.dtype)
+    own = ours.parameters[parameter]
+    shape = tuple(own.shape)
+    if item.dtype is DType.OTHER or item.dtype.kind != "float" or item.dtype.bits < 16:
+        return shape, item.dtype
+    wider = torch.promote_types(to_torch(item.dtype), own.dtype)
+    return shape, in_memory(wider) if wider.is_floating_point else item.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """A state and the optimizers that take it, all that is decided before anything is changed."""
+
+    agreed: Given
+    brought_by: tuple[int, ...]
+    groups: matching.GroupMatch
+    matched: matching.Match
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return self.groups.missing + self.matched.missing
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        return self.groups.unexpected + self.matched.unexpected
+
+    def targets(self, ours: Ours) -> dict[Key, torch.Tensor]:
+        """Where the state arrives: what the optimizers have already, else new memory."""
+        optimizer_of = ours.optimizer_of
+        targets: dict[Key, torch.Tensor] = {}
+        for item in self.matched.taken:
+            parameter, entry = self.agreed.keys[item.name]
+            own, dtype = ours.parameters[parameter], to_torch(item.place.dtype)
+            target = ours.tensor(item.name)
+            if target is None:
+                target = state_like(own, dtype)
+            targets[Key(optimizer_of[parameter], parameter, entry)] = target
+        return targets
+
+    def bind(self, ours: Ours, targets: Mapping[Key, torch.Tensor]) -> list[str]:
+        """Give the optimizers their settings and state; the trained parameters that have no state then."""
+        optimizer_of, forgotten = ours.optimizer_of, _forgotten(self.agreed)
+        scalars = {
+            Key(optimizer_of[parameter], parameter, entry): self.agreed.scalars[name]
+            for name, (parameter, entry) in self.agreed.keys.items()
+            if name in self.agreed.scalars and parameter in optimizer_of
+        }
+        present = [group for bound in ours.bounds for group in bound.optimizer.param_groups]
+        for group, giver in zip(present, self.groups.giver_of, strict=True):
+            if giver is not None:
+                set_group(group, self.agreed.settings[giver])
+        for bound in ours.bounds:
+            bound.rebind(ours.parameters, targets, scalars)
+            for name in forgotten & ours.parameters.keys():
+                bound.optimizer.state.pop(ours.parameters[name], None)
+        kept = {key.parameter for key in ours.keys.values()} - forgotten
+        stepped = {key.parameter for key in [*targets, *scalars]} | kept
+        return [name for name in optimizer_of if name not in stepped and ours.parameters[name].requires_grad]
+
+
+def fit(
+    world: World,
+    ours: Ours,
+    given: Given,
+    told: Sequence[Mapping[str, matching.Brought]],
+    tolerance: matching.Tolerance,
+) -> Fitting:
+    """Find what of a state belongs to what of the optimizers. ``told`` is what each rank has of its tensors.
+
+    Collective: yes.
+
+    Raises:
+        CoverageError: the state is of other optimizers; what is missing, unexpected or mismatched; groups of which
+            the state has none alike.
+        DisagreementError: ranks bring different states.
+    """
+    agreed, brought_by = _agreed(world, given)
+    stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
+
+    def decide() -> Fitting:
+        _require_same_kind(ours, agreed)
+        groups = matching.match_groups(ours.groups, agreed.groups, stateful, tolerance)
+        return Fitting(agreed, brought_by, groups, _match(ours, agreed, groups, told, tolerance))
+
+    return world.together(decide)

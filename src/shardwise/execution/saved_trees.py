@@ -1,0 +1,105 @@
+"""Trees of saved states: DCP folders and files of ``torch.save``, with their tensors on meta."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.errors import FormatError
+from shardwise.execution.state_values import StoredValues
+from shardwise.execution.torch_saves import Levels, load_plain, loaded, nested
+from shardwise.formats.contract import CheckpointIndex
+from shardwise.formats.distributed import DistributedMetadata, open_state, read_metadata
+from shardwise.models.torch_words import to_torch
+from shardwise.planning.load_memory import stored_tensors
+from shardwise.storage.contract import StorageReader
+from shardwise.storage.names import shown
+
+_MAX_DEPTH = 16
+
+
+_MAX_OBJECT_BYTES = 100_000_000
+"""The longest value that is read and is no tensor."""
+
+
+@dataclass(frozen=True)
+class SavedTree:
+    """Dicts and lists, as they were saved.
+
+    Tensors of more than one element are on meta. ``keys`` are those that tensors have in ``index``, by the way to
+    them through ``tree``.
+    """
+
+    index: CheckpointIndex
+    tree: Any
+    keys: Mapping[Levels, str]
+
+    def inside(self, wrapper: str) -> SavedTree:
+        """What is in a dict around all, as accelerate has one; itself where there is none."""
+        if not isinstance(self.tree, Mapping) or list(self.tree) != [wrapper]:
+            return self
+        return SavedTree(self.index, self.tree[wrapper], {way[1:]: key for way, key in self.keys.items()})
+
+
+def read_distributed_tree(reader: StorageReader, budget_bytes: int) -> SavedTree:
+    """Of a folder of ``torch.distributed.checkpoint``.
+
+    Raises:
+        FormatError, StorageError: as of :func:`~shardwise.formats.open_state`.
+    """
+    index, metadata = open_state(reader), read_metadata(reader)
+    keys = {metadata.levels[path]: ".".join(path) for path in metadata.tensors}
+    stored = {item.key: item for item in index.tensors()}
+    values: dict[Levels, Any] = {
+        way: torch.empty(stored[key].shape, dtype=to_torch(stored[key].dtype), device="meta")
+        for way, key in keys.items()
+    }
+    numbers = {way: key for way, key in keys.items() if stored[key].numel == 1}
+    files = StoredValues(reader, index, stored_tensors(index), budget_bytes)
+    values |= zip(numbers, files.whole(list(numbers.values())), strict=True)
+    values |= read_objects(reader, metadata)
+    return SavedTree(index, nested(values), keys)
+
+
+def read_objects(reader: StorageReader, metadata: DistributedMetadata) -> dict[Levels, Any]:
+    """What such a folder has beside tensors, by the way there.
+
+    Raises:
+        FormatError, StorageError: a value is too long, holds more than data, or cannot be read.
+    """
+    found: dict[Levels, Any] = {}
+    for path, place in metadata.objects.items():
+        what = f"{shown('.'.join(path))} in {shown(place.file)} in {reader.root}"
+        if place.bytes.nbytes > _MAX_OBJECT_BYTES:
+            raise FormatError(f"{what}: has {place.bytes.nbytes} bytes, more than any setting of an optimizer")
+        found[metadata.levels[path]] = loaded(reader.read(place.file, place.bytes.start, place.bytes.stop), what)
+    return found
+
+
+def read_file_tree(reader: StorageReader, file: str) -> SavedTree:
+    """Of a file of ``torch.save``.
+
+    Raises:
+        FormatError, StorageError: as of :func:`~shardwise.formats.open_state`; the file holds more than data.
+    """
+    index = open_state(reader, file)
+    keys: dict[Levels, str] = {}
+
+    def without_tensors(value: Any, way: Levels) -> Any:
+        if len(way) > _MAX_DEPTH:
+            raise FormatError(f"{shown(file)} in {reader.root}: its dicts are nested too deeply for an optimizer's")
+        if isinstance(value, torch.Tensor):
+            keys[way] = ".".join(map(str, way))
+            return value.clone() if value.numel() == 1 else torch.empty_like(value, device="meta")
+        if isinstance(value, Mapping):
+            return {key: without_tensors(inner, (*way, key)) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(without_tensors(inner, (*way, number)) for number, inner in enumerate(value))
+        return value
+
+    tree = without_tensors(load_plain(Path(reader.root, file)), ())
+    return SavedTree(index, tree, keys)

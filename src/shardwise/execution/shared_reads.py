@@ -1,0 +1,91 @@
+"""Reads once what several ranks hold: each of them a share, which it sends to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwise.conversion.computed import computes
+from shardwise.conversion.expression import rows_stored
+from shardwise.execution.moving import Handover, LocalTensor, hand_over
+from shardwise.execution.reading import Destination, Placer
+from shardwise.execution.world import World
+from shardwise.layout import LocalBox, place_of
+from shardwise.models.view import Held, boxes_of_ranks
+from shardwise.planning import moves
+
+
+def shared_boxes(
+    world: World, held: Mapping[str, Held], items: Sequence[Destination]
+) -> dict[str, tuple[moves.Boxes, ...]]:
+    """The tensors that ranks read together, by name, with the boxes that each rank holds: those with replicas.
+
+    Each of the ranks that hold a box reads a share of it, and gets the others' (:func:`exchange_shared`).
+    """
+    ranks = dist.get_process_group_ranks(world.group)
+    alike: dict[object, tuple[moves.Boxes, ...]] = {}
+    found: dict[str, tuple[moves.Boxes, ...]] = {}
+    for item in items:
+        tensor = held[item.fqn].tensor
+        lies = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        if computes(item.expression) or rows_stored(item.expression) is not None:
+            continue
+        if lies is not None and lies[0].size() != world.size:
+            continue
+        form = tuple(tensor.shape), lies
+        if form not in alike:
+            alike[form] = boxes_of_ranks(tensor, item.fqn, ranks)
+        if any(len(holders) > 1 for holders in moves.holders_of(alike[form]).values()):
+            found[item.fqn] = alike[form]
+    return found
+
+
+def shared_parts(
+    world: World, shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[Destination]
+) -> list[Destination]:
+    """The destinations with only this rank's share of the boxes of those that ranks read together."""
+    shares = _shares_of_reads(shared, items)
+    return [
+        replace(item, boxes=tuple(LocalBox(box, place_of(box, item.boxes)) for box in shares[item.fqn][world.rank]))
+        if item.fqn in shares
+        else item
+        for item in items
+    ]
+
+
+def _shares_of_reads(
+    shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[Destination]
+) -> dict[str, tuple[moves.Boxes, ...]]:
+    wanted = sorted((item.fqn, item.dtype.itemsize) for item in items if item.fqn in shared)
+    return {
+        name: moves.shares_by_rank(shared[name], turn, itemsize) for turn, (name, itemsize) in enumerate(wanted)
+    }
+
+
+def exchange_shared(
+    world: World,
+    shared: Mapping[str, tuple[moves.Boxes, ...]],
+    held: Mapping[str, Held],
+    items: Sequence[Destination],
+    placer: Placer,
+) -> None:
+    """Send the shares that this rank has read to the other ranks that hold them, and get theirs.
+
+    Collective: yes.
+    Memory: the budget.
+    """
+    shares = _shares_of_reads(shared, items)
+    members = sorted((item for item in items if item.fqn in shared), key=lambda item: item.fqn)
+    handovers = []
+    for item in members:
+        tensor, read, wanted = held[item.fqn], shares[item.fqn], shared[item.fqn]
+        place = LocalTensor(tensor.local, item.boxes)
+        handovers.append(Handover(item.fqn, tensor.tensor.shape, item.dtype, read, wanted, place, place))
+        placer.count(
+            item.fqn, sum(box.numel for box in wanted[world.rank]) - sum(box.numel for box in read[world.rank])
+        )
+    device = next((item.device for item in members if item.device.type != "cpu"), members[0].device)
+    hand_over(world, handovers, budget_bytes=placer.budget_bytes // 2, device=device)

@@ -1,0 +1,292 @@
+"""Values of a state, on ranks or in files, and how they get into tensors of a model.
+
+A state is brought by ranks (:class:`BroughtValues`) or read from files (:class:`StoredValues`), and resharded to
+where it belongs.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwise.conversion.expression import Expression
+from shardwise.errors import ConfigError, CoverageError, PlacementError, StorageError
+from shardwise.execution import Patience, moving, tensor_facts
+from shardwise.execution.audit import are_equal, require_one_checkpoint
+from shardwise.execution.memory import require_budget
+from shardwise.execution.reading import Destination, Placer, arrange
+from shardwise.execution.world import World
+from shardwise.formats.contract import CheckpointIndex
+from shardwise.models import torch_words
+from shardwise.models.view import canonical, local_boxes, local_tensor, raw_bytes
+from shardwise.planning import matching
+from shardwise.report.names import few_names
+from shardwise.storage.contract import StorageReader
+from shardwise.tensors import Box
+
+
+@dataclass(frozen=True, slots=True)
+class StateOptions:
+    """How a state is gathered or set; none of it changes the values.
+
+    Attributes:
+        budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
+        process_group: the ranks that act together; None is the default group, or this process alone.
+        patience: how long ranks wait for each other.
+    """
+
+    budget_bytes: int = 64 << 20
+    process_group: dist.ProcessGroup | None = None
+    patience: Patience = field(default_factory=Patience)
+
+    def __post_init__(self) -> None:
+        require_budget(self.budget_bytes)
+
+
+def require_same_call(world: World, *modes: object, options: StateOptions) -> None:
+    """Raise when ranks ask for different things. Collective: yes.
+
+    Raises:
+        DisagreementError: naming the ranks.
+    """
+    world.require_equal((repr(modes), options.budget_bytes), "the list of arguments (modes, budget)")
+
+
+def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
+    """A rank's part of a state under names without wrappers; nothing for None.
+
+    Raises:
+        ConfigError: it is no mapping, or two names become one.
+    """
+    given: object = {} if state is None else state
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"{what} is a mapping from names, or None on a rank that has none; got {_kind(given)}")
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        plain = canonical(name)
+        if plain in found and found[plain] is not value:
+            raise ConfigError(
+                f"{what} has {plain} twice, with and without the names of wrappers; leave one of them"
+            )
+        found[plain] = value
+    return found
+
+
+def brought(tensors: Mapping[str, Any]) -> dict[str, matching.Brought]:
+    """What this rank has of tensors.
+
+    Raises:
+        ConfigError: a value is no tensor.
+        PlacementError: a tensor is on meta, or is not placed as shards.
+    """
+    others = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise ConfigError(f"{others[0]} in the state is a {_kind(tensors[others[0]])}; only tensors can be set")
+    refuse_meta(tensors, "the state that was given")
+    return {
+        name: matching.Brought(
+            tuple(tensor.shape), torch_words.in_memory(tensor.dtype), tensor_facts.boxes_of(tensor, name)
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def refuse_meta(tensors: Mapping[str, torch.Tensor], what: str) -> None:
+    """Raise for tensors without values.
+
+    Raises:
+        PlacementError: naming them.
+    """
+    found = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if found:
+        raise PlacementError(f"{len(found)} tensors of {what} are on meta and have no values: {few_names(found)}")
+
+
+@dataclass(frozen=True, slots=True)
+class BroughtValues:
+    """Tensors that ranks have: whole ones or shards, on this rank these."""
+
+    tensors: Mapping[str, Any]
+
+    def told(self, world: World) -> list[dict[str, matching.Brought]]:
+        """What there is of the state, by rank. Collective: yes. Raises as :func:`brought`."""
+        return world.each(lambda: brought(self.tensors))
+
+    def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
+        """Raise when names of one tensor come with different values. Collective: yes.
+
+        Raises:
+            CoverageError: naming the first two.
+        """
+        pairs = _pairs(ties, self.tensors)
+
+        def compare() -> None:
+            _refuse_untied([(one, two) for one, two in pairs if not _is_same(self.tensors[one], self.tensors[two])])
+
+        world.together(compare)
+
+    def bring(
+        self,
+        world: World,
+        match: matching.Match,
+        targets: Mapping[str, torch.Tensor],
+        *,
+        budget_bytes: int,
+        device: torch.device,
+    ) -> moving.Traffic:
+        """Bring what has been matched into ``targets``, which are by the first names of the places.
+
+        Collective: yes.
+        Memory: ``budget_bytes``.
+
+        Raises:
+            DisagreementError: ranks have different targets.
+        """
+        told = world.each(lambda: {name: tensor_facts.facts_of(target, name) for name, target in targets.items()})
+        world.together(lambda: tensor_facts.require_same_tensors(told))
+
+        def handover(item: matching.Taken) -> moving.Handover:
+            name = item.place.names[0]
+            target = targets[name]
+            mine = moving.LocalTensor.of(self.tensors[item.name], item.name) if item.name in self.tensors else None
+            wanted = tuple(found[name].boxes for found in told)
+            into = moving.LocalTensor.of(target, name)
+            return moving.Handover(name, target.shape, target.dtype, item.held, wanted, mine, into)
+
+        items = world.together(lambda: list(map(handover, match.taken)))
+        return moving.hand_over(world, items, budget_bytes=budget_bytes, device=device)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, DTensor) != isinstance(other, DTensor) or one.dtype != other.dtype:
+        return False
+    mine, its = local_tensor(one), local_tensor(other)
+    return mine.shape == its.shape and torch.equal(raw_bytes(mine).to(its.device), raw_bytes(its))
+
+
+def _pairs(ties: Sequence[Sequence[str]], present: Collection[str]) -> list[tuple[str, str]]:
+    """Names of one tensor that are both there: the first one with each of the others."""
+    found = [[name for name in names if name in present] for names in ties]
+    return [(names[0], other) for names in found for other in names[1:]]
+
+
+def _refuse_untied(odd: Sequence[tuple[str, str]]) -> None:
+    for first, other in odd:
+        raise CoverageError(
+            f"{first} and {other} are one tensor in the model, and two with different values in the state; "
+            "leave out the one that does not count"
+        )
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+@dataclass
+class StoredValues:
+    """The tensors of a state that was saved: the :class:`~shardwise.execution.state_values.Values` of files.
+
+    Attributes:
+        reader: of the files, which every rank sees.
+        index: the same on every rank.
+        expressions: what each tensor is made of, by the name that it is to have.
+        budget_bytes: for staging.
+        read_bytes: what this rank has read.
+    """
+
+    reader: StorageReader
+    index: CheckpointIndex
+    expressions: Mapping[str, Expression]
+    budget_bytes: int
+    read_bytes: int = 0
+
+    def told(self, world: World) -> list[dict[str, matching.Brought]]:
+        """All of it, as if one brought it. The ranks' files are one checkpoint, see [Note: One checkpoint]."""
+        require_one_checkpoint(world, self.reader, self.index)
+        return [
+            {
+                name: matching.Brought(item.shape, item.dtype, (Box.whole(item.shape),))
+                for name, item in self.expressions.items()
+            }
+        ]
+
+    def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
+        pairs = _pairs(ties, self.expressions)
+        if not pairs:
+            return
+
+        def unequal() -> list[tuple[str, str]]:
+            placer = self._placer(world)
+            found = [pair for pair in pairs if not self._are_equal(pair, placer, world)]
+            self.read_bytes += placer.read_bytes
+            return found
+
+        _refuse_untied([pair for found in world.each(unequal) for pair in found])
+
+    def _are_equal(self, pair: tuple[str, str], placer: Placer, world: World) -> bool:
+        one, other = (self.expressions[name] for name in pair)
+        return one.dtype is other.dtype and are_equal(one, other, one.dtype, placer, world.rank, world.size)
+
+    def bring(
+        self,
+        world: World,
+        match: matching.Match,
+        targets: Mapping[str, torch.Tensor],
+        *,
+        budget_bytes: int,
+        device: torch.device,  # noqa: ARG002 - values are read to where the targets are
+    ) -> moving.Traffic:
+        """Read this rank's boxes. Memory: the budget.
+
+        Raises:
+            StorageError: bytes could not be read, or a file was replaced meanwhile.
+        """
+        placer = self._placer(world)
+
+        def read() -> None:
+            items = []
+            for item in match.taken:
+                name = item.place.names[0]
+                target = targets[name]
+                boxes = tuple(part for part in local_boxes(target, name) if part.box.numel)
+                local = local_tensor(target)
+                items.append(Destination(name, self.expressions[item.name], boxes, local.dtype, local.device))
+            policy = self.reader.policy
+            arrangement = arrange(items, self.index, policy, budget_bytes, world.place)
+            placer.place(arrangement, [local_tensor(targets[item.fqn]) for item in arrangement.destinations])
+            for destination in arrangement.destinations:
+                wanted = sum(part.box.numel for part in destination.boxes)
+                if (written := placer.written.get(destination.fqn, 0)) != wanted:
+                    raise StorageError(
+                        f"{destination.fqn}: {written} of {wanted} elements were read from "
+                        f"{self.index.root}; it is damaged: save it again"
+                    )
+
+        world.together(read)
+        self.read_bytes += placer.read_bytes
+        return moving.Traffic()
+
+    def whole(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Small tensors, whole. Collective: no."""
+        wanted = [(self.expressions[name], Box.whole(self.expressions[name].shape)) for name in names]
+        placer = self._placer(World(0, 1))
+        found = placer.values_of([(item, box, torch_words.to_torch(item.dtype)) for item, box in wanted])
+        self.read_bytes += placer.read_bytes
+        return found
+
+    def _placer(self, world: World) -> Placer:
+        return Placer(self.reader, self.index, self.budget_bytes, _Silent(), world)
+
+
+class _Silent:
+    def advance(self, nbytes: int) -> None:
+        pass
+
+
+Values: TypeAlias = BroughtValues | StoredValues
+"""The values of a state, by name, wherever they are: on ranks, or in files."""

@@ -1,0 +1,71 @@
+"""Facts of tensors, which ranks exchange and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.errors import DisagreementError, PlacementError
+from shardwise.models.view import local_boxes
+from shardwise.planning import moves
+from shardwise.report.names import few_names
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """A tensor as one rank has it: all but the boxes is the same on every rank."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: moves.Boxes
+
+
+def facts_of(tensor: torch.Tensor, name: str) -> TensorFacts:
+    """A tensor as this rank has it."""
+    return TensorFacts(tuple(tensor.shape), str(tensor.dtype), boxes_of(tensor, name))
+
+
+def boxes_of(tensor: torch.Tensor, name: str) -> moves.Boxes:
+    """The boxes of a tensor that this rank has."""
+    return tuple(item.box for item in local_boxes(tensor, name))
+
+
+def require_same_tensors(told: Sequence[Mapping[str, TensorFacts]]) -> None:
+    """Raise when the facts of ranks are not of the same tensors.
+
+    Raises:
+        DisagreementError: naming tensors.
+    """
+    first = {name: (item.shape, item.dtype) for name, item in told[0].items()}
+    for rank, found in enumerate(told):
+        mine = {name: (item.shape, item.dtype) for name, item in found.items()}
+        if list(mine.items()) == list(first.items()):
+            continue
+        names = [name for name in dict.fromkeys([*first, *mine]) if mine.get(name) != first.get(name)]
+        raise DisagreementError(
+            f"rank {rank} has other tensors than rank 0 (absent, or of another shape, dtype or order): "
+            f"{few_names(names or list(mine))}; build the model and its optimizers alike on every rank"
+        )
+
+
+def held_by_rank(told: Sequence[Mapping[str, TensorFacts]]) -> dict[str, tuple[moves.Boxes, ...]]:
+    """The boxes with elements of every tensor by rank; one value for all tensors that lie alike.
+
+    Raises:
+        DisagreementError: ranks have different tensors.
+        PlacementError: ranks do not have, together, all of a tensor.
+    """
+    require_same_tensors(told)
+    made: dict[tuple[moves.Boxes, ...], tuple[moves.Boxes, ...]] = {}
+    held: dict[str, tuple[moves.Boxes, ...]] = {}
+    for name in told[0]:
+        boxes = tuple(tuple(box for box in found[name].boxes if box.numel) for found in told)
+        held[name] = made.setdefault(boxes, boxes)
+    if lacking := [name for name, item in told[0].items() if not moves.covers(item.shape, held[name])]:
+        raise PlacementError(
+            f"the ranks do not hold, together, each element of {few_names(lacking)}; pass a process_group that has "
+            "all ranks of the tensors' meshes"
+        )
+    return held

@@ -1,0 +1,229 @@
+"""Layers that AWQ and GPTQ have stored: integers packed in words, with scales and zero points by group.
+
+AWQ and GPTQ: a linear layer (out, in) has ``qweight`` and ``qzeros`` (I32), ``scales`` (groups, out) and, of GPTQ,
+``g_idx`` (in,), the group of each input, in place of ``weight``. Words of AWQ are of eight outputs (``version:
+gemm``; of AutoAWQ ``awq/modules/linear/gemm.py``): ``qweight`` is (in, out / 8). Of GPTQ they are of inputs: (in *
+bits / 32, out). ``qzeros`` is (groups, out * bits / 32) of both. A layer that is not quantised has its ``weight``.
+
+``g_idx`` is read, since most of them say no more than the size of a group does. One that is all zeros counts as
+absent, as in ExLlama's kernels. Where ``dynamic`` of GPTQModel gives some layers other sizes, shapes tell which.
+"""
+
+import struct
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Final
+
+from shardwise.errors import FormatError
+from shardwise.formats import contract
+from shardwise.formats.coded import GroupedIntegers
+from shardwise.storage.contract import StorageReader
+from shardwise.storage.names import shown
+from shardwise.tensors import DType
+
+_VALUES: Final = "qweight"
+
+
+_ZEROS: Final = "qzeros"
+
+
+_SCALES: Final = "scales"
+
+
+_GROUPS: Final = "g_idx"
+
+
+_WEIGHT: Final = "weight"
+
+
+_SCALE_DTYPES: Final = (DType.F16, DType.BF16, DType.F32)
+
+
+_WORD: Final = 32
+
+
+_ALL: Final = -1
+"""In place of the size of a group: all inputs."""
+
+
+_MOST_GROUP_BYTES: Final = 4 << 20
+
+
+_FAULTS: Final = "quantised layers whose tensors do not go together"
+
+
+@dataclass(frozen=True, slots=True)
+class _LayersInWords:
+    """How the layers of a checkpoint are stored.
+
+    Attributes:
+        sizes: bits of an integer, and inputs of a group, that layers have.
+        in_rows: words are of inputs, as those of GPTQ.
+        is_less_one: zero points are stored less 1.
+    """
+
+    sizes: frozenset[tuple[int, int]]
+    in_rows: bool = False
+    is_less_one: bool = False
+    is_kept: bool = False
+
+    def as_numbers(self, reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
+        found = {key: dict[str, contract.TensorEntry]() for key in index.entries if _last(key) == _VALUES}
+        faults, composed, entries = contract.FormatFaults(index.root), dict(index.composed), dict(index.entries)
+        for key, entry in index.entries.items():
+            layer = f"{key.removesuffix(_last(key))}{_VALUES}"
+            if layer in found:
+                found[layer][_last(key)] = entry
+            elif _last(key) in (_ZEROS, _GROUPS):
+                faults.add(_FAULTS, f"{shown(key)}: no {_VALUES} is stored that it belongs to")
+        stored = [parts[_GROUPS] for parts in found.values() if _GROUPS in parts]
+        groups = contract.contents(
+            reader, [item for item in stored if item.dtype is DType.I32 and 0 < item.nbytes <= _MOST_GROUP_BYTES]
+        )
+        for key, parts in found.items():
+            try:
+                part = self._part(parts, groups)
+            except FormatError as error:
+                faults.add(_FAULTS, f"{shown(key)}: {error}")
+                continue
+            composed[f"{key.removesuffix(_VALUES)}{_WEIGHT}"] = contract.Composed(part.dtype, part.shape, part)
+            for name in (_VALUES, _ZEROS):
+                entries[parts[name].key] = _words_as_bytes(parts[name])
+            if part.numbers is None and _GROUPS in parts:
+                del entries[parts[_GROUPS].key]
+        faults.raise_if_any()
+        return replace(index, entries=entries, composed=composed)
+
+    def _part(self, parts: Mapping[str, contract.TensorEntry], groups: Mapping[str, bytes]) -> GroupedIntegers:
+        """Raises FormatError where what is stored of a layer makes no sense."""
+        if _WEIGHT in parts:
+            raise FormatError(f"{_WEIGHT} is stored, too")
+        for name, dtypes in ((_VALUES, (DType.I32,)), (_ZEROS, (DType.I32,)), (_SCALES, _SCALE_DTYPES)):
+            if name not in parts:
+                raise FormatError(f"{name} is not stored")
+            if parts[name].dtype not in dtypes or len(parts[name].shape) != 2 or not parts[name].numel:
+                wanted = ", ".join(dtype.label for dtype in dtypes)
+                raise FormatError(f"{name} is {_told(parts[name])}. It should be a matrix of {wanted}.")
+        values, zeros, scales = (parts[name] for name in (_VALUES, _ZEROS, _SCALES))
+        made = (self._fitting(values.shape, zeros.shape, scales.shape, *size) for size in self.sizes)
+        fitting = {found for found in made if found is not None}
+        if len(fitting) != 1:
+            sizes = " or ".join(f"{bits} bits in groups of {size}" for bits, size in sorted(self.sizes))
+            raise FormatError(
+                f"it is {values.shape}, {_ZEROS} {zeros.shape} and {_SCALES} {scales.shape}, which is "
+                f"{'more than one' if fitting else 'none'} of what quantization_config says: {sizes}"
+            )
+        ((bits, group, shape),) = fitting
+        return GroupedIntegers(
+            contract.Whole(values.key),
+            contract.Whole(zeros.key),
+            contract.Whole(scales.key),
+            shape,
+            group,
+            scales.dtype,
+            bits,
+            self.in_rows,
+            self.is_less_one,
+            self._numbers(parts.get(_GROUPS), groups, shape[1], group),
+        )
+
+    def _fitting(
+        self, values: tuple[int, ...], zeros: tuple[int, ...], scales: tuple[int, ...], bits: int, size: int
+    ) -> tuple[int, int, tuple[int, int]] | None:
+        """Bits, the inputs of a group, and the shape (out, in) of a layer; None where it is not of these sizes."""
+        per_word = _WORD // bits
+        out, columns = (values[1], values[0] * per_word) if self.in_rows else (values[1] * per_word, values[0])
+        group = columns if size == _ALL else size
+        count = -(-columns // group)
+        fits = zeros == (count, out // per_word) and scales == (count, out) and out % per_word == 0
+        return (bits, group, (out, columns)) if fits else None
+
+    def _numbers(
+        self, entry: contract.TensorEntry | None, texts: Mapping[str, bytes], columns: int, group: int
+    ) -> contract.Whole | None:
+        """The group of each input, where it is stored and is another than its place says.
+
+        Raises:
+            FormatError: it makes no sense.
+        """
+        if entry is None:
+            return None
+        groups = texts.get(entry.key)
+        if groups is None or not self.in_rows or entry.shape != (columns,):
+            raise FormatError(f"{_GROUPS} is {_told(entry)}. GPTQ has I32 ({columns},), and AWQ none.")
+        if groups == _by_place(columns, group) or not any(groups):
+            return None
+        numbers, count = struct.unpack(f"<{columns}i", groups), -(-columns // group)
+        if min(numbers) < 0 or max(numbers) >= count:
+            raise FormatError(
+                f"{_GROUPS} has groups {min(numbers)} to {max(numbers)}, and there are scales for 0 to {count - 1}"
+            )
+        return contract.Whole(entry.key)
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _told(entry: contract.TensorEntry) -> str:
+    return f"{entry.dtype.label} {entry.shape}"
+
+
+def _words_as_bytes(words: contract.TensorEntry) -> contract.TensorEntry:
+    """The same words as bytes, of which each has the lower ones first."""
+    return replace(words, dtype=DType.U8, shape=(words.shape[0], 4 * words.shape[1]))
+
+
+@lru_cache(maxsize=8)
+def _by_place(columns: int, group: int) -> bytes:
+    """The groups of inputs that are in groups one after the other."""
+    return struct.pack(f"<{columns}i", *(column // group for column in range(columns)))
+
+
+def _sizes(config: Mapping[str, Any], what: str, known: Collection[int]) -> tuple[int, int]:
+    """Bits and inputs of a group, as a config says.
+
+    Raises:
+        ConfigError: there are none, or these are not known.
+    """
+    bits = config.get("bits", config.get("w_bit"))
+    size = config.get("group_size", config.get("q_group_size", 128))
+    if type(bits) is not int or bits not in known:
+        raise contract.unknown_form(f"{what} of bits={shown(repr(bits))}")
+    if type(size) is not int or (size != _ALL and (size < 1 or size % 8)):
+        raise contract.unknown_form(f"{what} with group_size={shown(repr(size))}")
+    return bits, size
+
+
+def awq(config: Mapping[str, Any]) -> contract.QuantisedForm:
+    """The form of AWQ's ``quantization_config``.
+
+    Raises:
+        ConfigError: it is one that is not known here: not of 4 bits, or not ``version: gemm``.
+    """
+    version = config.get("version") or config.get("format") or config.get("checkpoint_format") or "gemm"
+    if str(version).lower() != "gemm" or config.get("backend") == "llm-awq":
+        raise contract.unknown_form(f"AWQ with version={shown(repr(version))}, and only 'gemm' is read")
+    return _LayersInWords(frozenset({_sizes(config, "AWQ", (4,))}))
+
+
+def gptq(config: Mapping[str, Any]) -> contract.QuantisedForm:
+    """The form of GPTQ's ``quantization_config``.
+
+    Raises:
+        ConfigError: it is one that is not known here: not of 4 or 8 bits, or not ``gptq`` or ``gptq_v2``.
+    """
+    version = config.get("checkpoint_format") or config.get("format") or "gptq"
+    if version not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
+        raise contract.unknown_form(
+            f"GPTQ with checkpoint_format={shown(repr(version))}, and only gptq and gptq_v2 are read"
+        )
+    if config.get("pack_dtype", "int32") != "int32":
+        raise contract.unknown_form(f"GPTQ with pack_dtype={shown(repr(config['pack_dtype']))}")
+    rules = config.get("dynamic") or {}
+    if not isinstance(rules, Mapping) or not all(isinstance(rule, Mapping) for rule in rules.values()):
+        raise contract.unknown_form(f"GPTQ with dynamic={shown(repr(rules))}")
+    told = [config, *({**config, **rule} for name, rule in rules.items() if not name.startswith("-:"))]
+    sizes = frozenset(_sizes(item, "GPTQ", (4, 8)) for item in told)
+    return _LayersInWords(sizes, in_rows=True, is_less_one=version == "gptq")

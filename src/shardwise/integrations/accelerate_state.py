@@ -1,0 +1,134 @@
+"""accelerate's save_state and load_state, committed as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwise.errors import ConfigError, StorageError
+from shardwise.execution.rename_journal import as_renamed, leads_nowhere
+from shardwise.execution.world import World
+from shardwise.formats.accelerate_saves import MODEL
+from shardwise.integrations import accelerate_compat as compat
+from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
+from shardwise.interchange.accelerate_writing import LinkedFolder, keep_newest, newest_in, state_saved
+
+T = TypeVar("T")
+
+
+def save_state(
+    original: Callable[..., Any],
+    accelerator: Any,
+    output_dir: str | None = None,
+    *others: Any,
+    **keywords: Any,
+) -> Any:
+    """Replace ``Accelerator.save_state``: all that is written counts in one step.
+
+    A state in the folder, and with ``automatic_checkpoint_naming`` the oldest ones, go once the new one counts.
+    """
+    config = accelerator.project_configuration
+    if not accelerator.is_fsdp2 or (output_dir is None and not config.automatic_checkpoint_naming):
+        return original(accelerator, output_dir, *others, **keywords)
+    is_named = config.automatic_checkpoint_naming
+    folder = _numbered_folder(accelerator) if is_named else Path(str(output_dir)).expanduser().resolve()
+    with World.current(call="save_state") as world:
+        world.together(lambda: _require_one_each("save_state", *compat.how_many(accelerator)))
+        world.require_equal(str(folder), "the folder to save into")
+        with state_saved(world, folder, is_new=is_named) as work:
+            config.automatic_checkpoint_naming = False
+            try:
+                saved = _attempted(lambda: original(accelerator, work, *others, **keywords))
+            finally:
+                config.automatic_checkpoint_naming = is_named
+            if isinstance(saved, Exception):
+                saved = work.part.saving.cause_of(saved)
+            location = world.together(lambda: _value_of(saved))
+        if is_named:
+            world.from_first(lambda: keep_newest(folder.parent, folder, config.total_limit))
+    return type(location)(output_dir or folder) if str(location) == work else location
+
+
+def load_state(
+    original: Callable[..., Any],
+    accelerator: Any,
+    input_dir: str | None = None,
+    *others: Any,
+    **keywords: Any,
+) -> Any:
+    """Replace ``Accelerator.load_state``: of a save that counts, but was killed, all is read."""
+    is_numbered = input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming
+    is_ours = accelerator.is_fsdp2 or accelerator.distributed_type == compat.DistributedType.NO
+    if not is_ours or (input_dir is None and not is_numbered):
+        return original(accelerator, input_dir, *others, **keywords)
+    with ExitStack() as stack:
+        with World.current(call="load_state") as world:
+            if accelerator.is_fsdp2:
+                world.together(lambda: _require_one_each("load_state", *compat.how_many(accelerator)))
+            if is_numbered:
+                place = _numbered_folder(accelerator).parent
+                newest = world.from_first(lambda: newest_in(place))
+                if newest is None:
+                    return _all_done("load_state", lambda: original(accelerator, None, *others, **keywords))
+                input_dir = str(newest)
+            folder = Path(str(input_dir)).expanduser().resolve()
+            seen = world.together(lambda: stack.enter_context(as_renamed(folder)))
+        if seen != folder:
+            input_dir = LinkedFolder.of(seen, folder)
+
+        def load() -> Any:
+            loaded = original(accelerator, input_dir, *others, **keywords)
+            _require_still_there(seen, folder)
+            return loaded
+
+        if accelerator.is_fsdp2 or not any(seen.glob(f"{MODEL.stem}*")):
+            return _all_done("load_state", load)
+        with compat.without_models(accelerator) as (models, optimizers):  # a process alone, where ranks have saved
+            _require_one_each("load_state", len(models), len(optimizers))
+            for number, model in enumerate(models):
+                load_accelerate_model(model, folder, number=number)
+            for number, optimizer in enumerate(optimizers):
+                load_accelerate_optimizer(models[number], compat.bare(optimizer), folder, number=number)
+            return load()
+
+
+def _require_one_each(call: str, models: int, optimizers: int) -> None:
+    """Accelerate takes an optimizer for that of the model of the same number."""
+    if optimizers > models:
+        raise ConfigError(
+            f"{call}: the accelerator has {optimizers} optimizers and {models} model(s), and accelerate's states "
+            "have one optimizer for each model; save several with shardwise.Checkpointer"
+        )
+
+
+def _require_still_there(seen: Path, folder: Path) -> None:
+    """Accelerate passes over random states that it cannot read."""
+    if seen != folder and leads_nowhere(seen):
+        raise StorageError(f"{folder}: a save began there while its state was loaded; load it again")
+
+
+def _attempted(function: Callable[[], T]) -> T | Exception:
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
+def _value_of(found: T | Exception) -> T:
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _all_done(call: str, function: Callable[[], T]) -> T:
+    """Call a function of accelerate on each rank; if one of them fails, all do. Collective: yes."""
+    found = _attempted(function)
+    with World.current(call=call) as world:
+        return world.together(lambda: _value_of(found))
+
+
+def _numbered_folder(accelerator: Any) -> Path:
+    """Return the folder of the next state, as accelerate names it."""
+    return Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}").resolve()

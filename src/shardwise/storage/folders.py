@@ -1,0 +1,114 @@
+"""Writes into folders of a folder, and removes folders."""
+
+import os
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from itertools import accumulate
+
+from shardwise.errors import StorageError
+from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.writing import LocalWriter
+
+
+class FoldersWriter(LocalWriter):
+    """A :class:`~shardwise.storage.contract.StorageWriter` whose names may have a folder in front.
+
+    ``folders`` are those whose files are listed beside the root's, by their way from it; one that a name of a file
+    leads to is added. The root may be a link, folders in it may not, so that nothing outside of the root is written
+    or removed.
+
+    Raises:
+        StorageError: for a root, or a folder, that is none; for a folder that is a link.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], folders: Collection[str] = ()) -> None:
+        super().__init__(root)
+        for folder in sorted(folders):
+            self.add_folder_of(f"{folder}/")
+
+    @property
+    def folders(self) -> Sequence[str]:
+        """Those in the root that this writer knows of, each before what lies in it."""
+        return sorted(self._folders - {""})
+
+    def add_folder_of(self, file: str) -> None:
+        """Know of the folder that a file has in front."""
+        folder = file.rpartition("/")[0]
+        if folder in self._folders:
+            return
+        path = os.path.join(self._root, folder)
+        if is_through_link(self._root, folder):
+            raise StorageError(
+                f"{shown(folder)} in {self._root}: leads out by a link, and nothing is written or removed outside. "
+                "Remove the link, or save to another folder"
+            )
+        if os.path.lexists(path) and not os.path.isdir(path):
+            raise StorageError(f"{shown(path)}: is there and is no folder. Pass a folder to write to")
+        self._folders.add(folder)
+
+    def _path(self, file: str) -> str:
+        self._require_open(file)
+        fault = why_unsafe(file)
+        if fault is not None:
+            raise StorageError(f"{shown(file)}: refused as the name of a file below {self._root}, {fault}")
+        self.add_folder_of(file)
+        return os.path.join(self._root, file)
+
+
+def is_through_link(root: str | os.PathLike[str], folder: str) -> bool:
+    """Whether a folder below a root is a link, or lies behind one."""
+    ways = accumulate(folder.split("/"), "{}/{}".format) if folder else ()
+    return any(os.path.islink(os.path.join(root, way)) for way in ways)
+
+
+def folders_in(root: str | os.PathLike[str]) -> list[str]:
+    """All folders below a root, by their way from it. Links are not followed."""
+    found: list[str] = []
+    for around, names, _ in os.walk(root):
+        way = os.path.relpath(around, root)
+        found += [
+            os.path.normpath(os.path.join(way, name))
+            for name in names
+            if not os.path.islink(os.path.join(around, name))
+        ]
+    return sorted(found)
+
+
+def remove_files(writer: FoldersWriter, names: Collection[str]) -> None:
+    """Remove files of a folder, links to folders, which a writer does not list, and the folders that it knows of.
+
+    What is gone already is no error: another process may be removing the same.
+
+    Raises:
+        StorageError: something cannot be removed; a folder has other files in it.
+    """
+    try:
+        for name in names:
+            writer.remove(name)
+        for inner in ("", *reversed(writer.folders)):
+            with suppress(FileNotFoundError):
+                for entry in os.scandir(os.path.join(writer.root, inner)):
+                    if entry.is_symlink():
+                        writer.remove(os.path.join(inner, entry.name))
+        for inner in reversed(writer.folders):
+            with suppress(FileNotFoundError):
+                os.rmdir(os.path.join(writer.root, inner))
+    except OSError as error:
+        raise StorageError(f"{writer.root}: cannot be removed ({error.strerror or error})") from error
+
+
+def remove_folder(root: str | os.PathLike[str]) -> None:
+    """Remove a folder and all that is in it; that it is not there is no error.
+
+    Raises:
+        StorageError: something cannot be removed.
+    """
+    if not os.path.isdir(root):
+        return
+    with FoldersWriter(root, folders_in(root)) as writer:
+        remove_files(writer, writer.list())
+    try:
+        with suppress(FileNotFoundError):
+            os.rmdir(root)
+    except OSError as error:
+        raise StorageError(f"{os.fspath(root)}: cannot be removed ({error.strerror or error})") from error

@@ -1,0 +1,197 @@
+"""Rows of tenants: tokenized, in the order of their steps, and as micro-batches within a budget of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import datasets
+import torch
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.trainer import sft_trainer
+
+from shardwise.bank.rows import RowTensors
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.training import setup as trl_setup
+from shardwise.training.dataset_loading import on_first_of_each_node
+
+
+@dataclass(frozen=True)
+class TokenizedRows:
+    """Tokenized rows.
+
+    Attributes:
+        rows: with ``input_ids`` and ``labels``.
+        lengths: of the rows in tokens.
+        learned_tokens: labels of all rows that are predicted.
+    """
+
+    rows: datasets.Dataset
+    lengths: Sequence[int]
+    learned_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def tensors(self, numbers: Sequence[int]) -> RowTensors:
+        """Collate rows, padded on the right; no rows give tensors of shape (0, 1)."""
+        if not numbers:
+            return {"input_ids": torch.zeros((0, 1), dtype=torch.int64)}
+        collate = sft_trainer.DataCollatorForLanguageModeling(pad_token_id=0)
+        collated: RowTensors = collate([self.rows[number] for number in numbers])
+        return collated
+
+
+def tokenized(
+    arguments: trl_setup.TrlArguments, processor: Any, local_rank: int
+) -> tuple[TokenizedRows, TokenizedRows | None]:
+    """Load the rows of a tenant to train and to evaluate on, as ``SFTTrainer`` prepares them. Collective: yes.
+
+    Raises:
+        ConfigError: a data set or a row cannot be used.
+    """
+    train, test = trl_setup.load_data(arguments, "sft", processor, local_rank)
+
+    def prepare() -> tuple[TokenizedRows, TokenizedRows | None]:
+        return _prepared(train, arguments, processor), test and _prepared(test, arguments, processor)
+
+    return on_first_of_each_node(prepare, local_rank)
+
+
+def _prepared(rows: Any, arguments: trl_setup.TrlArguments, processor: Any) -> TokenizedRows:
+    args = arguments.training
+    tokenizer = getattr(processor, "tokenizer", processor)
+    template = processor.chat_template
+    is_marked = template is not None and has_generation_markers(template)
+    completion_only = args.completion_only_loss
+    if completion_only is None:
+        completion_only = {"prompt", "completion"} <= set(rows.column_names)
+    try:
+        stand_in: Any = SimpleNamespace(
+            _tokenizer=tokenizer,
+            completion_only_loss=completion_only,
+            chat_template=get_training_chat_template(processor)
+            if args.assistant_only_loss and not is_marked
+            else None,
+        )
+        # Ranks take turns outside of this function, with errors that all of them learn of.
+        with mock.patch.object(sft_trainer, "global_then_local_main_first", nullcontext):
+            found = sft_trainer.SFTTrainer._prepare_dataset(stand_in, rows, processor, args, False, None, "tenant")
+    except ShardwiseError:
+        raise
+    except Exception as error:  # of datasets, pyarrow, Jinja: any
+        raise ConfigError(f"the data set cannot be prepared, {error}. Check its rows.") from error
+    found = found.select_columns(["input_ids", "labels"])
+    found = found.select([number for number, ids in enumerate(found["input_ids"]) if len(ids) > 1])
+    if not len(found):
+        raise ConfigError("the data set has no row to train on. Check its rows and max_length.")
+    learned = sum(len(labels) - 1 - labels[1:].count(-100) for labels in found["labels"])
+    return TokenizedRows(found, [len(ids) for ids in found["input_ids"]], learned)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows that pass through the base at once.
+
+    Attributes:
+        rows: numbers of the rows, by rank.
+        tokens: of each row with its padding.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    tokens: int
+
+    @property
+    def cost(self) -> int:
+        """Tokens of the rank with the most rows, with padding."""
+        return max(map(len, self.rows)) * self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBudget:
+    """Limits of a pass through the base on one rank.
+
+    Attributes:
+        tokens: the most tokens, with padding.
+        pad_to: the multiple that rows are padded to.
+        longest: the most tokens of a row.
+    """
+
+    tokens: int
+    pad_to: int
+    longest: int
+
+    def padded(self, tokens: int) -> int:
+        """Round the length of a row up."""
+        return min(-(-tokens // self.pad_to) * self.pad_to, self.longest)
+
+    def rows_at_once(self, rows: TokenizedRows) -> int:
+        """Count rows as long as the longest that fit.
+
+        Raises:
+            ConfigError: none does.
+        """
+        most = max(rows.lengths)
+        if most > self.longest or self.padded(most) > self.tokens:
+            raise ConfigError(
+                f"a row has {most} tokens, {self.padded(most)} with padding. The model takes {self.longest} and a "
+                f"pass {self.tokens}: set max_length or tokens_per_pass."
+            )
+        return self.tokens // self.padded(most)
+
+    def micro_batches(
+        self, rows: TokenizedRows, order: Sequence[int], at_once: int, ranks: int
+    ) -> Iterator[MicroBatch]:
+        """Deal rows to ranks, ``at_once`` consecutive rows to each."""
+        for start in range(0, len(order), at_once * ranks):
+            dealt = tuple(
+                tuple(order[first : first + at_once]) for first in range(start, start + at_once * ranks, at_once)
+            )
+            yield MicroBatch(dealt, self.padded(max(rows.lengths[number] for own in dealt for number in own)))
+
+
+@dataclass
+class StepOrder:
+    """The rows of each step: those of the Trainer's seedable sampler, from a position on.
+
+    Attributes:
+        count: the number of rows.
+        rows_per_step: of all ranks.
+        seed: of the order; each epoch has another.
+        epoch: epochs that are over.
+        offset: rows of this epoch that are over.
+    """
+
+    count: int
+    rows_per_step: int
+    seed: int
+    epoch: int = 0
+    offset: int = 0
+    _of_epoch: tuple[int, list[int]] = field(default=(-1, []))
+
+    def take_step(self) -> list[int]:
+        """Return the rows of the next step; the last step of an epoch may have fewer."""
+        if self._of_epoch[0] != self.epoch:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            self._of_epoch = self.epoch, torch.randperm(self.count, generator=generator).tolist()
+        rows = self._of_epoch[1][self.offset : self.offset + self.rows_per_step]
+        self.offset += len(rows)
+        if self.offset == self.count:
+            self.epoch, self.offset = self.epoch + 1, 0
+        return rows
+
+    @property
+    def epochs(self) -> float:
+        """Epochs that are over, with the fraction of this one."""
+        return self.epoch + self.offset / self.count
+
+    def steps_left(self, epochs: float) -> int:
+        """Count the steps up to so many epochs."""
+        per_epoch = math.ceil(self.count / self.rows_per_step)
+        of_this = math.ceil((self.count - self.offset) / self.rows_per_step)
+        return max(of_this + math.ceil((epochs - self.epoch - 1) * per_epoch), 0)
