@@ -14,7 +14,7 @@ from tests.bank import banking, on_ranks
 from tests.bank.banking import Recipe, no_rows, recipes, rows_for
 
 import shardwise
-from shardwise.bank import calls
+from shardwise.bank import in_step
 from shardwise.errors import ShardwiseError
 from shardwise.execution import Patience
 from shardwise.models.gradients import gather_zeros
@@ -121,7 +121,7 @@ def one_rank_fails(base: Path, groups: str) -> dict[str, Any]:
         gather_zeros(root, gathers)
 
     for number, kind in enumerate(("forward", "backward")):
-        with trouble(bank, kind), mock.patch.object(calls, "gather_zeros", caught_up):
+        with trouble(bank, kind), mock.patch.object(in_step, "gather_zeros", caught_up):
             errors[kind] = said(lambda number=number: go(bank, number, share))  # type: ignore[misc]
             if kind == "forward":
                 alone = [("x", share("x", rows_of("x", members()["x"], number, bad=True)))]

@@ -514,7 +514,7 @@ def recorded(root: str, log: str | None) -> Any:
 
     with (
         mock.patch("shardwise.checkpoints.write.open_writer", opened),
-        mock.patch("shardwise.execution.saving_lock.open_writer", opened),
+        mock.patch("shardwise.execution.locked_folder.open_writer", opened),
         mock.patch("shardwise.checkpoints.folder.open_writer", opened),
     ):
         yield

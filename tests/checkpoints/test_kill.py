@@ -17,8 +17,7 @@ from tests.faults.doomed import Doomed, Seat
 import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints import write
-from shardwise.execution import Patience, saving_lock
-from shardwise.execution import write as writing
+from shardwise.execution import Patience, distributed_chunks, locked_folder, saving_lock
 from shardwise.options import CheckpointerOptions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
@@ -26,10 +25,10 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 QUICK = Patience(beat_s=0.1, silence_s=3.0, join_s=60)
 
 STAGES = {
-    "begin": (saving_lock, "new_token", 0),
-    "stage": (writing, "copy_all", 1),
+    "begin": (locked_folder, "new_token", 0),
+    "stage": (distributed_chunks, "copy_all", 1),
     "write": (write, "_write_own", 1),
-    "sync": (writing, "envelope", 2),
+    "sync": (distributed_chunks, "envelope", 2),
     "commit": (write, "metadata_of", 0),
     "remove": (saving_lock, "release_lock", 0),
 }

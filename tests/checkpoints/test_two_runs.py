@@ -11,7 +11,7 @@ from tests.verbs.test_two_saves import Before
 
 from shardwise import Checkpointer, FormatError, StorageError
 from shardwise.checkpoints import write
-from shardwise.execution import saving_lock as marked
+from shardwise.execution import locked_folder as marked
 from shardwise.storage.writing import open_writer
 
 MARK = "shardwise.saving"

@@ -14,7 +14,6 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution import committing as renamed_folder
 from shardwise.execution import rename_journal
 from shardwise.execution.locked_folder import marked_here
 
@@ -84,13 +83,13 @@ def test_a_load_that_looks_while_another_finishes_looks_again(tmp_path, monkeypa
     link, looked = rename_journal._link, []
 
     def finish_first(*arguments):
-        monkeypatch.setattr(renamed_folder, "_link", link)
+        monkeypatch.setattr(rename_journal, "_link", link)
         with marked_here(tmp_path) as marked:
             rename_journal.tidy(marked)
         looked.append(True)
         return link(*arguments)
 
-    monkeypatch.setattr(renamed_folder, "_link", finish_first)
+    monkeypatch.setattr(rename_journal, "_link", finish_first)
     assert seed_in(tmp_path) == 2
     assert looked
 

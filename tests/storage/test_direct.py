@@ -37,7 +37,7 @@ def test_put_together(parts: list[bytes], start: int) -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a file can be written to around the page cache; there, blocks are put together in small steps."""
-    monkeypatch.setattr(writing, "_STEP_BYTES", 4 * BLOCK)
+    monkeypatch.setattr(direct_io, "_STEP_BYTES", 4 * BLOCK)
     monkeypatch.setattr(writing, "LEAST_BYTES", 2 * BLOCK)
     probe = tmp_path / "probe"
     probe.write_bytes(bytes(BLOCK))
