@@ -4,8 +4,6 @@ Every arm returns a model whose parameters hold their values and whose buffers a
 something to its user (buffers on meta, ties), the arm does what a careful user would, in the cheapest way.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ is free. What takes longer has a :class:`Ballast` beside it, in a process of its
 interpreter's lock with what is measured.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import select

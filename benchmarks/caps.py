@@ -1,7 +1,5 @@
 """A limit on memory that the kernel enforces: a memory cgroup of one process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import uuid

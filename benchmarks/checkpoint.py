@@ -15,8 +15,6 @@ is, so that comparing costs most there; and from the disk, as after a machine wa
 checkpoint, whose facts name no checksums, as before there were any.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

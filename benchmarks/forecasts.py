@@ -5,8 +5,6 @@ DeepSeek-V3 in bfloat16, and in FP8 as it is published; of Qwen3 also trainings,
 python -m benchmarks.forecasts
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -9,8 +9,6 @@ looks up by the upper 16 bits of a float32, and compares once; "search" is torch
     python -m benchmarks.four_bit
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

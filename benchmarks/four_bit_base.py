@@ -7,8 +7,6 @@ Memory is growth of RssAnon + RssShmem while loading, by rank, under a cgroup of
 made. Steps are a LoRA's by shardwise's own loop, on both bases in the same processes, in turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

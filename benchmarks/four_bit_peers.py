@@ -6,8 +6,6 @@ on one with torchao's NF4 tensors, likewise (its scales are nested, and other nu
 transformers, PEFT and bitsandbytes do. In the same processes, in turn. Wants bitsandbytes and torchao.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

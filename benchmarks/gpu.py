@@ -1,7 +1,5 @@
 """One GPU: rates of the machine, and two ways of loading."""
 
-from __future__ import annotations
-
 import multiprocessing
 import statistics
 import time

@@ -1,7 +1,5 @@
 """What is promised, and whether a measurement keeps it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Loading, measured: shardwise, its peers and the roof, in one run, in turn. ``python -m benchmarks.load``."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -3,8 +3,6 @@
 At the end each merge of shardwise has to come to its end once more within a memory cgroup of 1 GiB.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """On what is measured: what a reader must know to compare, and what all benchmarks of loading and saving share."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

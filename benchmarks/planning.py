@@ -3,8 +3,6 @@
 No checkpoint and no other rank is needed: the index is made up, and torch's fake process group stands for the rest.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

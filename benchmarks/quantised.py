@@ -5,8 +5,6 @@ and from files of which the matrices are in FP8 by blocks of 128 x 128, in turn.
 which load a tiny model first. The files are in the page cache.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -1,7 +1,5 @@
 """One load, measured on one rank. Runs in a fresh process; see :func:`measure`."""
 
-from __future__ import annotations
-
 import cProfile
 import gc
 import io

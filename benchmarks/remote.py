@@ -6,8 +6,6 @@ of shards and as two replicas of two, into memory that exists (see :class:`bench
 ``benchmarks.load``; alone by ``python -m benchmarks.remote``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -3,8 +3,6 @@
 Imports neither torch nor shardwise.
 """
 
-from __future__ import annotations
-
 import mmap
 import multiprocessing
 import os

@@ -6,8 +6,6 @@ does so, by the benchmark where it does not. The roof is as many processes that 
 file whose space has been set aside, and sync it.
 """
 
-from __future__ import annotations
-
 import argparse
 import filecmp
 import json

@@ -6,8 +6,6 @@ makes, whose own time is not held against it. The command computes in float32 un
 what is stored: so the command also runs in bfloat16.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

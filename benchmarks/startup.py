@@ -4,8 +4,6 @@
 copies the picture to where the README shows it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -8,8 +8,6 @@ first rank gets the tensors, the usual way is the same as where all do: every ra
 but one let go of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

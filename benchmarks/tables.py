@@ -1,7 +1,5 @@
 """Results as a text with tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Many LoRAs on one base, three ways, and what they cost: what ``benchmarks/tenants.py`` has ranks do."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections import Counter

@@ -11,8 +11,6 @@ On gloo ranks of this machine, float32, arms in turn in the same processes:
   one after the other, in float32 and bfloat16.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

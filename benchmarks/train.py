@@ -12,8 +12,6 @@ Three questions, each on gloo ranks of this machine:
   larger one, by the command itself, with a few tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -8,8 +8,6 @@ the sum by which ranks learn what callbacks of others say). The first step of ea
 state, is out. The losses of both have to be the same, and those of every turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

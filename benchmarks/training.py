@@ -1,7 +1,5 @@
 """A training by shardwise, by hand and by accelerate: what the benchmarks of training put side by side."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@
 With a checkpoint of one's own: ``... accelerate_loop.py --model Qwen/Qwen3-0.6B``. Without, a small model is made.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from pathlib import Path

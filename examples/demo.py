@@ -1,7 +1,5 @@
 """A small model that is trained, killed, resumed on other ranks, saved and loaded back."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -6,8 +6,6 @@ The engine here is a model of transformers that takes tensors as models of vLLM 
 it is the engine's own; over its weight updates, ``weight_source(model, only=MergedAdapter())``. See docs/vllm.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterable

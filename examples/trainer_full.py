@@ -6,8 +6,6 @@ A small model is made first. Begun again with more --steps, it goes on from the 
 ranks that divides 8. Saved are checkpoints that transformers loads, and the last model in ``last``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

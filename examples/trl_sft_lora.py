@@ -5,8 +5,6 @@
 A small model is made first.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every test starts from, and every process that a test spawns."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

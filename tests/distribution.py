@@ -1,7 +1,5 @@
 """``make dist``: builds what is published, looks into it, and uses it as somebody would who installed it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Work in processes that are forked from this one, each with a folder and limits of its own."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

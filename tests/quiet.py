@@ -1,7 +1,5 @@
 """A worker, or a script, that says nothing but what it is asked."""
 
-from __future__ import annotations
-
 import warnings
 
 

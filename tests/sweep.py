@@ -17,8 +17,6 @@ parallel parameters, column shards; files on disk, in memory, over HTTP from thi
 ``--plan-ranks`` foresees the plans of so many ranks and carries them out in this process, rank after rank.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

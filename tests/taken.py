@@ -1,7 +1,5 @@
 """Saving what a case brought up, and the comparison with what transformers saves and loads."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import traceback

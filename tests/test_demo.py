@@ -1,7 +1,5 @@
 """`demo`: its folder, and all of it with a few steps."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every block of every page is run, or read as the program reads it; the few that are not say why."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Every example runs, on two ranks, as torchrun starts it."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

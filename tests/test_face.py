@@ -1,7 +1,5 @@
 """The names that users see."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

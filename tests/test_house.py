@@ -1,7 +1,5 @@
 """The house keeps its words: one noun has one meaning."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

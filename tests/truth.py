@@ -1,7 +1,5 @@
 """Checkpoints of tiny models with the truth about them, and the comparison that every rank makes."""
 
-from __future__ import annotations
-
 import copy
 import traceback
 from collections.abc import Callable, Sequence

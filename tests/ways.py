@@ -1,7 +1,5 @@
 """Ways in which a checkpoint comes into a model: meshes of several axes, placements, storages; and plans alone."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

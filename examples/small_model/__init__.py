@@ -1,7 +1,5 @@
 """A small model with its tokenizer, for the demo and for examples: made from nothing, without a network."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Tenants on a small base: together in a bank, and each alone in plain PEFT, in one process."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Mapping

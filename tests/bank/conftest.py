@@ -1,7 +1,5 @@
 """The base that banks of these tests are on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

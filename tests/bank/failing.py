@@ -1,7 +1,5 @@
 """Bases that break off a pass because of somebody's rows, or somebody's matrices; and what ranks do about it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

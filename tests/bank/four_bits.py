@@ -1,7 +1,5 @@
 """What ranks do with a bank on a base in four bits: beside a LoRA on the same base, and beside its numbers."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

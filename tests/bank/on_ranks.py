@@ -1,7 +1,5 @@
 """What ranks do in the tests of a bank."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import Counter

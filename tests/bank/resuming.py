@@ -1,7 +1,5 @@
 """Trainings of a few tenants that are saved in the middle of a window, and go on elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

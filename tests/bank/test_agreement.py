@@ -1,7 +1,5 @@
 """Ranks that give one tenant other values, settings or rows, or are gone: one error on all, which names it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Each tenant of a bank comes out as if it had been alone in plain PEFT: one process."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from pathlib import Path

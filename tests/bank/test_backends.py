@@ -1,7 +1,5 @@
 """Both backends are the sum that they stand for, forward and backward, whatever the parts are."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

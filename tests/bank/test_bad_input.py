@@ -1,7 +1,5 @@
 """Whatever one tenant is given, or does wrong: one clear error, and the others are as without it, to the bit."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

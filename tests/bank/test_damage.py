@@ -1,7 +1,5 @@
 """Saved tenants that are damaged: every flipped bit is found before anything goes on from it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

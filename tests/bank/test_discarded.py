@@ -1,7 +1,5 @@
 """A pass that fails is discarded as a whole, on all ranks, and the bank is as before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

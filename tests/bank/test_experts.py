@@ -1,7 +1,5 @@
 """Adapters on fused experts: as PEFT's ``target_parameters``, without a weight that has one added."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

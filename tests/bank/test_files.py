@@ -1,7 +1,5 @@
 """A tenant saved is an adapter of PEFT's; and one of PEFT's is a tenant."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

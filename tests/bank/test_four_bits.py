@@ -1,7 +1,5 @@
 """Tenants on a base in four bits: as on the same base with one LoRA in it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

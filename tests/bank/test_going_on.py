@@ -1,7 +1,5 @@
 """A tenant's whole state in files: it goes on from the middle of a window, on any ranks, as if nothing had been."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections import Counter

@@ -1,7 +1,5 @@
 """No tenant is felt by another: what one does, or what is wrong with it, leaves the others' bits as they are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A bank on two ranks: as alone in one process, whatever rank the rows are on."""
 
-from __future__ import annotations
-
 import pytest
 from tests.bank import banking, on_ranks
 from tests.bank.banking import STEPS, distance, recipes

@@ -1,7 +1,5 @@
 """The benchmark's own arithmetic."""
 
-from __future__ import annotations
-
 import mmap
 import time
 from pathlib import Path

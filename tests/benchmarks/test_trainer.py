@@ -1,7 +1,5 @@
 """The benchmark of the Trainer, on a tiny model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

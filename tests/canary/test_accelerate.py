@@ -1,7 +1,5 @@
 """What the unexported names of accelerate mean, and those of others by which a load is put off."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

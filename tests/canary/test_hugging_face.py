@@ -1,7 +1,5 @@
 """What the unexported names of transformers, PEFT and accelerate mean, by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import accelerate.utils.constants as accelerate_names

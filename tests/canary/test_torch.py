@@ -1,7 +1,5 @@
 """What torch's private names mean, not that they exist: a release that changes one fails here, by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import runpy

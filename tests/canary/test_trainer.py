@@ -1,7 +1,5 @@
 """What the unexported names of transformers' Trainer and of TRL mean, by name."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from pathlib import Path

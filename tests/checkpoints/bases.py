@@ -1,7 +1,5 @@
 """What ranks do in tests of the base that an adapter was trained on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What the ranks do in tests of checkpoints."""
 
-from __future__ import annotations
-
 import random
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """Trainings by optimizers of torchao, in workers that have it, for the tests of their checkpoints."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls that cannot be honoured, and checkpoints that cannot be trusted: one clear error, on every rank."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Saved on some ranks, restored on others: the same bits, and the same training."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

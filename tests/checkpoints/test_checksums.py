@@ -1,7 +1,5 @@
 """Checksums of blocks: whatever is read of a file is compared, in whatever pieces it was written and is read."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Whenever the machine dies while a checkpoint is saved, the latest one is the older or the new one, whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that are killed: what was committed stays, the others end soon, and the training goes on on other ranks."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Optimizers are told apart: a state goes into one of its own kind, or nothing is changed."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

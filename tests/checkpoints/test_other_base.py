@@ -1,7 +1,5 @@
 """An adapter goes on on the base it was trained on, on any number of ranks; on another one where that is said."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

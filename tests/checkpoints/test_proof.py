@@ -1,7 +1,5 @@
 """What is restored is what was written: every byte that a restore reads is compared, on any number of ranks."""
 
-from __future__ import annotations
-
 import random
 import re
 import shutil

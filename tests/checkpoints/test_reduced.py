@@ -1,7 +1,5 @@
 """Reduced state of optimizers: bit by bit on as many ranks, refused on others; whole-tensor optimizers refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Two runs that save into one folder, and checkpoints that lost files: nothing that counts is lost with them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

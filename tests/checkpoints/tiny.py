@@ -1,7 +1,5 @@
 """A small model that is trained on ranks, and what is known of its state."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs commands in the process of a test."""
 
-from __future__ import annotations
-
 from inspect import signature
 
 from click.testing import CliRunner

@@ -1,7 +1,5 @@
 """What `inspect` prints, for people and for programs, and that it does so without torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

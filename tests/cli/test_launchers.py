@@ -1,7 +1,5 @@
 """`train` under the launchers of others: torchrun, which starts ranks again, and accelerate."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

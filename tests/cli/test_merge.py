@@ -1,7 +1,5 @@
 """``shardwise merge-adapter`` and ``shardwise merge-weights``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

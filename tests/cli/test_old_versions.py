@@ -1,7 +1,5 @@
 """A torch or transformers that is too old is one error that says so, before either is imported."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

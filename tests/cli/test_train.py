@@ -1,7 +1,5 @@
 """`train` from the command line, and where its ranks come from."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

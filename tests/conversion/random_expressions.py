@@ -1,7 +1,5 @@
 """Random expressions over small arrays, and boxes of them against direct evaluation by numpy."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

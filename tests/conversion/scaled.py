@@ -1,7 +1,5 @@
 """A node of one's own, in one file: a tensor times a scale for every two by two elements of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights in 4 bits, and their scales in 8, as bitsandbytes has them on a CPU: every bit."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

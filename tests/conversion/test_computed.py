@@ -1,7 +1,5 @@
 """Blocks of what is computed, and the boxes that an expression is made of."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

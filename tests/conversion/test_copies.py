@@ -1,7 +1,5 @@
 """Boxes of expressions, pushed down to strided copies."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

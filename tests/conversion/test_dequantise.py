@@ -1,7 +1,5 @@
 """Elements times their scales: any box of them, in blocks of any size, as by each element's own indices."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

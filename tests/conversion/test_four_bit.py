@@ -1,7 +1,5 @@
 """Weights in 4 bits: as each element by itself, and as bitsandbytes has them on a CPU."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What is told of an expression: its leaves, what it is but for their keys, how it is written."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

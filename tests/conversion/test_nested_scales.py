@@ -1,7 +1,5 @@
 """Scales in a byte each, as bitsandbytes has them, in whole and in parts."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers of packed bytes, and bytes of scales: any box of them, in blocks of any size, by its own indices."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The node that puts weights into 4 bits: any rows, in blocks of any size, as the weight whole."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Strided views of a flat source, against direct evaluation."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What pages are made of, for their tests: blocks of code, and why some of them are not run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

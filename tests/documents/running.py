@@ -1,7 +1,5 @@
 """A page run from its first block to its last, on a rank: in a folder with what pages speak of."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Commands of pages, read as the programs would read them: by their own options, without running them."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

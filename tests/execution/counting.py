@@ -1,7 +1,5 @@
 """Many ranks as threads of one process, over a store that counts what it carries."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """What the ranks of a test world hand to each other."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -1,7 +1,5 @@
 """What goes wrong on the ranks of a test world."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -1,7 +1,5 @@
 """What ranks say of the process they were forked from. Imports no torch, as whoever starts ranks does not."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

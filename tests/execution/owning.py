@@ -1,7 +1,5 @@
 """What ranks do in the tests of files that one rank each writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """What ranks do in the tests of shares."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from tests import ways

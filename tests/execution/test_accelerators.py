@@ -1,7 +1,5 @@
 """What torch is asked about accelerators, by a torch that pretends to have one; ``tests/gpu`` asks a real one."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +24,7 @@ class Pretended:
             def __init__(self, name: Any) -> None:
                 self.name = "own" if isinstance(name, torch.device) else name
 
-            def wait_stream(self, other: Stream) -> None:
+            def wait_stream(self, other: Any) -> None:
                 told.append(f"{self.name} waits for {other.name}")
 
             def synchronize(self) -> None:

@@ -1,7 +1,5 @@
 """The audit finds what was left out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What broke, told from what torch raises; its texts are copied from it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

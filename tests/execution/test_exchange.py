@@ -1,7 +1,5 @@
 """Boxes handed between processes arrive bitwise, within the staging budget, and nobody is left waiting."""
 
-from __future__ import annotations
-
 import pytest
 from tests.execution import exchanging
 

@@ -1,7 +1,5 @@
 """What it costs many ranks to meet: for each rank as many calls of the store, and bytes in it, for any number."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Free memory, as the system and its control groups tell it."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardwise.execution.memory import host_memory

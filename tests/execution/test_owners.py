@@ -1,7 +1,5 @@
 """Files that one rank each writes: whole, in order, within the budget; and what ends it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

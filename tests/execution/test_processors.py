@@ -1,7 +1,5 @@
 """How many processors a rank has to compute with, and that it starts no more threads."""
 
-from __future__ import annotations
-
 import threading
 import time
 

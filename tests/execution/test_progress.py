@@ -1,7 +1,5 @@
 """One bar, where somebody can see it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 

@@ -1,7 +1,5 @@
 """Files that count by a list of renames: whoever dies when, all of one save are there, or all of the other."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ranks that the command line starts: forked from one process, seated, and ended with the one that started them."""
 
-from __future__ import annotations
-
 import gc
 import os
 import runpy

@@ -1,7 +1,5 @@
 """One file of whole tensors: what cannot be told apart in it is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

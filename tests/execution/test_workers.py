@@ -1,7 +1,5 @@
 """Threads that work off a list and leave it together."""
 
-from __future__ import annotations
-
 import threading
 import time
 

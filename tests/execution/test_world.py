@@ -1,7 +1,5 @@
 """Ranks that act together, fail together, and are ended when they do not."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """What ranks do with input that asks for much."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the ranks of a doomed world do when one of them skips a call, or is lost between two."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

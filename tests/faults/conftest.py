@@ -1,7 +1,5 @@
 """Checkpoints for worlds that something happens to."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

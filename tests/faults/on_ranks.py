@@ -1,7 +1,5 @@
 """What the ranks of a doomed world do, and what befalls one of them."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Saves that something befalls, and what a folder holds afterwards."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Input that asks for too much: tiny budgets against wide rows, meshes and placements that cannot be."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import save_file

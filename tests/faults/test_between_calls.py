@@ -1,7 +1,5 @@
 """Ranks that skip a call, or are lost between two: the others are told who, and soon."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,7 +1,5 @@
 """Whatever befalls one rank, at whatever stage: the others end soon, with one error that says what happened."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Sixty-four ranks that really run, on one machine: each with its part of a tiny model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests import truth

@@ -1,7 +1,5 @@
 """Whatever befalls one rank in a save: the others end soon, a whole save stays, and the next one succeeds."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Safetensors files and checkpoints, sound and unsound, written by hand."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A format of one's own, as small as it can be: bytes in one file, and a list of what they are in another."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Final

@@ -1,7 +1,5 @@
 """Which files of accelerate's are in a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Which files make up a checkpoint, and everything that can be wrong with them, said at once."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Folders of ``torch.distributed.checkpoint``: what they hold, which of them is meant, and those that lie."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import time

@@ -1,7 +1,5 @@
 """The headers of sound files: what safetensors writes is read back, in few reads and in no time."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

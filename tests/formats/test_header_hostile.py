@@ -1,7 +1,5 @@
 """Headers that lie. Each is refused with one FormatError that names the file, the tensor and the numbers."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

@@ -1,7 +1,5 @@
 """The last value that a rule takes, and the first that it does not; and what is done once, or at once."""
 
-from __future__ import annotations
-
 import collections
 import json
 import pickle

@@ -1,7 +1,5 @@
 """What a format takes that is not ours: one file, and a line in the table. Verbs read from it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The header of a file that is to be written, against the safetensors library, byte by byte."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

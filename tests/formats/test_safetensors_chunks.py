@@ -1,7 +1,5 @@
 """Safetensors files that hold chunks of tensors: put together by what their metadata tell, or refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

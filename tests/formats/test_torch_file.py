@@ -1,7 +1,5 @@
 """Files of ``torch.save``: every tensor is found at the bytes where torch put it."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from pathlib import Path

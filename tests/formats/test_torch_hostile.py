@@ -1,7 +1,5 @@
 """Files of torch that lie, or bring a program along: refused with a FormatError that names them; nothing is run."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import os

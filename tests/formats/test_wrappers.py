@@ -1,7 +1,5 @@
 """Where in a nest of dicts the model is; and views that are of one storage."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The directory of an archive, field by field: written by hand, sound and lying."""
 
-from __future__ import annotations
-
 import struct
 import zipfile
 from dataclasses import dataclass, field, replace

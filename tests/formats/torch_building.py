@@ -1,7 +1,5 @@
 """Files of torch, sound ones by torch itself and unsound ones by hand; and what an index says of their tensors."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Small changes to sound files, from random numbers: what a fuzzer does, without looking where they lead."""
 
-from __future__ import annotations
-
 import random
 import struct
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ which something does not hold is kept in ``--found``, and shown; the exit status
     make fuzz ARGS="--again fuzz-found/crash-..." with --only TARGET: that input alone
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -7,8 +7,6 @@ Either way nothing stays open, and neither memory nor time grow with what the by
 Imports nothing but shardwise and Python's own library.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import tempfile

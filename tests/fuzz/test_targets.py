@@ -1,7 +1,5 @@
 """A short walk through hostile files, the same on every run; ``make fuzz`` goes further, guided by coverage."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

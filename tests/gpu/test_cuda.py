@@ -1,7 +1,5 @@
 """The same bits on a GPU. One device is enough: a mesh of one rank over NCCL."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

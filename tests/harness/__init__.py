@@ -3,8 +3,6 @@
 Names are loaded when they are first used: the server needs no torch, and only the suites need pytest.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An object store on this machine: an HTTP server with ranges, as slow and as faulty as one wishes."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Ranks as processes of this machine, for any number of calls: tests and benchmarks."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Storages in memory, for tests."""
 
-from __future__ import annotations
-
 import threading
 import zlib
 from collections.abc import Mapping, Sequence

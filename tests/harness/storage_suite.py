@@ -1,7 +1,5 @@
 """What every storage reader promises, as tests that any reader can be put to. Needs pytest."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping

@@ -3,8 +3,6 @@
 Longer than other files: it is one class, from which tests of a writer of one's own inherit.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 Linux, ``ip``, ``unshare`` and the rights to use them are needed. Addresses are used within the namespaces only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A program of two ranks on two hosts (``python -m tests.hosts.on_host FOLDER``): a line for each load and save."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

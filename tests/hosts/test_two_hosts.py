@@ -1,7 +1,5 @@
 """Ranks on two hosts: disks that differ, a host that is lost, and a link that is cut."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What an accelerator is given that it cannot take. Importable, for spawned processes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

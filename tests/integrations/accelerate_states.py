@@ -1,7 +1,5 @@
 """States that an accelerator saves and loads, on the ranks of a test world. Importable, for spawned processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import nullcontext

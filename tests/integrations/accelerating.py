@@ -1,7 +1,5 @@
 """What the ranks of a test world do with accelerate. Importable, for spawned processes."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

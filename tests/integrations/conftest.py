@@ -1,7 +1,5 @@
 """Models and ranks for trainings by the Trainer and TRL's. A module says what its ranks have imported before."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

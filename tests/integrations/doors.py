@@ -1,7 +1,5 @@
 """Whether this transformers has a door for models that are sharded already (5.19 and newer)."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardwise.errors import ConfigError

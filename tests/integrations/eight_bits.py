@@ -1,7 +1,5 @@
 """A training by torchao's AdamW8bit in the Trainer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.peers import use_peers

@@ -1,7 +1,5 @@
 """Trainings of the Hugging Face Trainer in which one rank fails alone."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A LoRA on a base in four bits in TRL's SFTTrainer, as bitsandbytes has it installed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

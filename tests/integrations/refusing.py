@@ -1,7 +1,5 @@
 """What for_trainer and ShardwiseTrainer are given that they refuse, on ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ranks do in the tests of handing weights to vLLM. Importable, for spawned processes."""
 
-from __future__ import annotations
-
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator

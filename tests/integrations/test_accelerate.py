@@ -1,7 +1,5 @@
 """Models through ``Accelerator.prepare``, its loop, its saves and its launcher: ours, and those it shards."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

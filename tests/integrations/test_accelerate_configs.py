@@ -1,7 +1,5 @@
 """Configurations of accelerate's and of the Trainer's, and wrap policies of others, as shardings."""
 
-from __future__ import annotations
-
 import functools
 import json
 import warnings

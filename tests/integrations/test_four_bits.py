@@ -1,7 +1,5 @@
 """LoRAs on bases in four bits in the trainers that people have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

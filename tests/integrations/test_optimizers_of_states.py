@@ -1,7 +1,5 @@
 """States of accelerate's are of one optimizer for each model: more are refused before anything is written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.torture.libraries import accelerated, save_by_accelerate

@@ -1,7 +1,5 @@
 """A rank of a Trainer that fails alone, while the others go on into a collective."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

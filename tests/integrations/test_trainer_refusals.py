@@ -1,7 +1,5 @@
 """What cannot be trained so is refused by name, on all ranks alike, before anything is made."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

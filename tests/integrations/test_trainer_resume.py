@@ -1,7 +1,5 @@
 """Checkpoints by ShardwiseTrainer: they go on from any number of ranks, and none that counts is lost."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

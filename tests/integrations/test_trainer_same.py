@@ -1,7 +1,5 @@
 """A sharded model trains in the Trainer, and in TRL's, as one that is whole in one process does without us."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A sharded model trains in TRL's trainers as one that is whole does without us."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

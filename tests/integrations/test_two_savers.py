@@ -1,7 +1,5 @@
 """Two processes save into one folder by accelerate, or the Trainer: one of them counts, the other one is told."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights of a sharded model into vLLM, by its protocol restated."""
 
-from __future__ import annotations
-
 import pytest
 from tests import zoo
 from tests.integrations import serving

@@ -1,7 +1,5 @@
 """What the ranks of a test world do with adapters in accelerate's files. Importable, for spawned processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the ranks of a test world do with files that are not as they should be. Importable, for spawns."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

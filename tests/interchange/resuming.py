@@ -1,7 +1,5 @@
 """What the ranks of a test world do with checkpoints of the Trainer's. Importable, for spawned processes."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

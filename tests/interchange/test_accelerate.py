@@ -1,7 +1,5 @@
 """accelerate loads what is written here, and what accelerate writes is loaded here: models and optimizers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.interchange import trading

@@ -1,7 +1,5 @@
 """Adapters in accelerate's files: every rank's part of them arrives, and nothing else is touched."""
 
-from __future__ import annotations
-
 import pytest
 from tests.interchange import adapting, trading
 

@@ -1,7 +1,5 @@
 """accelerate's files begin to count in one step: whatever dies when, one save is there, whole, and nothing else."""
 
-from __future__ import annotations
-
 import os
 from contextlib import ExitStack, contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A save killed when it counted, and before its files had their names: loads read it, and change nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

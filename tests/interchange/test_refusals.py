@@ -1,7 +1,5 @@
 """Files of strangers, of other makers and of other runs: read where they can be, else refused with the reason."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from pathlib import Path

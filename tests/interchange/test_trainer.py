@@ -1,7 +1,5 @@
 """A checkpoint of the Hugging Face Trainer's goes on here, on any number of ranks, and says what does not."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

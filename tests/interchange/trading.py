@@ -1,7 +1,5 @@
 """What the ranks of a test world do with accelerate's files. Importable, for spawned processes."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import warnings

@@ -1,7 +1,5 @@
 """Meshes without processes, and what cannot be one."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardwise.errors import ConfigError

@@ -1,7 +1,5 @@
 """What ranks hold, as data: sums, names and rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

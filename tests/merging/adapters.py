@@ -1,7 +1,5 @@
 """Adapters as PEFT makes and saves them, and what PEFT itself makes of them."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters that do not fit, lie, or mean harm; and what is left of OUT when a merge fails."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable

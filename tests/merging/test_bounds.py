@@ -1,7 +1,5 @@
 """What merging takes and leaves: memory that does not grow, and an old model where the process is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """``merge_adapter`` against PEFT's own ``merge_and_unload``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``merge_weights``: checkpoints of training, written as transformers saves the model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """Real ``fully_shard`` as one rank of many, under torch's fake process group."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Small transformers on meta."""
 
-from __future__ import annotations
-
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -1,7 +1,5 @@
 """Passes of small models on ranks: blocks that are recomputed, gradients that are clipped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

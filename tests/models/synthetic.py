@@ -1,7 +1,5 @@
 """Made-up sources for conversion rules, where no model is at hand."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace

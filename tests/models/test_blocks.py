@@ -1,7 +1,5 @@
 """Blocks that are recomputed: the same numbers, the same names."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """What is foreseen of a sharded model, against what ``fully_shard`` makes of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients of parameters of every placement: their norm, clipped; and those that ranks would not share."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Along which dimension a parameter is dealt."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardwise.models.policies import shard_dim

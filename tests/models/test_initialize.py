@@ -1,7 +1,5 @@
 """Initial values from (seed, FQN): the same for every sharding, and what the initialiser would give."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Modules that an initialiser is run for."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel

@@ -1,7 +1,5 @@
 """Which modules a policy names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.models.small import qwen3

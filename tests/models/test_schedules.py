@@ -1,7 +1,5 @@
 """States of schedules are held against what is there: torch's own by their meaning, others by their names alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

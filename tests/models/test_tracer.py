@@ -1,7 +1,5 @@
 """Conversion rules on recorded tensors against the same rules on real ones."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

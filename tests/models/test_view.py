@@ -1,7 +1,5 @@
 """What a rank holds, against what torch itself shards."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Which modules become groups, without processes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.models.on_fake_ranks import fake_rank

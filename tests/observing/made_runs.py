@@ -1,7 +1,5 @@
 """Folders of runs, as observers and trainings leave them, without running anything."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

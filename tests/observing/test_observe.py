@@ -1,7 +1,5 @@
 """A process that is observed, through the public interface; and files that are not as an observer leaves them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

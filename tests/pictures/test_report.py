@@ -1,7 +1,5 @@
 """``shardwise report``: a page and PNGs of runs."""
 
-from __future__ import annotations
-
 import base64
 import importlib.util
 import re

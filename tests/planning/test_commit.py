@@ -1,7 +1,5 @@
 """What of a folder counts, by which steps a save does, and what is removed afterwards."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

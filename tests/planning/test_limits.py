@@ -1,7 +1,5 @@
 """The last case that a rule of planning takes, and the first that it does not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tests.conversion.random_expressions import view

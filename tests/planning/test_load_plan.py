@@ -1,7 +1,5 @@
 """Plans of loads, and everything that can be wrong with one, without files or processes."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardwise.conversion.computed import Bindings

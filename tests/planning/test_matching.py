@@ -1,7 +1,5 @@
 """A state and its places: every fault at once, and what is tolerated is told."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardwise.errors import CoverageError, DisagreementError

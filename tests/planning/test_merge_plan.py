@@ -1,7 +1,5 @@
 """Which tensors of a base an adapter changes, and how: every form, every fault, by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

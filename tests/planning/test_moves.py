@@ -1,7 +1,5 @@
 """Plans of moves: blocks make the tensors, each element once, within their buckets."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Which tensor goes to which file; and what all ranks write is these files, each byte once."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Schedules of reads: every byte that is needed is asked for once, within the policy and the staging memory."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

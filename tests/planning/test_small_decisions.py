@@ -1,7 +1,5 @@
 """Decisions that are a few lines of arithmetic each, at their edges."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Who gives values to whom, without ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardwise.errors import DisagreementError

@@ -1,7 +1,5 @@
 """Memory of trainings against cells that were measured, and the arithmetic of states."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

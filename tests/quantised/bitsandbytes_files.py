@@ -1,7 +1,5 @@
 """Checkpoints as bitsandbytes stores them, beside bitsandbytes itself in each process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

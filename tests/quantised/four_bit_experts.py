@@ -1,7 +1,5 @@
 """What ranks do with experts in four bits, beside the same numbers as bitsandbytes makes them, in each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

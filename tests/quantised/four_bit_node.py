@@ -1,7 +1,5 @@
 """A model of codes and scales alone, loaded from a checkpoint of weights in bfloat16, on some ranks."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

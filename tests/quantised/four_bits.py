@@ -1,7 +1,5 @@
 """What ranks do with bases in four bits, beside bitsandbytes itself in each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What two ranks do with a base in four bits beside training it."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from unittest import mock

@@ -6,8 +6,6 @@ AutoAWQ 0.2.9, GPTQ after ``auto_gptq/nn_modules/qlinear/qlinear_cuda.py`` of Au
 these have packed, and the numbers that they make of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A quantised form of one's own, in one file: bytes, of which each stands for itself less 128."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

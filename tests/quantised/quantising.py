@@ -1,7 +1,5 @@
 """Quantised checkpoints of small models, and what they stand for by direct evaluation, element by element."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Experts that come up as they are stored, beside the same experts as numbers: on ranks, and alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints of bitsandbytes that no layer can be kept in, or that name modules of other models, come up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

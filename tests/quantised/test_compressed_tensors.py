@@ -1,7 +1,5 @@
 """Integers as compressed-tensors packs them: what it unpacks comes up, and what is half there is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

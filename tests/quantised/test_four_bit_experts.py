@@ -1,7 +1,5 @@
 """Fused experts in four bits: each rank's part alone, and bit for bit the numbers that bitsandbytes makes."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

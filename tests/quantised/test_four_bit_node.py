@@ -1,7 +1,5 @@
 """Weights are put into 4 bits by the ranks that hold their rows, as the weights whole would be."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A base in four bits: each rank's rows alone, and bit for bit what bitsandbytes has in one process."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

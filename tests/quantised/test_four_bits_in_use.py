@@ -1,7 +1,5 @@
 """A base in four bits is cast, copied, compiled, saved and refused as users do it; nothing goes wrong silently."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

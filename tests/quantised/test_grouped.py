@@ -1,7 +1,5 @@
 """AWQ and GPTQ come up as numbers, each rank's part by itself: bit for bit those of their packages."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

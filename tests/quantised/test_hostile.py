@@ -1,7 +1,5 @@
 """What a stranger's quantised checkpoint says is looked at before anything is made of it."""
 
-from __future__ import annotations
-
 import json
 import struct
 from typing import Any

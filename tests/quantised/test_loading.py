@@ -1,7 +1,5 @@
 """Quantised checkpoints come up as numbers, each rank's part by itself: bitwise as by each element's own scale."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a quantised form takes that is not ours: one file, and its lines in two tables. Verbs read from it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Experts that are stored in four bits stay so on request: bytes as they are stored, and the same numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Codes without a config that says what they stand for are refused, whatever is consented to."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

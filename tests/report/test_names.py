@@ -1,7 +1,5 @@
 """Many names in few words."""
 
-from __future__ import annotations
-
 from shardwise.report.names import collapse, shown_ranks
 
 

@@ -1,7 +1,5 @@
 """``shardwise bench startup``: arms, figures, the table, the picture, and what is refused."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

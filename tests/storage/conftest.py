@@ -1,7 +1,5 @@
 """What the tests of storages start from."""
 
-from __future__ import annotations
-
 import pytest
 
 # The suites are no test modules by their names; their assertions should explain themselves all the same.

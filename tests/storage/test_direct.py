@@ -1,7 +1,5 @@
 """Large writes around the page cache: the same bytes, whatever their places, and whatever the file system takes."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A writer to a folder and to folders in it, as one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

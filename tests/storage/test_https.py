@@ -1,7 +1,5 @@
 """Reading over TLS, from a server of Python's own, which knows no ranges."""
 
-from __future__ import annotations
-
 import ssl
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """From a name to a folder, without a network: local paths, and a hub cache built by hand."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence

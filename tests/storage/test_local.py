@@ -1,7 +1,5 @@
 """What is special about local files: calls that do less than asked, descriptors, links, permissions."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """What is special about writing to a disk: calls that do less than asked, full disks, links, sudden ends."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -1,7 +1,5 @@
 """What a storage takes that is not ours: one class. The suite says whether it holds, and verbs read from it."""
 
-from __future__ import annotations
-
 import os
 import threading
 import zipfile

@@ -1,7 +1,5 @@
 """Writing streams to object stores: what is seen when, what fails how, and what is never shown."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

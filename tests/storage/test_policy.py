@@ -1,7 +1,5 @@
 """How a storage likes to be read, and what the mount table says about a path."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every reader keeps the promises of its protocol."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What can go wrong between a reader and a server, and what becomes of it."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator

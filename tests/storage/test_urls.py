@@ -1,7 +1,5 @@
 """Which URLs are understood, what of them is shown, and what opens them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

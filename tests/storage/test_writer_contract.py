@@ -1,7 +1,5 @@
 """Every writer keeps the promises of its protocol."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections.abc import Iterator

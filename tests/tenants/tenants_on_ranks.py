@@ -1,7 +1,5 @@
 """Trainings of many LoRAs on ranks; sent to processes by name."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

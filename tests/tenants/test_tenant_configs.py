@@ -1,7 +1,5 @@
 """Expansion of ``tenants:`` and ``sweep:``, and the keys that are refused."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Many LoRAs on ranks: each as alone, and as if it had not been interrupted."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The edges of boxes, strides, ranges and dtypes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

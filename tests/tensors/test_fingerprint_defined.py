@@ -1,7 +1,5 @@
 """The fingerprint of bytes, against its definition: it is in files, so that it may never change."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

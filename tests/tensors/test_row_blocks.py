@@ -1,7 +1,5 @@
 """A tensor in blocks that are one run each."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Boxes, strides and byte ranges."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

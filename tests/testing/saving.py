@@ -1,7 +1,5 @@
 """Saves as small as they can be: two ranks, two files and an index, or one file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Crashes with several actors: what a kill leaves, folders that are lost, which saves may be found, recording."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a crash leaves: careless saves are caught, careful ones are not, and what was synced stays."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Sequence

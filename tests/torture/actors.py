@@ -1,7 +1,5 @@
 """Processes that save, one beside another: each can be held before any of its effects, go on, or be killed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

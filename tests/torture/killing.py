@@ -1,7 +1,5 @@
 """Two processes that save into one folder for ever, each what can be told from all else, until they are killed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What the Hugging Face Trainer and accelerate save through us, as small as can be, and what is found of it."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Hashable, Iterator

@@ -4,8 +4,6 @@ A bucket is a folder in memory. An object is seen whole once its upload is compl
 upload that is not completed is never seen.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

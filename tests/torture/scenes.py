@@ -5,8 +5,6 @@ save is never lost, unless to one that was called later; what is found is wholly
 values; there is always one; what nobody needs any more is removed by who comes next.
 """
 
-from __future__ import annotations
-
 import atexit
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """Real processes, killed at random moments: two that save into one folder, two hundred times each way."""
 
-from __future__ import annotations
-
 import os
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """Everything that saves, and what happens to it: a few moments of each here, all of them in `make torture`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 
 import pytest

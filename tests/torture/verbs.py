@@ -1,7 +1,5 @@
 """Everything that saves, as small as it can be: what it writes for a seed, and what of it is found."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

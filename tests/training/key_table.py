@@ -4,8 +4,6 @@
 table with the dataclasses.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import importlib

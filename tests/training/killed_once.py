@@ -1,7 +1,5 @@
 """``shardwise``, of which the last rank is killed in step 4, but not once torchrun has started it again."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

@@ -1,7 +1,5 @@
 """Trainings of ``shardwise train`` on ranks, and by TRL alone; sent to processes by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

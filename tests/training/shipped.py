@@ -1,7 +1,5 @@
 """Chat templates of well-known models, as TRL ships them, and a tokenizer that knows their special tokens."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """What is learned with the chat templates of well-known models, compared with what transformers makes of them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Data sets of ``shardwise train``: names, mixtures, layouts, and rows that are tokenized with masks."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Configurations of ``shardwise train``: TRL's keys, checked without torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

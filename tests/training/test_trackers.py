@@ -1,7 +1,5 @@
 """An experiment tracker that fails ends no training."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

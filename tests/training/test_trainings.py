@@ -1,7 +1,5 @@
 """``shardwise train`` by TRL's trainers: on two ranks as on one, and as TRL alone."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tokenizer and a Qwen3 so small that a test can train them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the ranks of a test world do. Importable, so that spawned processes find it."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Any

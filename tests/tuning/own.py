@@ -1,7 +1,5 @@
 """A tuning of one's own, in one file: norms alone are trained."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Small checkpoints, and what transformers and PEFT make of them in one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adapters that are saved, opened by stock PEFT, and taken up again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ Sums in another order differ in their last bits, and fifty steps make more of it
 process that cuts its batch into parts of another size differs from itself; ranks may differ three times as much.
 """
 
-from __future__ import annotations
-
 from itertools import combinations
 from pathlib import Path
 from typing import Any

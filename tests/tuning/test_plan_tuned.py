@@ -1,7 +1,5 @@
 """What a plan tells of training, against what is then held."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

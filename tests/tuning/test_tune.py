@@ -1,7 +1,5 @@
 """Full, freeze and LoRA on the way through meta, against transformers and PEFT in one process."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Vocabularies that grow or shrink while a model is loaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

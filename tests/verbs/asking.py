@@ -1,7 +1,5 @@
 """What ranks ask for that do not ask for the same, or for what there is not. Importable by spawned processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

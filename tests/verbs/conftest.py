@@ -1,7 +1,5 @@
 """Checkpoints shared by the tests of the verbs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What ranks do that have copies of a checkpoint of their own. Importable, so that spawned processes find it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

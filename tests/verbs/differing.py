@@ -1,7 +1,5 @@
 """Models of which ranks that should have the same values have not, and every way to take them out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

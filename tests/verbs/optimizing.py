@@ -1,7 +1,5 @@
 """What the ranks of a test world do with optimizers and their states. Importable, for spawned processes."""
 
-from __future__ import annotations
-
 import warnings
 import zlib
 from collections.abc import Callable, Sequence

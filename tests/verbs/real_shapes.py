@@ -1,7 +1,5 @@
 """Large models of the hub as their configs and headers tell, without a byte of their tensors."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models that are hard to save, and ranks that save them."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Iterator

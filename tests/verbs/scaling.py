@@ -1,7 +1,5 @@
 """A checkpoint whose matrices are stored with scales in a file of their own, and verbs that read it."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

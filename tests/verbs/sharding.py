@@ -1,7 +1,5 @@
 """What the ranks of a test world shard. Importable, so that spawned processes find it."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -360,8 +358,9 @@ def a_function_in_the_policy() -> tuple[bool, bool]:
 
 def fail_in_the_middle(failing: int) -> tuple[str, str]:
     """One rank cannot make memory for its shards."""
+    from shardwise.execution import supply as arrivals
 
-    original, calls = memory.materialize, 0
+    original, calls = arrivals.materialize, 0
 
     def spoil(*args: Any) -> Any:
         nonlocal calls
@@ -370,12 +369,12 @@ def fail_in_the_middle(failing: int) -> tuple[str, str]:
             raise MemoryError("no memory is left")
         return original(*args)
 
-    memory.materialize = spoil
+    arrivals.materialize = spoil
     try:
         model = live_model() if dist.get_rank() == 0 else meta_model()
         return attempt(lambda: shardwise.shard(model, options=shardwise.options.ShardOptions(budget_bytes=4096)))
     finally:
-        memory.materialize = original
+        arrivals.materialize = original
 
 
 # Optimizers

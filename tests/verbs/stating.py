@@ -1,7 +1,5 @@
 """What the ranks of a test world do with states. Importable, so that spawned processes find it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """What ranks do in the tests of going through a model's tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

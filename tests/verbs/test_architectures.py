@@ -1,7 +1,5 @@
 """A part of the sweep (``tests/sweep.py``): bitwise equality with transformers at every world size."""
 
-from __future__ import annotations
-
 import pytest
 from tests import truth, zoo
 from tests.verbs import on_ranks

@@ -1,7 +1,5 @@
 """What ``from_pretrained`` of transformers decides from the same arguments: the dtype, the class, the config."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What is asked for: known, of the kind that is meant, and the same on all ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import LoraConfig

@@ -1,7 +1,5 @@
 """Conversions that compute, mixed sources, and the layouts old checkpoints have."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file

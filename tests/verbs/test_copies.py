@@ -1,7 +1,5 @@
 """Ranks that open different files: found to be equal, or refused, before a number is read."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """``from_pretrained``: what a model is after it, and what is refused before it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """``load`` for modules that are nobody's library, real models, and checkpoints that lie."""
 
-from __future__ import annotations
-
 import os
 import struct
 

@@ -1,7 +1,5 @@
 """Ranks of one machine share its free memory."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Meshes of several axes, placements and storages, a part of the sweep: bitwise as transformers loads it."""
 
-from __future__ import annotations
-
 import pytest
 from tests import truth, ways, zoo
 from tests.harness.http_store import HttpStore

@@ -1,7 +1,5 @@
 """What a rank hands on of a buffer that differs between ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 from torch import nn

@@ -1,7 +1,5 @@
 """A node that computes, added in one file (tests/conversion/scaled.py), goes through every verb unchanged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

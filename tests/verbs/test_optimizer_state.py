@@ -1,7 +1,5 @@
 """States of optimizers by name: those of the whole model bit for bit, and torch's, both ways."""
 
-from __future__ import annotations
-
 import pytest
 from tests.verbs import optimizing
 

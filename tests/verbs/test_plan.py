@@ -1,7 +1,5 @@
 """``plan`` of small checkpoints, against what a load of them then does."""
 
-from __future__ import annotations
-
 import dataclasses
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Plans at the shapes of large models: balance, reads and time."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``verify=True`` finds data that was damaged on its way into a storage."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

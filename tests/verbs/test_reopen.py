@@ -1,7 +1,5 @@
 """``verify``: what is found in a checkpoint that is opened again."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Saving: files byte for byte those of transformers, from every mesh; one commit; what is refused."""
 
-from __future__ import annotations
-
 import pytest
 from tests import taken, truth, zoo
 from tests.ways import WORLDS, Way

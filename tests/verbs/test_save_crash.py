@@ -1,7 +1,5 @@
 """Whenever the machine dies while a model is saved, the folder holds the older save or the new one, whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Folders that cannot be saved to, marks of other saves, and indexes that lie."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

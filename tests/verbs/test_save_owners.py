@@ -1,7 +1,5 @@
 """Storages that take a file from one writer only: the same tensors, by one rank a file."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What docs/save.md promises of a save beside its bytes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tensors that are hard to save, casts, and what is refused."""
 
-from __future__ import annotations
-
 import peft
 import pytest
 import torch

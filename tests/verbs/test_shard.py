@@ -1,7 +1,5 @@
 """``shard``: the same model from whatever state the ranks start in."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import save_file

@@ -1,7 +1,5 @@
 """States of models in memory: bitwise those of the whole model, from and onto every sharding."""
 
-from __future__ import annotations
-
 import pytest
 from tests.verbs import stating
 

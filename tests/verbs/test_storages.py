@@ -1,7 +1,5 @@
 """The verbs over every storage: the same bits, and faults that are told on every rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import save

@@ -1,7 +1,5 @@
 """Going through a model's tensors: those that transformers saves, on every mesh; and what ends it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests import zoo

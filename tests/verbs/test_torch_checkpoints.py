@@ -1,7 +1,5 @@
 """What torch saved, by one process or by many, brought up by any number of ranks, bit by bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

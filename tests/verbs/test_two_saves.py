@@ -1,7 +1,5 @@
 """Two saves of one folder, at any moment of each other: one of them counts, whole, and the other one is told."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

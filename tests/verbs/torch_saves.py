@@ -1,7 +1,5 @@
 """How ranks save by torch itself, and load what was saved. Importable, so that spawned processes find it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model whose layers are wrapped for activation checkpointing and compiled, on its way in and out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

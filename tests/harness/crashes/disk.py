@@ -1,7 +1,5 @@
 """A disk in a model: what surely stays after a crash, and what may be lost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias

@@ -1,7 +1,5 @@
 """Which saves may be found at a moment, of those that one or several processes were at; see [Note: Histories]."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar

@@ -1,7 +1,5 @@
 """Writers that note what they do, one of them or all that a call opens."""
 
-from __future__ import annotations
-
 import functools
 import os
 import stat

@@ -1,7 +1,5 @@
 """What a save leaves behind when its process or its machine dies in the middle: its effects replayed in part."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
