@@ -90,9 +90,8 @@ def test_ties_plans_and_lists_of_a_model(llama: transformers.PreTrainedModel) ->
     assert kept(name.replace("wo", "wi")) is None
 
 
-def test_building_and_initialising(llama: transformers.PreTrainedModel) -> None:
-    with build.building_on_meta(torch.bfloat16):
-        built = transformers.LlamaForCausalLM(llama.config)
+def test_building_and_initialising(llama: transformers.PreTrainedModel, tmp_path: Path) -> None:
+    built = build.build_on_meta(transformers.LlamaForCausalLM, llama.config, torch.bfloat16, tmp_path)
     assert {(tensor.is_meta, tensor.dtype) for tensor in built.parameters()} == {(True, torch.bfloat16)}
     found, config = build.auto_model_class(llama.config, transformers.AutoModelForCausalLM)
     assert (found, config) == (transformers.LlamaForCausalLM, llama.config)

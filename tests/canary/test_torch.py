@@ -215,12 +215,9 @@ def test_registries_and_hooks() -> None:
     assert [name for name in private.buffers_of(module) if private.is_temporary(module, name)] == ["brief"]
     private.parameters_of(module)["weight"] = None  # past the checks, and seen by the module
     assert module.weight is None
-    assert gradients.gradient_hooks(module.bias) == []
-
-    def hook(_: torch.Tensor) -> None: ...
-
-    module.bias.register_post_accumulate_grad_hook(hook)
-    assert gradients.gradient_hooks(module.bias) == [hook]
+    assert not gradients.is_averaged(module.bias)
+    module.bias.register_post_accumulate_grad_hook(gradients.Averaging(None, lambda: True))
+    assert gradients.is_averaged(module.bias)
 
 
 def test_kinds_of_modules() -> None:

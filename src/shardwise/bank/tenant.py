@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
-from shardwise.tuning import sites
+from shardwise.tuning import peft_compat, sites
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -182,7 +182,7 @@ class Tenant:
         self.name = name
         self.options = options
         self.config = copy.deepcopy(config)
-        self.words = sites.adapter_words(config)
+        self.words = peft_compat.in_words(config)
         """Its config, in words that are the same in every process."""
         self.sites = outline.sites
         self.shapes = {matrix.key: matrix.shape for matrix in outline.matrices()}

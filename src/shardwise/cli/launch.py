@@ -95,13 +95,6 @@ def run_fresh(
     return run_spawned(size, function, *args, preloaded=preloaded, timeout_s=timeout_s)
 
 
-def this_place() -> tuple[int, int]:
-    """This rank, and how many there are."""
-    from shardwise.execution import processes
-
-    return processes.this_place()
-
-
 def print_report(report: Any, *, as_json: bool) -> None:
     """Print a report as text, or as one JSON object."""
     click.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))

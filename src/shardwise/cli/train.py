@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.launch import TRAINING, run_ranks, this_place
+from shardwise.cli.launch import TRAINING, run_ranks
 from shardwise.errors import ConfigError
 from shardwise.report.names import in_bytes
 from shardwise.storage.names import HubOptions, is_local, local_place
@@ -117,6 +117,7 @@ def _without_token(config: RunConfig) -> RunConfig:
 def train_on_rank(config: RunConfig, observe: bool = False) -> TrlOutcome:  # noqa: FBT001, FBT002 - runs on a rank
     """Train on one rank, with the environment that accelerate reads. Collective: yes."""
     from shardwise.engines.observe import observe as observed
+    from shardwise.execution.processes import this_place
     from shardwise.training.run_config import has_tenants
 
     if has_tenants(config):

@@ -24,7 +24,6 @@ known_names = KnownNames("accelerate", "1.13 to 1.15")
 with known_names:
     from accelerate import Accelerator
     from accelerate import accelerator as accelerator_module
-    from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
 
@@ -57,13 +56,6 @@ def is_begun() -> bool:
     return bool(PartialState._shared_state)
 
 
-def bare(optimizer: Any) -> Any:
-    """The optimizer inside of accelerate's."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 def left_as_they_are(
     accelerator: Any, objects: Sequence[Any], device_placement: Sequence[bool | None]
 ) -> tuple[Any, ...]:
@@ -72,9 +64,7 @@ def left_as_they_are(
         item
         if isinstance(item, nn.Module)
         else accelerator._prepare_one(
-            item,
-            first_pass=True,
-            device_placement=False if isinstance(item, torch.optim.Optimizer) else placement,
+            item, first_pass=True, device_placement=False if isinstance(item, torch.optim.Optimizer) else placement
         )
         for item, placement in zip(objects, device_placement, strict=True)
     ]

@@ -14,6 +14,7 @@ from shardwise.formats.accelerate_saves import MODEL
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
 from shardwise.interchange.accelerate_writing import LinkedFolder, keep_newest, newest_in, state_saved
+from shardwise.models.rebind import plain_optimizer
 
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ def load_state(
             for number, model in enumerate(models):
                 load_accelerate_model(model, folder, number=number)
             for number, optimizer in enumerate(optimizers):
-                load_accelerate_optimizer(models[number], compat.bare(optimizer), folder, number=number)
+                load_accelerate_optimizer(models[number], plain_optimizer(optimizer), folder, number=number)
             return load()
 
 

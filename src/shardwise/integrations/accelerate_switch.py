@@ -32,7 +32,7 @@ from shardwise.interchange.accelerate_reading import load_accelerate_model, load
 from shardwise.interchange.accelerate_writing import LinkedFolder, WorkFolder
 from shardwise.models.build import loading_door, placing_door
 from shardwise.models.gradients import average_replicated_gradients, clip_gradients
-from shardwise.models.rebind import look_at
+from shardwise.models.rebind import look_at, plain_optimizer
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.models.view import is_sharded, look_inside, without_compile
 from shardwise.planning.matching import FileForm
@@ -234,7 +234,7 @@ def _leave_alone(
             raise PlacementError(
                 f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on meta; call shardwise.load before prepare"
             )
-        look_at([compat.bare(item) for item in objects if isinstance(item, Optimizer)], held, _BEFORE)
+        look_at([plain_optimizer(item) for item in objects if isinstance(item, Optimizer)], held, _BEFORE)
 
     world.together(check)
     if not accelerator.is_fsdp2:
@@ -302,7 +302,7 @@ def save_optimizer(
 ) -> Any:
     """Replace ``save_fsdp_optimizer``."""
     place = _place(fsdp_plugin, output_dir, optimizer_index, others)
-    return writing.save_optimizer(model, compat.bare(optimizer), place, StateOptions())
+    return writing.save_optimizer(model, plain_optimizer(optimizer), place, StateOptions())
 
 
 @_of_fsdp2
@@ -310,7 +310,9 @@ def load_optimizer(
     _fsdp_plugin: Any, optimizer: Any, model: nn.Module, input_dir: str, optimizer_index: int = 0, *_others: Any
 ) -> Any:
     """Replace ``load_fsdp_optimizer``."""
-    return load_accelerate_optimizer(model, compat.bare(optimizer), _folder_of(input_dir), number=optimizer_index)
+    return load_accelerate_optimizer(
+        model, plain_optimizer(optimizer), _folder_of(input_dir), number=optimizer_index
+    )
 
 
 def get_state_dict(

@@ -37,7 +37,7 @@ from shardwise.execution.world import Clock, World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.models import build, pretrained
-from shardwise.models.rebind import Bound, look_at, require_steps_shards
+from shardwise.models.rebind import Bound, look_at, plain_optimizer, require_steps_shards
 from shardwise.models.torch_words import buffers_of, parameters_of, writes_to
 from shardwise.models.view import look_inside, without_compile
 from shardwise.planning.load_plan import Ignore
@@ -152,7 +152,7 @@ def load_later(
         # Both names of a tie may be stored, and what transformers compares is on meta.
         untied, _ = decide_ties(world, drawn, drawn.ties_stored_twice(), source, options)
         for name in untied:
-            build.forget_tie(drawn.model, name)
+            drawn.model.all_tied_weights_keys.pop(name, None)
     return _left(model, folder, drawn, source.index), None
 
 
@@ -168,9 +168,11 @@ def keep_adapter(original: Callable[..., Any], *given: Any, **keywords: Any) -> 
     (Its values are the first rank's, which on meta it would lose.)
     """
     layer = peft_compat.layer_among(given)
-    tensors = () if layer is None else peft_compat.tensors_of_layer(layer)
+    base: Any = layer
     if layer is None or not any(
-        one.expression_of(tensor) is not None for one in _pending.values() for tensor in tensors
+        one.expression_of(tensor) is not None
+        for one in _pending.values()
+        for tensor in base.get_base_layer().parameters()
     ):
         return original(*given, **keywords)
     before = [(module, name, tensor) for module, name, tensor in _registered(layer) if not tensor.is_meta]
@@ -293,7 +295,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *objects: Any)
     if len(models) != 1:
         return original(accelerator, *objects)
     model = without_compile(models[0])
-    optimizers = [compat.bare(item) for item in objects if isinstance(item, Optimizer)]
+    optimizers = [plain_optimizer(item) for item in objects if isinstance(item, Optimizer)]
     with World.current(call="prepare") as world:
         bounds, found = world.together(lambda: _look(accelerator, model, optimizers))
         left = [sorted(expressions) for _, expressions in found]

@@ -41,7 +41,7 @@ from shardwise.integrations.agreed_events import AgreedEvents, raise_together
 from shardwise.integrations.trainer_doors import already_sharded, given_arguments, require_trainable
 from shardwise.integrations.trainer_runs import MODEL_ALONE, TrainerFacts
 from shardwise.interchange.trainer_restoring import load_trainer_checkpoint
-from shardwise.models.rebind import require_made_for_shards
+from shardwise.models.rebind import plain_optimizer, require_made_for_shards
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.planning.matching import OnFault
 
@@ -124,17 +124,13 @@ class ShardwiseTrainer(_Trainer):
     def create_optimizer(self, *positional: Any, **keywords: Any) -> Any:
         """As the Trainer does; and refuse one that does not step shards."""
         made = super().create_optimizer(*positional, **keywords)
-        require_made_for_shards(compat.plain_optimizer(made), dict(self._trained.named_parameters()))
+        require_made_for_shards(plain_optimizer(made), dict(self._trained.named_parameters()))
         return made
 
     # Training
 
     def train(
-        self,
-        resume_from_checkpoint: Any = None,
-        *others: Any,
-        on_other_base: OnFault = "error",
-        **keywords: Any,
+        self, resume_from_checkpoint: Any = None, *others: Any, on_other_base: OnFault = "error", **keywords: Any
     ) -> Any:
         """As the Trainer does. Collective: yes.
 
@@ -343,7 +339,7 @@ class ShardwiseTrainer(_Trainer):
         scaler = getattr(self.accelerator, "scaler", None)
         return TrainState(
             self._trained,
-            compat.plain_optimizer(self.optimizer),
+            plain_optimizer(self.optimizer),
             () if schedule is None else schedule,
             scaler=scaler,
             user={"global_step": self.state.global_step},

@@ -6,9 +6,7 @@ Checked with transformers 5.19 to 5.23 (5.17 and 5.18 have no door for a model t
 """
 
 import inspect
-from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -36,7 +34,8 @@ with KnownNames("transformers", "5.19 to 5.23"):
 _MARK = "_is_distributed_loading_by_transformers"
 _MANAGED = "_is_fsdp_managed_module"
 _CONFIG = "distributed_config"
-_HOOKED = "_replicated_grad_hook_registered"
+HOOKED = "_replicated_grad_hook_registered"
+"""Mark of a parameter whose gradient the Trainer is not to average once more."""
 REFERENCE = "ref"
 """What TRL calls the frozen copy of an adapter that it compares with."""
 
@@ -63,26 +62,6 @@ def close_door(model: PreTrainedModel) -> None:
 def is_open(model: nn.Module) -> bool:
     """Whether the Trainer would take this model so."""
     return bool(getattr(model, "is_distributed_loading_by_transformers", False))
-
-
-def leave_gradient_alone(parameter: torch.Tensor) -> None:
-    """The Trainer is not to average this parameter's gradient once more."""
-    setattr(parameter, _HOOKED, True)
-
-
-def may_average_again(parameter: torch.Tensor) -> None:
-    """Undo it."""
-    vars(parameter).pop(_HOOKED, None)
-
-
-def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside of accelerate's."""
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    found: torch.optim.Optimizer = optimizer
-    return found
 
 
 def require_before_trainer(kind: type, mixin: type) -> None:

@@ -95,7 +95,7 @@ def for_trainer(model: ModelT) -> ModelT:
     compat.open_door(inner, replicas, by_fsdp=mesh is not None)
     for parameter in model.parameters():
         if is_averaged(parameter):
-            compat.leave_gradient_alone(parameter)
+            setattr(parameter, compat.HOOKED, True)
     held = vars(model)
     held["save_pretrained"] = _SavesByRanks(model)
     if inner is not model and getattr(model, _CAST_ADAPTERS, False):
@@ -111,7 +111,7 @@ def undo_for_trainer(model: ModelT) -> ModelT:
     for name in _REPLACED:
         vars(model).pop(name, None)
     for parameter in model.parameters():
-        compat.may_average_again(parameter)
+        vars(parameter).pop(compat.HOOKED, None)
     return model
 
 

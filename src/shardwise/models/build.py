@@ -1,7 +1,7 @@
 """A transformers model on meta, as ``from_pretrained`` builds it; the functions by which transformers fills one."""
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -163,7 +163,9 @@ def build_on_meta(
         FormatError: when the checkpoint's ``generation_config.json`` cannot be read.
     """
     try:
-        with building_on_meta(dtype):
+        with contextlib.ExitStack() as stack:
+            for context in PreTrainedModel.get_init_context(dtype, False, False, None):
+                stack.enter_context(context)
             model = model_class(config)
             patch_output_recorders(model)
     except (AttributeError, TypeError, ValueError, ImportError) as error:
@@ -276,15 +278,6 @@ def registered_model_class(config: PreTrainedConfig, names: Collection[str]) -> 
     return None
 
 
-@contextlib.contextmanager
-def building_on_meta(dtype: torch.dtype) -> Iterator[None]:
-    """The contexts in which ``from_pretrained`` builds a model: on meta, of this dtype, nothing tied yet."""
-    with contextlib.ExitStack() as stack:
-        for context in PreTrainedModel.get_init_context(dtype, False, False, None):
-            stack.enter_context(context)
-        yield
-
-
 def auto_model_class(config: PreTrainedConfig, auto_class: Any) -> tuple[Any, PreTrainedConfig]:
     """The class an Auto class stands for with this config, and the config that class takes (as Auto does it).
 
@@ -309,9 +302,7 @@ def remote_model_class(reference: str, name_or_path: str, **hub: Any) -> Any:
 
 
 def choose_implementations(
-    config: PreTrainedConfig,
-    attention: str | Mapping[str, str] | None,
-    experts: str | Mapping[str, str] | None,
+    config: PreTrainedConfig, attention: str | Mapping[str, str] | None, experts: str | Mapping[str, str] | None
 ) -> None:
     """Have a config, and those in it, name how attention and experts are computed; None leaves it to the model."""
     if attention is not None:
@@ -362,8 +353,3 @@ def load_outcome(missing: set[str], unexpected: set[str], mismatched: set[tuple[
         conversion_errors={},
         skipped_pp_keys=set(),
     )
-
-
-def forget_tie(model: PreTrainedModel, target: str) -> None:
-    """Have a name that is declared tied stay untied."""
-    model.all_tied_weights_keys.pop(target, None)

@@ -153,7 +153,7 @@ def trace_activations(
         _make_fake(model, param_dtype)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in roots:
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     model.train()
     watch = _LiveBytes((*model.parameters(), *model.buffers()))
     passes = _Passes(watch, [base.get_submodule(name) for name in blocks])
@@ -169,10 +169,6 @@ def trace_activations(
 
 def _takes(model: nn.Module, keyword: str) -> bool:
     return keyword in inspect.signature(model.forward).parameters
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 def _needs_gradient(leaf: object) -> bool:

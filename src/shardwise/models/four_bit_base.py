@@ -3,7 +3,8 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,7 @@ from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression, permute
 from shardwise.conversion.packed import nested_as_stored, packed, stored_form, stored_rows
 from shardwise.errors import ConfigError
-from shardwise.models import four_bit_layers
+from shardwise.models import four_bit_layers as layers
 from shardwise.models.quantization import (
     KeptForm,
     Packing,
@@ -69,7 +70,7 @@ def _choose(
         for _, module in model.named_modules(remove_duplicate=False)
         for parameter in parameters_of(module).values()
     )
-    layers: dict[str, nn.Linear] = {}
+    linear: dict[str, nn.Linear] = {}
     stacks: dict[str, tuple[nn.Module, str]] = {}
     stay: dict[str, str] = {}
     matched: set[str] = set()
@@ -86,19 +87,19 @@ def _choose(
         elif f"{names[0]}.{local}" not in wanted:
             stay[told] = "the checkpoint does not hold it, or as numbers beside others in four bits"
         elif isinstance(module, nn.Linear):
-            layers[told] = module
+            linear[told] = module
         else:
             stacks[told] = (module, local)
     absent = tuple(pattern for pattern in quantization.stay if pattern not in matched)
     if must_match and absent:
-        known = ", ".join(pattern for pattern, _ in collapse(sorted({*layers, *stacks, *stay}))[:8])
+        known = ", ".join(pattern for pattern, _ in collapse(sorted({*linear, *stacks, *stay}))[:8])
         raise ConfigError(f"stay={list(absent)!r} matches no linear layer; there are {known}")
-    if must_match and not layers and not stacks:
+    if must_match and not linear and not stacks:
         raise ConfigError(
             f"nothing of {type(model).__name__} can be put into four bits"
             + "".join(f"; {name} stays: {why}" for name, why in list(stay.items())[:3])
         )
-    return Chosen(layers, stacks, stay, absent)
+    return Chosen(linear, stacks, stay, absent)
 
 
 def _candidates(
@@ -111,15 +112,15 @@ def _candidates(
     for name, module in modules.items():
         if original_class(module) is nn.Linear:
             assert isinstance(module, nn.Linear)
-            why = four_bit_layers.why_it_stays(module, quantization)
+            why = layers.why_it_stays(module, quantization)
             if module is head or name == last:
                 why = "computes what comes out"
             elif name.endswith(_ROUTERS) and f"{name.rpartition('.')[0]}.experts" in modules:
                 why = "chooses experts"
-            yield (name,), module, four_bit_layers.WEIGHT, why
-        for local, stack in four_bit_layers.stacks_of(name, module):
+            yield (name,), module, layers.WEIGHT, why
+        for local, stack in layers.stacks_of(name, module):
             fqn = f"{name}.{local}"
-            why = four_bit_layers.why_they_stay(module, stack, quantization, is_stored=fqn in stored)
+            why = layers.why_they_stay(module, stack, quantization, is_stored=fqn in stored)
             yield (name, fqn), module, local, why
 
 
@@ -165,14 +166,14 @@ def put_base_into_four_bits(
     if not chosen.layers and not chosen.stacks:
         return bindings, notes_of(chosen, quantization)
     for name, layer in chosen.layers.items():
-        form = next(filter(None, map(stored_form, bindings.offers[f"{name}.{four_bit_layers.WEIGHT}"])), None)
-        four_bit_layers.put_into_four_bits(layer, quantization if form is None else of_form(form, quantization))
+        form = next(filter(None, map(stored_form, bindings.offers[f"{name}.{layers.WEIGHT}"])), None)
+        layers.put_into_four_bits(layer, quantization if form is None else of_form(form, quantization))
     kinds: dict[nn.Module, dict[str, KeptForm]] = {}
     for name, (module, local) in chosen.stacks.items():
         kind = of_form(stacks[name], quantization) if name in stacks else quantization
         kinds.setdefault(module, {})[local] = kind
     for module, names in kinds.items():
-        four_bit_layers.put_experts_into_four_bits(module, names)
+        layers.put_experts_into_four_bits(module, names)
     kept = tuple(sorted(pattern for pattern in chosen.stay))
     mark_in_four_bits(model, config or to_transformers(quantization, kept, model.dtype))
     return offered_in_four_bits(model, bindings), notes_of(chosen, quantization)
@@ -182,7 +183,7 @@ def _stored_stacks(model: nn.Module, bindings: Bindings) -> dict[str, tuple[Four
     """Stacks of experts that a checkpoint has packed, by name: their form, and the size of their blocks."""
     found: dict[str, tuple[FourBitForm, int]] = {}
     for name, module in model.named_modules():
-        for local, _ in four_bit_layers.stacks_of(name, module):
+        for local, _ in layers.stacks_of(name, module):
             for item in bindings.offers.get(f"{name}.{local}", ()):
                 rows = stored_rows(_as_rows(item, is_transposed=getattr(module, "is_transposed", False)))
                 if rows is not None:
@@ -217,22 +218,15 @@ def notes_of(chosen: Chosen, quantization: KeptForm) -> tuple[str, ...]:
     return tuple(notes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Method:
-    """What transformers says of a model that it does not save."""
-
-    quant_method: str = "four bits by shardwise, whose shardwise.save(model, folder) writes its files,"
-
-
-@dataclass(frozen=True, slots=True)
-class _Quantiser:
+class _Quantizer:
     """What the Trainer asks a model in four bits for: whether adapters on it can be trained."""
 
-    quantization_config: _Method = field(default_factory=_Method)
-    is_trainable: bool = True
-    is_qat_trainable: bool = False
-    is_compileable: bool = False
-    is_serializable: bool = True
+    quantization_config = SimpleNamespace(
+        quant_method="four bits by shardwise, whose shardwise.save(model, folder) writes its files,"
+    )
+    """What transformers says of a model that it does not save."""
+    is_trainable = is_serializable = True
+    is_qat_trainable = is_compileable = False
 
     def dequantize(self, _model: nn.Module, dtype: object = None) -> nn.Module:  # noqa: ARG002 - transformers' own
         """Refuse: numbers are made while the files are read."""
@@ -253,7 +247,7 @@ def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None
         told.is_loaded_in_4bit = True
     told.is_quantized = True
     told.quantization_method = QuantizationMethod.MXFP4 if is_mxfp4(config) else QuantizationMethod.BITS_AND_BYTES
-    told.hf_quantizer = _Quantiser()
+    told.hf_quantizer = _Quantizer()
     told.config.quantization_config = dict(config)
 
 
@@ -262,26 +256,23 @@ def offered_in_four_bits(model: nn.Module, bindings: Bindings) -> Bindings:
     offers, own = dict(bindings.offers), set[str]()
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        if four_bit_layers.are_experts_in_four_bits(module):
+        if layers.are_experts_in_four_bits(module):
             for local, packing in module.packings.items():
                 if _are_packed(module, local, claims := offers.get(f"{prefix}{local}", ())):
-                    own.add(f"{prefix}{four_bit_layers.scales_of(local)}")
+                    own.add(f"{prefix}{layers.scales_of(local)}")
                 else:
                     offers |= _experts_offered(f"{prefix}{local}", packing, claims)
-        if not four_bit_layers.is_in_four_bits(module):
+        if not layers.is_in_four_bits(module):
             continue
-        weight = f"{prefix}{four_bit_layers.WEIGHT}"
+        weight = f"{prefix}{layers.WEIGHT}"
         claims = offers.get(weight, ())
-        if _are_packed(module, four_bit_layers.WEIGHT, claims):
-            own |= {
-                f"{prefix}{local}"
-                for local in (four_bit_layers.SCALES, four_bit_layers.NESTED, four_bit_layers.OFFSET)
-            }
+        if _are_packed(module, layers.WEIGHT, claims):
+            own |= {f"{prefix}{local}" for local in (layers.SCALES, layers.NESTED, layers.OFFSET)}
             continue
         found = [_kept(module, expression, weight) for expression in claims]
         offers |= {f"{prefix}{local}": tuple(kept[local] for kept in found) for local in found[0]}
-        if module.is_nested and four_bit_layers.SCALES not in found[0]:
-            module.whole_scales = offers.pop(f"{prefix}{four_bit_layers.WHOLE_SCALES}")
+        if module.is_nested and layers.SCALES not in found[0]:
+            module.whole_scales = offers.pop(f"{prefix}{layers.WHOLE_SCALES}")
     taken = own.intersection(bindings.strays)
     unmatched = {key: name for key, name in bindings.unmatched.items() if name not in taken}
     return replace(
@@ -305,7 +296,7 @@ def _experts_offered(fqn: str, packing: Packing, claims: Sequence[Expression]) -
         raise ConfigError(f"{fqn}: {error}; load the checkpoint that the model came from") from error
     return {
         fqn: tuple(weight for weight, _ in both),
-        four_bit_layers.scales_of(fqn): tuple(scales for _, scales in both),
+        layers.scales_of(fqn): tuple(scales for _, scales in both),
     }
 
 
@@ -314,13 +305,13 @@ def _kept(layer: Any, numbers: Expression, name: str) -> dict[str, Expression]:
     form, block = layer.packing.form, layer.packing.block_size
     if layer.is_nested and (parts := nested_as_stored(numbers, form, block)) is not None:
         return {
-            four_bit_layers.WEIGHT: parts.packed,
-            four_bit_layers.SCALES: parts.codes,
-            four_bit_layers.NESTED: parts.nested,
-            four_bit_layers.OFFSET: parts.offset,
+            layers.WEIGHT: parts.packed,
+            layers.SCALES: parts.codes,
+            layers.NESTED: parts.nested,
+            layers.OFFSET: parts.offset,
         }
     weight, scales = packed(numbers, form, block, rounds_to=from_torch(layer.packing.dtype, name))
     return {
-        four_bit_layers.WEIGHT: weight,
-        (four_bit_layers.WHOLE_SCALES if layer.is_nested else four_bit_layers.SCALES): scales,
+        layers.WEIGHT: weight,
+        (layers.WHOLE_SCALES if layer.is_nested else layers.SCALES): scales,
     }

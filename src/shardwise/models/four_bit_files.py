@@ -19,7 +19,7 @@ from shardwise.conversion.expression import Stored, reshape
 from shardwise.conversion.four_bit import NESTED_BLOCK, dynamic_numbers
 from shardwise.errors import ConfigError
 from shardwise.layout import ModelLayout, TensorKind, TensorLayout
-from shardwise.models import four_bit_layers
+from shardwise.models import four_bit_layers as layers
 from shardwise.models.quantization import Packing
 from shardwise.models.revert import Output
 from shardwise.models.torch_words import from_torch
@@ -37,8 +37,7 @@ BLOCKS = "_blocks"
 def has_four_bits(model: nn.Module) -> bool:
     """Whether any layer of a model is in four bits, or any of its experts."""
     return any(
-        four_bit_layers.is_in_four_bits(module) or four_bit_layers.are_experts_in_four_bits(module)
-        for module in model.modules()
+        layers.is_in_four_bits(module) or layers.are_experts_in_four_bits(module) for module in model.modules()
     )
 
 
@@ -53,33 +52,18 @@ def held_in_files(held: Sequence[Held]) -> list[Held]:
         "files of bitsandbytes have no form for them; pass names='internal', which quantization=Nf4() reads",
     )
     found: list[Held] = []
+    in_files = {layers.SCALES: f"{layers.WEIGHT}.{ABSMAX}", layers.NESTED: f"{layers.WEIGHT}.{NESTED_ABSMAX}"}
     for item in held_as_stored(held):
-        slot = item.slots[0]
-        if not four_bit_layers.is_in_four_bits(slot.module) or slot.name not in (
-            four_bit_layers.WEIGHT,
-            four_bit_layers.SCALES,
-            four_bit_layers.NESTED,
-            four_bit_layers.OFFSET,
-        ):
+        module, name = item.slots[0].module, item.slots[0].name
+        is_packed = layers.is_in_four_bits(module)
+        if is_packed and name in in_files:
+            is_raw = name == layers.SCALES and not module.is_nested
+            values = _as_floats(item.tensor) if is_raw else item.tensor
+            found.append(_renamed(item, values, item.kind, name, in_files[name]))
+        elif not is_packed or name != layers.OFFSET:
             found.append(item)
-        elif slot.name == four_bit_layers.WEIGHT:
-            found.append(item)
-            found += _constants(slot.module, item)
-        elif slot.name == four_bit_layers.SCALES:
-            scales = item.tensor if slot.module.is_nested else _as_floats(item.tensor)
-            found.append(
-                _renamed(item, scales, item.kind, four_bit_layers.SCALES, f"{four_bit_layers.WEIGHT}.{ABSMAX}")
-            )
-        elif slot.name == four_bit_layers.NESTED:
-            found.append(
-                _renamed(
-                    item,
-                    item.tensor,
-                    item.kind,
-                    four_bit_layers.NESTED,
-                    f"{four_bit_layers.WEIGHT}.{NESTED_ABSMAX}",
-                )
-            )
+        if is_packed and name == layers.WEIGHT:
+            found += _constants(module, item)
     return found
 
 
@@ -95,7 +79,7 @@ def held_as_stored(held: Sequence[Held]) -> list[Held]:
 
 def _is_mxfp4(module: nn.Module, stack: str) -> bool:
     return (
-        four_bit_layers.are_experts_in_four_bits(module)
+        layers.are_experts_in_four_bits(module)
         and stack in module.packings
         and isinstance(module.packings[stack].form, Code)
     )
@@ -115,7 +99,7 @@ def refuse_without_scales(held: Sequence[Held]) -> None:
 def refuse_experts(held: Sequence[Held], why: str) -> None:
     """Raises ConfigError where experts are in four bits, with the reason why they may not be."""
     for slot in (item.slots[0] for item in held):
-        if four_bit_layers.are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
+        if layers.are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
             raise ConfigError(
                 f"{slot.fqn}: its experts are in four bits, and {why}; or leave "
                 'experts as numbers: quantization=Nf4(stay=("experts",)), or "dequantize"'
@@ -128,9 +112,7 @@ def _constants(layer: Any, weight: Held) -> Iterator[Held]:
     offset = layer.weight_nested_offset.item() if layer.is_nested else None
     constants = constants_of(layer.packing, shape, offset)
     for name, tensor in constants.items():
-        yield _renamed(
-            weight, tensor, TensorKind.PERSISTENT_BUFFER, four_bit_layers.WEIGHT, f"{four_bit_layers.WEIGHT}.{name}"
-        )
+        yield _renamed(weight, tensor, TensorKind.PERSISTENT_BUFFER, layers.WEIGHT, f"{layers.WEIGHT}.{name}")
 
 
 def constants_of(packing: Packing, shape: Sequence[int], offset: float | None) -> dict[str, torch.Tensor]:
@@ -184,15 +166,14 @@ def layout_in_numbers(layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
     tensors: list[TensorLayout] = []
     for tensor in layout.tensors:
         module, name = slots[tensor.fqn].module, slots[tensor.fqn].name
-        packing = None
-        if four_bit_layers.is_in_four_bits(module):
-            if name in (four_bit_layers.SCALES, four_bit_layers.NESTED, four_bit_layers.OFFSET):
-                continue
-            packing = module.packing if name == four_bit_layers.WEIGHT else None
-        elif four_bit_layers.are_experts_in_four_bits(module):
-            if name in map(four_bit_layers.scales_of, module.packings):
-                continue
-            packing = module.packings.get(name)
+        packings: Mapping[str, Packing] = {}
+        if layers.is_in_four_bits(module):
+            packings = {layers.WEIGHT: module.packing}
+        elif layers.are_experts_in_four_bits(module):
+            packings = module.packings
+        if packings and name in (layers.NESTED, layers.OFFSET, *map(layers.scales_of, packings)):
+            continue
+        packing = packings.get(name)
         if packing is not None:
             *outer, half = tensor.shape
             shape = (*outer, 2 * half)
@@ -208,28 +189,21 @@ def in_shapes_of_files(held: Sequence[Held], outputs: Mapping[str, Output]) -> d
 
     Packed bytes of MXFP4 (experts, out, in / 32, 16).
     """
-    blocks = {
-        item.fqn
-        for item in held
-        if item.slots[0].name.endswith(BLOCKS)
-        and _is_mxfp4(item.slots[0].module, item.slots[0].name.removesuffix(BLOCKS))
-    }
-    layers = {item.slots[0].module for item in held if item.slots[0].name == f"{four_bit_layers.WEIGHT}.{ABSMAX}"}
-    four_bit = {
-        item.fqn: item.slots[0].name
-        for item in held
-        if item.slots[0].module in layers
-        and item.slots[0].name in (four_bit_layers.WEIGHT, f"{four_bit_layers.WEIGHT}.{ABSMAX}")
-    }
+    slots = {item.fqn: item.slots[0] for item in held}
+    scales = f"{layers.WEIGHT}.{ABSMAX}"
+    packed = {slot.module for slot in slots.values() if slot.name == scales}
     found: dict[str, Output] = {}
     for key, output in outputs.items():
         made = output.expression
-        name = four_bit.get(made.key) if isinstance(made, Stored) else None
-        if name == four_bit_layers.WEIGHT:
-            output = replace(output, expression=reshape(made, (numel(made.shape), 1)))
-        elif name is not None:
-            output = replace(output, expression=reshape(made, (numel(made.shape),)))
-        elif isinstance(made, Stored) and made.key in blocks:
+        slot = slots.get(made.key) if isinstance(made, Stored) else None
+        if slot is not None and slot.module in packed and slot.name in (layers.WEIGHT, scales):
+            shape = (numel(made.shape), 1)[: 2 if slot.name == layers.WEIGHT else 1]
+            output = replace(output, expression=reshape(made, shape))
+        elif (
+            slot is not None
+            and slot.name.endswith(BLOCKS)
+            and _is_mxfp4(slot.module, slot.name.removesuffix(BLOCKS))
+        ):
             output = replace(output, expression=reshape(made, (*made.shape[:-1], made.shape[-1] // 16, 16)))
         found[key] = output
     return found

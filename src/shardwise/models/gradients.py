@@ -105,7 +105,8 @@ class Averaging:
 
 def is_averaged(parameter: nn.Parameter) -> bool:
     """Whether :func:`average_replicated_gradients` takes care of a parameter's gradient."""
-    return any(isinstance(hook, Averaging) for hook in gradient_hooks(parameter))
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(isinstance(hook, Averaging) for hook in hooks.values())
 
 
 def require_synchronised(model: nn.Module, ranks: int) -> None:
@@ -250,8 +251,3 @@ def forget_pass(root: Any) -> None:
         group.reshard()
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
-
-
-def gradient_hooks(parameter: torch.Tensor) -> list[object]:
-    """What ``register_post_accumulate_grad_hook`` has been given."""
-    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())

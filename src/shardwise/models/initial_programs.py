@@ -76,11 +76,7 @@ class Programmed(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "generator"}
         target = args[0] if args and isinstance(args[0], Programmed) else None
@@ -118,48 +114,23 @@ _SAME = {aten.detach.default, aten.alias.default}
 _ROWS = {aten.select.int, aten.slice.Tensor}
 
 
-_OVERWRITES = {
-    aten.normal_.default,
-    aten.uniform_.default,
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    aten.zero_.default,
-    aten.copy_.default,
-    aten.exponential_.default,
-    aten.log_normal_.default,
-}
-
-
 _TRUNCATED_NORMAL = nn.init.trunc_normal_
 
+_DRAWN = {getattr(aten, name).default for name in ("normal_", "uniform_", "exponential_", "log_normal_")}
 
-_RANDOM = {
-    _TRUNCATED_NORMAL,
-    aten.normal_.default,
-    aten.uniform_.default,
-    aten.exponential_.default,
-    aten.log_normal_.default,
-}
+_RANDOM = {_TRUNCATED_NORMAL, *_DRAWN}
 
+_OVERWRITES = {*_DRAWN, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default}
 
 _UPDATES = {
-    aten.add_.Scalar,
-    aten.add_.Tensor,
-    aten.sub_.Scalar,
-    aten.sub_.Tensor,
-    aten.mul_.Scalar,
-    aten.mul_.Tensor,
-    aten.div_.Scalar,
-    aten.div_.Tensor,
     aten.pow_.Scalar,
-    aten.clamp_.default,
-    aten.clamp_min_.default,
-    aten.clamp_max_.default,
-    aten.erfinv_.default,
-    aten.exp_.default,
-    aten.log_.default,
-    aten.neg_.default,
-    aten.sqrt_.default,
+    *(
+        getattr(getattr(aten, name), kind)
+        for name in ("add_", "sub_", "mul_", "div_")
+        for kind in ("Scalar", "Tensor")
+    ),
+    *(getattr(aten, name).default for name in ("clamp_", "clamp_min_", "clamp_max_", "neg_")),
+    *(getattr(aten, name).default for name in ("erfinv_", "exp_", "log_", "sqrt_")),
 }
 
 

@@ -155,10 +155,7 @@ class Initialisers:
         """The programs of the tensors to initialise, by FQN; vectors of norms have none, see ``RowNorms``."""
         added = self.additions.initialised.intersection(names)
         others = [name for name in names if name not in self.additions.begun]
-        return {
-            **self._traced(others, lambda: self._run(others)),
-            **self._traced(added, self.additions.initialise),
-        }
+        return {**self._traced(others, lambda: self._run(others)), **self._traced(added, self.additions.initialise)}
 
     def whole(self, item: Held, *, seed: int) -> torch.Tensor:
         """One tensor initialised whole on the CPU, for initialisers that are not element by element.

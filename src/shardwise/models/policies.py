@@ -144,8 +144,7 @@ def _matching(model: nn.Module, policy: WrapPolicy) -> list[str]:
 
 def _planned(model: nn.Module) -> list[str]:
     """Modules the plan frees after use; those it keeps gathered stay in the root group, which is kept too."""
-    plan = pretrained.fsdp_plan(model)
-    freed = {rule for rule, style in plan.items() if style == "free_full_weight"}
+    freed = {rule for rule, style in pretrained.fsdp_plan(model).items() if style == "free_full_weight"}
     names = [
         name
         for name, module in model.named_modules()
@@ -158,8 +157,7 @@ def _planned(model: nn.Module) -> list[str]:
 
 def _of_classes(model: nn.Module, classes: Iterable[str]) -> list[str]:
     wanted = set(classes)
-    names = [name for name, module in model.named_modules() if name and wanted & _class_names(module)]
-    return names
+    return [name for name, module in model.named_modules() if name and wanted & _class_names(module)]
 
 
 def _class_names(module: nn.Module) -> set[str]:

@@ -72,11 +72,6 @@ def text_layers(model: nn.Module) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def text_decoder(model: nn.Module) -> nn.Module:
-    """The module that has the layers of the model's text part (``get_decoder``); other models are their own."""
-    return model.get_decoder() if isinstance(model, PreTrainedModel) else model
-
-
 def has_other_parts(model: nn.Module) -> bool:
     """Whether the config has parts beside the text, such as that of a vision tower."""
     return _text_config(model) is not getattr(model, "config", None)

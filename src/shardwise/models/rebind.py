@@ -111,6 +111,13 @@ class Bound:
         return sum(map(len, self.groups)), sum(map(len, self.optimizer.state.values()))
 
 
+def plain_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside of accelerate's."""
+    while type(optimizer).__module__.startswith("accelerate."):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def state_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Memory for state of a parameter's shape, sharded as the parameter is."""
     return torch.empty_like(parameter.detach(), dtype=dtype, memory_format=torch.contiguous_format)

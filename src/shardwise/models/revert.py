@@ -1,7 +1,5 @@
 """Saving a model of transformers: its conversions run backwards on recorded tensors, names, and small files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -71,7 +69,12 @@ def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = Fals
     except NotStructural:
         pass
     outputs: dict[str, Output] = {}
-    followed = backwards({name: _followed(name, names[name]) for name in names})
+    followed = backwards(
+        {
+            name: _Followed(tensor.shape, torch_words.to_torch(tensor.dtype), frozenset({name}))
+            for name, tensor in names.items()
+        }
+    )
     for sources, keys in _groups(followed, names):
         try:
             outputs |= _outputs_of(backwards(recorded(sources)))
@@ -142,8 +145,8 @@ class _Followed(torch.Tensor):
     sources: frozenset[str]
 
     @staticmethod
-    def __new__(cls, meta: torch.Tensor, sources: frozenset[str]) -> _Followed:
-        made: _Followed = torch_words.without_data(cls, tuple(meta.shape), meta.dtype)
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, sources: frozenset[str]) -> Self:
+        made: Self = torch_words.without_data(cls, shape, dtype)
         made.sources = sources
         return made
 
@@ -162,14 +165,9 @@ class _Followed(torch.Tensor):
         flat = torch_words.tree_map(bare, (args, kwargs or {}))
         made = func(*flat[0], **{**flat[1], **({"device": "meta"} if "device" in flat[1] else {})})
         return torch_words.tree_map(
-            lambda item: cls(item, frozenset(seen)) if isinstance(item, torch.Tensor) else item, made
+            lambda item: cls(item.shape, item.dtype, frozenset(seen)) if isinstance(item, torch.Tensor) else item,
+            made,
         )
-
-
-def _followed(name: str, tensor: TensorLayout) -> _Followed:
-    return _Followed(
-        torch.empty(tensor.shape, dtype=torch_words.to_torch(tensor.dtype), device="meta"), frozenset({name})
-    )
 
 
 def _groups(

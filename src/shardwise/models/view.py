@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement
 from shardwise.errors import PlacementError
 from shardwise.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import torch_words
-from shardwise.report.names import collapse
+from shardwise.report.names import few_names
 from shardwise.tensors import Box, Strided, contiguous_strides
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -318,9 +318,6 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
         yield from (item for item in value.values() if isinstance(item, torch.Tensor))
 
 
-_SHOWN = 8
-
-
 def is_sharded(model: nn.Module, held: Sequence[Held]) -> bool:
     """Whether ``fully_shard`` has been applied to all of a model (True), or to nothing of it (False).
 
@@ -389,9 +386,7 @@ def refuse_subclasses(held: Sequence[Held]) -> None:
 
 def few(names: Sequence[str]) -> str:
     """Return the first few of many names, what is alike in one pattern."""
-    groups = collapse(name or "the root" for name in names)
-    more = f" and {len(groups) - _SHOWN} more" if len(groups) > _SHOWN else ""
-    return ", ".join(pattern for pattern, _ in groups[:_SHOWN]) + more
+    return few_names((name or "the root" for name in names), most=8)
 
 
 def padded_numels(held: Sequence[Held], managers: Mapping[nn.Parameter, Any]) -> dict[str, int]:

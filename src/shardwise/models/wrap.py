@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp.wrap import (
-    lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
@@ -217,7 +216,7 @@ def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:
     for index, name in enumerate(blocks_to_prepare(model, sharding)):
         if index % int(sharding.activation_checkpointing) == 0:
             block = model.get_submodule(name)
-            _set_forward(block, Recomputed(block, block.forward, canonical(name)))
+            block.forward = Recomputed(block, block.forward, canonical(name))
 
 
 def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
@@ -326,10 +325,6 @@ class Recomputed:
         return None
 
 
-def _set_forward(block: nn.Module, forward: Callable[..., Any]) -> None:
-    block.forward = forward
-
-
 def _twice(name: str) -> str:
     return (
         f"{name} recomputes activations by itself (its gradient_checkpointing is on), and would once more by "
@@ -354,7 +349,6 @@ def as_policy(given: Any) -> Any:
     options: tuple[tuple[Any, str], ...] = (
         (transformer_auto_wrap_policy, "transformer_layer_cls"),
         (size_based_auto_wrap_policy, "min_num_params"),
-        (lambda_auto_wrap_policy, "lambda_fn"),
     )
     option = next((option for known, option in options if function is known), None)
     if option is None:
@@ -364,10 +358,6 @@ def as_policy(given: Any) -> Any:
         raise ConfigError(f"wrap: {function.__name__} has {left}, which is not known; name the classes to wrap")
     if function is size_based_auto_wrap_policy:
         return MinSize(int(value or inspect.signature(function).parameters[option].default))
-    if function is lambda_auto_wrap_policy:
-        if not callable(value):
-            raise ConfigError(f"lambda_fn={value!r} must be a function of a module")
-        return Matching(value)
     found = "no_split_modules" if value is None and function is given else _as_classes(value)
     if not isinstance(found, str | Classes):
         raise ConfigError(f"transformer_layer_cls={value!r} must be a set of classes, as in {{LlamaDecoderLayer}}")

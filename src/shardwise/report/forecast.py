@@ -83,10 +83,7 @@ class TrainingForecast:
             f"{self.optim} {in_bytes(max(self.optimizer_bytes))}"
         )
         worst = self.worst(device)
-        lines = [
-            f"{size} on each rank; {states}",
-            f"peak {in_bytes(worst.bytes_on(device))} in {worst.phase}",
-        ]
+        lines = [f"{size} on each rank; {states}", f"peak {in_bytes(worst.bytes_on(device))} in {worst.phase}"]
         for phase in self.phases:
             host = f"; host {in_bytes(phase.bytes_on('cpu'))}" if device != "cpu" and phase.host else ""
             terms = _terms(phase.host if device == "cpu" else phase.device)

@@ -63,7 +63,8 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
     """
     if mixture.datasets:
         for entry in mixture.datasets:
-            _name_local_file(entry)
+            if (builder := _builder_of(entry.path)) is not None:
+                entry.path, entry.data_files = builder, entry.path
         if weights is not None:
             return _interleaved(mixture, weights, seed)
         from trl.scripts.utils import get_dataset
@@ -92,11 +93,6 @@ def _builder_of(name: str) -> str | None:
     file = Path(name)
     suffix = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
     return _BUILDERS.get(suffix) if file.is_file() else None
-
-
-def _name_local_file(entry: Any) -> None:
-    if (builder := _builder_of(entry.path)) is not None:
-        entry.path, entry.data_files = builder, entry.path
 
 
 def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[str, AnyDataset]:
@@ -144,7 +140,7 @@ def _checked(name: str, read: Callable[[], T]) -> T:
 
 def as_messages(found: AnyDataset, *, num_proc: int | None) -> AnyDataset:
     """Convert rows of ShareGPT and Alpaca to ``messages``; other data sets are returned as they are."""
-    return _mapped(found, _converted, num_proc) if is_foreign(columns_of(found)) else found
+    return _mapped(found, lambda row: [to_messages(row)], num_proc) if is_foreign(columns_of(found)) else found
 
 
 def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None) -> AnyDataset:
@@ -192,10 +188,6 @@ def _batch(
         except (MalformedRowError, ChatError) as error:
             raise ConfigError(f"row {index + 1} of the data set: {error}") from error
     return {name: [one.get(name) for one in made] for name in dict.fromkeys(key for one in made for key in one)}
-
-
-def _converted(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return [to_messages(row)]
 
 
 def _tokenized(masks: AssistantMasks, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -82,16 +82,6 @@ OPTIMIZERS: Final = frozenset(
 )
 """Values of ``optim`` whose optimizers step DTensors."""
 
-_JSON_TYPES: Final[Mapping[type, str]] = {
-    bool: "bool",
-    int: "int",
-    float: "float",
-    str: "str",
-    list: "list",
-    dict: "dict",
-    type(None): "null",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
@@ -181,7 +171,7 @@ def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> 
         yield f"is not a key of {whose}." + (f" Did you mean {near[0]}?" if near else "")
         return
     types: Sequence[str] = specs[key]["types"]
-    kind = _JSON_TYPES.get(type(value), "any")
+    kind = "null" if value is None else type(value).__name__
     fits = (
         "any" in types
         or kind in types

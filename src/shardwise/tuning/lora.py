@@ -211,10 +211,7 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
 
 
 def _require_all_matched(
-    config: LoraConfig,
-    targets: peft_compat.AdaptedNames,
-    modules: Sequence[str],
-    parameters: Sequence[str],
+    config: LoraConfig, targets: peft_compat.AdaptedNames, modules: Sequence[str], parameters: Sequence[str]
 ) -> None:
     """Every name in a config has matched something: PEFT is content when one of them has.
 

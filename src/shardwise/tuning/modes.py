@@ -223,7 +223,8 @@ def _layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
     Raises:
         ConfigError: there is no such list, or several that could be meant.
     """
-    decoder, wanted = pretrained.text_decoder(model), pretrained.text_layers(model)
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
+    wanted = pretrained.text_layers(model)
     prefix = next((f"{name}." for name, module in model.named_modules() if name and module is decoder), "")
     lists: dict[str, list[str]] = {}
     for name in listed_blocks(model):

@@ -374,11 +374,6 @@ def layer_among(given: Iterable[object]) -> nn.Module | None:
     return next((item for item in given if isinstance(item, BaseTunerLayer) and isinstance(item, nn.Module)), None)
 
 
-def tensors_of_layer(layer: Any) -> list[torch.Tensor]:
-    """The parameters of the layer that an adapter is put on."""
-    return list(layer.get_base_layer().parameters())
-
-
 def copied_names(model: nn.Module) -> dict[str, str]:
     """Names of parameters that PEFT has copied to train them in place of others, to the others' names."""
     if importlib.util.find_spec("peft") is None:

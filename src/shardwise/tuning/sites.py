@@ -118,11 +118,6 @@ def name_in_base(name: str) -> str:
     return name.removeprefix(_PREFIX).replace(".base_layer", "")
 
 
-def adapter_words(config: LoraConfig) -> str:
-    """A config in words that are the same in every process."""
-    return peft_compat.in_words(config)
-
-
 def outline_adapter(base: PreTrainedModel, config: LoraConfig) -> AdapterOutline:
     """What PEFT would put into a model.
 
