@@ -4,8 +4,7 @@ import json
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +94,6 @@ _SHOWN_IGNORED = 10
 _DIGITS = re.compile(r"([0-9]+)")
 
 
-@dataclass(frozen=True)
-class TensorGroup:
-    """Tensors of one dtype and shape whose keys differ only in numbers; ``nbytes`` is the bytes of all."""
-
-    pattern: str
-    count: int
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
 @click.command("inspect")
 @click.argument("path")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
@@ -126,7 +114,7 @@ def inspect_command(path: str, *, as_json: bool, with_tensors: bool, revision: s
         return
     _print_summary(index, config)
     if with_tensors:
-        _print_groups(group_tensors(index.tensors()))
+        _print_groups(index.tensors())
 
 
 def _adapter_in(folder: Path) -> str | None:
@@ -167,19 +155,6 @@ def bytes_per_dtype(tensors: Iterable[StoredTensor]) -> dict[str, int]:
     for tensor in tensors:
         totals[tensor.dtype.label] += tensor.nbytes
     return dict(totals.most_common())
-
-
-def group_tensors(tensors: Iterable[StoredTensor]) -> list[TensorGroup]:
-    """Tensors that are alike but for the numbers in their keys, such as those of equal layers, together."""
-    alike: dict[tuple[str, tuple[int, ...]], list[StoredTensor]] = defaultdict(list)
-    for tensor in sorted(tensors, key=lambda tensor: _natural(tensor.key)):
-        alike[tensor.dtype.label, tensor.shape].append(tensor)
-    groups = [
-        TensorGroup(pattern, count, dtype, shape, count * members[0].nbytes)
-        for (dtype, shape), members in alike.items()
-        for pattern, count in collapse(shown(tensor.key) for tensor in members)
-    ]
-    return sorted(groups, key=lambda group: _natural(group.pattern))
 
 
 def as_json_object(index: CheckpointIndex, config: dict[str, object]) -> dict[str, object]:
@@ -259,10 +234,16 @@ def _print_summary(index: CheckpointIndex, config: dict[str, object]) -> None:
     click.echo("\n".join(table_lines(("file", "bytes"), files, ("bytes",))))
 
 
-def _print_groups(groups: Sequence[TensorGroup]) -> None:
-    rows = []
-    for group in groups:
-        count = f"x{group.count}" if group.count > 1 else ""
-        rows.append((group.pattern, str(group.shape), group.dtype, count, in_bytes(group.nbytes)))
+def _print_groups(tensors: Iterable[StoredTensor]) -> None:
+    """Print tensors, those that are alike but for numbers in their keys, such as those of equal layers, as one."""
+    alike: dict[tuple[tuple[int, ...], str], list[StoredTensor]] = defaultdict(list)
+    for tensor in sorted(tensors, key=lambda tensor: _natural(tensor.key)):
+        alike[tensor.shape, tensor.dtype.label].append(tensor)
+    rows = [
+        (pattern, str(shape), dtype, f"x{count}" if count > 1 else "", in_bytes(count * members[0].nbytes))
+        for (shape, dtype), members in alike.items()
+        for pattern, count in collapse(shown(tensor.key) for tensor in members)
+    ]
+    rows.sort(key=lambda row: _natural(row[0]))
     click.echo()
     click.echo("\n".join(table_lines(("key", "shape", "dtype", "count", "bytes"), rows, ("count", "bytes"))))

@@ -51,7 +51,6 @@ from shardwise.models.quantization import (
     frozen_bytes,
     has_bitsandbytes,
     product,
-    unnested_scales,
 )
 from shardwise.models.torch_words import parameters_of
 
@@ -97,16 +96,12 @@ class InFourBits:
 
     def scales_of(self, kept: torch.Tensor, row: int) -> torch.Tensor:
         """The scales, float32, of rows of ``weight_scales``, the first of which is the matrix' ``row``-th."""
-        if not self.is_nested:
-            return kept.view(torch.float32)
         start = row * (self.in_features // self.packing.block_size)
-        made: torch.Tensor = unnested_scales(kept, start, self.weight_nested_scales, self.weight_nested_offset)
-        return made
+        return self._kept_scales(kept).floats(self.packing.form, start)
 
-    def _kept_scales(self) -> KeptScales:
-        if not self.is_nested:
-            return KeptScales(self.weight_scales)
-        return KeptScales(self.weight_scales, self.weight_nested_scales, self.weight_nested_offset)
+    def _kept_scales(self, kept: torch.Tensor | None = None) -> KeptScales:
+        nested = (self.weight_nested_scales, self.weight_nested_offset) if self.is_nested else (None, None)
+        return KeptScales(self.weight_scales if kept is None else kept, *nested)
 
     @property
     def is_nested(self) -> bool:
@@ -133,7 +128,7 @@ class InFourBits:
         kind: type = type(self)
         if kind is not _class():  # with FSDP2's in front
             return super().__reduce_ex__(protocol)
-        return _without_values, (), self.__dict__
+        return _without_values, (_class,), self.__dict__
 
     def extra_repr(self) -> str:
         form, block = form_name(self.packing.form).lower(), self.packing.block_size
@@ -165,8 +160,8 @@ def _class() -> type[nn.Linear]:
     return type("LinearInFourBits", (InFourBits, nn.Linear), {})
 
 
-def _without_values() -> nn.Module:
-    kind = _class()
+def _without_values(class_of: Callable[..., type[nn.Module]], *base: Any) -> nn.Module:
+    kind = class_of(*base)
     return kind.__new__(kind)
 
 
@@ -177,10 +172,14 @@ def is_in_four_bits(module: nn.Module) -> TypeGuard[Any]:
 
 def why_it_stays(module: nn.Linear, quantization: KeptForm) -> str | None:
     """Why a linear layer cannot be kept in four bits; None where it can."""
-    if module.weight.dtype not in COMPUTED_IN:
-        return f"is of {module.weight.dtype}, of which nothing is packed"
-    if module.in_features % quantization.block_size:
-        return f"has {module.in_features} columns, no multiple of the block of {quantization.block_size}"
+    return _why_unpacked(module.weight.dtype, module.in_features, quantization)
+
+
+def _why_unpacked(dtype: torch.dtype, columns: int, quantization: KeptForm) -> str | None:
+    if dtype not in COMPUTED_IN:
+        return f"is of {dtype}, of which nothing is packed"
+    if columns % quantization.block_size:
+        return f"has {columns} columns, no multiple of the block of {quantization.block_size}"
     return None
 
 
@@ -241,7 +240,7 @@ class ExpertsInFourBits(nn.Module):
         _, _, kind, *_ = type(self).__mro__
         if type(self) is not _class_of_experts(kind):  # with FSDP2's in front
             return super().__reduce_ex__(protocol)
-        return _experts_without_values, (kind,), self.__dict__
+        return _without_values, (_class_of_experts, kind), self.__dict__
 
     def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
         return type(self)._eager(_Lookalike(self), *args, **keywords)
@@ -368,15 +367,11 @@ def why_they_stay(module: nn.Module, stack: nn.Parameter, quantization: KeptForm
     """
     if not are_fused_experts(module):
         return "belongs to experts that are not computed one after the other in a way that is known"
-    if stack.dtype not in COMPUTED_IN:
-        return f"is of {stack.dtype}, of which nothing is packed"
     if module.is_transposed and not is_stored:
         return "is stored with what comes in before what comes out, so that no row is whole blocks"
     if are_parted_experts(module):
         return "belongs to experts that are on ranks of their own"
-    if not is_stored and stack.shape[-1] % quantization.block_size:
-        return f"has {stack.shape[-1]} columns, no multiple of the block of {quantization.block_size}"
-    return None
+    return _why_unpacked(stack.dtype, 0 if is_stored else stack.shape[-1], quantization)
 
 
 def put_experts_into_four_bits(module: nn.Module, names: Mapping[str, KeptForm]) -> None:
@@ -409,11 +404,6 @@ def put_experts_into_four_bits(module: nn.Module, names: Mapping[str, KeptForm])
 def _class_of_experts(kind: Any) -> type[nn.Module]:
     eager = staticmethod(eager_experts(kind))
     return type(f"{kind.__name__}InFourBits", (ExpertsInFourBits, kind), {"_eager": eager})
-
-
-def _experts_without_values(kind: Any) -> nn.Module:
-    made = _class_of_experts(kind)
-    return made.__new__(made)
 
 
 def are_fused_experts(module: nn.Module) -> bool:

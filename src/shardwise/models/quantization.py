@@ -274,14 +274,14 @@ class KeptScales:
     nested: torch.Tensor | None = None
     offset: torch.Tensor | None = None
 
-    def floats(self, form: FourBitForm) -> torch.Tensor:
-        """Float32 (out, in / block); of bytes of float32, in the same memory."""
+    def floats(self, form: FourBitForm, start: int = 0) -> torch.Tensor:
+        """Float32 (out, in / block); of bytes of float32, in the same memory. The first is ``start``."""
         if isinstance(form, Code):
             powers = torch.tensor(POWERS, dtype=torch.float32, device=self.kept.device)
             return powers[self.kept.int()]
         if self.nested is None:
             return self.kept.view(torch.float32)
-        made: torch.Tensor = unnested_scales(self.kept, 0, self.nested, self.offset)
+        made: torch.Tensor = unnested_scales(self.kept, start, self.nested, self.offset)
         return made
 
 

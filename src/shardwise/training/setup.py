@@ -3,7 +3,7 @@
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -404,11 +404,7 @@ def plan_run(config: RunConfig, *, ranks: int | None = None, nodes: int = 1, dev
     if replicas > 1:
         options["mesh"] = {"replicate": replicas, "shard": max(ranks // replicas, 1)}
     made = plan(arguments.model.model_name_or_path, ranks=ranks, **options)
-    return replace(made, notes=(*made.notes, *_not_included(config.method, is_full=isinstance(tuning, Full))))
-
-
-def _not_included(method: TrainMethod, *, is_full: bool) -> Iterator[str]:
-    if method in ("dpo", "kto") and is_full:
-        yield "the reference model is not included: its weights and gathered groups are those of the model"
-    if method == "grpo":
-        yield "generation is not included"
+    notes = ["generation is not included"] if config.method == "grpo" else []
+    if config.method in ("dpo", "kto") and isinstance(tuning, Full):
+        notes = ["the reference model is not included: its weights and gathered groups are those of the model"]
+    return replace(made, notes=(*made.notes, *notes))
