@@ -32,12 +32,6 @@ def run(*arguments: object):
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-def test_help_names_both() -> None:
-    text = run("--help").output
-    assert "merge-adapter" in text
-    assert "merge-weights" in text
-
-
 def test_merge_adapter(base: Path, tmp_path: Path) -> None:
     adapter = save_adapter(base, tmp_path / "adapter", r=2, target_modules=["q_proj"])
     result = run(

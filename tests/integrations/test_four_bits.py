@@ -11,16 +11,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Path:
-    config = Qwen3Config(
-        vocab_size=300,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=False,
-    )
+    sizes = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False}
+    config = Qwen3Config(**sizes, **heads)
     folder = tmp_path_factory.mktemp("plain")
     model = AutoModelForCausalLM.from_config(config)
     zoo.fill(model)

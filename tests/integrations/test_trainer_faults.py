@@ -1,31 +1,19 @@
 """A rank of a Trainer that fails alone, while the others go on into a collective."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.harness.local_ranks import LocalRanks
 from tests.integrations.doors import require_doors
 from tests.integrations.failing import fail_alone
-from tests.integrations.runs import Run, train, write
+from tests.integrations.runs import Run, train
 
 require_doors()
 
 PRELOADED = ("transformers", "datasets", "accelerate", "peft", "shardwise.integrations.trainer")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalRanks]:
-    with LocalRanks(2, timeout_s=90, preloaded=PRELOADED) as found:
-        yield found
 
 
 @pytest.mark.parametrize("place", ["batches", "loss"])

@@ -1,7 +1,6 @@
 """What cannot be trained so is refused by name, on all ranks alike, before anything is made."""
 
 import importlib
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,21 +158,26 @@ def test_which_checkpoints_go(complete: list[int], limit: int | None, best: int 
     assert trainer_runs.steps_to_remove(complete, limit, best) == removed
 
 
+FACTS = trainer_runs.TrainerFacts(3, "mine", 8, 2).to_bytes()
+
+
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b'{"version": 1}', b'{"version": 2}', b"null", b'{"version": 1, "step": -1, "holds": "x"}'],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"version": 1}',
+        b'{"version": 2}',
+        b"null",
+        b'{"version": 1, "step": -1, "holds": "x"}',
+        FACTS.replace(b"8", b"-8"),
+        FACTS.replace(b'"mine"', b"3"),
+    ],
 )
 def test_facts_of_strangers(content: bytes) -> None:
     with pytest.raises(FormatError):
         trainer_runs.TrainerFacts.from_bytes(content, "facts")
-
-
-def test_facts_are_read_as_they_were_written() -> None:
-    facts = trainer_runs.TrainerFacts(3, "adapter mine", 8, 2)
-    assert trainer_runs.TrainerFacts.from_bytes(facts.to_bytes(), "facts") == facts
-    strange = json.dumps({**json.loads(facts.to_bytes()), "holds": 3}).encode()
-    with pytest.raises(FormatError, match="holds no facts of a checkpoint"):
-        trainer_runs.TrainerFacts.from_bytes(strange, "facts")
 
 
 def test_it_comes_before_the_trainer() -> None:

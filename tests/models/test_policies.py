@@ -1,13 +1,18 @@
-"""Which modules a policy names."""
+"""Which modules become groups, and along which dimension a parameter is dealt."""
 
 import pytest
 import torch
+from tests.models.on_fake_ranks import fake_rank
 from tests.models.small import qwen3
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from shardwise.errors import ConfigError, PlacementError
-from shardwise.models.policies import Classes, MinSize, select_blocks
+from shardwise.models.policies import Classes, MinSize, select_blocks, shard_dim
+from shardwise.models.wrap import Sharding, wrap
 
 
 def gpt2():
@@ -89,3 +94,65 @@ def test_names_of_classes_are_a_tuple():
     for names in ("Linear", nn.Linear, (nn.Linear,), {"Linear": 1}):
         with pytest.raises(ConfigError, match="must be a tuple of names of classes"):
             Classes(names)
+
+
+def group_names(model):
+    return [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]
+
+
+def wrapped(model, *, size=2, **sharding):
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",))
+    wrap(model, Sharding(mesh=mesh, **sharding))
+    return model
+
+
+def test_tied_weights_are_left_to_the_root_group():
+    with fake_rank(0, 2):
+        model = wrapped(qwen3(tie_word_embeddings=True))
+        assert group_names(model) == LAYERS
+        assert isinstance(model, FSDPModule)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_blocks_that_share_a_parameter_are_one_group():
+    blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+    blocks[2].weight = blocks[0].weight
+    model = nn.Module()
+    model.blocks = blocks
+    with fake_rank(0, 2):
+        wrapped(model, wrap="module_list")
+        assert isinstance(model.blocks[1], FSDPModule)
+        assert model.blocks[2].weight is model.blocks[0].weight
+        assert isinstance(model.blocks[2].weight, DTensor)
+
+
+@pytest.mark.parametrize("policy", ["module_list", Classes(("Linear",))])
+def test_a_block_that_is_registered_twice_is_one_block(policy):
+    model = nn.Module()
+    block = nn.Linear(4, 4)
+    model.layers = nn.ModuleList([block, nn.Linear(4, 4), block])
+    with fake_rank(0, 2):
+        wrapped(model, wrap=policy)
+        assert group_names(model) == ["layers.0", "layers.1"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "expected"),
+    [
+        ((128, 3072, 4096), 128, 0),
+        ((128, 3072, 4096), 64, 0),
+        ((128, 3072, 4096), 1024, 1),
+        ((128, 3072, 4096), 96, 1),  # two experts on 64 ranks and none on 32, by FSDP2's own way
+        ((128, 4096, 1536), 96, 0),  # only the last dimension is even: pieces of 16 columns
+        ((60, 2816, 2048), 48, 0),  # the same, but no other dimension is even
+        ((60, 2816, 2048), 8, 0),  # 7.5 a rank, padded to 8: near enough
+        ((128, 100, 4096), 1024, 2),
+        ((3, 6, 4), 4, 2),
+        ((3, 8, 4), 4, 1),
+        ((3, 5, 7), 4, 0),  # nothing divides: FSDP2's own way, with an empty rank
+        ((512, 4096), 1024, 0),
+        ((10,), 16, 0),
+    ],
+)
+def test_the_dimension_that_is_dealt(shape, ranks, expected):
+    assert shard_dim(shape, ranks) == expected

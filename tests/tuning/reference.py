@@ -11,24 +11,22 @@ from tests import zoo
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3Config
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}
+
 
 def save_tiny(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
     """A Qwen3 of two layers."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": 61,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 12,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": tied,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
+    sizes = {**SIZES, "head_dim": 12, "tie_word_embeddings": tied}
     model = AutoModelForCausalLM.from_config(Qwen3Config(**{**sizes, **config}), dtype=dtype)
     with zoo.silenced():
         model.save_pretrained(folder)
@@ -38,20 +36,7 @@ def save_tiny(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.flo
 def save_experts(folder: Path) -> Path:
     """A Mixtral of four experts, stored one by one."""
     torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=61,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    config = MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False)
     with zoo.silenced():
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder

@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[str, LoraConfig]] = {
     "patterns": ("tied", PATTERNS),
     "biased": ("biased", BIASED),
     "experts": ("experts", EXPERTS),
+    "replicated": ("tied", NARROW),
 }
 
 
@@ -46,8 +47,10 @@ def test_a_saved_adapter_opens_in_peft_and_is_taken_up_again(
     kind: str, folders: dict[str, Path], tmp_path: Path, worlds: Worlds
 ) -> None:
     base, config = KINDS[kind]
+    placement: Any = "replicated" if kind == "replicated" else "sharded"
     folder, adapter = str(folders[base]), str(tmp_path / "adapter")
-    live = worlds(3).run(on_ranks.save_adapter, folder, {"tuning": Lora(config)}, adapter)
+    tuning = Lora(config, adapters=placement)
+    live = worlds(3).run(on_ranks.save_adapter, folder, {"tuning": tuning}, adapter)
     stock = reference.stock_with_adapter(folder, adapter)
     tokens = reference.batch(2, seed=5)
     with torch.no_grad():
@@ -108,14 +111,6 @@ def test_wrappers_leave_no_trace_in_the_names(tied: Path, tmp_path: Path, worlds
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in keys
     assert not [key for key in keys if "_orig_mod" in key or "_checkpoint_wrapped" in key or "default" in key]
     reference.stock_with_adapter(tied, tmp_path / "adapter")
-
-
-@pytest.mark.distributed
-def test_a_replicated_adapter_is_saved_once(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
-    keywords = {"tuning": Lora(NARROW, adapters="replicated")}
-    live = worlds(2).run(on_ranks.save_adapter, str(tied), keywords, str(tmp_path / "adapter"))
-    values = reference.values_of(reference.stock_with_adapter(tied, tmp_path / "adapter"))
-    assert [name for name in values if not torch.equal(values[name], live[0][1][name])] == []
 
 
 def test_an_adapter_lies_beside_a_model_and_replaces_an_older_one(tied: Path, tmp_path: Path) -> None:

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from peft import LoraConfig
 from tests.conftest import Worlds
 from tests.tuning import on_ranks, reference
 from tests.tuning.own import OnlyNorms
 from tests.tuning.test_tune import ALL_LINEAR, COPIES, DORA, NARROW
 
 import shardwise
-from shardwise import ConfigError, ExistingLora, Freeze, Full, Lora
+from shardwise import ExistingLora, Freeze, Full, Lora
 from shardwise.cli import main
 from shardwise.engines.forecasting import tuning_named
 
@@ -77,8 +76,3 @@ def test_the_command_line_knows_tunings(half: Path, tmp_path: Path) -> None:
         result = run("--tuning", words)
         assert result.exit_code == 2, result.output
         assert message in result.output
-
-
-def test_a_tuning_that_cannot_be_is_refused_before_it_runs(half: Path) -> None:
-    with pytest.raises(ConfigError, match="nearest are q_proj"):
-        shardwise.plan(half, ranks=2, device="cpu", tuning=Lora(LoraConfig(target_modules=["q_prj"])))
