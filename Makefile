@@ -37,7 +37,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantised bench-four-bits bench-trainer bench-startup clean
+.PHONY: help demo test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantized bench-four-bits bench-trainer bench-startup clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -104,8 +104,8 @@ bench-train: $(VENV)/project ## a step against FSDP2 by hand, memory, time to th
 bench-tenants: $(VENV)/project ## many LoRAs in one bank against switching, and against one after the other; ARGS=--quick for a minute
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.tenants $(ARGS)
 
-bench-quantised: $(VENV)/project ## a quantised checkpoint against the same in bfloat16; minutes, ARGS=--quick
-	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.quantised $(ARGS)
+bench-quantized: $(VENV)/project ## a quantized checkpoint against the same in bfloat16; minutes, ARGS=--quick
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.quantized $(ARGS)
 
 bench-four-bits: $(VENV)/project ## a base in four bits: brought up, its memory, a step of a LoRA on it; minutes, ARGS=--quick
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.four_bit_base $(ARGS)

@@ -38,32 +38,32 @@ def arms(rows: int, form: str) -> dict[tuple[str, str], Callable[[], Sequence[An
     use_peers("bitsandbytes")
     import bitsandbytes.functional as bnb
 
-    from shardwise.conversion.four_bit import dequantise_rows, nest_about, packed_shape, quantise_rows, scales_shape
+    from shardwise.conversion.four_bit import dequantize_rows, nest_about, packed_shape, quantize_rows, scales_shape
     from shardwise.tensors import Form4
 
     known = Form4(form)
     normal = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0)).mul_(0.02)
     packed = torch.empty(packed_shape(normal.shape), dtype=torch.uint8)
     absmax = torch.empty(scales_shape(normal.shape, BLOCK))
-    quantise_rows(normal.bfloat16(), BLOCK, known, packed, absmax)
+    quantize_rows(normal.bfloat16(), BLOCK, known, packed, absmax)
     _, state = bnb.quantize_4bit(normal.bfloat16(), blocksize=BLOCK, quant_type=form)
     flat, offset = absmax.flatten(), absmax.mean()
 
-    def quantise(values: Any) -> Sequence[Any]:
+    def quantize(values: Any) -> Sequence[Any]:
         made = torch.empty_like(packed), torch.empty_like(absmax)
-        quantise_rows(values, BLOCK, known, *made)
+        quantize_rows(values, BLOCK, known, *made)
         return made
 
-    def quantise_theirs(values: Any) -> Sequence[Any]:
+    def quantize_theirs(values: Any) -> Sequence[Any]:
         made, found = bnb.quantize_4bit(values, blocksize=BLOCK, quant_type=form)
         return made, found.absmax
 
-    def dequantise(dtype: Any) -> Sequence[Any]:
+    def dequantize(dtype: Any) -> Sequence[Any]:
         out = torch.empty(normal.shape, dtype=dtype)
-        dequantise_rows(packed, absmax, BLOCK, known, out)
+        dequantize_rows(packed, absmax, BLOCK, known, out)
         return [out]
 
-    def dequantise_theirs(dtype: Any) -> Sequence[Any]:
+    def dequantize_theirs(dtype: Any) -> Sequence[Any]:
         state.dtype = dtype
         return [bnb.dequantize_4bit(packed.view(-1, 1), state)]
 
@@ -74,10 +74,10 @@ def arms(rows: int, form: str) -> dict[tuple[str, str], Callable[[], Sequence[An
     found: dict[tuple[str, str], Callable[[], Sequence[Any]]] = {}
     for name in DTYPES:
         dtype = getattr(torch, name)
-        found[f"quantise {name}", "shardwise"] = partial(quantise, normal.to(dtype))
-        found[f"quantise {name}", "bitsandbytes"] = partial(quantise_theirs, normal.to(dtype))
-        found[f"dequantise {name}", "shardwise"] = partial(dequantise, dtype)
-        found[f"dequantise {name}", "bitsandbytes"] = partial(dequantise_theirs, dtype)
+        found[f"quantize {name}", "shardwise"] = partial(quantize, normal.to(dtype))
+        found[f"quantize {name}", "bitsandbytes"] = partial(quantize_theirs, normal.to(dtype))
+        found[f"dequantize {name}", "shardwise"] = partial(dequantize, dtype)
+        found[f"dequantize {name}", "bitsandbytes"] = partial(dequantize_theirs, dtype)
     ranks = {"places": by_places, "compares": by_compares, "table": by_table, "search": by_search}
     for name, way in ranks.items():
         found["ranks", name] = partial(in_chunks, way(known.bounds), normal.mul(20).clamp_(-1, 1).flatten())

@@ -66,7 +66,7 @@ def pack(numel: int) -> float:
     import torch
     import torch.distributed as dist
 
-    from shardwise.conversion.four_bit import quantise_rows
+    from shardwise.conversion.four_bit import quantize_rows
     from shardwise.tensors import Form4
 
     quieten()
@@ -76,7 +76,7 @@ def pack(numel: int) -> float:
     dist.barrier()
     start = time.perf_counter()
     for _ in range(-(-numel // values.numel())):
-        quantise_rows(values, 64, Form4.NF4, packed, scales)
+        quantize_rows(values, 64, Form4.NF4, packed, scales)
     dist.barrier()
     return time.perf_counter() - start
 

@@ -98,7 +98,7 @@ def plan_once(wanted: Shape) -> dict[str, float]:
     from shardwise.conversion.computed import copies
     from shardwise.layout import Origin, TensorKind
     from shardwise.models import build, pretrained, wrap
-    from shardwise.models.initialize import Initialisers
+    from shardwise.models.initialize import Initializers
     from shardwise.models.pretrained import bind
     from shardwise.models.view import Held, layout_of, look_inside
     from shardwise.models.wrap import Sharding
@@ -122,11 +122,11 @@ def plan_once(wanted: Shape) -> dict[str, float]:
         wrap.wrap(model, Sharding(mesh=wrap.default_mesh()))
     with clock.phase("layout"):
         held = look_inside(model)
-        initialisers = Initialisers(model, held)
-        computed = initialisers.buffers({}, seed=0)
+        initializers = Initializers(model, held)
+        computed = initializers.buffers({}, seed=0)
 
         def origin_of(item: Held) -> Origin:
-            return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initialisers.origin_of(item)
+            return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initializers.origin_of(item)
 
         layout = layout_of(held, origin_of)
     with clock.phase("plan_load"):

@@ -18,7 +18,7 @@ from shardwise.cli.launch import read_launch
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.execution.processes import run_spawned
 
-QUESTIONS = ("What colour is grass?", "What is the capital of France?", "How many legs does a spider have?")
+QUESTIONS = ("What color is grass?", "What is the capital of France?", "How many legs does a spider have?")
 
 _MARK = ".made-by-shardwise-demo"
 _ROWS_PER_STEP = 16

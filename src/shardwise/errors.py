@@ -11,7 +11,7 @@
     │   ├── DisagreementError    ranks that must agree do not
     │   └── RankLostError        a rank was killed, has ended, or is stopped
     ├── TrainingError            a training cannot go on
-    └── ConfigError              an argument or an option that cannot be honoured
+    └── ConfigError              an argument or an option that cannot be honored
 
 Every message names the parameter or the file, the rank where it is not the same everywhere, the cause,
 and what to do about it.
@@ -61,7 +61,7 @@ class TrainingError(ShardwiseError):
 
 
 class ConfigError(ShardwiseError):
-    """An argument, an option or a configuration value cannot be honoured."""
+    """An argument, an option or a configuration value cannot be honored."""
 
 
 _OLDEST = {"torch": "2.11", "transformers": "5.17"}

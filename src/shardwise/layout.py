@@ -31,7 +31,7 @@ class Origin(enum.Enum):
     INIT_WEIGHTS = "the model's _init_weights"
     RESET_PARAMETERS = "its module's reset_parameters"
     CALLABLE = "the callable given"
-    TUNING = "the initialiser of the adapter it belongs to"
+    TUNING = "the initializer of the adapter it belongs to"
     AS_IT_IS = "its present value"
     NOWHERE = "nowhere"
 

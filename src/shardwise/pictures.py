@@ -101,9 +101,9 @@ def draw_report(runs: Sequence[Path], folder: Path, first: Sequence[PageSection]
     found = [read_run(run) for run in runs]
     names = [_plain(run.path.resolve().name) for run in found]
     labels = [name if names.count(name) == 1 else _plain(run.path) for name, run in zip(names, found, strict=True)]
-    labelled = dict(zip(labels, found, strict=True))
-    sections = [*first, *_compared(labelled)]
-    sections += [_of_run(label, run, number) for number, (label, run) in enumerate(labelled.items(), 1)]
+    labeled = dict(zip(labels, found, strict=True))
+    sections = [*first, *_compared(labeled)]
+    sections += [_of_run(label, run, number) for number, (label, run) in enumerate(labeled.items(), 1)]
     _write(folder, ", ".join(labels), sections)
     return [f"{section.title}: {note}" for section in sections for note in section.notes]
 

@@ -85,7 +85,7 @@ def test_a_bank_that_is_wrong_is_found_out(base, begun, alone, monkeypatch, wron
 
 
 def test_tenants_come_and_go_unnoticed(base, begun, alone):
-    """Added late, removed in the middle of a window, added again: neighbours are bitwise as without."""
+    """Added late, removed in the middle of a window, added again: neighbors are bitwise as without."""
     members = recipes()
     steady = {name: members[name] for name in ("ada", "dee")}
     quiet = bank_of(base, steady)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from tests.bank import four_bits
-from tests.quantised.stored_experts import make_gpt_oss
-from tests.quantised.test_four_bit_experts import plain as mixture  # noqa: F401 - a fixture
+from tests.quantized.stored_experts import make_gpt_oss
+from tests.quantized.test_four_bit_experts import plain as mixture  # noqa: F401 - a fixture
 
 
 @pytest.mark.distributed

@@ -162,7 +162,7 @@ def test_bases_that_couple_tenants_are_refused(base):
         ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic")
     )
     with pytest.raises(
-        ConfigError, match="normalization is a BatchNorm2d, which normalises over all tenants' rows"
+        ConfigError, match="normalization is a BatchNorm2d, which normalizes over all tenants' rows"
     ):
         shardwise.AdapterBank(images)
     with pytest.raises(ConfigError, match="Qwen3Model gives no logits of tokens"):

@@ -102,7 +102,7 @@ def test_a_plugin_says_what_is_asked_of_it() -> None:
 
 
 def test_from_pretrained_fills_a_model_through_one_door(tmp_path: Path, monkeypatch) -> None:
-    """The model is on meta, with nothing tied; what the outcome says is missing is tied, or initialised."""
+    """The model is on meta, with nothing tied; what the outcome says is missing is tied, or initialized."""
     saved = llama(tmp_path)
     owner, name = build.loading_door()
     original, seen = getattr(owner, name), []

@@ -90,7 +90,7 @@ def test_ties_plans_and_lists_of_a_model(llama: transformers.PreTrainedModel) ->
     assert kept(name.replace("wo", "wi")) is None
 
 
-def test_building_and_initialising(llama: transformers.PreTrainedModel, tmp_path: Path) -> None:
+def test_building_and_initializing(llama: transformers.PreTrainedModel, tmp_path: Path) -> None:
     built = build.build_on_meta(transformers.LlamaForCausalLM, llama.config, torch.bfloat16, tmp_path)
     assert {(tensor.is_meta, tensor.dtype) for tensor in built.parameters()} == {(True, torch.bfloat16)}
     found, config = build.auto_model_class(llama.config, transformers.AutoModelForCausalLM)
@@ -101,7 +101,7 @@ def test_building_and_initialising(llama: transformers.PreTrainedModel, tmp_path
     rotary = dict(fresh.named_buffers())["model.rotary_emb.inv_freq"]
     assert torch.equal(rotary, dict(llama.named_buffers())["model.rotary_emb.inv_freq"])
     ones = torch.ones(2)
-    with pretrained.not_initialising():
+    with pretrained.not_initializing():
         nn.init.zeros_(ones)
     assert ones.tolist() == [1, 1]
     model = transformers.LlamaForCausalLM(llama.config)

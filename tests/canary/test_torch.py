@@ -221,9 +221,9 @@ def test_registries_and_hooks() -> None:
 
 
 def test_kinds_of_modules() -> None:
-    assert private.normalises_over_rows(nn.BatchNorm2d(2))
-    assert private.normalises_over_rows(nn.SyncBatchNorm(2))
-    assert not private.normalises_over_rows(nn.LayerNorm(2))
+    assert private.normalizes_over_rows(nn.BatchNorm2d(2))
+    assert private.normalizes_over_rows(nn.SyncBatchNorm(2))
+    assert not private.normalizes_over_rows(nn.LayerNorm(2))
     module = nn.Linear(2, 2)
     assert not private.is_compiled_in_place(module)
     module.compile(backend="eager")

@@ -168,7 +168,7 @@ def keep_last(folder: str, keep: int) -> list[Any]:
 
 
 def refused(folder: str, fault: str) -> tuple[str, str]:
-    """A call that cannot be honoured."""
+    """A call that cannot be honored."""
     training = Training()
     checkpointer = Checkpointer(folder)
     state: Any = training.state

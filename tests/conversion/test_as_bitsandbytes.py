@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from tests.conversion.test_four_bit import DTYPES, dequantised, quantised, same
+from tests.conversion.test_four_bit import DTYPES, dequantized, quantized, same
 from tests.conversion.test_nested_scales import unnest
 from tests.harness.world import run_world
 from tests.peers import use_peers
@@ -44,16 +44,16 @@ def compare_weights() -> list[str]:
             for values, block in cases:
                 count += 1
                 name = f"{form}, {dtype}, {block}"
-                packed, absmax = quantised(values, block, form)
+                packed, absmax = quantized(values, block, form)
                 theirs, state = bnb.quantize_4bit(values, blocksize=block, quant_type=form.value)
                 if not (torch.equal(packed.flatten(), theirs.flatten()) and same(absmax.flatten(), state.absmax)):
-                    faults.append(f"{name}: quantised")
-                small = dequantised(packed, absmax, block, form, torch.float32).abs() < 2.0**-126
+                    faults.append(f"{name}: quantized")
+                small = dequantized(packed, absmax, block, form, torch.float32).abs() < 2.0**-126
                 for wide in DTYPES:
                     state.dtype = wide
-                    mine, other = dequantised(packed, absmax, block, form, wide), bnb.dequantize_4bit(theirs, state)
+                    mine, other = dequantized(packed, absmax, block, form, wide), bnb.dequantize_4bit(theirs, state)
                     if not torch.equal(mine.masked_fill_(small, 0), other.masked_fill_(small, 0)):
-                        faults.append(f"{name}: dequantised to {wide}")
+                        faults.append(f"{name}: dequantized to {wide}")
     return [*faults, f"{count} weights"]
 
 

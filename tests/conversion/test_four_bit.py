@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.conversion.four_bit import (
-    dequantise_rows,
+    dequantize_rows,
     fits_blocks,
     packed_shape,
-    quantise_rows,
+    quantize_rows,
     raw_scales_shape,
     scales_in,
     scales_shape,
@@ -22,19 +22,19 @@ from shardwise.tensors import Form4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def quantised(values: torch.Tensor, block: int, form: Form4) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(values: torch.Tensor, block: int, form: Form4) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales, of which no row is refused."""
     packed = torch.full(packed_shape(values.shape), 99, dtype=torch.uint8)
     absmax = torch.full(scales_shape(values.shape, block), math.nan)
-    assert quantise_rows(values, block, form, packed, absmax) == ()
+    assert quantize_rows(values, block, form, packed, absmax) == ()
     return packed, absmax
 
 
-def dequantised(
+def dequantized(
     packed: torch.Tensor, absmax: torch.Tensor, block: int, form: Form4, dtype: torch.dtype
 ) -> torch.Tensor:
     out = torch.full((*packed.shape[:-1], 2 * packed.shape[-1]), math.nan, dtype=dtype)
-    dequantise_rows(packed, absmax, block, form, out)
+    dequantize_rows(packed, absmax, block, form, out)
     return out
 
 
@@ -71,7 +71,7 @@ def weights(draw):
 @given(weights())
 def test_each_element_by_itself(case):
     values, block, form = case
-    packed, absmax = quantised(values, block, form)
+    packed, absmax = quantized(values, block, form)
     scales = values.float().unflatten(-1, (-1, block)).abs().amax(-1)
     assert same(absmax, scales)
     codes = torch.stack([packed >> 4, packed & 15], -1).flatten(-2)
@@ -83,7 +83,7 @@ def test_each_element_by_itself(case):
     assert codes.flatten().tolist() == wanted
     numbers = torch.tensor(form.numbers)[codes.long()] * by_element
     for dtype in DTYPES:
-        assert same(dequantised(packed, absmax, block, form, dtype), numbers.to(dtype))
+        assert same(dequantized(packed, absmax, block, form, dtype), numbers.to(dtype))
 
 
 @pytest.mark.parametrize("block", [32, 64, 128, 256, 512, 1024, 2048, 4096])
@@ -93,12 +93,12 @@ def test_weights_of_several_chunks(dtype, block):
     scales = values.float().unflatten(-1, (-1, block)).abs().amax(-1)
     numbers = values.float() * (1 / scales).repeat_interleave(block, -1)
     for form in Form4:
-        packed, absmax = quantised(values, block, form)
+        packed, absmax = quantized(values, block, form)
         assert same(absmax, scales)
         codes = torch.tensor(form.order)[torch.bucketize(numbers, torch.tensor(form.bounds))]
         assert torch.equal(packed, (codes[:, ::2] << 4 | codes[:, 1::2]).byte())
         wanted = torch.tensor(form.numbers)[codes] * scales.repeat_interleave(block, -1)
-        assert same(dequantised(packed, absmax, block, form, dtype), wanted.to(dtype))
+        assert same(dequantized(packed, absmax, block, form, dtype), wanted.to(dtype))
 
 
 @pytest.mark.parametrize("form", list(Form4))
@@ -106,7 +106,7 @@ def test_on_the_bounds_and_beside_them(form):
     bounds = torch.tensor(form.bounds)
     up, down = torch.tensor(math.inf), torch.tensor(-math.inf)
     values = torch.cat([bounds, bounds.nextafter(up), bounds.nextafter(down), torch.zeros(18), torch.tensor([1.0])])
-    packed, absmax = quantised(values.view(1, 64), 64, form)
+    packed, absmax = quantized(values.view(1, 64), 64, form)
     codes = torch.stack([packed >> 4, packed & 15], -1).flatten().tolist()
     order = list(form.order)
     assert codes[:15] == order[:15]
@@ -124,17 +124,17 @@ def test_all_that_is_near_a_bound(form, dtype):
     rows = [torch.cat([(bound + steps).clamp(-1, 1), torch.ones(1)]) for bound in form.bounds]
     values = torch.stack([*rows, torch.full((4096,), form.bounds[3]).index_fill(0, torch.tensor([7]), 1.0)])
     values = values.repeat(3, 1).to(dtype)
-    packed, absmax = quantised(values, 4096, form)
+    packed, absmax = quantized(values, 4096, form)
     assert (absmax == 1).all()
     codes = torch.tensor(form.order)[torch.bucketize(values.float(), torch.tensor(form.bounds))]
     assert torch.equal(packed, (codes[:, ::2] << 4 | codes[:, 1::2]).byte())
 
 
-def test_rows_are_quantised_as_among_all_others():
+def test_rows_are_quantized_as_among_all_others():
     values = torch.randn(37, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
-    packed, absmax = quantised(values, 64, Form4.NF4)
+    packed, absmax = quantized(values, 64, Form4.NF4)
     for start in range(0, 37, 5):
-        own = quantised(values[start : start + 5], 64, Form4.NF4)
+        own = quantized(values[start : start + 5], 64, Form4.NF4)
         assert same(own[0], packed[start : start + 5])
         assert same(own[1], absmax[start : start + 5])
 
@@ -145,14 +145,14 @@ def test_rows_that_are_not_finite_are_told(dtype, bad):
     values = torch.ones(2, 3, 128, dtype=dtype)
     values[0, 1, 5] = values[1, 2, 127] = bad
     packed, absmax = torch.zeros(2, 3, 64, dtype=torch.uint8), torch.zeros(2, 3, 2)
-    assert quantise_rows(values, 64, Form4.NF4, packed, absmax) == (1, 5)
+    assert quantize_rows(values, 64, Form4.NF4, packed, absmax) == (1, 5)
     assert same(absmax[0, 0], torch.ones(2))
     assert bool((packed[0, 0] == 255).all())
 
 
 def test_no_rows():
-    packed, absmax = quantised(torch.empty(0, 64), 64, Form4.FP4)
-    assert dequantised(packed, absmax, 64, Form4.FP4, torch.bfloat16).shape == (0, 64)
+    packed, absmax = quantized(torch.empty(0, 64), 64, Form4.FP4)
+    assert dequantized(packed, absmax, 64, Form4.FP4, torch.bfloat16).shape == (0, 64)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,9 @@ def test_no_rows():
 )
 def test_what_does_not_go_together(values, block, packed, absmax, told):
     with pytest.raises(ValueError, match=told):
-        quantise_rows(values, block, Form4.NF4, packed, absmax)
+        quantize_rows(values, block, Form4.NF4, packed, absmax)
     with pytest.raises(ValueError, match=told):
-        dequantise_rows(packed, absmax, block, Form4.NF4, values)
+        dequantize_rows(packed, absmax, block, Form4.NF4, values)
 
 
 def test_sizes():

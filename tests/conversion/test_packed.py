@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.conversion.test_leaves import evaluated as moved
 
 from shardwise.conversion.computed import Computed
-from shardwise.conversion.dequantise import POWERS, dequantised
+from shardwise.conversion.dequantize import POWERS, dequantized
 from shardwise.conversion.expression import Expression, Stored, concat, permute, reshape, slice_dim, stack
-from shardwise.conversion.four_bit import dequantise_rows
+from shardwise.conversion.four_bit import dequantize_rows
 from shardwise.conversion.packed import (
     as_bytes,
     nested_as_stored,
@@ -93,7 +93,7 @@ def test_blocks_that_go_on_from_row_to_row(data):
     assert isinstance(node, Computed)
     whole, wanted = torch.zeros(16 * blocks, dtype=torch.uint8), torch.empty(32 * blocks, dtype=torch.bfloat16)
     whole[: values.numel()] = values
-    dequantise_rows(whole, scales, 32, Form4.NF4, wanted)
+    dequantize_rows(whole, scales, 32, Form4.NF4, wanted)
     box = draw(boxes((count,)))
     found = evaluated(node, [values, scales], box, draw(st.sampled_from([1, 200, 100_000])))
     assert torch.equal(found, part(wanted, box))
@@ -142,7 +142,7 @@ def test_what_is_stored_so_is_taken_as_it_is():
     for form, block in ((Form4.FP4, 64), (Form4.NF4, 32)):
         again, _ = packed(numbers, form, block, rounds_to=DType.BF16)
         assert isinstance(again, Computed)
-        assert again.operation.label == "quantising"
+        assert again.operation.label == "quantizing"
     assert nested_as_stored(numbers, Form4.NF4, 64) is None
 
 
@@ -167,7 +167,7 @@ class Stacks:
         self.bytes |= {f"w{number}": values.numpy(), f"s{number}": scales.numpy()}
         w, s = Stored(f"w{number}", tuple(values.shape), DType.U8), Stored(f"s{number}", counts, DType.U8)
         if isinstance(self.form, Code):
-            node = dequantised(w, s, shape, (*(1 for _ in shape[:-1]), 32), self.form, has_exponents=True)
+            node = dequantized(w, s, shape, (*(1 for _ in shape[:-1]), 32), self.form, has_exponents=True)
         else:
             node = unpacked(w, s, shape, self.form, 32, DType.F32)
         return node, self.numbers(values, scales)
@@ -175,7 +175,7 @@ class Stacks:
     def numbers(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Of bytes; scales of any form are exponents here."""
         made = torch.empty(*values.shape[:-1], 2 * values.shape[-1])
-        dequantise_rows(values.contiguous(), torch.tensor(POWERS)[scales.int()], 32, self.form, made)
+        dequantize_rows(values.contiguous(), torch.tensor(POWERS)[scales.int()], 32, self.form, made)
         return made
 
 

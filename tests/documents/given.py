@@ -64,7 +64,7 @@ for name, parameter in model.named_parameters():
 
 _GPT_OSS = """
 import pathlib
-from tests.quantised.stored_experts import make_gpt_oss
+from tests.quantized.stored_experts import make_gpt_oss
 place = pathlib.Path("hub/models--openai--gpt-oss-20b")
 for name in ("refs", "snapshots/" + 40 * "0"):
     (place / name).mkdir(parents=True)

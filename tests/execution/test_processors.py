@@ -33,7 +33,7 @@ def test_quotas_of_control_groups(tmp_path, own, files, expected):
     assert found == {str(tmp_path / "groups" / name): most for name, most in expected.items()}
 
 
-def test_no_more_than_the_quota_compute_and_tokenise(monkeypatch):
+def test_no_more_than_the_quota_compute_and_tokenize(monkeypatch):
     monkeypatch.setattr(machine, "processors", lambda: frozenset(range(64)))
     monkeypatch.setattr(machine, "processor_quotas", lambda: {"/": 3.5})
     assert machine.processor_count() == 3
@@ -56,7 +56,7 @@ def test_a_load_computes_on_no_more_threads(count, tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_config(config)
     zoo.fill(model)
     zoo.save_original(model, tmp_path)
-    real, seen = four_bit.quantise_rows, set()
+    real, seen = four_bit.quantize_rows, set()
 
     def slowly(*arguments):
         seen.add(threading.current_thread())
@@ -64,7 +64,7 @@ def test_a_load_computes_on_no_more_threads(count, tmp_path, monkeypatch):
         return real(*arguments)
 
     monkeypatch.setattr(machine, "processors", lambda: frozenset(range(count)))
-    monkeypatch.setattr(four_bit, "quantise_rows", slowly)
+    monkeypatch.setattr(four_bit, "quantize_rows", slowly)
     options = shardwise.options.LoadOptions(progress=False)
     shardwise.from_pretrained(
         str(tmp_path), quantization=shardwise.options.Nf4(), dtype=torch.bfloat16, options=options

@@ -23,7 +23,7 @@ def test_the_first_pattern_that_matches_the_end_of_a_name_counts():
     assert config.scaling("m.k") == 3 / 8
 
 
-def test_rank_stabilised():
+def test_rank_stabilized():
     assert parsed(r=9, lora_alpha=6, use_rslora=True).scaling("x") == 6 / math.sqrt(9)
 
 
@@ -107,7 +107,7 @@ def test_adapters_that_cannot_be_merged(content, words):
         parsed(**content)
 
 
-def test_initialisations_that_leave_the_base_alone():
+def test_initializations_that_leave_the_base_alone():
     for value in (True, False, "gaussian", "orthogonal", "eva"):
         assert parsed(init_lora_weights=value) == LoraConfig(8, 8)
     assert parsed(r=1 << 20).r == 1 << 20

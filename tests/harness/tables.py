@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.engines.load_plan import BaseForm
     from shardwise.engines.nesting import FOUR_BITS
-    from shardwise.formats import coded, grouped_integers, quantised
+    from shardwise.formats import coded, grouped_integers, quantized
     from shardwise.formats.contract import CheckpointFormat
     from shardwise.formats.distributed import FORMAT as FOLDERS
     from shardwise.formats.opening import FormOf
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from shardwise.planning.load_memory import MakeNode
 
     _formats: tuple[CheckpointFormat, ...] = (SAFETENSORS, TORCH, FOLDERS)
-    _quantised: tuple[FormOf, ...] = (
-        quantised.form_of,
+    _quantized: tuple[FormOf, ...] = (
+        quantized.form_of,
         coded.bitsandbytes,
         grouped_integers.awq,
         grouped_integers.gptq,

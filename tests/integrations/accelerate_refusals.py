@@ -123,7 +123,7 @@ def _resized(checkpoint: str) -> None:
     accelerator.prepare(model, optimizer_of(model))
 
 
-def _initialised(checkpoint: str) -> None:
+def _initialized(checkpoint: str) -> None:
     accelerator = accelerator_for(THEIRS)
     model = scripted(checkpoint)
     nn.init.normal_(model.lm_head.weight)
@@ -177,7 +177,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "a plugin of FSDP1": _of_fsdp1,
     "an optimizer that has stepped": _stepped,
     "a vocabulary resized on meta": _resized,
-    "a head initialised on meta": _initialised,
+    "a head initialized on meta": _initialized,
     "a copy of what is on meta": _copied,
     "two minds about loading": _two_minds,
     "a class that is not there": _no_such_class,

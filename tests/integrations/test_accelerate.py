@@ -215,7 +215,7 @@ SAID = {
     "a plugin of FSDP1": ("ConfigError", "fsdp_version=1"),
     "an optimizer that has stepped": ("PlacementError", "optimizer 0 (AdamW) has stepped already"),
     "a vocabulary resized on meta": ("PlacementError", "model.embed_tokens.weight, lm_head.weight: on meta, in no"),
-    "a head initialised on meta": ("PlacementError", "lm_head.weight: on meta, in no file"),
+    "a head initialized on meta": ("PlacementError", "lm_head.weight: on meta, in no file"),
     "a copy of what is on meta": ("PlacementError", "on meta, in no file"),
     "two minds about loading": ("ConfigError", "cpu_ram_efficient_loading=False; set both, or neither"),
     "a class that is not there": ("ValueError", "Could not find the transformer layer class Qwen3DecoderLayr"),

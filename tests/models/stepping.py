@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
 from shardwise.models import wrap
-from shardwise.models.gradients import average_replicated_gradients, clip_gradients, require_synchronised
+from shardwise.models.gradients import average_replicated_gradients, clip_gradients, require_synchronized
 from shardwise.models.policies import MinSize
 from shardwise.models.wrap import Sharding
 
@@ -243,7 +243,7 @@ def tensor_parallel() -> dict[str, Any]:
     return {"norm": norm, "gradients": gradients(model)}
 
 
-def unsynchronised() -> list[str]:
+def unsynchronized() -> list[str]:
     """What is said of models whose ranks would drift apart."""
     world = World.current()
     said = []
@@ -262,13 +262,13 @@ def unsynchronised() -> list[str]:
 
     for build in (added, qwen3, on_a_part):
         try:
-            require_synchronised(build(), world.size)
+            require_synchronized(build(), world.size)
         except ConfigError as error:
             said.append(str(error))
     model = sharded(Scaled())
-    require_synchronised(model, world.size)
-    require_synchronised(nn.parallel.DistributedDataParallel(qwen3()), world.size)
-    require_synchronised(qwen3().requires_grad_(False), world.size)
+    require_synchronized(model, world.size)
+    require_synchronized(nn.parallel.DistributedDataParallel(qwen3()), world.size)
+    require_synchronized(qwen3().requires_grad_(False), world.size)
     return said
 
 

@@ -65,7 +65,7 @@ def test_there_may_be_no_gradient():
 
 @pytest.mark.distributed
 def test_what_would_drift_apart_is_refused_by_name(worlds):
-    added, plain, part = worlds(2).run(stepping.unsynchronised)[1]
+    added, plain, part = worlds(2).run(stepping.unsynchronized)[1]
     assert added.startswith("model.layers.{0..2}.mlp.adapter: trained, but neither sharded nor averaged over the 2")
     assert "average_replicated_gradients" in added
     assert plain.startswith("model.embed_tokens.weight, model.layers.{0..2}.self_attn.q_proj.weight")

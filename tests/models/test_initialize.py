@@ -1,4 +1,4 @@
-"""Initial values from (seed, FQN): the same for every sharding, and what the initialiser would give."""
+"""Initial values from (seed, FQN): the same for every sharding, and what the initializer would give."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from shardwise.errors import CoverageError
 from shardwise.layout import LocalBox
 from shardwise.models import initial_programs
 from shardwise.models.initial_programs import Programmed, fill_from_program
-from shardwise.models.initialize import Initialisers, unfit_programs
+from shardwise.models.initialize import Initializers, unfit_programs
 from shardwise.models.view import boxes_at, look_inside
 from shardwise.tensors import Box, Strided, contiguous_strides
 
@@ -91,7 +91,7 @@ def test_seed_and_name_choose_the_values():
         nn.init.orthogonal_,
         lambda w: w.mul_(w.mean()),
         lambda w: w.t().zero_(),
-        lambda w: w.copy_(torch.rand(50)),  # drawn by the initialiser: not from the name of the tensor
+        lambda w: w.copy_(torch.rand(50)),  # drawn by the initializer: not from the name of the tensor
     ],
 )
 def test_what_is_not_element_by_element_is_known(init):
@@ -109,36 +109,36 @@ class Orthogonal(nn.Module):
         nn.init.zeros_(self.loaded)
 
 
-def test_an_orthogonal_tensor_is_initialised_whole_within_the_budget():
+def test_an_orthogonal_tensor_is_initialized_whole_within_the_budget():
     model = Orthogonal()
     held = look_inside(model)
-    assert not Initialisers(model, held).programs({"weight"})["weight"].is_elementwise
+    assert not Initializers(model, held).programs({"weight"})["weight"].is_elementwise
     state = torch.get_rng_state()
-    one, other = (Initialisers(model, held).whole(held[0], seed=3) for _ in range(2))
+    one, other = (Initializers(model, held).whole(held[0], seed=3) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(one, other)
     torch.testing.assert_close(one.T @ one, torch.eye(6))
     assert (model.loaded == 7).all()
-    found = Initialisers(model, held).programs({"weight"})
+    found = Initializers(model, held).programs({"weight"})
     assert unfit_programs(found, 1 << 20) == []
     (fault,) = unfit_programs(found, 100)
-    assert "weight: its initialiser needs it whole, 288 bytes" in fault
+    assert "weight: its initializer needs it whole, 288 bytes" in fault
 
 
 def test_a_tensor_that_nothing_writes_is_not_left_as_zeros():
-    """Also where an initialiser could not be traced, so that nothing could be foreseen."""
+    """Also where an initializer could not be traced, so that nothing could be foreseen."""
     model = Orthogonal()
     model.forgotten = nn.Parameter(torch.empty(3))
     held = look_inside(model)
     forgotten = next(item for item in held if item.fqn == "forgotten")
-    with pytest.raises(CoverageError, match="forgotten is missing and no initialiser of the model writes it"):
-        Initialisers(model, held).whole(forgotten, seed=0)
+    with pytest.raises(CoverageError, match="forgotten is missing and no initializer of the model writes it"):
+        Initializers(model, held).whole(forgotten, seed=0)
 
 
 def test_the_user_s_random_state_is_left_alone():
     model = nn.Linear(4, 4)
     state = torch.get_rng_state()
-    Initialisers(model, look_inside(model)).programs({"weight", "bias"})
+    Initializers(model, look_inside(model)).programs({"weight", "bias"})
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -173,13 +173,13 @@ class Model(PreTrainedModel):
             module.inner.table.fill_(5.0)
 
 
-def test_a_module_s_initialiser_may_write_into_what_is_in_it():
+def test_a_module_s_initializer_may_write_into_what_is_in_it():
     with torch.device("meta"):
         model = Model(PretrainedConfig())
     held = look_inside(model)
     model.seen.clear()
-    programs = Initialisers(model, held).programs(["outer.inner.written_from_outside"])
+    programs = Initializers(model, held).programs(["outer.inner.written_from_outside"])
     assert len(programs["outer.inner.written_from_outside"].steps) == 1
     assert model.seen == ["Inner", "Outer", "Model"]  # children first, and nothing beside
-    computed = Initialisers(model, held).buffers({}, seed=0)
+    computed = Initializers(model, held).buffers({}, seed=0)
     assert torch.equal(computed["outer.inner.table"].value, torch.full((4,), 5.0))

@@ -140,9 +140,9 @@ def test_unexpected_keys_with_consent_are_listed():
     assert made.unexpected_keys == made.ignored_keys == ("b",)
 
 
-def test_missing_without_an_initialiser_is_refused_in_spite_of_consent():
+def test_missing_without_an_initializer_is_refused_in_spite_of_consent():
     consent = Consent(missing=Initialize(("*",)))
-    with pytest.raises(CoverageError, match="nothing initialises it"):
+    with pytest.raises(CoverageError, match="nothing initializes it"):
         plan([tensor("a", 2, origin=Origin.NOWHERE)], {}, consent=consent)
 
 
@@ -165,7 +165,7 @@ def test_a_shared_tensor_may_be_stored_under_any_of_its_names():
 
 
 def test_types_smaller_than_a_byte_are_refused():
-    with pytest.raises(CoverageError, match="without its quantiser"):
+    with pytest.raises(CoverageError, match="without its quantizer"):
         plan([tensor("a", 4)], {"a": ((4,), F4)})
 
 

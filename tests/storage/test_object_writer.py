@@ -124,8 +124,8 @@ def test_a_url_is_an_object_store() -> None:
     ("target", "words"),
     [
         (
-            "hf://organisation/name",
-            r"hf://organisation/name: the hub is not written to; .*then upload it \(hf upload",
+            "hf://organization/name",
+            r"hf://organization/name: the hub is not written to; .*then upload it \(hf upload",
         ),
         (
             "https://user:hidden@host/folder",

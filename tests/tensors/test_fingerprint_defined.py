@@ -11,7 +11,7 @@ SPAN = 8 * LANES
 
 
 def mixed(number: int) -> int:
-    """splitmix64's finaliser, on Python's numbers."""
+    """splitmix64's finalizer, on Python's numbers."""
     number = (number + 0x9E3779B97F4A7C15) % MODULUS
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB % MODULUS

@@ -380,7 +380,7 @@ def test_accumulated_gradients_are_those_of_one_batch(tied: Path, worlds: Worlds
 
 @pytest.mark.distributed
 def test_a_new_head_and_its_copy_begin_alike(tied: Path, worlds: Worlds) -> None:
-    """A head that the checkpoint lacks is initialised with consent, by the name it has in the base."""
+    """A head that the checkpoint lacks is initialized with consent, by the name it has in the base."""
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")  # PEFT copies ``score`` by itself
     keywords = {
         "tuning": Lora(config),

@@ -19,7 +19,7 @@ from shardwise.engines.arguments import OpenSource
 from shardwise.engines.bringing_up import Located
 from shardwise.engines.forecasting import forecast
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
-from shardwise.formats.quantised import form_of
+from shardwise.formats.quantized import form_of
 from shardwise.layout import MeshShape
 from shardwise.models.build import build_on_meta
 from shardwise.report import Forecast

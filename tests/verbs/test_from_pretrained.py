@@ -89,7 +89,7 @@ def test_stacked_experts_fewer_than_ranks_leave_no_rank_empty(worlds, tmp_path):
 
 
 @pytest.mark.distributed
-def test_missing_tensors_are_initialised_alike_at_every_world_size(worlds, qwen3):
+def test_missing_tensors_are_initialized_alike_at_every_world_size(worlds, qwen3):
     keywords = {
         "model_class": AutoModelForSequenceClassification,
         "on_missing": Initialize(("score.*",)),
@@ -105,7 +105,7 @@ def test_missing_tensors_are_initialised_alike_at_every_world_size(worlds, qwen3
     assert all(torch.equal(alone[name], stored[name]) for name in alone if name != "score.weight")
 
 
-def test_another_seed_initialises_otherwise(qwen3):
+def test_another_seed_initializes_otherwise(qwen3):
     def score(seed):
         return shardwise.from_pretrained(
             qwen3,
@@ -357,14 +357,14 @@ def test_three_names_of_one_tensor_as_in_transformers(tmp_path):
         assert torch.equal(found.other.weight, values)
 
 
-def test_missing_tensors_that_nothing_initialises_are_told_before_reading(qwen3):
+def test_missing_tensors_that_nothing_initializes_are_told_before_reading(qwen3):
     class Extra(type(small_qwen3())):
         def __init__(self, config):
             super().__init__(config)
             self.extra = torch.nn.Parameter(torch.empty(3))
             self.post_init()
 
-    with pytest.raises(CoverageError, match="extra: no initialiser of the model writes it"):
+    with pytest.raises(CoverageError, match="extra: no initializer of the model writes it"):
         shardwise.from_pretrained(qwen3, model_class=Extra, on_missing=Initialize(("extra",)))
 
 
@@ -403,10 +403,10 @@ def test_a_directory_without_a_config_is_refused(tmp_path):
         shardwise.from_pretrained(tmp_path)
 
 
-def test_quantised_checkpoints_are_refused(qwen3, changed):
-    quantised = {"quantization_config": {"quant_method": "aqlm"}}
-    with pytest.raises(ConfigError, match="quantised"):
-        shardwise.from_pretrained(changed(qwen3, lambda tensors: tensors, **quantised))
+def test_quantized_checkpoints_are_refused(qwen3, changed):
+    quantized = {"quantization_config": {"quant_method": "aqlm"}}
+    with pytest.raises(ConfigError, match="quantized"):
+        shardwise.from_pretrained(changed(qwen3, lambda tensors: tensors, **quantized))
 
 
 def test_code_of_a_checkpoint_is_not_run_unasked(qwen3, changed):

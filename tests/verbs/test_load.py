@@ -114,11 +114,11 @@ def test_missing_tensors_of_a_plain_module_are_reset(plain):
     assert torch.equal(model.scale, expected["values"]["scale"])
 
 
-def test_a_missing_parameter_that_nothing_initialises_is_refused(tmp_path):
+def test_a_missing_parameter_that_nothing_initializes_is_refused(tmp_path):
     save_file({}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model = nn.Module()
     model.scale = nn.Parameter(torch.zeros(4, device="meta"))
-    with pytest.raises(CoverageError, match=r"uninitialised 1\s+scale: nothing initialises it"):
+    with pytest.raises(CoverageError, match=r"uninitialized 1\s+scale: nothing initializes it"):
         shardwise.load(model, tmp_path, on_missing=Initialize(("*",)))
 
 
@@ -222,7 +222,7 @@ def test_a_compiled_model_keeps_its_conversions(tmp_path):
     assert truth.differences(truth.snapshot(model), truth.snapshot(expected)) == []
 
 
-def test_a_wrapped_library_model_is_initialised_by_its_own_rules(qwen3, tmp_path):
+def test_a_wrapped_library_model_is_initialized_by_its_own_rules(qwen3, tmp_path):
     """A transformers model inside a plain module: buffers recomputed, no conversion needed."""
     inner = small_qwen3()
     save_file({f"net.{name}": value for name, value in inner.state_dict().items()}, tmp_path / "model.safetensors")
@@ -321,7 +321,7 @@ def test_the_dtype_that_gradients_were_given_stays(dtype):
 
 
 class _Hooked(torch.Tensor):
-    """A subclass as quantising libraries have them: FSDP2 asks it what to gather."""
+    """A subclass as quantizing libraries have them: FSDP2 asks it what to gather."""
 
     def fsdp_pre_all_gather(self, mesh):
         raise AssertionError

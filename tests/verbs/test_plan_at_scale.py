@@ -14,7 +14,7 @@ from shardwise.engines.outline import Outline, outline
 from shardwise.layout import MeshShape, Origin
 from shardwise.models import pretrained
 from shardwise.models.forecast_layout import foresee
-from shardwise.models.initialize import Initialisers
+from shardwise.models.initialize import Initializers
 from shardwise.models.view import look_inside
 from shardwise.planning.load_memory import Homes, forecast_rank
 from shardwise.planning.load_plan import Consent, ModelRules, plan_load
@@ -98,7 +98,7 @@ def built_of(shapes: Shapes, index) -> Outline:
 
 def plan_of(built: Outline, index, mesh):
     held = look_inside(built.model)
-    Initialisers(built.model, held).buffers({}, seed=0)
+    Initializers(built.model, held).buffers({}, seed=0)
     world = foresee(built.model, "auto", mesh, lambda item: Origin.INIT_WEIGHTS)
     rules = ModelRules(*pretrained.ignore_patterns(built.model))
     return plan_load(index, world.first, built.bindings, rules, Consent()), world

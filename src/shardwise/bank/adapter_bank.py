@@ -108,7 +108,7 @@ class AdapterBank:
             keywords: see :class:`~shardwise.bank.tenant.TenantOptions`.
 
         Raises:
-            ConfigError: the name is taken or none; the config cannot be honoured; the optimizer is not elementwise.
+            ConfigError: the name is taken or none; the config cannot be honored; the optimizer is not elementwise.
             DisagreementError: ranks ask for something else.
         """
         self._admit(self._agreed(name, config, keywords))

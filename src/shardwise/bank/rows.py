@@ -6,7 +6,7 @@ own. So what a tenant computes on does not depend on who else is there, and prod
 rounding does not, either (of fewer than 16 it would).
 
 [Note: What couples rows] Rows of a batch are computed side by side, and nearly all of a transformer treats each for
-itself. What does not: normalisation over the batch; rotary embeddings whose frequencies follow from the longest row
+itself. What does not: normalization over the batch; rotary embeddings whose frequencies follow from the longest row
 (dynamic, longrope); losses and capacities of routers, which are counted over all tokens; whatever draws from
 torch's random generator, whose numbers depend on how many rows there are.
 """
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardwise.errors import ConfigError, DisagreementError, TrainingError
-from shardwise.models.torch_words import is_compiled_in_place, normalises_over_rows, splitting_dim
+from shardwise.models.torch_words import is_compiled_in_place, normalizes_over_rows, splitting_dim
 from shardwise.models.view import canonical
 
 IGNORED: Final = -100
@@ -160,7 +160,7 @@ def plan_passes(
 ) -> list[PassPlan]:
     """Passes for the entries that have rows on any rank, the same on every rank. See [Note: Own lengths].
 
-    Entries of like rank are neighbours, so that they can be computed at once; those without an adapter come last.
+    Entries of like rank are neighbors, so that they can be computed at once; those without an adapter come last.
 
     Args:
         agreed: the entries of a call.
@@ -222,8 +222,8 @@ def _compiled(model: nn.Module) -> Iterator[str]:
 
 def _by_modules(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
-        if normalises_over_rows(module):
-            yield f"{canonical(name)} is a {type(module).__name__}, which normalises over all tenants' rows"
+        if normalizes_over_rows(module):
+            yield f"{canonical(name)} is a {type(module).__name__}, which normalizes over all tenants' rows"
         kinds = getattr(module, "rope_type", None)
         found = {str(kind) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])}
         if both := sorted(found.intersection(_BY_LONGEST_ROW)):

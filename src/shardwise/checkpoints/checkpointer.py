@@ -72,7 +72,7 @@ class Checkpointer:
         options: budget, process group, patience.
 
     Raises:
-        ConfigError: an argument cannot be honoured.
+        ConfigError: an argument cannot be honored.
         StorageError: the folder is none.
     """
 
@@ -134,7 +134,7 @@ class Checkpointer:
             state: what to save.
 
         Raises:
-            ConfigError: an argument cannot be honoured; a part holds what is no plain data.
+            ConfigError: an argument cannot be honored; a part holds what is no plain data.
             PlacementError: tensors are on meta; parameters or state of optimizers whose shards cannot be told.
             DisagreementError: ranks have different models or optimizers (settings of these, such as learning
                 rates, too), or were called differently; parameters,

@@ -23,7 +23,7 @@ from shardwise.checkpoints.facts import as_json, digest_of, packed
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.state_values import StateOptions
 from shardwise.layout import TensorKind
-from shardwise.models.optimizer_state import labelled, written_out
+from shardwise.models.optimizer_state import labeled, written_out
 from shardwise.models.rebind import Bound, inner_tensors, layout_of, look_at
 from shardwise.models.selection import AdapterOnly, Selection, names_outside
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile
@@ -273,7 +273,7 @@ def contents_of(looked: Looked, state: TrainState, rank: int) -> StateContents:
             if not isinstance(value, torch.Tensor):
                 found.common["optimizer", "state", key.parameter, key.entry] = value
     if looked.bounds:
-        nothing = dict.fromkeys(labelled(looked.bounds))
+        nothing = dict.fromkeys(labeled(looked.bounds))
         groups = written_out(looked.bounds, nothing)["param_groups"]
         found.common["optimizer", "param_groups"] = groups
         own = [{key: value for key, value in group.items() if key not in _NAMES} for group in groups]

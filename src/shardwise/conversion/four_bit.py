@@ -1,7 +1,7 @@
 """Computes weights in 4 bits as bitsandbytes has them, and their scales in a byte each.
 
 [Note: Four bits] A weight is ``[rows, width]`` (experts: ``[..., rows, width]``), and ``width`` is whole blocks of
-``block`` elements. So no block crosses a row, and any rows are quantised as they are among all others. The scale of
+``block`` elements. So no block crosses a row, and any rows are quantized as they are among all others. The scale of
 a block is its greatest magnitude. The bits are those of bitsandbytes 0.50 on a CPU, whose arithmetic this is
 (``quantize_4bit`` in ``bitsandbytes/backends/default/ops.py``), all of it in float32::
 
@@ -94,11 +94,11 @@ def scales_in(raw: Any) -> Any:
 
 
 def scratch_bytes(elements: int) -> int:
-    """What :func:`quantise_rows` takes of memory besides what it is given, for so many elements."""
+    """What :func:`quantize_rows` takes of memory besides what it is given, for so many elements."""
     return _SCRATCH_BYTES * min(elements, CHUNK)
 
 
-def quantise_rows(values: Any, block: int, form: Form4, packed_out: Any, absmax_out: Any) -> tuple[int, ...]:
+def quantize_rows(values: Any, block: int, form: Form4, packed_out: Any, absmax_out: Any) -> tuple[int, ...]:
     """Put the codes and the scales of rows where they belong.
 
     ``values``: CPU tensor ``[..., width]`` in float32, bfloat16 or float16. ``packed_out``: uint8
@@ -121,7 +121,7 @@ def quantise_rows(values: Any, block: int, form: Form4, packed_out: Any, absmax_
     with np.errstate(all="ignore"):  # what is not finite is found by its scale
         for start in range(0, stored.size, CHUNK):
             stop = min(start + CHUNK, stored.size)
-            scratch.quantise(
+            scratch.quantize(
                 flat[start:stop],
                 stored[start:stop],
                 packed[start // 2 : stop // 2],
@@ -145,7 +145,7 @@ class _Scratch:
         self.is_unsure, self.pairs = beside.view(np.bool_), beside.view(np.uint16)
         self.codes = _codes_by_place(form, none)
 
-    def quantise(
+    def quantize(
         self, values: Any, stored: NDArray[Any], packed: NDArray[np.uint8], absmax: NDArray[np.float32]
     ) -> None:
         """``values``, and their bits, are as many as a chunk has, or fewer, whole blocks."""
@@ -207,7 +207,7 @@ def _codes_by_place(form: Form4, none: Any) -> Any:
 _tables: dict[Form4, Any] = {}
 
 
-def dequantise_rows(packed: Any, absmax: Any, block: int, form: FourBitForm, out: Any) -> None:
+def dequantize_rows(packed: Any, absmax: Any, block: int, form: FourBitForm, out: Any) -> None:
     """What codes and scales stand for: a product in float32, rounded once to the dtype of ``out``.
 
     ``packed``: uint8 CPU tensor ``[..., width / 2]``. ``absmax``: float32 ``[..., width / block]``. ``out``:

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.conversion import expression, four_bit
 from shardwise.conversion.computed import BadValues, Computed, ComputedBlock, aligned_blocks
-from shardwise.conversion.dequantise import Dequantise
+from shardwise.conversion.dequantize import Dequantize
 from shardwise.tensors import Box, Code, DType, Form4, FourBitForm, numel
 
 _OUT = "bytes"
@@ -83,7 +83,7 @@ def packed(
         return stored.values, stored.scales if isinstance(form, Code) else as_bytes(stored.scales)
     if isinstance(form, Code):
         raise ValueError("its numbers are not packed as MXFP4, which is only taken as it is stored")
-    return quantised(numbers, block_size, form, rounds_to)
+    return quantized(numbers, block_size, form, rounds_to)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def stored_rows(numbers: expression.Expression) -> StoredRows | None:
         match numbers.operation:
             case Unpack(form=form, block_size=block):
                 return StoredRows(form, block, *numbers.sources)
-            case Dequantise(code=Code.E2M1, has_exponents=True, overall=0, unit=(*outer, block)) if set(outer) <= {
+            case Dequantize(code=Code.E2M1, has_exponents=True, overall=0, unit=(*outer, block)) if set(outer) <= {
                 1
             }:
                 return StoredRows(Code.E2M1, block, *numbers.sources)
@@ -253,7 +253,7 @@ class Unpack:
             stored, packed = packed, packed.new_zeros(whole // 2)
             packed[: stored.numel()] = stored
         out = kinds.get(self.dtype, none.float)().new_empty((*outer, whole))
-        four_bit.dequantise_rows(packed, scales, self.block_size, self.form, out)
+        four_bit.dequantize_rows(packed, scales, self.block_size, self.form, out)
         return {_NUMBERS: out[..., :columns]}
 
 
@@ -329,7 +329,7 @@ _ROWS_TOLD = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Quantise:
+class Quantize:
     """Codes and scales of a weight, in whole rows, as bitsandbytes makes them of it on a CPU.
 
     Outputs are ``packed``, uint8 ``[..., width / 2]``, and ``absmax``, the bytes of the float32 scales, uint8
@@ -348,7 +348,7 @@ class Quantise:
     form: Form4
     stored: DType
     dtype: DType
-    label: str = "quantising"
+    label: str = "quantizing"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         width = self.shape[-1]
@@ -381,7 +381,7 @@ class Quantise:
         """Raises :class:`BadValues` for rows that are not finite."""
         none = values[0].new_empty(0).byte()
         packed, raw = (none.new_empty(block.gives[name].sizes) for name in (_PACKED, _SCALES))
-        bad = four_bit.quantise_rows(
+        bad = four_bit.quantize_rows(
             _rounded(values[0], self.dtype), self.block, self.form, packed, four_bit.scales_in(raw)
         )
         if bad:
@@ -419,22 +419,22 @@ def _told(rows: Sequence[int], box: Box) -> str:
     return f"row {shown} has" if len(rows) == 1 else f"rows {shown}{more} have"
 
 
-def quantised(
+def quantized(
     weight: expression.Expression, block: int, form: Form4, dtype: DType
 ) -> tuple[expression.Expression, expression.Expression]:
     """The codes and the scales (as bytes) of a weight ``[..., rows, width]``, rounded to ``dtype`` before.
 
-    See :class:`Quantise`.
+    See :class:`Quantize`.
 
     Raises:
-        ValueError: its rows are not of whole blocks, or it is not of numbers that can be quantised.
+        ValueError: its rows are not of whole blocks, or it is not of numbers that can be quantized.
     """
     shape = tuple(weight.shape)
     if not four_bit.fits_blocks(shape, block):
         raise ValueError(f"{weight} has {shape}, whose rows are not of whole blocks of {block}")
     if weight.dtype.kind != "float" or weight.dtype.bits < 8 or dtype not in (DType.F32, DType.BF16, DType.F16):
         raise ValueError(f"{weight}, {weight.dtype.label}, cannot be put into 4 bits by way of {dtype.label}")
-    operation = Quantise(shape, block, form, weight.dtype, dtype)
+    operation = Quantize(shape, block, form, weight.dtype, dtype)
     return (
         Computed(operation, _PACKED, four_bit.packed_shape(shape), DType.U8, (weight,)),
         Computed(operation, _SCALES, four_bit.raw_scales_shape(shape, block), DType.U8, (weight,)),
@@ -443,7 +443,7 @@ def quantised(
 
 def scales_as_numbers(raw: expression.Expression) -> expression.Expression | None:
     """The scales whose bytes these are, as float32, of the computation that makes them; None of any other bytes."""
-    if not isinstance(raw, Computed) or not isinstance(raw.operation, Quantise) or raw.output != _SCALES:
+    if not isinstance(raw, Computed) or not isinstance(raw.operation, Quantize) or raw.output != _SCALES:
         return None
     shape = four_bit.scales_shape(raw.operation.shape, raw.operation.block)
     return Computed(raw.operation, _SCALE_NUMBERS, shape, DType.F32, raw.sources)

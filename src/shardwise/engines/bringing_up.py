@@ -364,7 +364,7 @@ def from_pretrained(
     Memory: this rank's shards and ``options.budget_bytes``.
 
     Raises:
-        ConfigError: the config or an argument cannot be honoured.
+        ConfigError: the config or an argument cannot be honored.
         PlacementError: the wrap policy matches nothing, or the model cannot be sharded on the mesh.
         CoverageError, FormatError, StorageError, DisagreementError: as for :func:`~shardwise.engines.loading.load`.
     """

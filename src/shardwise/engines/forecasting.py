@@ -21,7 +21,7 @@ from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
 from shardwise.layout import Activations, MeshShape, ModelLayout, Origin, TensorKind, WorldLayout
 from shardwise.models.forecast_layout import foresee, trace_activations
-from shardwise.models.initialize import Initialisers
+from shardwise.models.initialize import Initializers
 from shardwise.models.policies import WrapPolicy, repeated_blocks
 from shardwise.models.torch_words import from_torch
 from shardwise.models.view import Held, look_inside
@@ -250,16 +250,16 @@ def _plan(
     """The layout of all ranks, and the plan of a load, with all that a load finds wrong before it reads."""
     model, additions = tuned.model, tuned.additions
     held = look_inside(model)
-    initialisers = Initialisers(model, held, additions)
-    buffers = initialisers.buffers(options.get("buffers", {}), seed=0)
+    initializers = Initializers(model, held, additions)
+    buffers = initializers.buffers(options.get("buffers", {}), seed=0)
 
     def origin_of(item: Held) -> Origin:
-        return buffers[item.fqn].origin if item.kind is TensorKind.BUFFER else initialisers.origin_of(item)
+        return buffers[item.fqn].origin if item.kind is TensorKind.BUFFER else initializers.origin_of(item)
 
     world = foresee(model, wrap_policy, mesh, origin_of, root=tuned.base, kept_whole=tuned.whole)
     rules = rules_of(tuned.base)
     found = plan_load(index, world.first, tuned.bindings, rules, outlines.consent_of(options), additions.known_as)
-    foresee_initial_values(initialisers, found, LoadOptions(budget_bytes=budget_bytes))
+    foresee_initial_values(initializers, found, LoadOptions(budget_bytes=budget_bytes))
     return world, found
 
 

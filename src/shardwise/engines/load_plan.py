@@ -37,7 +37,7 @@ class LoadOptions:
     """How a load is carried out; none of it changes which values are loaded, but for ``seed``.
 
     Attributes:
-        seed: for tensors that are initialised, together with their FQN.
+        seed: for tensors that are initialized, together with their FQN.
         budget_bytes: host memory, beyond the shards, that one rank may use for staging and for conversions that
             compute.
         device: where an unsharded model on meta is brought up; sharded ones go to the device of their mesh.
@@ -86,7 +86,7 @@ class Load:
     is_tuned: bool = False
     notes: tuple[str, ...] = ()
     held: list[Held] = field(init=False)
-    initialisers: initialize.Initialisers = field(init=False)
+    initializers: initialize.Initializers = field(init=False)
     computed: Mapping[str, initialize.ComputedBuffer] = field(init=False)
     plan: LoadPlan = field(init=False)
     programs: Mapping[str, Program] = field(init=False)
@@ -149,10 +149,10 @@ def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> N
     options, policy = load.options, source.reader.policy
     load.held = held = look_inside(model)
     refuse_subclasses(held)
-    load.initialisers = initialize.Initialisers(model, held, load.additions)
-    load.computed = load.initialisers.buffers(load.buffers, seed=options.seed)
+    load.initializers = initialize.Initializers(model, held, load.additions)
+    load.computed = load.initializers.buffers(load.buffers, seed=options.seed)
     load.plan = make_plan(load, source.index)
-    load.programs = foresee_initial_values(load.initialisers, load.plan, options)
+    load.programs = foresee_initial_values(load.initializers, load.plan, options)
     load.home, load.managers = memory.home_of(held, options.device), memory.managers_of(model)
     by_name = {item.fqn: item for item in held}
     load.items = destinations(load.plan, by_name, memory.devices_of(held, load.managers, load.home))
@@ -178,13 +178,13 @@ def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> N
 
 def make_plan(load: Load, index: CheckpointIndex) -> LoadPlan:
     """Plan a load, with conversions that compute checked against the budget."""
-    initialisers, additions = load.initialisers, load.additions
+    initializers, additions = load.initializers, load.additions
 
     def origin_of(item: Held) -> Origin:
-        return load.computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initialisers.origin_of(item)
+        return load.computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initializers.origin_of(item)
 
-    layout = layout_of(initialisers.held, origin_of)
-    rules = rules_of(additions.base or initialisers.model)
+    layout = layout_of(initializers.held, origin_of)
+    rules = rules_of(additions.base or initializers.model)
     plan = plan_load(index, layout, load.bindings, rules, load.consent, additions.known_as)
     blocks = SmallestBlocks()
     for name, read in plan.reads().items():
@@ -203,22 +203,22 @@ def rules_of(model: nn.Module) -> ModelRules:
 
 
 def foresee_initial_values(
-    initialisers: initialize.Initialisers, plan: LoadPlan, options: LoadOptions
+    initializers: initialize.Initializers, plan: LoadPlan, options: LoadOptions
 ) -> dict[str, Program]:
-    """How the missing tensors will be initialised, and that they can be.
+    """How the missing tensors will be initialized, and that they can be.
 
     Raises:
-        CoverageError: naming those that no initialiser writes, or that need more than the budget.
+        CoverageError: naming those that no initializer writes, or that need more than the budget.
     """
     drawn = [
         name
         for name, read in plan.reads().items()
-        if rows_stored(read.expression) is not None and initialisers.additions.new_rows == "initialized"
+        if rows_stored(read.expression) is not None and initializers.additions.new_rows == "initialized"
     ]
-    programs = initialisers.programs([*plan.names(Init), *drawn])
+    programs = initializers.programs([*plan.names(Init), *drawn])
     faults = initialize.unfit_programs(programs, options.budget_bytes)
     if faults:
-        raise CoverageError("tensors are missing that cannot be initialised:\n  " + "\n  ".join(faults))
+        raise CoverageError("tensors are missing that cannot be initialized:\n  " + "\n  ".join(faults))
     return programs
 
 

@@ -178,7 +178,7 @@ def finish(
     written = dict(read)
     with clock.phase("fill"):
         fill(load, means, written)
-        attributes = load.initialisers.compute_attributes(load.home)
+        attributes = load.initializers.compute_attributes(load.home)
     with clock.phase("audit"):
         audit(load.plan, written, meta_leftovers(model))
         mark_loaded(model, (item.tensor for item in load.held))
@@ -218,7 +218,7 @@ def average_rows(world: World, load: Load) -> dict[str, torch.Tensor]:
 
 
 def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int]) -> None:
-    """Values that come from no checkpoint: initialised tensors and recomputed buffers."""
+    """Values that come from no checkpoint: initialized tensors and recomputed buffers."""
     layout, additions, seed = load.plan.layout, load.additions, load.options.seed
     by_name = {name: item for item in load.held for name in item.names}
     for item in load.held:
@@ -229,7 +229,7 @@ def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int])
             program = load.programs[item.fqn]
             first = by_name[additions.copies.get(item.fqn, item.fqn)]  # a copy begins as what it is a copy of
             if not program.is_elementwise:
-                whole = load.initialisers.whole(first, seed=seed)
+                whole = load.initializers.whole(first, seed=seed)
                 program = program_of(whole)
             boxes = boxes_to_fill(load.plan, item.fqn)
             fill_from_program(program, item.local, boxes, seed=seed, fqn=first.fqn)
@@ -267,7 +267,7 @@ def fill_with_norms(item: Held, tensor: TensorLayout, matrix: Held, rows: Tensor
     ):
         raise PlacementError(
             f"{item.fqn} begins as the norms of the rows of {matrix.fqn}, which is {rows.placement}, and it is "
-            f"{tensor.placement}: this rank lacks rows it needs; use another initialisation than DoRA's, or shard "
+            f"{tensor.placement}: this rank lacks rows it needs; use another initialization than DoRA's, or shard "
             "both on their first dimension"
         )
     step = max(1, _NORM_BLOCK_NUMEL // max(1, math.prod(rows.shape[1:])))

@@ -198,7 +198,7 @@ def merge_adapter(
     Memory: about half a GiB beyond what importing torch and transformers takes, however large the model is.
 
     Raises:
-        ConfigError: an argument cannot be honoured, or an adapter of this kind cannot be merged.
+        ConfigError: an argument cannot be honored, or an adapter of this kind cannot be merged.
         CoverageError: adapter and base do not fit, naming each tensor; or merging would change nothing.
         FormatError, StorageError: a file contradicts its format, or cannot be read or written.
 

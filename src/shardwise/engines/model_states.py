@@ -18,7 +18,7 @@ from shardwise.execution.replicas import equal_on_all, require_alike_models
 from shardwise.execution.world import Clock, World
 from shardwise.formats.opening import open_checkpoint
 from shardwise.layout import TensorKind
-from shardwise.models.initialize import Initialisers
+from shardwise.models.initialize import Initializers
 from shardwise.models.selection import Selection, names_outside
 from shardwise.models.torch_words import in_memory
 from shardwise.models.view import Held, canonical, look_inside, refuse_subclasses, without_compile
@@ -128,9 +128,9 @@ def set_model_values(
         matched = world.together(lambda: match([place for place, _ in places], told, tolerance))
         taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
         world.together(lambda: refuse_subclasses(list(taking.values())))
-        # Asked of initialisers while all is on meta: a model that gets its values is as one that was loaded.
-        initialisers = Initialisers(model, held)
-        computed = world.together(lambda: _computed(initialisers, only))
+        # Asked of initializers while all is on meta: a model that gets its values is as one that was loaded.
+        initializers = Initializers(model, held)
+        computed = world.together(lambda: _computed(initializers, only))
         values.require_ties(world, [item.place.names for item in matched.taken])
     with clock.phase("exchange"):
         home = home_among(held, [item.tensor for item in held])
@@ -138,7 +138,7 @@ def set_model_values(
         world.together(lambda: materialize(awaiting, managers_of(model), home))
         targets = {name: item.tensor for name, item in taking.items()}
         traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
-        recomputed = world.together(lambda: _fill(initialisers, computed, home))
+        recomputed = world.together(lambda: _fill(initializers, computed, home))
     return state_report(
         world,
         values,
@@ -155,22 +155,22 @@ def set_model_values(
     )
 
 
-def _computed(initialisers: Initialisers, only: Selection) -> list[tuple[Held, torch.Tensor]]:
-    """The buffers on meta that no state has, and that the model's initialisers compute, with their values."""
-    waiting = [item for item in initialisers.held if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
+def _computed(initializers: Initializers, only: Selection) -> list[tuple[Held, torch.Tensor]]:
+    """The buffers on meta that no state has, and that the model's initializers compute, with their values."""
+    waiting = [item for item in initializers.held if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
     if not waiting or only is not None:
         return []
-    found = initialisers.buffers({}, seed=0)
+    found = initializers.buffers({}, seed=0)
     return [(item, value) for item in waiting if (value := found[item.fqn].value) is not None]
 
 
 def _fill(
-    initialisers: Initialisers, computed: list[tuple[Held, torch.Tensor]], home: torch.device
+    initializers: Initializers, computed: list[tuple[Held, torch.Tensor]], home: torch.device
 ) -> tuple[str, ...]:
     """Give buffers their values, and attributes that were left on meta; the names of both."""
     for item, value in computed:
         give_value(item, value)
-    attributes = initialisers.compute_attributes(home) if computed else ()
+    attributes = initializers.compute_attributes(home) if computed else ()
     return (*(item.fqn for item, _ in computed), *attributes)
 
 
@@ -218,7 +218,7 @@ def model_state(
         The tensors, without autograd; nothing on a rank that ``form`` leaves out.
 
     Raises:
-        ConfigError: an argument cannot be honoured.
+        ConfigError: an argument cannot be honored.
         PlacementError: tensors are on meta, or are placed neither as shards nor as replicas.
         DisagreementError: ranks have different models, or different values of parameters that several hold.
         RankLostError: a rank has been lost.
@@ -253,7 +253,7 @@ def set_model_state(
     others. Who has whole tensors takes its own slices of them, and nothing is compared; the others get their shards
     sent, and no more. Values are cast to the dtype of the model's tensor (``report.cast``); integers, and numbers
     of 8 bits, are not. Of tied parameters one name is enough. Tensors on meta get memory; the buffers that no state
-    has are then computed by the model's initialisers, as :func:`~shardwise.engines.loading.load` has it
+    has are then computed by the model's initializers, as :func:`~shardwise.engines.loading.load` has it
     (``report.recomputed``), and what nothing computes stays on meta (``report.on_meta``).
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
@@ -270,7 +270,7 @@ def set_model_state(
         options: budget, process group, patience.
 
     Raises:
-        ConfigError: an argument cannot be honoured.
+        ConfigError: an argument cannot be honored.
         CoverageError: missing, unexpected or mismatched tensors, all at once; ties that come with two values.
         DisagreementError: ranks have different models, or bring different states.
         PlacementError: the state has tensors on meta.

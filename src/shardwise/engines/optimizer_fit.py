@@ -13,7 +13,7 @@ from shardwise.execution.world import World
 from shardwise.models.optimizer_state import (
     Given,
     by_parameter,
-    labelled,
+    labeled,
     set_group,
     unlike,
 )
@@ -43,7 +43,7 @@ class Ours:
             bounds,
             {item.fqn: item.tensor for item in held if isinstance(item.tensor, nn.Parameter)},
             {name: item.fqn for item in held for name in item.names},
-            labelled(bounds),
+            labeled(bounds),
         )
 
     @property

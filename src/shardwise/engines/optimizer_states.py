@@ -194,7 +194,7 @@ def optimizer_state(
         The state; an empty dict on a rank that ``form`` leaves out.
 
     Raises:
-        ConfigError: an argument cannot be honoured.
+        ConfigError: an argument cannot be honored.
         PlacementError: parameters are not the model's or are in two groups; state is neither of the parameter's
             shape, nor a DTensor, nor a number.
         DisagreementError: ranks have different models or optimizers, or different values of what several hold.
@@ -252,7 +252,7 @@ def set_optimizer_state(
         options: budget, process group, patience.
 
     Raises:
-        ConfigError: an argument cannot be honoured.
+        ConfigError: an argument cannot be honored.
         CoverageError: the state is of other optimizers; what is missing, unexpected or mismatched; groups of which
             the state has none alike.
         DisagreementError: ranks have different models or optimizers, or bring different states.

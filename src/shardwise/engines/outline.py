@@ -87,7 +87,7 @@ def settled(options: Options) -> Options:
     """The same, with transformers' keywords put where their meaning is: in ``dtype`` and in ``hub``.
 
     Raises:
-        ConfigError: two of them contradict each other, or one cannot be honoured.
+        ConfigError: two of them contradict each other, or one cannot be honored.
     """
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if "torch_dtype" in given:
@@ -177,20 +177,20 @@ def config_of(directory: Path, options: ModelOptions) -> PreTrainedConfig:
             trust_remote_code=options.get("trust_remote_code", False),
             overrides=overrides,
         )
-    _forget_quantiser(config)
+    _forget_quantizer(config)
     build.choose_implementations(config, options.get("attn_implementation"), options.get("experts_implementation"))
     return config
 
 
-def _forget_quantiser(config: PreTrainedConfig) -> None:
-    """The config of a quantised checkpoint becomes that of its model with numbers, which is what is built.
+def _forget_quantizer(config: PreTrainedConfig) -> None:
+    """The config of a quantized checkpoint becomes that of its model with numbers, which is what is built.
 
     Four bits of bitsandbytes are what a model may be kept in: there it stays, for whoever makes the model ready.
 
     Raises:
-        ConfigError: it is quantised in a way that is not known.
+        ConfigError: it is quantized in a way that is not known.
     """
-    for part in pretrained.quantised_parts(config):
+    for part in pretrained.quantized_parts(config):
         found = part.quantization_config
         told = found if isinstance(found, Mapping) else found.to_dict()
         if form_of(told).is_kept:

@@ -291,7 +291,7 @@ def save(
         options: memory budget, progress, process group, patience.
 
     Raises:
-        ConfigError: an argument cannot be honoured.
+        ConfigError: an argument cannot be honored.
         CoverageError: tensors that would have to be computed from whole ones.
         DisagreementError: ranks hold different models, or were called with different arguments; parameters that
             several ranks hold have different values there.

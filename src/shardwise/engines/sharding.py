@@ -125,7 +125,7 @@ def shard(
         options: budget, process group, patience.
 
     Raises:
-        ConfigError: an argument cannot be honoured.
+        ConfigError: an argument cannot be honored.
         PlacementError: the policy matches nothing; the model is sharded in part; parameters or optimizer state
             cannot be handed over as they are.
         DisagreementError: ranks have different models, optimizers, arguments, or values where they must not.

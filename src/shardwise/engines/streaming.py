@@ -296,7 +296,7 @@ def iter_hf_tensors(
         options: bucket, device, process group, patience.
 
     Raises:
-        ConfigError: the arguments cannot be honoured.
+        ConfigError: the arguments cannot be honored.
         PlacementError: tensors have no values, or the ranks do not hold all of the model.
         CoverageError: the checkpoint has tensors that are computed from the model's.
         CheckpointError: (or a subclass) what befell one rank.

@@ -53,12 +53,12 @@ Managers: TypeAlias = Mapping[nn.Parameter, Any]
 
 
 def managers_of(model: nn.Module) -> Managers:
-    """What FSDP2 manages of a model. It stays true for what is on meta until it is materialised."""
+    """What FSDP2 manages of a model. It stays true for what is on meta until it is materialized."""
     return torch_words.fsdp_params(model)
 
 
 def devices_of(held: Sequence[Held], managers: Managers, home: torch.device) -> dict[str, torch.device]:
-    """By FQN, the device that each tensor is on, or will be on once it is materialised."""
+    """By FQN, the device that each tensor is on, or will be on once it is materialized."""
     return {
         item.fqn: _WantedMemory.of(item, managers, home).device
         if item.tensor.is_meta
@@ -68,7 +68,7 @@ def devices_of(held: Sequence[Held], managers: Managers, home: torch.device) -> 
 
 
 def materialize(held: Sequence[Held], managers: Managers, home: torch.device) -> dict[str, torch.Tensor]:
-    """Give every meta tensor uninitialised memory for this rank's shard; tensors that are real stay.
+    """Give every meta tensor uninitialized memory for this rank's shard; tensors that are real stay.
 
     ``managers`` are of the model that holds them; a parameter that is not among them is in no group of FSDP2's.
     Returns this rank's own tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with

@@ -1,4 +1,4 @@
-"""Describes what quantised forms make of entries, and finds those of bitsandbytes.
+"""Describes what quantized forms make of entries, and finds those of bitsandbytes.
 
 bitsandbytes: beside ``weight``, packed bytes (n, 1), there are ``weight.absmax``, one scale for each block;
 ``weight.quant_map``, the sixteen numbers; and ``weight.quant_state.bitsandbytes__nf4`` (or ``__fp4``), JSON with
@@ -213,7 +213,7 @@ class _PackedFourBits:
         return replace(index, entries=entries | flat, composed={**index.composed, **composed})
 
 
-def bitsandbytes(config: Mapping[str, Any]) -> contract.QuantisedForm:
+def bitsandbytes(config: Mapping[str, Any]) -> contract.QuantizedForm:
     """That of bitsandbytes' ``quantization_config``.
 
     Raises:

@@ -7,8 +7,8 @@ A format is one object that answers :class:`CheckpointFormat`, and a line in the
 :mod:`shardwise.formats.opening`, which asks the formats one after the other. What is read goes into an
 :class:`IndexSoFar`; :mod:`shardwise.formats.joining` puts there what is made of views and chunks.
 
-A checkpoint of any format may be quantised. Which of its tensors belong together then is told by a
-:class:`QuantisedForm`, and a line in the table of :mod:`shardwise.formats.opening`.
+A checkpoint of any format may be quantized. Which of its tensors belong together then is told by a
+:class:`QuantizedForm`, and a line in the table of :mod:`shardwise.formats.opening`.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class CheckpointFormat(Protocol):
         ...
 
 
-class QuantisedForm(Protocol):
+class QuantizedForm(Protocol):
     """How the weights of a checkpoint are stored in few bits, as its ``quantization_config`` says."""
 
     @property
@@ -193,25 +193,25 @@ def names_beside(key: str, suffixes: tuple[str, ...], of_weights: tuple[str, ...
 
 
 def scale_names(key: str) -> list[str]:
-    """The keys under which any quantiser would store the scales of codes with this key."""
+    """The keys under which any quantizer would store the scales of codes with this key."""
     suffixes = ("_scale_inv", "_scale", "_scales", "_scale_2", ".absmax", ".SCB")
     return names_beside(key, suffixes, ("scale", "qscale_weight", "SCB"))
 
 
 def packed_names(key: str) -> list[str]:
-    """The keys under which any quantiser would store codes in place of a tensor with this key."""
+    """The keys under which any quantizer would store codes in place of a tensor with this key."""
     return names_beside(key, ("_packed", "_blocks"), ("qweight",))
 
 
 def belongs_to_codes(key: str) -> bool:
-    """Whether a key is one that quantisers have for codes, or for what lies beside them."""
+    """Whether a key is one that quantizers have for codes, or for what lies beside them."""
     return _OF_CODES.fullmatch(key) is not None
 
 
 def unknown_form(what: str) -> ConfigError:
     """The weights are stored in a way that nobody knows."""
     return ConfigError(
-        f"the checkpoint is quantised in a way that is not known here ({what}); use one in a floating dtype, in "
+        f"the checkpoint is quantized in a way that is not known here ({what}); use one in a floating dtype, in "
         "FP8, MXFP4 or NVFP4, or of compressed-tensors, bitsandbytes (4 bits), AWQ or GPTQ"
     )
 
@@ -275,7 +275,7 @@ class Joined:
 
 
 class Coded(Protocol):
-    """Numbers that are stored in few bits, with scales: plain data of a quantised form, a dataclass.
+    """Numbers that are stored in few bits, with scales: plain data of a quantized form, a dataclass.
 
     The entries that it is made of are fields, or in fields, as :class:`Whole`. ``planning.load_memory`` has a table
     of what makes an expression of it, by ``kind``.
@@ -324,7 +324,7 @@ class CheckpointIndex:
     by key, file by file in the order of their bytes; ``metadata`` that of the files' headers and of the index file,
     whose values count where both have one. ``composed`` are the tensors that are made of several entries, or of
     parts of one; these entries are no tensors by themselves. ``wrapper`` is where in a nest of dicts the model was
-    found, as in "model"; ``ignored`` is what else was there, which is not loaded. ``quantised`` is the
+    found, as in "model"; ``ignored`` is what else was there, which is not loaded. ``quantized`` is the
     ``quant_method`` of a checkpoint that is. ``spare`` are entries that are loaded into a model that has a tensor
     of that name, and ignored otherwise.
     """
@@ -337,7 +337,7 @@ class CheckpointIndex:
     composed: Mapping[str, Composed] = field(default_factory=dict)
     wrapper: str = ""
     ignored: tuple[str, ...] = ()
-    quantised: str = ""
+    quantized: str = ""
     spare: frozenset[str] = frozenset()
 
     @property

@@ -3,7 +3,7 @@
 AWQ and GPTQ: a linear layer (out, in) has ``qweight`` and ``qzeros`` (I32), ``scales`` (groups, out) and, of GPTQ,
 ``g_idx`` (in,), the group of each input, in place of ``weight``. Words of AWQ are of eight outputs (``version:
 gemm``; of AutoAWQ ``awq/modules/linear/gemm.py``): ``qweight`` is (in, out / 8). Of GPTQ they are of inputs: (in *
-bits / 32, out). ``qzeros`` is (groups, out * bits / 32) of both. A layer that is not quantised has its ``weight``.
+bits / 32, out). ``qzeros`` is (groups, out * bits / 32) of both. A layer that is not quantized has its ``weight``.
 
 ``g_idx`` is read, since most of them say no more than the size of a group does. One that is all zeros counts as
 absent, as in ExLlama's kernels. Where ``dynamic`` of GPTQModel gives some layers other sizes, shapes tell which.
@@ -50,7 +50,7 @@ _ALL: Final = -1
 _MOST_GROUP_BYTES: Final = 4 << 20
 
 
-_FAULTS: Final = "quantised layers whose tensors do not go together"
+_FAULTS: Final = "quantized layers whose tensors do not go together"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def _sizes(config: Mapping[str, Any], what: str, known: Collection[int]) -> tupl
     return bits, size
 
 
-def awq(config: Mapping[str, Any]) -> contract.QuantisedForm:
+def awq(config: Mapping[str, Any]) -> contract.QuantizedForm:
     """The form of AWQ's ``quantization_config``.
 
     Raises:
@@ -208,7 +208,7 @@ def awq(config: Mapping[str, Any]) -> contract.QuantisedForm:
     return _LayersInWords(frozenset({_sizes(config, "AWQ", (4,))}))
 
 
-def gptq(config: Mapping[str, Any]) -> contract.QuantisedForm:
+def gptq(config: Mapping[str, Any]) -> contract.QuantizedForm:
     """The form of GPTQ's ``quantization_config``.
 
     Raises:

@@ -238,12 +238,12 @@ _OF_MODELOPT: Final = "hf_quant_config.json"
 _MOST_CONFIG_BYTES: Final = 16 << 20
 _ELEMENT_DTYPES: Final = (DType.F8_E4M3, DType.F8_E5M2, DType.U8, DType.I8, DType.I32)
 
-FormOf: TypeAlias = Callable[[Mapping[str, Any]], contract.QuantisedForm]
+FormOf: TypeAlias = Callable[[Mapping[str, Any]], contract.QuantizedForm]
 """The form that a ``quantization_config`` means; a ConfigError where it makes no sense."""
 
-_WITH_SCALES: Final = "shardwise.formats.quantised:form_of"
+_WITH_SCALES: Final = "shardwise.formats.quantized:form_of"
 
-QUANTISED: Final[dict[str, str]] = {
+QUANTIZED: Final[dict[str, str]] = {
     "fp8": _WITH_SCALES,
     "fbgemm_fp8": _WITH_SCALES,
     "mxfp4": _WITH_SCALES,
@@ -258,16 +258,16 @@ and, where what it makes is a new kind of :class:`~shardwise.formats.contract.Co
 ``planning.load_memory.NODES``."""
 
 
-def form_of(config: Mapping[str, Any]) -> contract.QuantisedForm:
+def form_of(config: Mapping[str, Any]) -> contract.QuantizedForm:
     """How weights are stored, as a ``quantization_config`` says.
 
     Raises:
         ConfigError: it is a kind that is not known here, or makes no sense.
     """
     method = config.get("quant_method")
-    if not isinstance(method, str) or method not in QUANTISED:
+    if not isinstance(method, str) or method not in QUANTIZED:
         raise contract.unknown_form(f"quant_method {shown(repr(method))}")
-    known: FormOf = found_at(QUANTISED[method])
+    known: FormOf = found_at(QUANTIZED[method])
     return known(config)
 
 
@@ -286,12 +286,12 @@ def quantization_config_of(content: Mapping[str, Any]) -> Mapping[str, Any] | No
 
 
 def as_the_model_has_it(reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
-    """A checkpoint whose config says that it is quantised: with the tensors of its model; else as it is.
+    """A checkpoint whose config says that it is quantized: with the tensors of its model; else as it is.
 
     That is ``config.json`` (see :func:`quantization_config_of`), or modelopt's ``hf_quant_config.json``.
 
     Raises:
-        ConfigError, FormatError: it is quantised in a way that is not known; tensors do not belong together.
+        ConfigError, FormatError: it is quantized in a way that is not known; tensors do not belong together.
         StorageError: the config cannot be read.
     """
     if not any(entry.dtype in _ELEMENT_DTYPES for entry in index.entries.values()):
@@ -301,7 +301,7 @@ def as_the_model_has_it(reader: StorageReader, index: contract.CheckpointIndex) 
         config = {"quant_method": "modelopt", **told}
     if config is None:
         return index
-    return replace(form_of(config).as_numbers(reader, index), quantised=str(config.get("quant_method")))
+    return replace(form_of(config).as_numbers(reader, index), quantized=str(config.get("quant_method")))
 
 
 def _content(reader: StorageReader, name: str) -> dict[str, Any]:

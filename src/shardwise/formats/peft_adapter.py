@@ -29,11 +29,11 @@ _OF_NO_CONCERN: Final = frozenset(
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
         # which modules were chosen: the tensors tell
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-        # training, and the initialisation of factors
+        # training, and the initialization of factors
         *("lora_dropout", "megatron_core", "eva_config", "runtime_config", "qalora_group_size"),
         # whether a weight is stored as (in, out): its module tells, as in PEFT
         "fan_in_fan_out",
-        # options of initialisations, which ``init_lora_weights`` chooses among
+        # options of initializations, which ``init_lora_weights`` chooses among
         *("loftq_config", "corda_config", "lora_ga_config"),
     }
 )

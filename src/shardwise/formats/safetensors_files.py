@@ -9,7 +9,7 @@ Source of the rules: the safetensors format, and its Rust library (``Metadata::v
 is refused here. Two things are stricter here: a key that occurs twice is refused even when both say the same,
 and a tensor's description must be an object (the library also takes ``["F32", [1], [0, 4]]``).
 
-Source: ``prepare`` and ``Metadata``'s serialisation in the library. Tensors lie in the order of their dtypes,
+Source: ``prepare`` and ``Metadata``'s serialization in the library. Tensors lie in the order of their dtypes,
 widest first, then of their names as UTF-8; nothing lies between them; the header is padded with spaces to eight
 bytes.
 """

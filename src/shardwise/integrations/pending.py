@@ -2,7 +2,7 @@
 
 [Note: Pending] Under FSDP a script calls ``from_pretrained`` on every rank, perhaps PEFT, makes an optimizer, and
 only then ``prepare``, where it is settled how the model is sharded. So nothing is read before that.
-``from_pretrained`` leaves the model on meta, ties what the files say is tied, initialises what they lack, and notes
+``from_pretrained`` leaves the model on meta, ties what the files say is tied, initializes what they lack, and notes
 for each parameter which expression over the files it is. Parameters are known again by identity: what PEFT puts in
 gives them other names, and whatever replaces one (a resized vocabulary, a merge) has no values, which ``prepare``
 tells. Nothing of this is collective: a rank may come to it before the others (``with main_process_first()``).

@@ -33,7 +33,7 @@ from shardwise.engines.saving import save, save_adapter
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.execution.world import World
 from shardwise.integrations import trainer_compat as compat
-from shardwise.models.gradients import average_replicated_gradients, is_averaged, require_synchronised
+from shardwise.models.gradients import average_replicated_gradients, is_averaged, require_synchronized
 from shardwise.models.selection import has_adapters
 from shardwise.models.view import few, without_compile
 
@@ -90,7 +90,7 @@ def for_trainer(model: ModelT) -> ModelT:
         mesh = next((item.device_mesh for item in inner.parameters() if isinstance(item, DTensor)), None)
         if mesh is not None:
             average_replicated_gradients(model, mesh)
-        world.together(lambda: require_synchronised(model, world.size))
+        world.together(lambda: require_synchronized(model, world.size))
     replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
     compat.open_door(inner, replicas, by_fsdp=mesh is not None)
     for parameter in model.parameters():

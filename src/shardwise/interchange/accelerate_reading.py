@@ -89,7 +89,7 @@ def load_accelerate_model(
         options: budget, process group, patience.
 
     Raises:
-        ConfigError: an argument cannot be honoured; the model is there in several forms.
+        ConfigError: an argument cannot be honored; the model is there in several forms.
         CoverageError: missing, unexpected or mismatched tensors, all at once.
         DisagreementError: ranks have different models, or files of ranks that do not fit together.
         FormatError: what is there is not accelerate's, was not completed, holds more than data, or is of a form

@@ -57,7 +57,7 @@ class FilesPlace:
     part_of: PartOf | None = None
 
     def agree(self, world: World, *modes: object, options: StateOptions) -> None:
-        """Raise when it cannot be honoured, or ranks ask for different things. Collective: yes.
+        """Raise when it cannot be honored, or ranks ask for different things. Collective: yes.
 
         Raises:
             ConfigError, DisagreementError: naming what.
@@ -105,7 +105,7 @@ def save_accelerate_model(
         options: budget, process group, patience.
 
     Raises:
-        ConfigError: an argument cannot be honoured.
+        ConfigError: an argument cannot be honored.
         PlacementError: tensors are on meta, or are placed neither as shards nor as replicas.
         DisagreementError: ranks have different models or arguments, or different values of what several hold.
         StorageError: files could not be written; the older ones are as they were.

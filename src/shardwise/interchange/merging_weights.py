@@ -114,7 +114,7 @@ def merge_weights(
     Memory: about half a GiB beyond what importing torch and transformers takes, however large the model is.
 
     Raises:
-        ConfigError: an argument or the config cannot be honoured.
+        ConfigError: an argument or the config cannot be honored.
         CoverageError: the checkpoint and the model of the config do not cover each other.
         FormatError, StorageError: a file contradicts its format, or cannot be read or written; or the outcome,
             read back, is not what was written.

@@ -1,4 +1,4 @@
-"""Models as torch and transformers have them: built on meta, wrapped, looked into, initialised."""
+"""Models as torch and transformers have them: built on meta, wrapped, looked into, initialized."""
 
 from shardwise.errors import require_versions
 

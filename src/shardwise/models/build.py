@@ -320,7 +320,7 @@ def loading_door() -> tuple[Any, str]:
 
 
 def placing_door() -> tuple[Any, str]:
-    """The class and the name of the function by which what no file has gets memory, to be initialised.
+    """The class and the name of the function by which what no file has gets memory, to be initialized.
 
     It is given the model, the names of what is missing, and more. Under FSDP it treats the first rank and others
     apart, and in transformers 5.17 gives all of a model memory on the others.
@@ -334,7 +334,7 @@ def loads_for_fsdp() -> bool:
 
 
 def is_plain_load(config: Any) -> bool:
-    """Whether a load is neither quantised, nor dealt to devices by a map or a mesh."""
+    """Whether a load is neither quantized, nor dealt to devices by a map or a mesh."""
     return not config.is_quantized and config.device_map is None and config.device_mesh is None
 
 
@@ -344,7 +344,7 @@ def dtype_of_load(config: Any) -> torch.dtype:
 
 
 def load_outcome(missing: set[str], unexpected: set[str], mismatched: set[tuple[str, Any, Any]]) -> Any:
-    """What a load tells of itself, from which transformers goes on: ties, initialises, reports."""
+    """What a load tells of itself, from which transformers goes on: ties, initializes, reports."""
     return LoadStateDictInfo(
         missing_keys=missing,
         unexpected_keys=unexpected,

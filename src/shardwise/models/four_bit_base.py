@@ -241,7 +241,7 @@ class _Quantizer:
 
 
 def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None:
-    """Let PEFT, accelerate and the Trainer see a quantised model; ``config`` goes into the model's config."""
+    """Let PEFT, accelerate and the Trainer see a quantized model; ``config`` goes into the model's config."""
     told: Any = model
     if has_bitsandbytes() and not is_mxfp4(config):  # whoever asks for this goes on to import it
         told.is_loaded_in_4bit = True

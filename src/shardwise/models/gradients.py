@@ -73,7 +73,7 @@ def _own_gradient(parameter: nn.Parameter) -> torch.Tensor:
 def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give whole parameters of a sharded model the mean gradient of all ranks, as sharded ones have it.
 
-    To be called once the parameters are materialised (the hooks belong to the parameter objects); again does no
+    To be called once the parameters are materialized (the hooks belong to the parameter objects); again does no
     harm. Afterwards every backward pass is a collective for each of them that is trained, except where FSDP2 has
     been told not to exchange gradients (``set_requires_gradient_sync(False)``): they add up on each rank then,
     until it does.
@@ -109,7 +109,7 @@ def is_averaged(parameter: nn.Parameter) -> bool:
     return any(isinstance(hook, Averaging) for hook in hooks.values())
 
 
-def require_synchronised(model: nn.Module, ranks: int) -> None:
+def require_synchronized(model: nn.Module, ranks: int) -> None:
     """Refuse trained parameters whose gradients the ranks would keep to themselves.
 
     Accepted are those that ``fully_shard`` (or another user of DTensors) has spread over all ranks, whole ones that

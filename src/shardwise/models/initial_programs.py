@@ -1,6 +1,6 @@
-"""Initialisers as programs: what they do to a tensor, recorded, and replayed block by block on any ranks.
+"""Initializers as programs: what they do to a tensor, recorded, and replayed block by block on any ranks.
 
-See [Note: Initialisers are traced] in ``models/initialize.py``.
+See [Note: Initializers are traced] in ``models/initialize.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from shardwise.layout import LocalBox
 from shardwise.models import pretrained
-from shardwise.models.pretrained import not_initialising
+from shardwise.models.pretrained import not_initializing
 from shardwise.models.torch_words import original_class, parameters_of, tree_leaves, tree_map_only, without_data
 from shardwise.models.view import strided_view
 from shardwise.tensors import contiguous_strides
@@ -43,7 +43,7 @@ class _InPlaceStep:
 
 @dataclass(slots=True)
 class Program:
-    """What an initialiser does to one tensor. ``is_elementwise`` is False when it did more than can be replayed."""
+    """What an initializer does to one tensor. ``is_elementwise`` is False when it did more than can be replayed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -89,7 +89,7 @@ class Programmed(torch.Tensor):
         if target is not None and replayable and not any(isinstance(item, Programmed) for item in others):
             target.record(func, args[1:], kwargs)
             return target
-        # Something else: its values are not followed, only its shapes, so that the initialiser can go on.
+        # Something else: its values are not followed, only its shapes, so that the initializer can go on.
         for item in tree_leaves((args, kwargs)):
             if isinstance(item, Programmed):
                 item.program.is_elementwise = False
@@ -101,7 +101,7 @@ class Programmed(torch.Tensor):
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         row = math.prod(self.program.shape[1:])
         if args and isinstance(args[0], torch.Tensor):
-            # The values may be random, drawn by the initialiser itself; they are to follow from the FQN.
+            # The values may be random, drawn by the initializer itself; they are to follow from the FQN.
             self.program.is_elementwise = False
             args = (args[0].expand(self.shape).reshape(-1), *args[1:])
         step = _InPlaceStep(func, args, kwargs, self.rows[0] * row, self.rows[1] * row)
@@ -252,7 +252,7 @@ def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
     model_class: Any = original_class(model)
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
-        with not_initialising():
+        with not_initializing():
             fresh: PreTrainedModel = model_class._from_config(model.config)
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,12 +1,12 @@
-"""Values that no checkpoint holds: initialised parameters and recomputed buffers.
+"""Values that no checkpoint holds: initialized parameters and recomputed buffers.
 
-[Note: Initialisers are traced] A model's initialisers (``_init_weights``, ``reset_parameters``) are run once, on a
+[Note: Initializers are traced] A model's initializers (``_init_weights``, ``reset_parameters``) are run once, on a
 model whose tensors are stand-ins: a recording one for each that is missing (:mod:`shardwise.models.initialize`), a
-real one on the CPU for each buffer to recompute, and a meta tensor, which no initialiser can harm, for everything
+real one on the CPU for each buffer to recompute, and a meta tensor, which no initializer can harm, for everything
 else. A recording tensor notes the in-place operations done to it. They are replayed on fixed blocks of the flat
 global tensor, each with a generator seeded by (seed, FQN, block), so that every rank of every world size computes
 the same values
-and no rank holds the tensor whole. An initialiser that is not element by element (orthogonal, say) runs on the
+and no rank holds the tensor whole. An initializer that is not element by element (orthogonal, say) runs on the
 whole tensor instead, one tensor at a time, within the budget.
 """
 
@@ -63,8 +63,8 @@ class Additions:
         base: the model of transformers inside, whose class's rules count; None for the model itself.
         known_as: names in the model to those in the base, by which users and the base's class know the tensors. A
             copy is known as what it is a copy of. What was added has no such name.
-        initialised: names of what ``initialise`` writes.
-        initialise: runs the initialisers of what was added, on whatever tensors are in its place.
+        initialized: names of what ``initialize`` writes.
+        initialize: runs the initializers of what was added, on whatever tensors are in its place.
         copies: names of parameters that begin with the values of others, to the others' names.
         norms: names of vectors that begin as the norms of a matrix' rows.
         new_rows: how rows begin that the checkpoint lacks, of tensors of which it has the others.
@@ -73,8 +73,8 @@ class Additions:
 
     base: nn.Module | None = None
     known_as: Mapping[str, str] = field(default_factory=dict)
-    initialised: frozenset[str] = frozenset()
-    initialise: Callable[[], None] = _nothing
+    initialized: frozenset[str] = frozenset()
+    initialize: Callable[[], None] = _nothing
     copies: Mapping[str, str] = field(default_factory=dict)
     norms: Mapping[str, RowNorms] = field(default_factory=dict)
     new_rows: NewRows = "initialized"
@@ -83,11 +83,11 @@ class Additions:
     @property
     def begun(self) -> frozenset[str]:
         """Names of the tensors whose values come from the tuning, rather than from a checkpoint or the base."""
-        return self.initialised.union(self.norms, self.nested)
+        return self.initialized.union(self.norms, self.nested)
 
     def begun_elsewhere(self) -> Additions:
         """The same, where all values of what was added come from a checkpoint."""
-        return replace(self, initialised=frozenset(), norms={})
+        return replace(self, initialized=frozenset(), norms={})
 
 
 NOTHING_ADDED = Additions()
@@ -126,8 +126,8 @@ class ComputedBuffer:
 
 
 @dataclass(frozen=True)
-class Initialisers:
-    """What initialises a model: initialisers of transformers, ``reset_parameters`` of modules, and of a tuning.
+class Initializers:
+    """What initializes a model: initializers of transformers, ``reset_parameters`` of modules, and of a tuning.
 
     Attributes:
         model: the model; nothing of it is changed but what :meth:`compute_attributes` says.
@@ -152,18 +152,18 @@ class Initialisers:
         return Origin.NOWHERE
 
     def programs(self, names: Collection[str]) -> dict[str, Program]:
-        """The programs of the tensors to initialise, by FQN; vectors of norms have none, see ``RowNorms``."""
-        added = self.additions.initialised.intersection(names)
+        """The programs of the tensors to initialize, by FQN; vectors of norms have none, see ``RowNorms``."""
+        added = self.additions.initialized.intersection(names)
         others = [name for name in names if name not in self.additions.begun]
-        return {**self._traced(others, lambda: self._run(others)), **self._traced(added, self.additions.initialise)}
+        return {**self._traced(others, lambda: self._run(others)), **self._traced(added, self.additions.initialize)}
 
     def whole(self, item: Held, *, seed: int) -> torch.Tensor:
-        """One tensor initialised whole on the CPU, for initialisers that are not element by element.
+        """One tensor initialized whole on the CPU, for initializers that are not element by element.
 
         Memory: the tensor, whole; see :func:`unfit_programs`.
 
         Raises:
-            CoverageError: when no initialiser writes it, which cannot be foreseen where one could not be traced.
+            CoverageError: when no initializer writes it, which cannot be foreseen where one could not be traced.
         """
         from shardwise.models.initial_programs import seed_of
 
@@ -172,13 +172,13 @@ class Initialisers:
         with _own_random_state(seed_of(seed, item.fqn, 0)), stand_ins(self.held, {item.fqn: whole}):
             self._run({item.fqn})
         if writes_to(whole) == untouched and whole.numel():
-            raise CoverageError(f"{item.fqn} is missing and no initialiser of the model writes it")
+            raise CoverageError(f"{item.fqn} is missing and no initializer of the model writes it")
         return whole
 
     def buffers(self, rules: BufferRules, *, seed: int) -> dict[str, ComputedBuffer]:
         """The non-persistent buffers, by FQN.
 
-        For a model of transformers this is what ``from_pretrained`` does: its initialisers write the buffers. Of
+        For a model of transformers this is what ``from_pretrained`` does: its initializers write the buffers. Of
         other modules real buffers are kept, and ``reset_parameters`` computes those on meta.
         """
         buffers = [item for item in self.held if item.kind is TensorKind.BUFFER]
@@ -186,8 +186,8 @@ class Initialisers:
             item.fqn: _by_rule(item, rules) or ComputedBuffer(_buffer_origin(item, self._inside))
             for item in buffers
         }
-        by_initialiser = (Origin.INIT_WEIGHTS, Origin.RESET_PARAMETERS)
-        chosen = [item for item in buffers if outcome[item.fqn].origin in by_initialiser]
+        by_initializer = (Origin.INIT_WEIGHTS, Origin.RESET_PARAMETERS)
+        chosen = [item for item in buffers if outcome[item.fqn].origin in by_initializer]
         values = self._written_into(chosen, seed=seed)
         for item in chosen:
             if item.fqn in values:
@@ -229,10 +229,10 @@ class Initialisers:
         }
 
     def _run(self, names: Collection[str]) -> None:
-        """Run what initialises these tensors.
+        """Run what initializes these tensors.
 
-        Of transformers' initialisers, those of the modules that hold them, and of the modules around: an
-        initialiser writes into its module, or into what is in it.
+        Of transformers' initializers, those of the modules that hold them, and of the modules around: an
+        initializer writes into its module, or into what is in it.
         """
         owners = {slot.module: None for item in self.held if item.fqn in names for slot in item.slots}
         around = _with_all_around(self.model, owners)
@@ -263,7 +263,7 @@ class Initialisers:
         return {name: tensor.program for name, tensor in chosen.items()}
 
     def _written_into(self, buffers: Sequence[Held], *, seed: int) -> dict[str, torch.Tensor]:
-        """The values that initialisers give to ``buffers``, by FQN; those that none of them writes are left out."""
+        """The values that initializers give to ``buffers``, by FQN; those that none of them writes are left out."""
         if not buffers:
             return {}
         fresh = {
@@ -275,7 +275,7 @@ class Initialisers:
             self._run(fresh)
             for item in buffers:
                 slot = item.slots[0]
-                made = buffers_of(slot.module)[slot.name]  # an initialiser may have registered another tensor
+                made = buffers_of(slot.module)[slot.name]  # an initializer may have registered another tensor
                 if made is None or made.is_meta:
                     continue
                 if made is not fresh[item.fqn] or writes_to(made) != untouched[item.fqn]:
@@ -284,15 +284,15 @@ class Initialisers:
 
 
 def unfit_programs(programs: Mapping[str, Program], budget_bytes: int) -> list[str]:
-    """A sentence for each tensor that nothing writes, or that must be initialised whole and exceeds the budget."""
+    """A sentence for each tensor that nothing writes, or that must be initialized whole and exceeds the budget."""
     faults: list[str] = []
     for name, program in programs.items():
         nbytes = math.prod(program.shape) * program.dtype.itemsize
         if program.is_elementwise and not program.steps and nbytes:
-            faults.append(f"{name}: no initialiser of the model writes it")
+            faults.append(f"{name}: no initializer of the model writes it")
         elif not program.is_elementwise and nbytes > budget_bytes:
             faults.append(
-                f"{name}: its initialiser needs it whole, {nbytes:,} bytes, and the budget is {budget_bytes:,}; "
+                f"{name}: its initializer needs it whole, {nbytes:,} bytes, and the budget is {budget_bytes:,}; "
                 "raise budget_bytes"
             )
     return faults

@@ -20,7 +20,7 @@ from shardwise.models.rebind import Bound, Key, Scalar, label
 from shardwise.models.view import canonical, few
 
 
-def labelled(bounds: Sequence[Bound]) -> dict[str, Key]:
+def labeled(bounds: Sequence[Bound]) -> dict[str, Key]:
     """All that optimizers hold of parameters: tensors of their shape, and the rest."""
     return {key.label: key for bound in bounds for key in [*bound.scalars, *bound.tensors]}
 

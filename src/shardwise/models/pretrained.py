@@ -176,7 +176,7 @@ def attention_of(model: nn.Module) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def quantised_parts(config: Any) -> list[Any]:
+def quantized_parts(config: Any) -> list[Any]:
     """The config and its parts, such as ``text_config``, as far as these have a ``quantization_config``."""
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     return [part for part in parts if getattr(part, "quantization_config", None) is not None]
@@ -197,7 +197,7 @@ def mark_sharded(model: nn.Module) -> None:
     model._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
-# Initialising
+# Initializing
 
 
 def outermost_pretrained(model: nn.Module, prefix: str = "") -> list[tuple[str, PreTrainedModel]]:
@@ -209,7 +209,7 @@ def outermost_pretrained(model: nn.Module, prefix: str = "") -> list[tuple[str, 
 
 
 def mark_initialized(tensor: torch.Tensor) -> None:
-    """The mark by which transformers' initialisers pass over a tensor."""
+    """The mark by which transformers' initializers pass over a tensor."""
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
@@ -223,7 +223,7 @@ def run_initializers(model: PreTrainedModel, modules: Collection[nn.Module]) -> 
 
 @contextlib.contextmanager
 def init_function(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Have transformers' initialisers call ``function`` where they would call torch's of this name."""
+    """Have transformers' initializers call ``function`` where they would call torch's of this name."""
     original = hf_init.TORCH_INIT_FUNCTIONS[name]
     hf_init.TORCH_INIT_FUNCTIONS[name] = function
     try:
@@ -232,8 +232,8 @@ def init_function(name: str, function: Callable[..., Any]) -> Iterator[None]:
         hf_init.TORCH_INIT_FUNCTIONS[name] = original
 
 
-def not_initialising() -> contextlib.AbstractContextManager[None]:
-    """For the time of the block, torch's functions that initialise do nothing: what is on meta has no values."""
+def not_initializing() -> contextlib.AbstractContextManager[None]:
+    """For the time of the block, torch's functions that initialize do nothing: what is on meta has no values."""
     return hf_init.no_init_weights()
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from shardwise.conversion.dequantise import POWERS
+from shardwise.conversion.dequantize import POWERS
 from shardwise.conversion.four_bit import NESTED_BLOCK, dynamic_numbers
 from shardwise.errors import ConfigError
 from shardwise.tensors import Code, Form4, FourBitForm
@@ -120,7 +120,7 @@ def of_transformers(config: Any) -> Quantization:
     """What a ``BitsAndBytesConfig``, an ``Mxfp4Config``, or the ``quantization_config`` of a model, asks for.
 
     Raises:
-        ConfigError: it is neither, another kind of quantisation, or makes no sense.
+        ConfigError: it is neither, another kind of quantization, or makes no sense.
     """
     if not isinstance(config, (dict, QuantizationConfigMixin)):
         raise ConfigError(
@@ -135,7 +135,7 @@ def of_transformers(config: Any) -> Quantization:
         return "dequantize" if told.get("dequantize", getattr(config, "dequantize", False)) else "as_stored"
     if method != "bitsandbytes":
         raise ConfigError(
-            f"quantization_config: {method} is not known for a base that is quantised while it is read; pass "
+            f"quantization_config: {method} is not known for a base that is quantized while it is read; pass "
             "quantization=Nf4(), or a BitsAndBytesConfig(load_in_4bit=True)"
         )
     if told.get("load_in_8bit") or not told.get("load_in_4bit"):
@@ -238,9 +238,9 @@ def numbers_of_four_bits(
         # By its kernel for the device: the same bits, several times as quick.
         import bitsandbytes  # noqa: F401 - which makes the operation known
 
-        dequantise = torch.ops.bitsandbytes.dequantize_4bit.default
+        dequantize = torch.ops.bitsandbytes.dequantize_4bit.default
         flat, factors = packed.reshape(-1, 1), scales.reshape(-1)
-        made: torch.Tensor = dequantise(flat, factors, block_size, form, shape, dtype)
+        made: torch.Tensor = dequantize(flat, factors, block_size, form, shape, dtype)
         return made
     table = torch.tensor(kind.numbers, dtype=torch.float32, device=packed.device)
     upper, lower = packed >> 4, packed & 15

@@ -15,7 +15,7 @@ from shardwise.conversion.expression import Expression, Stored
 from shardwise.errors import KnownNames
 from shardwise.layout import ModelLayout, TensorLayout
 from shardwise.models import torch_words
-from shardwise.models.pretrained import quantised_parts
+from shardwise.models.pretrained import quantized_parts
 from shardwise.models.tracing import ModelFacade, NotStructural, Recorded, computed_whole
 from shardwise.tensors import DType
 
@@ -215,7 +215,7 @@ def saved_conversions(model: nn.Module) -> list[Any]:
 def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
     """What ``save_pretrained`` writes beside the weights: config, generation config, and code of the model's own.
 
-    ``dtype`` is what the config is to name. A quantised checkpoint's ``quantization_config`` is left out where a
+    ``dtype`` is what the config is to name. A quantized checkpoint's ``quantization_config`` is left out where a
     model has been made of its numbers. The model's own config is not touched. Nothing for other modules.
     """
     if not isinstance(model, PreTrainedModel):
@@ -226,7 +226,7 @@ def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) 
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
     if not getattr(model, "is_quantized", False):
-        for part in quantised_parts(config):
+        for part in quantized_parts(config):
             del part.quantization_config
     if kind.is_remote_code():
         custom_object_save(model, str(folder), config=config)

@@ -218,8 +218,8 @@ def is_temporary(module: nn.Module, name: str) -> bool:
     return name in module._non_persistent_buffers_set
 
 
-def normalises_over_rows(module: nn.Module) -> bool:
-    """Whether this is a batch normalisation, of any number of dimensions, synchronised or not."""
+def normalizes_over_rows(module: nn.Module) -> bool:
+    """Whether this is a batch normalization, of any number of dimensions, synchronized or not."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
@@ -276,7 +276,7 @@ def original_classes(model: nn.Module) -> Iterator[None]:
 
     transformers takes a model for a user's own code when its class is not defined in transformers, looks rules up
     by class name, and treats the two kinds differently. The class ``fully_shard`` makes has torch's module and
-    another name, so without this a sharded model loses its conversions and some of its initialisers.
+    another name, so without this a sharded model loses its conversions and some of its initializers.
     """
     sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     for module, _ in sharded:
@@ -368,7 +368,7 @@ def sharded_as(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def adopt_sharded(fsdp_param: Any, parameter: nn.Parameter) -> None:
-    """Make a materialised sharded parameter, already set on its modules, the one FSDP2 gathers from."""
+    """Make a materialized sharded parameter, already set on its modules, the one FSDP2 gathers from."""
     local = parameter._local_tensor  # type: ignore[attr-defined]
     storage = torch.empty(0, dtype=local.dtype, device=local.device)
     padded_numel = fsdp_param.padded_sharded_param_size.numel()

@@ -379,7 +379,7 @@ def refuse_subclasses(held: Sequence[Held]) -> None:
     if faults:
         raise PlacementError(
             f"{few([name for name, _ in faults])}: on meta, and a {faults[0][1]}, a subclass of Tensor whose "
-            "behaviour (FSDP2's all-gather hooks, say) would be lost when it gets memory; load plain parameters, "
+            "behavior (FSDP2's all-gather hooks, say) would be lost when it gets memory; load plain parameters, "
             "and convert the model afterwards"
         )
 

@@ -82,7 +82,7 @@ class Sharding:
 
         Raises:
             ConfigError: it cannot be read; or naming every key that is unknown, contradicts another, or cannot be
-                honoured.
+                honored.
         """
         from shardwise.models.accelerate_config import read_accelerate_config
 
@@ -182,7 +182,7 @@ def wrap(
     """
     mesh = sharding.mesh
     if mesh is None:
-        raise PlacementError("there is no mesh to shard the model on; pass one, or initialise torch.distributed")
+        raise PlacementError("there is no mesh to shard the model on; pass one, or initialize torch.distributed")
     grouping = group_parameters(model, sharding.wrap, kept_whole)
     _require_shardable(model, grouping, mesh)
     shard_size = mesh.size(mesh.ndim - 1)
@@ -339,7 +339,7 @@ def as_policy(given: Any) -> Any:
     those that the model declares. ``size_based_auto_wrap_policy``: by size. Other values are returned as they are.
 
     Raises:
-        ConfigError: a partial of torch's that cannot be honoured.
+        ConfigError: a partial of torch's that cannot be honored.
     """
     function, keywords = given, {}
     if isinstance(given, functools.partial):
@@ -381,7 +381,7 @@ def refuse_unmovable(held: Sequence[Held]) -> None:
     """
     parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
     faults = [
-        f"{item.fqn} is a {type(item.tensor).__name__}: shard the model before it is quantised or wrapped"
+        f"{item.fqn} is a {type(item.tensor).__name__}: shard the model before it is quantized or wrapped"
         for item in parameters
         if type(item.tensor) is not nn.Parameter
     ]

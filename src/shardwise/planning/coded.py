@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from shardwise.conversion.dequantise import columns_in_words, decoded, dequantised, rows_in_words
+from shardwise.conversion.dequantize import columns_in_words, decoded, dequantized, rows_in_words
 from shardwise.conversion.expression import Expression, permute, reshape, slice_dim
 from shardwise.conversion.packed import unnested, unpacked
 from shardwise.formats.coded import FourBits, GroupedIntegers, Scaled, Zeros
@@ -18,7 +18,7 @@ def scaled(part: Scaled, leaf: Callable[[str], Expression]) -> Expression:
         values = slice_dim(values, len(outer), 0, nbytes)
     # Where the last byte has one element, the other one is made, too, and left out.
     whole, unit = nbytes * per_byte, part.unit
-    made = dequantised(
+    made = dequantized(
         values,
         leaf(part.scales.key),
         (*outer, whole),

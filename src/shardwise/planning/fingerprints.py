@@ -131,7 +131,7 @@ def fingerprint(data: memoryview, start: int = 0) -> int:
 
 
 def _mixed(number: Any) -> Any:
-    """splitmix64's finaliser."""
+    """splitmix64's finalizer."""
     with np.errstate(over="ignore"):
         mixed = np.asarray(number, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -324,7 +324,7 @@ def schedule(
 ) -> list[ReadRequest]:
     """Requests, in the order of the files and of the bytes in them.
 
-    Neighbours are joined when the gap is at most ``policy.max_gap_bytes``, gaps are a small part of the whole,
+    Neighbors are joined when the gap is at most ``policy.max_gap_bytes``, gaps are a small part of the whole,
     nothing overlaps, and what must be staged (gaps included) fits ``staging_bytes``. Strided segments stay among
     themselves: they may be copied another way.
 

@@ -25,9 +25,9 @@ _REMEDIES = {
     "missing": "on_missing=Initialize(only=...) for the missing ones",
     "unexpected": "on_unexpected=Ignore(only=...) for keys that may be left unread",
     "ambiguous": "a checkpoint that stores each tensor once",
-    "quantised": "a checkpoint whose config.json has the quantization_config that says what these codes stand for",
+    "quantized": "a checkpoint whose config.json has the quantization_config that says what these codes stand for",
     "conversion": "a checkpoint in the layout this version of transformers knows",
-    "uninitialised": "a checkpoint that holds them; no reset_parameters does either",
+    "uninitialized": "a checkpoint that holds them; no reset_parameters does either",
     "uncomputable": "buffers=... with a callable that computes them",
 }
 """What to do about a fault, by its kind."""
@@ -59,7 +59,7 @@ class _Globs:
 
 @dataclass(frozen=True, slots=True)
 class Initialize(_Globs):
-    """Initialise as the model would, the tensors whose names match one of the globs ``only``."""
+    """Initialize as the model would, the tensors whose names match one of the globs ``only``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """Initialised from (seed, FQN), by its ``origin``."""
+    """Initialized from (seed, FQN), by its ``origin``."""
 
     origin: Origin
 
@@ -268,7 +268,7 @@ class _LoadPlanner:
         if not offers:
             return self.fill_missing(tensor)
         for offer in offers:
-            kind, reason = "quantised", self.undecoded(tensor, offer)
+            kind, reason = "quantized", self.undecoded(tensor, offer)
             if reason is None:
                 kind, reason = "mismatched", self.misfit(tensor, offer)
             if reason is not None:
@@ -297,14 +297,14 @@ class _LoadPlanner:
         if not self.spoiled.intersection(tensor.names):  # else a fault of the conversion, already told
             codes = [key for name in tensor.names for key in packed_names(name) if key in self.names_unmatched]
             if codes:
-                self.fault("quantised", f"{tensor.fqn}: stored as codes, in {codes[0]}")
+                self.fault("quantized", f"{tensor.fqn}: stored as codes, in {codes[0]}")
             else:
                 self.fault("missing", tensor.fqn)
         return Init(tensor.origin)
 
     def init(self, tensor: TensorLayout) -> Fill:
         if tensor.origin in (Origin.NOWHERE, Origin.AS_IT_IS):
-            self.fault("uninitialised", f"{tensor.fqn}: nothing initialises it")
+            self.fault("uninitialized", f"{tensor.fqn}: nothing initializes it")
         return Init(tensor.origin)
 
     def recompute(self, tensor: TensorLayout) -> Fill:
@@ -321,7 +321,7 @@ class _LoadPlanner:
         """Why elements are codes, which mean nothing without their scales; None where they are numbers.
 
         Narrow numbers that were stored as they are have no scales beside them, and no config that says that the
-        checkpoint is quantised.
+        checkpoint is quantized.
         """
         if tensor.dtype.kind != "float" and not computes(offer):
             return None
@@ -331,8 +331,8 @@ class _LoadPlanner:
                 told = f"stored in {leaf.dtype.label}" + (f" as {leaf.key}" if leaf.key not in tensor.names else "")
                 if scale is not None:
                     return f"{told}, and its scales, {scale}, would not be read"
-                if self.index.quantised and leaf.dtype is not tensor.dtype:
-                    return f"{told} without scales, and the checkpoint is quantised ({self.index.quantised})"
+                if self.index.quantized and leaf.dtype is not tensor.dtype:
+                    return f"{told} without scales, and the checkpoint is quantized ({self.index.quantized})"
         return None
 
     def misfit(self, tensor: TensorLayout, offer: Expression) -> str | None:
@@ -341,7 +341,7 @@ class _LoadPlanner:
             return f"stored {self.describe(offer)}, model wants {tensor.shape}"
         for leaf in stored_leaves(offer):
             if leaf.dtype.bits % 8:
-                return f"stored as {leaf.dtype.label}, which cannot be loaded without its quantiser"
+                return f"stored as {leaf.dtype.label}, which cannot be loaded without its quantizer"
         if any(not casts_safely(leaf.dtype, tensor.dtype) for leaf in leaves_of(offer)):
             return f"stored {self.describe(offer)}, model wants {tensor.dtype.label}"
         return None
@@ -360,7 +360,7 @@ class _LoadPlanner:
             elif allows(self.consent.unexpected, key):
                 self.unexpected.append(key)
                 self.ignored.append(key)
-            elif "quantised" not in self.faults or not belongs_to_codes(name):
+            elif "quantized" not in self.faults or not belongs_to_codes(name):
                 renamed = f" (renamed to {name})" if name != key else ""
                 if name.endswith("_extra_state"):
                     renamed += " (extra state of a module, which cannot be loaded yet)"

@@ -438,7 +438,7 @@ def open_writer(
     if scheme == "hf":
         raise StorageError(
             f"{where}: the hub is not written to; save into a local folder, then upload it "
-            "(hf upload organisation/name folder)"
+            "(hf upload organization/name folder)"
         )
     if scheme in ("http", "https"):
         raise StorageError(

@@ -186,12 +186,12 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
     Raises:
         ConfigError: magnitudes of DoRA that are not norms of rows.
     """
-    initialised: set[str] = set()
+    initialized: set[str] = set()
     norms: dict[str, RowNorms] = {}
     found = list(peft_compat.layers(model))
     for name, layer in found:
         for module, local in peft_compat.matrices(layer, adapter):
-            initialised.add(held[id(getattr(module, local))].fqn)
+            initialized.add(held[id(getattr(module, local))].fqn)
         magnitude: Any = peft_compat.magnitude(layer, adapter)
         if magnitude is not None:
             if not peft_compat.has_row_norms(layer):
@@ -202,12 +202,12 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
             matrix = held[id(layer.get_base_layer().weight)].fqn
             norms[held[id(magnitude.weight)].fqn] = RowNorms(matrix, peft_compat.row_norms)
 
-    def initialise() -> None:
+    def initialize() -> None:
         with torch.no_grad():
             for _, layer in found:
-                peft_compat.initialise(layer, adapter, config.init_lora_weights)
+                peft_compat.initialize(layer, adapter, config.init_lora_weights)
 
-    return Additions(initialised=frozenset(initialised), initialise=initialise, norms=norms)
+    return Additions(initialized=frozenset(initialized), initialize=initialize, norms=norms)
 
 
 def _require_all_matched(

@@ -60,7 +60,7 @@ class Tuning:
             adapters: those of :meth:`folders`, opened.
 
         Raises:
-            ConfigError: something named matches nothing, or cannot be honoured.
+            ConfigError: something named matches nothing, or cannot be honored.
             CoverageError: an adapter does not fit the model.
         """
         return Tuned(base, base, bindings)
@@ -303,7 +303,7 @@ def tune(
         casts_to: the dtype in which everything computes; None for each parameter's own.
 
     Raises:
-        ConfigError: something named matches nothing, or cannot be honoured.
+        ConfigError: something named matches nothing, or cannot be honored.
         CoverageError: an existing adapter does not fit the model.
     """
     made = tuning.prepare(base, bindings, adapters)

@@ -128,7 +128,7 @@ def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
 def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bool) -> PeftModel:
     """PEFT's model around ``base``, in which its modules have taken their places; what it adds is on meta.
 
-    ``config`` is copied. Unless the adapter ``starts_anew``, how it was initialised once plays no role.
+    ``config`` is copied. Unless the adapter ``starts_anew``, how it was initialized once plays no role.
 
     Raises:
         ConfigError: nothing matches, or PEFT refuses the config for this model.
@@ -144,7 +144,7 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bo
     own.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
     # PEFT draws values that do not stay; some of them from random numbers that are the user's own.
     quiet = warnings.catch_warnings()
-    with quiet, pretrained.not_initialising(), torch.random.fork_rng(devices=[]), shown_as_numbers(base):
+    with quiet, pretrained.not_initializing(), torch.random.fork_rng(devices=[]), shown_as_numbers(base):
         warnings.simplefilter("ignore")  # what it warns of is refused, or is told by the report
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
@@ -310,8 +310,8 @@ def has_row_norms(layer: Any) -> bool:
     return isinstance(base, nn.Linear) and not getattr(layer, "fan_in_fan_out", False)
 
 
-def initialise(layer: Any, adapter: str, init: bool | str) -> None:  # noqa: FBT001 - as PEFT has it
-    """Run PEFT's initialiser for an adapter in a layer, on the tensors that are there."""
+def initialize(layer: Any, adapter: str, init: bool | str) -> None:  # noqa: FBT001 - as PEFT has it
+    """Run PEFT's initializer for an adapter in a layer, on the tensors that are there."""
     if init is not False:
         layer.reset_lora_parameters(adapter, init)
         return

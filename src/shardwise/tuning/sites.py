@@ -15,7 +15,7 @@ from shardwise.conversion.computed import Bindings
 from shardwise.errors import ConfigError
 from shardwise.layout import LocalBox
 from shardwise.models.initial_programs import Program, fill_from_program, program_of
-from shardwise.models.initialize import Initialisers
+from shardwise.models.initialize import Initializers
 from shardwise.models.view import Held, look_inside
 from shardwise.tensors import Box, Strided, contiguous_strides
 from shardwise.tuning import peft_compat
@@ -86,13 +86,13 @@ class AdapterOutline:
 
     sites: tuple[AdaptedSite, ...]
     held: Mapping[str, Held]
-    initialisers: Initialisers
+    initializers: Initializers
     programs: Mapping[str, Program]
 
     @property
     def model(self) -> nn.Module:
         """The base with the adapter in it, on meta."""
-        return self.initialisers.model
+        return self.initializers.model
 
     def matrices(self) -> Iterator[AdaptedMatrix]:
         for site in self.sites:
@@ -106,7 +106,7 @@ class AdapterOutline:
         """
         program = self.programs[matrix.fqn]
         if not program.is_elementwise:
-            whole = self.initialisers.whole(self.held[matrix.fqn], seed=seed)
+            whole = self.initializers.whole(self.held[matrix.fqn], seed=seed)
             program = program_of(whole)
         shape = matrix.shape
         box = LocalBox(Box((0,) * len(shape), shape), Strided(0, shape, contiguous_strides(shape)))
@@ -142,11 +142,11 @@ def outline_adapter(base: PreTrainedModel, config: LoraConfig) -> AdapterOutline
             faults.append(str(error))
     if faults:
         raise ConfigError("this LoRA cannot be trained beside others:\n  " + "\n  ".join(faults[:20]))
-    initialisers = Initialisers(
+    initializers = Initializers(
         made.model, list({id(item): item for item in held.values()}.values()), made.additions
     )
-    programs = initialisers.programs(sorted(made.additions.begun))
-    return AdapterOutline(tuple(sites), held, initialisers, programs)
+    programs = initializers.programs(sorted(made.additions.begun))
+    return AdapterOutline(tuple(sites), held, initializers, programs)
 
 
 def _require_matrices(config: LoraConfig) -> None:

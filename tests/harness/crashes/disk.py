@@ -26,7 +26,7 @@ _AROUND = ".."
 
 # [Note: What a crash leaves]
 #
-# The machine dies at some moment, and what it had in memory is gone. What is on its disk then is modelled after
+# The machine dies at some moment, and what it had in memory is gone. What is on its disk then is modeled after
 # what POSIX promises, which is less than any one file system does:
 #
 # - What a writer wrote stays if that writer has synced the file since; so does the size, for the writer that

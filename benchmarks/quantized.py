@@ -1,6 +1,6 @@
-"""Loading a quantised checkpoint as numbers, against the same model stored in bfloat16.
+"""Loading a quantized checkpoint as numbers, against the same model stored in bfloat16.
 
-``python -m benchmarks.quantised``. Four gloo ranks bring Qwen3-1.7B's shape up in bfloat16, from files in bfloat16
+``python -m benchmarks.quantized``. Four gloo ranks bring Qwen3-1.7B's shape up in bfloat16, from files in bfloat16
 and from files of which the matrices are in FP8 by blocks of 128 x 128, in turn. Each load has processes of its own,
 which load a tiny model first. The files are in the page cache.
 """
@@ -25,7 +25,7 @@ BLOCK = 128
 LIMIT = 1.3
 
 
-def quantised(folder: Path) -> Path:
+def quantized(folder: Path) -> Path:
     """A copy of a checkpoint with its matrices in FP8, and random scales; made once."""
     import torch
     from safetensors.torch import load_file, save_file
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = SHAPES["qwen3-1.7b"]
     tiny = write(shape.tiny(), given.dir)
     plain = tiny if given.quick else write(shape, given.dir)
-    folders = {"bfloat16": plain, "fp8": quantised(plain)}
+    folders = {"bfloat16": plain, "fp8": quantized(plain)}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in folders}
     for _ in range(given.repeats):
         for name, folder in folders.items():
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ratio = statistics.median([one / other for one, other in zip(seconds["fp8"], seconds["bfloat16"], strict=True)])
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m benchmarks.quantised", *(argv if argv is not None else sys.argv[1:])]),
+        "command": " ".join(["python -m benchmarks.quantized", *(argv if argv is not None else sys.argv[1:])]),
         "commit": commit(),
         "machine": machine(),
         "model": plain.name,
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     medians = ", ".join(f"{name} {statistics.median(own):.2f} s" for name, own in seconds.items())
     print(f"{plain.name}, {given.ranks} ranks: {medians}; ratio {ratio:.2f} (at most {LIMIT})")
-    place = given.out or Path("benchmarks/results", f"quantised-{datetime.now(UTC):%Y-%m-%d-%H%M}.json")
+    place = given.out or Path("benchmarks/results", f"quantized-{datetime.now(UTC):%Y-%m-%d-%H%M}.json")
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(json.dumps(results, indent=1))
     return 0 if ratio <= LIMIT else 1

@@ -1,4 +1,4 @@
-"""A quantised form of one's own, in one file: bytes, of which each stands for itself less 128."""
+"""A quantized form of one's own, in one file: bytes, of which each stands for itself less 128."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from shardwise.conversion.computed import Computed, ComputedBlock, aligned_blocks
 from shardwise.conversion.expression import Expression
 from shardwise.errors import ConfigError
-from shardwise.formats.contract import CheckpointIndex, Composed, QuantisedForm, Whole
+from shardwise.formats.contract import CheckpointIndex, Composed, QuantizedForm, Whole
 from shardwise.storage.contract import StorageReader
 from shardwise.tensors import Box, DType
 
@@ -35,7 +35,7 @@ class OwnForm:
         return replace(index, composed={**index.composed, **made})
 
 
-def form_of(config: Mapping[str, Any]) -> QuantisedForm:
+def form_of(config: Mapping[str, Any]) -> QuantizedForm:
     if not isinstance(config.get("offset"), int):
         raise ConfigError("quantization_config: wants an offset")
     return OwnForm(config["offset"])

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from tests.quantised import four_bit_node
+from tests.quantized import four_bit_node
 
 
 @pytest.mark.parametrize("budget", [1 << 14, 1 << 22])
@@ -13,7 +13,7 @@ def test_one_process(tmp_path, budget):
 
 
 BAD = (
-    r"(rank 1: )?Stack\(experts.0.weight, .*experts.4.weight\): quantising: row \(3, 23\) "
+    r"(rank 1: )?Stack\(experts.0.weight, .*experts.4.weight\): quantizing: row \(3, 23\) "
     "has values that are not finite in BF16, and cannot be put into 4 bits; .*"
 )
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tests.quantised.quantising import Made
+from tests.quantized.quantizing import Made
 
 GROUP = 8
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from tests import zoo
 from tests.bank.four_bits import STACKS, give_numbers
 from tests.harness.world import run_world
-from tests.quantised import four_bit_experts
+from tests.quantized import four_bit_experts
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 import shardwise

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of small models, and what they stand for by direct evaluation, element by element."""
+"""Quantized checkpoints of small models, and what they stand for by direct evaluation, element by element."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -184,11 +184,11 @@ KINDS: dict[str, tuple[Callable[[torch.Size, int], Made], dict[str, Any]]] = {
 }
 
 
-def is_quantised(key: str, tensor: torch.Tensor) -> bool:
+def is_quantized(key: str, tensor: torch.Tensor) -> bool:
     return tensor.ndim == 2 and key.endswith("proj.weight")
 
 
-def quantise(folder: Path, kind: str, kinds: Mapping[str, Any] = KINDS) -> dict[str, torch.Tensor]:
+def quantize(folder: Path, kind: str, kinds: Mapping[str, Any] = KINDS) -> dict[str, torch.Tensor]:
     """Rewrite a checkpoint in place; its tensors as numbers. Scales stand in a file of their own."""
     make, config = kinds[kind]
     numbers: dict[str, torch.Tensor] = {}
@@ -197,7 +197,7 @@ def quantise(folder: Path, kind: str, kinds: Mapping[str, Any] = KINDS) -> dict[
     for file in sorted(folder.glob("model*.safetensors")):
         stored: dict[str, torch.Tensor] = {}
         for key, tensor in load_file(file).items():
-            if not is_quantised(key, tensor):
+            if not is_quantized(key, tensor):
                 stored[key] = numbers[key] = tensor
                 continue
             made = make(tensor.shape, len(numbers))
@@ -235,7 +235,7 @@ def go_through(folder: str, numbers: dict[str, torch.Tensor], mesh: str, budget_
     faults += differing(whole, {key: tensor.bfloat16() for key, tensor in numbers.items()})
     shardwise.save(whole, out)
     if "quantization_config" in json.loads(Path(out, "config.json").read_text()):
-        faults.append("what was saved is said to be quantised")
+        faults.append("what was saved is said to be quantized")
     saved = {key: value for file in Path(out).glob("*.safetensors") for key, value in load_file(file).items()}
     faults += [
         f"{key} is saved otherwise" for key in numbers if not torch.equal(saved[key], numbers[key].bfloat16())

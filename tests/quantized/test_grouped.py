@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests import zoo
-from tests.quantised import grouped, quantising
-from tests.quantised.test_loading import plain  # noqa: F401 - a fixture
+from tests.quantized import grouped, quantizing
+from tests.quantized.test_loading import plain  # noqa: F401 - a fixture
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -19,14 +19,14 @@ QUIET = shardwise.options.LoadOptions(progress=False)
 
 
 @pytest.fixture(scope="module")
-def quantised(plain, tmp_path_factory):  # noqa: F811
+def quantized(plain, tmp_path_factory):  # noqa: F811
     """By kind, a folder and its numbers, made when asked for."""
     made: dict[str, tuple[Path, dict[str, torch.Tensor]]] = {}
 
     def of(kind: str):
         if kind not in made:
             folder = shutil.copytree(plain, tmp_path_factory.mktemp("grouped") / "base")
-            made[kind] = folder, quantising.quantise(folder, kind, grouped.KINDS)
+            made[kind] = folder, quantizing.quantize(folder, kind, grouped.KINDS)
         return made[kind]
 
     return of
@@ -34,26 +34,26 @@ def quantised(plain, tmp_path_factory):  # noqa: F811
 
 @pytest.mark.parametrize("budget", [1 << 14, 1 << 20])
 @pytest.mark.parametrize("kind", grouped.KINDS)
-def test_one_process(quantised, kind, budget, tmp_path):
-    folder, numbers = quantised(kind)
-    assert quantising.go_through(str(folder), numbers, "flat", budget, str(tmp_path)) == []
+def test_one_process(quantized, kind, budget, tmp_path):
+    folder, numbers = quantized(kind)
+    assert quantizing.go_through(str(folder), numbers, "flat", budget, str(tmp_path)) == []
 
 
 @pytest.mark.distributed
-def test_three_ranks(worlds, quantised, tmp_path):
+def test_three_ranks(worlds, quantized, tmp_path):
     for kind in ("awq", "gptq in any order"):
-        folder, numbers = quantised(kind)
-        found = worlds(3).run(quantising.go_through, str(folder), numbers, "flat", 1 << 16, str(tmp_path / kind))
+        folder, numbers = quantized(kind)
+        found = worlds(3).run(quantizing.go_through, str(folder), numbers, "flat", 1 << 16, str(tmp_path / kind))
         assert found == [[]] * 3, kind
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("mesh", "size"), [("flat", 2), ("flat", 5), ("shard1", 2), ("shard1", 3)])
-def test_ranks(worlds, quantised, tmp_path, mesh, size):
+def test_ranks(worlds, quantized, tmp_path, mesh, size):
     for kind in grouped.KINDS:
-        folder, numbers = quantised(kind)
-        found = worlds(size).run(quantising.go_through, str(folder), numbers, mesh, 1 << 16, str(tmp_path / kind))
+        folder, numbers = quantized(kind)
+        found = worlds(size).run(quantizing.go_through, str(folder), numbers, mesh, 1 << 16, str(tmp_path / kind))
         assert found == [[]] * size, kind
 
 
@@ -132,11 +132,11 @@ def test_experts_that_become_one_stack(tmp_path, kind):
     model = AutoModelForCausalLM.from_config(config)
     zoo.fill(model)
     zoo.save_original(model, tmp_path, max_shard_size="30KB")
-    numbers = quantising.quantise(tmp_path, kind, grouped.KINDS)
+    numbers = quantizing.quantize(tmp_path, kind, grouped.KINDS)
     assert sum("experts" in key for key in numbers) == 9
     found = shardwise.from_pretrained(tmp_path, options=shardwise.options.LoadOptions(budget_bytes=1 << 15))
     assert found.model.layers[0].mlp.experts.gate_up_proj.shape == (3, 48, 32)
-    assert quantising.differing(found, {key: value.bfloat16() for key, value in numbers.items()}) == []
+    assert quantizing.differing(found, {key: value.bfloat16() for key, value in numbers.items()}) == []
 
 
 def drop(name):

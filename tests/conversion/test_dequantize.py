@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.conversion import dequantise as room
+from shardwise.conversion import dequantize as room
 from shardwise.conversion.computed import Computed, compute_tasks, copies_and_computed
-from shardwise.conversion.dequantise import decoded, dequantised
+from shardwise.conversion.dequantize import decoded, dequantized
 from shardwise.conversion.expression import Expression, Stored, permute, reshape
 from shardwise.conversion.regions import Region
 from shardwise.errors import FormatError
@@ -42,7 +42,7 @@ def cases(draw):
     dtypes = {torch.uint8: DType.U8, torch.float32: DType.F32, torch.int8: DType.I8, torch.int32: DType.I32}
     stored = [Stored(str(n), tuple(t.shape), dtypes[t.dtype]) for n, t in enumerate(inputs)]
     rest = stored[2:]
-    node = dequantised(
+    node = dequantized(
         *stored[:2],
         shape,
         unit,
@@ -121,7 +121,7 @@ def test_numbers_are_written_where_they_go_and_cast_once(case, dtype, strip, tur
 @pytest.mark.parametrize(("code", "dtype"), [("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2)])
 def test_every_byte_with_scales_at_the_ends(code, dtype, scale):
     stored = torch.arange(256).to(torch.uint8).repeat(3)
-    node = dequantised(Stored("v", (768,), DType.U8), Stored("s", (1,), DType.F32), (768,), (768,), Code[code])
+    node = dequantized(Stored("v", (768,), DType.U8), Stored("s", (1,), DType.F32), (768,), (768,), Code[code])
     (block,) = node.operation.blocks({node.output: [Box.whole((768,))]}, 1 << 20)
     found = node.operation.evaluate(block, [stored, torch.tensor([scale])])[node.output]
     wanted = stored.view(dtype).float() * torch.tensor([scale])
@@ -146,20 +146,20 @@ U8, F32 = (lambda *values: torch.tensor(values, dtype=torch.uint8)), (lambda *va
 @pytest.mark.parametrize(
     ("scales", "overall", "beside", "told"),
     [
-        (F32(1.0, 2.0), None, F32(0.0, math.nan), "z: dequantising: a zero point is NaN or infinite"),
-        (F32(1.0, 2.0), (3.0, 1), F32(0.0, math.inf), "z: dequantising: a zero point is NaN or infinite"),
-        (U8(127, 255), None, None, "s: dequantising: a scale is NaN or infinite"),
-        (F32(1.0, math.nan), None, None, "s: dequantising: a scale is NaN or infinite"),
-        (F32(math.inf, 1.0), None, None, "s: dequantising: a scale is NaN or infinite"),
-        (F32(1.0, 2.0), (0.0, -1), None, "o: dequantising: the scale of the whole tensor is 0.0"),
-        (F32(1.0, 2.0), (0.0, 1), None, "o: dequantising: the scale of the whole tensor is 0.0"),
-        (F32(1.0, 2.0), (math.nan, 1), None, "o: dequantising: the scale of the whole tensor is nan"),
+        (F32(1.0, 2.0), None, F32(0.0, math.nan), "z: dequantizing: a zero point is NaN or infinite"),
+        (F32(1.0, 2.0), (3.0, 1), F32(0.0, math.inf), "z: dequantizing: a zero point is NaN or infinite"),
+        (U8(127, 255), None, None, "s: dequantizing: a scale is NaN or infinite"),
+        (F32(1.0, math.nan), None, None, "s: dequantizing: a scale is NaN or infinite"),
+        (F32(math.inf, 1.0), None, None, "s: dequantizing: a scale is NaN or infinite"),
+        (F32(1.0, 2.0), (0.0, -1), None, "o: dequantizing: the scale of the whole tensor is 0.0"),
+        (F32(1.0, 2.0), (0.0, 1), None, "o: dequantizing: the scale of the whole tensor is 0.0"),
+        (F32(1.0, 2.0), (math.nan, 1), None, "o: dequantizing: the scale of the whole tensor is nan"),
     ],
 )
 def test_scales_that_are_none_are_an_error_that_names_them(scales, overall, beside, told):
     """``beside`` are zero points."""
     dtype = DType.U8 if scales.dtype is torch.uint8 else DType.F32
-    node = dequantised(
+    node = dequantized(
         Stored("v", (2,), DType.U8),
         Stored("s", (2,), dtype),
         (4,),
@@ -225,7 +225,7 @@ def awq(codes, zeros, scales, size):
     leaf = stored_as(tensors)
     words, groups = columns // 8, rows // size
     factors = reshape(permute(reshape(leaf["s"], (groups, words, 4, 2)), (0, 1, 3, 2)), (groups, columns))
-    made = dequantised(
+    made = dequantized(
         leaf["q"],
         factors,
         (rows, columns),
@@ -241,7 +241,7 @@ def gptq(codes, zeros, scales, size):
     rows, columns = codes.shape
     tensors = {"q": in_words(codes, 0), "z": in_words(zeros, 1), "s": scales}
     leaf = stored_as(tensors)
-    made = dequantised(
+    made = dequantized(
         leaf["q"],
         leaf["s"],
         (rows // 8, columns, 8),
@@ -259,7 +259,7 @@ def gptq_by_group(codes, zeros, scales, size):
     tensors = {"q": in_words(codes, 0), "z": in_words(zeros, 1), "s": scales, "g": groups}
     leaf = stored_as(tensors)
     by_column = permute(reshape(leaf["q"], (rows // 8, columns, 4)), (1, 0, 2))
-    made = dequantised(
+    made = dequantized(
         by_column,
         permute(leaf["s"], (1, 0)),
         (columns, rows),
@@ -302,7 +302,7 @@ def test_other_orders_of_codes_are_said_around_the_node(layout, data):
 )
 def test_what_does_not_go_together(values, scales, shape, unit, code):
     with pytest.raises(ValueError, match="has|reshape"):
-        dequantised(Stored("v", values, DType.U8), Stored("s", scales, DType.F32), shape, unit, code)
+        dequantized(Stored("v", values, DType.U8), Stored("s", scales, DType.F32), shape, unit, code)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_what_does_not_go_together(values, scales, shape, unit, code):
 )
 def test_zero_points_and_groups_that_do_not_go_together(zeros, groups, code, told):
     with pytest.raises(ValueError, match=told):
-        dequantised(
+        dequantized(
             Stored("v", (4, 4), DType.U8),
             Stored("s", (2, 2), DType.F32),
             (4, 4),
@@ -341,7 +341,7 @@ def test_a_group_for_each_column(exponents, data):
     }
     tensors["s"] = tensors["s"] if exponents else tensors["s"].float()
     leaf = stored_as(tensors)
-    made = dequantised(
+    made = dequantized(
         leaf["v"],
         leaf["s"],
         shape,

@@ -1,4 +1,4 @@
-"""What a quantised form takes that is not ours: one file, and its lines in two tables. Verbs read from it."""
+"""What a quantized form takes that is not ours: one file, and its lines in two tables. Verbs read from it."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import ConfigError
-from shardwise.formats.opening import QUANTISED
+from shardwise.formats.opening import QUANTIZED
 from shardwise.planning.load_memory import NODES
 
 
@@ -26,10 +26,10 @@ def test_a_model_is_loaded_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     codes, model = stored(tmp_path, offset=128), nn.Linear(10, 6, bias=False)
     with pytest.raises(ConfigError, match="not known here .quant_method 'own'"):
         shardwise.load(model, tmp_path)
-    monkeypatch.setitem(QUANTISED, "own", "tests.quantised.own_form:form_of")
+    monkeypatch.setitem(QUANTIZED, "own", "tests.quantized.own_form:form_of")
     with pytest.raises(ConfigError, match="nobody makes numbers of 'offset bytes'"):
         shardwise.load(model, tmp_path)
-    monkeypatch.setitem(NODES, "offset bytes", "tests.quantised.own_form:numbers")
+    monkeypatch.setitem(NODES, "offset bytes", "tests.quantized.own_form:numbers")
     assert shardwise.load(model, tmp_path).computed == ("weight",)
     assert torch.equal(model.weight, codes - 128)
     stored(tmp_path)

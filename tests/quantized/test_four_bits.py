@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.harness.world import run_world
 from tests.merging.adapters import save_adapter
-from tests.quantised import four_bits, quantising
+from tests.quantized import four_bits, quantizing
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import shardwise
@@ -139,7 +139,7 @@ def test_packed_from_eight_bits(plain, tmp_path):
     """What is stored in FP8 goes straight into four bits: as its numbers would."""
     folder = tmp_path / "fp8"
     shutil.copytree(plain, folder)
-    numbers = quantising.quantise(folder, "fp8 blocks")
+    numbers = quantizing.quantize(folder, "fp8 blocks")
     whole = tmp_path / "whole"
     whole.mkdir()
     shutil.copy(plain / "config.json", whole)

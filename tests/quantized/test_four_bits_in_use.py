@@ -10,9 +10,9 @@ import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
 from tests.harness.world import run_world
-from tests.quantised import four_bits_in_use
-from tests.quantised.four_bits import layers_of
-from tests.quantised.test_four_bits import written
+from tests.quantized import four_bits_in_use
+from tests.quantized.four_bits import layers_of
+from tests.quantized.test_four_bits import written
 from transformers import AutoModelForCausalLM
 
 import shardwise
@@ -131,7 +131,7 @@ def test_adapters_that_transformers_puts_on_are_saved(plain, tmp_path):
     assert torch.equal(loaded(TOKENS).logits, base(TOKENS).logits)
 
 
-def test_nothing_in_four_bits_is_dequantised_in_its_place(plain):
+def test_nothing_in_four_bits_is_dequantized_in_its_place(plain):
     model = shardwise.from_pretrained(str(plain), quantization=Nf4())
     with pytest.raises(
         shardwise.ConfigError, match=r"dequantize: .*from_pretrained\(folder, quantization='dequantize'"

@@ -9,12 +9,12 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
-from tests.quantised.four_bits import answers_of, local_of, whole
+from tests.quantized.four_bits import answers_of, local_of, whole
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import shardwise
-from shardwise.conversion.four_bit import nest, quantise_rows
+from shardwise.conversion.four_bit import nest, quantize_rows
 from shardwise.models.four_bit_files import ABSMAX, constants_of
 from shardwise.models.quantization import Packing, to_transformers
 from shardwise.options import LoadOptions, Nf4
@@ -29,7 +29,7 @@ def packed_for_files(key: str, numbers: torch.Tensor, quantization: Nf4) -> dict
     packing = Packing(quantization.form, quantization.block_size, numbers.dtype)
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
     scales = torch.empty(rows, columns // packing.block_size)
-    assert not quantise_rows(numbers.detach().contiguous(), packing.block_size, quantization.form, codes, scales)
+    assert not quantize_rows(numbers.detach().contiguous(), packing.block_size, quantization.form, codes, scales)
     constants = constants_of(packing, (rows, columns), None)
     beside = {f"{key}.{name}": tensor for name, tensor in constants.items()}
     return {key: codes.view(-1, 1), f"{key}.{ABSMAX}": scales.view(-1), **beside}

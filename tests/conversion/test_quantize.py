@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conversion.test_dequantise import part
-from tests.conversion.test_four_bit import quantised as by_kernel
+from tests.conversion.test_dequantize import part
+from tests.conversion.test_four_bit import quantized as by_kernel
 from tests.conversion.test_four_bit import same
 
 from shardwise.conversion.computed import Computed, ComputeTask, SmallestBlocks
 from shardwise.conversion.expression import Stored
 from shardwise.conversion.four_bit import scales_in
-from shardwise.conversion.packed import quantised
+from shardwise.conversion.packed import quantized
 from shardwise.errors import FormatError
 from shardwise.tensors import Box, DType, Form4
 
@@ -27,7 +27,7 @@ DTYPES = {
 
 
 def node(shape, stored=DType.BF16, dtype=DType.BF16, block=64, form=Form4.NF4) -> tuple[Computed, Computed]:
-    packed, absmax = quantised(Stored("layer.weight", tuple(shape), stored), block, form, dtype)
+    packed, absmax = quantized(Stored("layer.weight", tuple(shape), stored), block, form, dtype)
     assert isinstance(packed, Computed)
     assert isinstance(absmax, Computed)
     assert packed.operation == absmax.operation
@@ -118,7 +118,7 @@ def test_what_is_not_finite_is_named(dtype, value, shape, at, told):
     packed, _ = node(shape, DType.F32, dtype)
     blocks = list(packed.operation.blocks({"packed": [Box.whole(packed.shape)]}, 1 << 20))
     task = ComputeTask(packed.operation, packed.sources, blocks[0], ())
-    with pytest.raises(FormatError, match=f"^layer.weight: quantising: {told}.*leave this weight"):
+    with pytest.raises(FormatError, match=f"^layer.weight: quantizing: {told}.*leave this weight"):
         task.evaluate([values])
 
 
@@ -142,6 +142,6 @@ def test_rows_are_named_by_their_places_in_the_whole():
         ((4, 64), DType.BF16, DType.F64, "cannot be put"),
     ],
 )
-def test_what_cannot_be_quantised(shape, stored, dtype, told):
+def test_what_cannot_be_quantized(shape, stored, dtype, told):
     with pytest.raises(ValueError, match=told):
         node(shape, stored, dtype)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints come up as numbers, each rank's part by itself: bitwise as by each element's own scale."""
+"""Quantized checkpoints come up as numbers, each rank's part by itself: bitwise as by each element's own scale."""
 
 import json
 import shutil
@@ -10,13 +10,13 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.merging.adapters import save_adapter
-from tests.quantised import quantising
+from tests.quantized import quantizing
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import shardwise
 from shardwise.cli import main
-from shardwise.conversion.dequantise import Dequantise
+from shardwise.conversion.dequantize import Dequantize
 from shardwise.engines.merging_adapter import merge_adapter
 
 QUIET = shardwise.options.LoadOptions(progress=False)
@@ -44,25 +44,25 @@ def plain(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quantised(plain, tmp_path_factory):
+def quantized(plain, tmp_path_factory):
     """By kind, a folder and its numbers, made when asked for."""
     made: dict[str, tuple[Path, dict[str, torch.Tensor]]] = {}
 
     def of(kind: str):
         if kind not in made:
-            folder = tmp_path_factory.mktemp("quantised")
+            folder = tmp_path_factory.mktemp("quantized")
             shutil.copytree(plain, folder, dirs_exist_ok=True)
-            made[kind] = folder, quantising.quantise(folder, kind)
+            made[kind] = folder, quantizing.quantize(folder, kind)
         return made[kind]
 
     return of
 
 
 @pytest.mark.parametrize("budget", [1 << 14, 1 << 20])
-@pytest.mark.parametrize("kind", quantising.KINDS)
-def test_one_process(quantised, kind, budget, tmp_path):
-    folder, numbers = quantised(kind)
-    assert quantising.go_through(str(folder), numbers, "flat", budget, str(tmp_path)) == []
+@pytest.mark.parametrize("kind", quantizing.KINDS)
+def test_one_process(quantized, kind, budget, tmp_path):
+    folder, numbers = quantized(kind)
+    assert quantizing.go_through(str(folder), numbers, "flat", budget, str(tmp_path)) == []
 
 
 @pytest.mark.distributed
@@ -75,40 +75,40 @@ def test_one_process(quantised, kind, budget, tmp_path):
         pytest.param("hsdp", 4, marks=pytest.mark.slow),
     ],
 )
-def test_ranks(worlds, quantised, tmp_path, mesh, size):
-    for kind in quantising.KINDS:
-        folder, numbers = quantised(kind)
-        found = worlds(size).run(quantising.go_through, str(folder), numbers, mesh, 1 << 16, str(tmp_path / kind))
+def test_ranks(worlds, quantized, tmp_path, mesh, size):
+    for kind in quantizing.KINDS:
+        folder, numbers = quantized(kind)
+        found = worlds(size).run(quantizing.go_through, str(folder), numbers, mesh, 1 << 16, str(tmp_path / kind))
         assert found == [[]] * size, kind
 
 
 def test_equal_layers_are_foreseen_once(tmp_path, monkeypatch):
     """However many layers, blocks are asked for as often; and each rank's bytes are those of its blocks."""
     asked: dict[int, int] = {}
-    blocks = Dequantise.blocks
+    blocks = Dequantize.blocks
     for layers in (2, 5):
         config = Qwen3Config(**{**CONFIG.to_dict(), "num_hidden_layers": layers, "layer_types": None})
         model = AutoModelForCausalLM.from_config(config)
         zoo.fill(model)
         folder = tmp_path / str(layers)
         zoo.save_original(model, folder, max_shard_size="30KB")
-        quantising.quantise(folder, "fp8 blocks")
+        quantizing.quantize(folder, "fp8 blocks")
         calls: list[int] = []
 
         def counted(self, wanted, most_bytes, calls=calls):
             calls.append(most_bytes)
             return blocks(self, wanted, most_bytes)
 
-        monkeypatch.setattr(Dequantise, "blocks", counted)
+        monkeypatch.setattr(Dequantize, "blocks", counted)
         forecast = shardwise.plan(folder, ranks=3, dtype="bfloat16")
-        monkeypatch.setattr(Dequantise, "blocks", blocks)
+        monkeypatch.setattr(Dequantize, "blocks", blocks)
         asked[layers] = len(calls)
         assert len(forecast.ranks) == 3
     assert asked[2] == asked[5] > 0
 
 
-def test_a_config_that_is_kept_is_not_saved_as_that_of_a_quantised_one(quantised, tmp_path):
-    folder, numbers = quantised("fp8 blocks")
+def test_a_config_that_is_kept_is_not_saved_as_that_of_a_quantized_one(quantized, tmp_path):
+    folder, numbers = quantized("fp8 blocks")
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -118,19 +118,19 @@ def test_a_config_that_is_kept_is_not_saved_as_that_of_a_quantised_one(quantised
     assert model.config.quantization_config is kept
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert quantising.differing(again, numbers) == []
+    assert quantizing.differing(again, numbers) == []
 
 
-def test_inspect_shows_what_is_stored(quantised):
-    folder, _ = quantised("fp8 blocks")
+def test_inspect_shows_what_is_stored(quantized):
+    folder, _ = quantized("fp8 blocks")
     shown = CliRunner().invoke(main, ["inspect", str(folder), "--json"])
     dtypes = {item["key"]: item["dtype"] for item in json.loads(shown.output)["tensors"]}
     name = "model.layers.0.mlp.up_proj.weight"
     assert (dtypes[name], dtypes[f"{name}_scale_inv"]) == ("F8_E4M3", "F32")
 
 
-def test_an_adapter_is_merged_into_the_numbers(quantised, plain, tmp_path):
-    folder, numbers = quantised("fp8 blocks")
+def test_an_adapter_is_merged_into_the_numbers(quantized, plain, tmp_path):
+    folder, numbers = quantized("fp8 blocks")
     whole = tmp_path / "whole"
     whole.mkdir()
     for file in plain.iterdir():
@@ -192,21 +192,21 @@ def refusal_of(folder: str) -> str:
 
 
 @pytest.mark.distributed
-def test_a_scale_that_is_none_is_the_same_error_on_all_ranks(worlds, quantised, tmp_path):
-    folder, _ = quantised("fp8 blocks")
+def test_a_scale_that_is_none_is_the_same_error_on_all_ranks(worlds, quantized, tmp_path):
+    folder, _ = quantized("fp8 blocks")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     scales = load_file(tmp_path / "scales.safetensors")
     name = "model.layers.1.mlp.down_proj.weight_scale_inv"
     scales[name][-1, -1] = torch.nan
     save_file(scales, tmp_path / "scales.safetensors", metadata={"format": "pt"})
     first, *others = worlds(3).run(refusal_of, str(tmp_path))
-    assert f"{name}: dequantising: a scale is NaN or infinite" in first
+    assert f"{name}: dequantizing: a scale is NaN or infinite" in first
     assert others == [first] * 2
 
 
 def loaded(folder: str, numbers: dict[str, torch.Tensor]) -> list[str]:
     options = shardwise.options.LoadOptions(budget_bytes=1 << 16, progress=False)
-    return quantising.differing(shardwise.from_pretrained(folder, options=options), numbers)
+    return quantizing.differing(shardwise.from_pretrained(folder, options=options), numbers)
 
 
 @pytest.mark.distributed
@@ -216,8 +216,8 @@ def test_mxfp4_is_as_transformers_has_it(worlds, gpt_oss):
     assert worlds(3).run(loaded, str(folder), numbers) == [[]] * 3
 
 
-def test_the_plan_is_of_numbers(quantised, plain):
-    folder, _ = quantised("fp8 blocks")
+def test_the_plan_is_of_numbers(quantized, plain):
+    folder, _ = quantized("fp8 blocks")
     found, wanted = (shardwise.plan(str(place), ranks=3) for place in (folder, plain))
     assert [rank.shard_bytes for rank in found.ranks] == [rank.shard_bytes for rank in wanted.ranks]
     assert sum(rank.read_bytes for rank in found.ranks) < sum(rank.read_bytes for rank in wanted.ranks)
@@ -226,13 +226,13 @@ def test_the_plan_is_of_numbers(quantised, plain):
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"quant_method": "aqlm"}, "is quantised in a way that is not known here"),
+        ({"quant_method": "aqlm"}, "is quantized in a way that is not known here"),
         ({"quant_method": "fp8", "weight_block_size": [16]}, "makes no sense"),
         ({"quant_method": "fp8", "weight_block_size": [16, 16]}, "blocks of 16 x 16, wants"),
     ],
 )
-def test_another_quantiser(quantised, tmp_path, config, told):
-    folder, _ = quantised("fp8 blocks")
+def test_another_quantizer(quantized, tmp_path, config, told):
+    folder, _ = quantized("fp8 blocks")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     content = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": config}
     (tmp_path / "config.json").write_text(json.dumps(content))
@@ -247,8 +247,8 @@ def test_another_quantiser(quantised, tmp_path, config, told):
         ("q_proj.weight", r"q_proj.weight_scale_inv is a scale of nothing that is stored"),
     ],
 )
-def test_a_half_of_a_pair(quantised, tmp_path, lost, told):
-    folder, _ = quantised("fp8 blocks")
+def test_a_half_of_a_pair(quantized, tmp_path, lost, told):
+    folder, _ = quantized("fp8 blocks")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     key = f"model.layers.0.self_attn.{lost}"
@@ -261,8 +261,8 @@ def test_a_half_of_a_pair(quantised, tmp_path, lost, told):
         shardwise.from_pretrained(str(tmp_path))
 
 
-def test_scales_of_a_models_own_are_tensors_like_others(quantised, tmp_path):
-    folder, _ = quantised("fp8 blocks")
+def test_scales_of_a_models_own_are_tensors_like_others(quantized, tmp_path):
+    folder, _ = quantized("fp8 blocks")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     index["weight_map"]["model.logit_scale"] = "more.safetensors"
@@ -272,8 +272,8 @@ def test_scales_of_a_models_own_are_tensors_like_others(quantised, tmp_path):
         shardwise.from_pretrained(str(tmp_path))
 
 
-def test_one_scale_where_the_config_says_blocks(quantised, tmp_path):
-    folder, _ = quantised("fp8 of a tensor")
+def test_one_scale_where_the_config_says_blocks(quantized, tmp_path):
+    folder, _ = quantized("fp8 of a tensor")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     told = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 24]}}
     content = json.loads((tmp_path / "config.json").read_text()) | told

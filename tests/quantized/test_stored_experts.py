@@ -8,10 +8,10 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from tests.quantised import stored_experts
-from tests.quantised.four_bits import answers_of
-from tests.quantised.stored_experts import STACKS, opened, packed_stacks
-from tests.quantised.test_four_bit_experts import plain as mixture  # noqa: F401 - a fixture
+from tests.quantized import stored_experts
+from tests.quantized.four_bits import answers_of
+from tests.quantized.stored_experts import STACKS, opened, packed_stacks
+from tests.quantized.test_four_bit_experts import plain as mixture  # noqa: F401 - a fixture
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 import shardwise

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: which of their tensors are the elements, the scales and the rest of one that a model has.
+"""Quantized checkpoints: which of their tensors are the elements, the scales and the rest of one that a model has.
 
 [Note: Pairs by name] What a ``quantization_config`` says of blocks counts, never what the shapes would allow: 160
 rows in blocks of 128 have two scales, as 128 rows in blocks of 80 would. The names of scales are those in use:
@@ -30,7 +30,7 @@ _INTEGERS: Final = (DType.I32, DType.I64)
 _WORD_BITS: Final = 32
 _MOST_SHAPE_BYTES: Final = 64
 _SCALE_DTYPES: Final = (DType.F32, DType.BF16, DType.F16, DType.F8_E8M0, DType.U8)
-_FAULTS: Final = "quantised weights that do not go with their scales"
+_FAULTS: Final = "quantized weights that do not go with their scales"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class _WithScales:
         )
 
 
-def form_of(config: Mapping[str, Any]) -> contract.QuantisedForm:
+def form_of(config: Mapping[str, Any]) -> contract.QuantizedForm:
     """That of a ``quantization_config`` that says how elements and scales lie beside each other.
 
     Raises:

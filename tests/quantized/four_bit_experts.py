@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from tests.peers import use_peers
-from tests.quantised.four_bits import answers_of, local_of, our_model, stock_model, whole
+from tests.quantized.four_bits import answers_of, local_of, our_model, stock_model, whole
 
 import shardwise
 from shardwise.errors import ConfigError
@@ -21,7 +21,7 @@ def stacks_of(model: Any) -> Iterator[tuple[str, Any, str]]:
             yield from ((name, module, local) for local in module.packings)
 
 
-def with_experts_quantised(folder: str, form: str, dtype: torch.dtype, **settings: Any) -> Any:
+def with_experts_quantized(folder: str, form: str, dtype: torch.dtype, **settings: Any) -> Any:
     """As transformers has it in one process, with experts that were put into four bits and back, one by one."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -45,7 +45,7 @@ def differing(folder: str, mesh: str, form: str, scales: str, out: str) -> list[
     found: list[str] = []
     kind = scales == "nested"
     for dtype in (torch.bfloat16, torch.float32):
-        stock = with_experts_quantised(folder, form, dtype, bnb_4bit_use_double_quant=scales == "nested")
+        stock = with_experts_quantized(folder, form, dtype, bnb_4bit_use_double_quant=scales == "nested")
         ours = our_model(folder, form, dtype, mesh, kind)
         plain = stock_model(folder, form, dtype)
         count = 0

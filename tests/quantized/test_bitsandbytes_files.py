@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from tests.harness.world import run_world
-from tests.quantised import bitsandbytes_files
-from tests.quantised.test_four_bits import written
+from tests.quantized import bitsandbytes_files
+from tests.quantized.test_four_bits import written
 
 SIZES = {
     "some rows": {"head_dim": 32, "hidden_size": 64, "intermediate_size": 73},

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise
 from shardwise.conversion.expression import Expression, stack
-from shardwise.conversion.four_bit import dequantise_rows, quantise_rows, scales_in
-from shardwise.conversion.packed import quantised
+from shardwise.conversion.four_bit import dequantize_rows, quantize_rows, scales_in
+from shardwise.conversion.packed import quantized
 from shardwise.errors import FormatError
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.planning.load_memory import stored_tensors
@@ -55,7 +55,7 @@ def in_four_bits(index: CheckpointIndex) -> dict[str, Expression]:
     experts = [found[f"experts.{number}.weight"] for number in range(SHAPES["experts"][0])]
     made = {}
     for name, weight in (("linear", found["linear.weight"]), ("experts", stack(experts, 0))):
-        made[f"{name}.packed"], made[f"{name}.absmax"] = quantised(weight, BLOCK, Form4.NF4, DType.BF16)
+        made[f"{name}.packed"], made[f"{name}.absmax"] = quantized(weight, BLOCK, Form4.NF4, DType.BF16)
     return made
 
 
@@ -67,7 +67,7 @@ def understood() -> Iterator[None]:
 
 
 def go_through(folder: str, budget_bytes: int) -> list[str]:
-    """Load on these ranks; what is not as the weights whole, quantised at once, or not as foreseen."""
+    """Load on these ranks; what is not as the weights whole, quantized at once, or not as foreseen."""
     model = CodesAndScales()
     if dist.is_initialized():
         fully_shard(model)
@@ -85,12 +85,12 @@ def go_through(folder: str, budget_bytes: int) -> list[str]:
     }
     for name, weight in (("linear", stored["linear.weight"]), ("experts", experts)):
         packed, raw = (torch.empty_like(state[f"{name}.{part}"]) for part in ("packed", "absmax"))
-        quantise_rows(weight, BLOCK, Form4.NF4, packed, scales_in(raw))
+        quantize_rows(weight, BLOCK, Form4.NF4, packed, scales_in(raw))
         for part, wanted in (("packed", packed), ("absmax", raw)):
             if not torch.equal(state[f"{name}.{part}"], wanted):
                 faults.append(f"{name}.{part}")
         numbers = torch.empty(weight.shape)
-        dequantise_rows(state[f"{name}.packed"], scales_in(state[f"{name}.absmax"]), BLOCK, Form4.NF4, numbers)
+        dequantize_rows(state[f"{name}.packed"], scales_in(state[f"{name}.absmax"]), BLOCK, Form4.NF4, numbers)
         if (numbers - weight).abs().max() > 0.16 * weight.abs().max():
             faults.append(f"{name} is far from what it was")
     return faults

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tests.peers import use_peers
-from tests.quantised import quantising
-from tests.quantised.four_bits import layers_of, sharding_on, whole
+from tests.quantized import quantizing
+from tests.quantized.four_bits import layers_of, sharding_on, whole
 
 import shardwise
-from shardwise.conversion.four_bit import dequantise_rows, quantise_rows
+from shardwise.conversion.four_bit import dequantize_rows, quantize_rows
 from shardwise.tensors import Form4
 
 SKIPPED = ["lm_head", "multi_modal_projector", "model.layers.1.mlp.gate_proj"]
@@ -37,8 +37,8 @@ def by_hand(tensor: torch.Tensor, *, is_nested: bool = False) -> Packed:
     row = torch.zeros(64 * blocks, dtype=tensor.dtype)
     row[: tensor.numel()] = tensor.view(-1)
     packed, absmax = torch.empty(32 * blocks, dtype=torch.uint8), torch.empty(blocks)
-    quantise_rows(row, 64, Form4.NF4, packed, absmax)
-    dequantise_rows(packed, absmax, 64, Form4.NF4, row)
+    quantize_rows(row, 64, Form4.NF4, packed, absmax)
+    dequantize_rows(packed, absmax, 64, Form4.NF4, row)
     told = {"shape": list(tensor.shape), "blocksize": 64, "quant_type": "nf4", "dtype": "bfloat16"}
     beside = {
         "absmax": absmax,
@@ -63,7 +63,7 @@ def pack(folder: str, pack_one: Callable[..., Packed]) -> None:
     for file in Path(folder).glob("*.safetensors"):
         for key, tensor in load_file(file).items():
             stored[key] = numbers[key] = tensor
-            if not quantising.is_quantised(key, tensor) or key.removesuffix(".weight") in SKIPPED:
+            if not quantizing.is_quantized(key, tensor) or key.removesuffix(".weight") in SKIPPED:
                 continue
             is_nested = "layers.0" in key and pack_one is by_bitsandbytes
             stored[key], beside, numbers[key] = pack_one(tensor, is_nested=is_nested)
@@ -82,7 +82,7 @@ def go_through(folder: str, mesh: str) -> list[str]:
     numbers = load_file(Path(folder, "numbers"))
     options = shardwise.options.LoadOptions(budget_bytes=1 << 16, progress=False)
     how: dict[str, Any] = {"options": options, "sharding": sharding_on(mesh)}
-    faults = quantising.differing(shardwise.from_pretrained(folder, quantization="dequantize", **how), numbers)
+    faults = quantizing.differing(shardwise.from_pretrained(folder, quantization="dequantize", **how), numbers)
     model, report = shardwise.from_pretrained(folder, output_loading_info=True, **how)
     packed = {f"{name}.weight" for name, _ in layers_of(model)}
     for name, layer in layers_of(model):
@@ -109,6 +109,6 @@ def stored_in(folder: str) -> set[str]:
 
 
 def wanted_notes(numbers: dict[str, torch.Tensor]) -> list[str]:
-    columns = {tensor.shape[1] for key, tensor in numbers.items() if quantising.is_quantised(key, tensor)}
+    columns = {tensor.shape[1] for key, tensor in numbers.items() if quantizing.is_quantized(key, tensor)}
     uneven = [f"{count} columns, no multiple of the block of 64" for count in columns if count % 64]
     return [*uneven, "names modules that the model has not: multi_modal_projector"]

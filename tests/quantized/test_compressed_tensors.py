@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.quantised.quantising import E2M1, in_words
+from tests.quantized.quantizing import E2M1, in_words
 from torch import nn
 
 import shardwise
@@ -84,7 +84,7 @@ WHOLE = {
         ({"weight_shape": torch.tensor(())}, {}, "a shape is wanted|m.weight_scale has the shape"),
         ({"weight_shape": torch.ones(3)}, {}, "m.weight_shape is F32 .3,., and a shape is wanted"),
         ({"weight": torch.ones(2, 12)}, {}, "m.weight is stored beside m.weight_packed, and one of the two"),
-        ({}, {"actorder": "other"}, "is quantised in a way that is not known here .*actorder"),
+        ({}, {"actorder": "other"}, "is quantized in a way that is not known here .*actorder"),
     ],
 )
 def test_what_does_not_go_together(tmp_path, changes, weights, told):

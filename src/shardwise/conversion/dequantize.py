@@ -4,9 +4,9 @@
 two codes in the lower half of a byte. An order that is a permutation of dimensions is said around it, by
 ``reshape`` and ``permute`` of its inputs and of its result, with scales and zero points in the order of the codes:
 
-- AWQ has eight columns in a word of 32 bits, in the order 0, 2, 4, 6, 1, 3, 5, 7: dequantised as they are stored,
+- AWQ has eight columns in a word of 32 bits, in the order 0, 2, 4, 6, 1, 3, 5, 7: dequantized as they are stored,
   columns are (words, 2, 4), and permuted to (words, 4, 2).
-- GPTQ has eight rows of one column in a word: dequantised as (words, columns, 8).
+- GPTQ has eight rows of one column in a word: dequantized as (words, columns, 8).
 
 Zero points that are packed are numbers of a node of their own (:func:`decoded`).
 
@@ -42,7 +42,7 @@ _STRIP_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Dequantise:
+class Dequantize:
     """``out[i, j] = (codes[i, j] - zeros[i // unit[0], j // unit[1]]) * scales[i // unit[0], j // unit[1]]``.
 
     Computed in float32; the same for any number of dimensions. Indices are those of the whole tensor, so that any
@@ -67,7 +67,7 @@ class Dequantise:
     overall: int = 0
     has_zeros: bool = False
     rounds_to: DType = DType.F32
-    label: str = "dequantising"
+    label: str = "dequantizing"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         for box in aligned_blocks(wanted[_OUT], self.shape, self._whole_bytes, self._most_elements(most_bytes)):
@@ -222,11 +222,11 @@ def decoded(values: Expression, shape: Sequence[int], code: Code) -> Expression:
         ValueError: there are not as many bytes as elements.
     """
     return Computed(
-        Dequantise(tuple(shape), (), code), _OUT, tuple(shape), DType.F32, (_bytes(values, shape, code),)
+        Dequantize(tuple(shape), (), code), _OUT, tuple(shape), DType.F32, (_bytes(values, shape, code),)
     )
 
 
-def dequantised(
+def dequantized(
     values: Expression,
     scales: Expression,
     shape: Sequence[int],
@@ -239,7 +239,7 @@ def dequantised(
     groups: Expression | None = None,
     rounds_to: DType = DType.F32,
 ) -> Expression:
-    """Elements less their zero points, times their scales; see :class:`Dequantise`.
+    """Elements less their zero points, times their scales; see :class:`Dequantize`.
 
     Args:
         values: as many bytes as ``shape`` needs, row by row, under any shape.
@@ -267,7 +267,7 @@ def dequantised(
     if overall is not None:
         beside.insert(1, reshape(overall[0], (1,)))
     power = 0 if overall is None else overall[1]
-    operation = Dequantise(shape, unit, code, has_exponents, power, zeros is not None, rounds_to)
+    operation = Dequantize(shape, unit, code, has_exponents, power, zeros is not None, rounds_to)
     sources = (_bytes(values, shape, code), *beside)
     return Computed(operation, _OUT, shape, rounds_to, sources)
 
@@ -374,7 +374,7 @@ def columns_in_words(
     order, groups = (columns, out // 8, 2, 4), scales.shape[0]
     stored_order = permute(reshape(scales, (groups, out // 8, 4, 2)), (0, 1, 3, 2))
     points = decoded(zeros, (groups, *order[1:]), Code.OFFSET4)
-    made = dequantised(values, stored_order, order, (group, 1, 1, 1), Code.OFFSET4, zeros=points, rounds_to=dtype)
+    made = dequantized(values, stored_order, order, (group, 1, 1, 1), Code.OFFSET4, zeros=points, rounds_to=dtype)
     return reshape(permute(made, (1, 3, 2, 0)), shape)
 
 
@@ -416,5 +416,5 @@ def rows_in_words(
             for found in (scales, points)
         )
     order = (columns // per_word, out, per_word)
-    made = dequantised(values, scales, order, unit, _CODES[bits], zeros=points, rounds_to=dtype)
+    made = dequantized(values, scales, order, unit, _CODES[bits], zeros=points, rounds_to=dtype)
     return reshape(permute(made, (1, 0, 2)), shape)

@@ -75,9 +75,9 @@ def test_narrow_numbers_without_scales_are_numbers(tmp_path, dtype):
 
 @pytest.mark.parametrize("consent", [{}, {"on_unexpected": Ignore()}], ids=["none", "unexpected"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
-def test_in_a_checkpoint_that_is_quantised_they_are_not(tmp_path, dtype, consent):
+def test_in_a_checkpoint_that_is_quantized_they_are_not(tmp_path, dtype, consent):
     folder = folder_of(tmp_path, {"weight": bytes_of(dtype)}, config={"quantization_config": FP8})
-    with pytest.raises(shardwise.CoverageError, match=r"without scales, and the checkpoint is quantised \(fp8\)"):
+    with pytest.raises(shardwise.CoverageError, match=r"without scales, and the checkpoint is quantized \(fp8\)"):
         shardwise.load(model_of(), folder, options=QUIET, **consent)
 
 
@@ -108,12 +108,12 @@ def test_parts_that_say_different_things(tmp_path):
         shardwise.load(model_of(), folder_of(tmp_path, float8(), **files), options=QUIET)
 
 
-def test_a_model_of_numbers_is_not_said_to_be_quantised(tmp_path):
+def test_a_model_of_numbers_is_not_said_to_be_quantized(tmp_path):
     config = Gemma3Config()
     config.text_config.quantization_config = FP8
     config.save_pretrained(tmp_path)
-    assert pretrained.quantised_parts(config) == [config.text_config]
-    assert pretrained.quantised_parts(config_of(tmp_path, {})) == []
+    assert pretrained.quantized_parts(config) == [config.text_config]
+    assert pretrained.quantized_parts(config_of(tmp_path, {})) == []
     assert b"quantization_config" not in config_content(tmp_path, dtype=None, untied=False)
 
 

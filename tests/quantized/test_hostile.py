@@ -1,4 +1,4 @@
-"""What a stranger's quantised checkpoint says is looked at before anything is made of it."""
+"""What a stranger's quantized checkpoint says is looked at before anything is made of it."""
 
 import json
 import struct
