@@ -1,4 +1,4 @@
-"""What one rank, or every rank, holds of a model, and what a step keeps, as data. No torch."""
+"""Layout of a model on one rank or on all ranks, and the memory of a step, as data. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.tensors import Box, DType, Strided, numel
 
 
 class TensorKind(enum.Enum):
-    """What a tensor is to its module."""
+    """Kind of a tensor: parameter or buffer."""
 
     PARAMETER = "parameter"
     PERSISTENT_BUFFER = "persistent buffer"
@@ -21,12 +21,12 @@ class TensorKind(enum.Enum):
 
     @property
     def is_saved(self) -> bool:
-        """Whether the tensor belongs to a state dict, so that a checkpoint is expected to hold it."""
+        """True if the tensor belongs to a state dict, so that a checkpoint is expected to hold it."""
         return self is not TensorKind.BUFFER
 
 
 class Origin(enum.Enum):
-    """Where a tensor's values can come from when no checkpoint holds it."""
+    """Source of a tensor's values if no checkpoint holds it."""
 
     INIT_WEIGHTS = "the model's _init_weights"
     RESET_PARAMETERS = "its module's reset_parameters"
@@ -48,7 +48,7 @@ class LocalBox:
 
 
 def place_of(box: Box, held: Sequence[LocalBox]) -> Strided:
-    """Where a box that lies within one of the boxes that a rank holds is in the rank's memory."""
+    """Return the memory layout of a box that lies within one of a rank's boxes."""
     for part in held:
         if part.box.intersect(box) == box:
             steps = (offset - first for offset, first in zip(box.offsets, part.box.offsets, strict=True))
@@ -201,7 +201,7 @@ class MeshShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spread:
-    """How a tensor lies over the positions of a mesh: the boxes held at each, and the elements of memory.
+    """Distribution of a tensor over the positions of a mesh: the boxes and the elements of memory at each.
 
     ``padded_numel`` is what a rank's memory for the tensor holds at every position: FSDP2 pads all shards to the
     size of the first. Tensors of one shape and placement share one spread: these are compared by identity.

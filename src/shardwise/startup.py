@@ -96,7 +96,7 @@ class StartupResult:
 
     @property
     def holds(self) -> bool:
-        """Whether our arm has kept its limit."""
+        """True if our arm has kept its limit."""
         ours = self.runs.get(OURS)
         return ours is None or ours.growth_bytes <= ours.limit_bytes
 

@@ -85,7 +85,7 @@ class Strided:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements are one run of memory, in iteration order."""
+        """True if the elements are one run of memory, in iteration order."""
         expected = 1
         for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
             if size != 1:
@@ -118,7 +118,7 @@ class Box:
         return numel(self.sizes)
 
     def is_within(self, shape: Sequence[int]) -> bool:
-        """Whether every index of the box is an index of a tensor of this shape."""
+        """Return whether every index of the box is an index of a tensor of this shape."""
         return len(shape) == len(self.sizes) and all(
             offset + size <= bound for offset, size, bound in zip(self.offsets, self.sizes, shape, strict=True)
         )
@@ -236,13 +236,13 @@ def dtype_named(label: str) -> DType | None:
 
 
 def casts_safely(source: DType, target: DType) -> bool:
-    """Whether a cast keeps the kind of number: never float to int, complex to real, or anything to bool."""
+    """Return whether a cast keeps the kind of number: never float to int, complex to real, or anything to bool."""
     order = ("bool", "int", "float", "complex")
     return order.index(source.kind) <= order.index(target.kind)
 
 
 def follows(source: DType, target: DType) -> bool:
-    """Whether a tensor that was handed over may take the dtype of the one it is for.
+    """Return whether a tensor that was handed over may take the dtype of the one it is for.
 
     Numbers with a point, of 16 bits and more, do. Narrower ones mean nothing without their scales, and integers are
     indices, counts or codes: they arrive as they are, or not at all.
@@ -295,7 +295,7 @@ class Code(enum.Enum):
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """What each of 256 bytes, or of 16 halves of one, stands for."""
+        """Values of the 256 codes, or of the 16 codes of a half byte."""
         return _NUMBERS[self]
 
     @property
@@ -335,7 +335,7 @@ _FP4_TWELFTHS = (0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, 
 
 
 class Form4(enum.Enum):
-    """What bitsandbytes keeps 4-bit weights in: sixteen numbers from -1 to 1, times the scale of a block.
+    """4-bit data type of bitsandbytes: sixteen values from -1 to 1, multiplied by the scale of a block.
 
     Two are in a byte, the first in the upper half (of :class:`Code` the other way round). ``value`` is what
     bitsandbytes calls it.
@@ -348,7 +348,7 @@ class Form4(enum.Enum):
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """What each of the 16 codes stands for; all are float32."""
+        """Values of the 16 codes, as float32."""
         return _NF4 if self is Form4.NF4 else _FP4
 
     @property

@@ -249,7 +249,9 @@ def _require_trainable(tenants: Sequence[Tenant | None]) -> None:
 
 
 def is_scaled_at_once(tenant: Tenant | None) -> bool:
-    """Whether the tokens of a tenant's window are known before its first backward pass: it is of one micro-batch.
+    """Return whether the tokens of a tenant's window are known before its first backward pass.
+
+    It is of one micro-batch.
 
     Its gradients are then, product by product, those of a mean; else the sum is divided at the end.
     """

@@ -374,7 +374,7 @@ _ABSENT = object()
 
 
 def _is_like(value: Any, present: Any) -> bool:
-    """Whether a value is of the kind of the present one; numbers are finite."""
+    """Return whether a value is of the kind of the present one; numbers are finite."""
     if isinstance(present, torch.Tensor):
         present = float(present)
     if isinstance(value, torch.Tensor):

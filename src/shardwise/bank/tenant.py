@@ -330,7 +330,7 @@ def expert_site(module: str, parameter: str, expert: int) -> str:
 
 
 def _rows_of_experts(A: torch.Tensor, experts: int) -> torch.Tensor:
-    """As PEFT has it, (r * experts, in) is expert by expert."""
+    """Return A as (r * experts, in), expert by expert, as PEFT stores it."""
     return A.view(experts, -1, A.shape[1])
 
 
@@ -410,5 +410,5 @@ class TenantStart:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether the state of a training was read."""
+        """True if the state of a training was read."""
         return not self.reason

@@ -130,7 +130,7 @@ def _named(site: Any) -> str:
 
 
 def to_text(facts: TenantFacts, whose: str) -> str:
-    """As JSON.
+    """Return the facts as JSON text.
 
     Raises:
         ConfigError: the optimizer or the schedule has what is no plain data.

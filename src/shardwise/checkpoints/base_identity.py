@@ -61,7 +61,7 @@ ALLOW_OTHER_BASE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class BaseIdentity:
-    """What a base is known by beside the names and shapes of its parameters; plain data, the same on every rank.
+    """Identity of a base in addition to the names and shapes of its parameters. Plain data, the same on every rank.
 
     Attributes:
         config: of the model, as JSON; empty where it has none.
@@ -72,7 +72,7 @@ class BaseIdentity:
     samples: Mapping[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the identity as JSON values."""
         return asdict(self)
 
     @classmethod

@@ -37,7 +37,7 @@ MAX_FACTS_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is told of a checkpoint.
+    """Header of a training checkpoint.
 
     Attributes:
         step: optimizer steps done.

@@ -78,7 +78,7 @@ def newest_in(root: Path) -> int | None:
 
 
 def is_whole(place: Path) -> bool:
-    """Whether the files that a checkpoint tells of are there, of the sizes it tells."""
+    """Return whether the files that a checkpoint tells of are there, of the sizes it tells."""
     try:
         if (place / FACTS).stat().st_size > MAX_FACTS_BYTES:
             return False
@@ -237,7 +237,7 @@ class Opened:
 
     @cached_property
     def expressions(self) -> dict[str, Expression]:
-        """What each tensor is made of, by key."""
+        """Expression of each tensor, by key."""
         return stored_tensors(self.index)
 
     @property
@@ -247,7 +247,7 @@ class Opened:
 
     @property
     def parts(self) -> set[str]:
-        """What it has beside the model."""
+        """Names of the parts that it has in addition to the model."""
         found = {path[0] for path in [*self.objects, *self.shapes]} - {"model", "optimizer"}
         return found | ({"optimizers"} if ("optimizer", "param_groups") in self.objects else set())
 

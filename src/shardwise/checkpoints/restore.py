@@ -218,7 +218,7 @@ class BesideTensors:
 
 
 def _common_paths(opened: Opened) -> list[KeyPath]:
-    """Where lies what is the same for all ranks, and the first rank's generators."""
+    """Return the paths of state that is equal on all ranks, and of the first rank's generators."""
     is_wanted = {"optimizer", "schedulers", "scaler"}
     return [
         path
@@ -228,7 +228,7 @@ def _common_paths(opened: Opened) -> list[KeyPath]:
 
 
 def _own_paths(opened: Opened, rank: int, world_size: int) -> dict[str, KeyPath]:
-    """Where a rank's position in the data is, and its generators, if they are for it."""
+    """Return the paths of a rank's data position and generators, if the checkpoint has them for it."""
     found: dict[str, KeyPath] = {}
     is_same_size = opened.facts.world_size == world_size
     if is_same_size:

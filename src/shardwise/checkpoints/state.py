@@ -122,13 +122,13 @@ class Looked:
 
     @cached_property
     def buffers(self) -> dict[str, str]:
-        """Those of the model's that are buffers: their FQNs, by :func:`key_of`."""
+        """FQNs of the model's buffers, by :func:`key_of`."""
         kinds = {fqn: item.kind for fqn, item in self.stored.items()}
         return {key_of(("model", fqn)): fqn for fqn, kind in kinds.items() if kind is not TensorKind.PARAMETER}
 
     @cached_property
     def numbers(self) -> dict[str, object]:
-        """What optimizers hold that is no tensor, by the key that leads to it."""
+        """Values of optimizer state that are not tensors, by their keys."""
         values = [(key, value) for bound in self.bounds for key, value in bound.scalars.items()]
         return {
             key_of(("optimizer", "state", key.parameter, key.entry)): value
@@ -138,7 +138,7 @@ class Looked:
 
     @cached_property
     def reduced(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What optimizers hold of parameters that is this rank's alone, by FQN and name."""
+        """Optimizer state that belongs to this rank alone, by FQN and name."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         for bound in self.bounds:
             for key, value in bound.reduced.items():
@@ -210,7 +210,7 @@ _ELSEWHERE = frozenset(
 
 
 def adapter_settings(model: nn.Module, only: Selection) -> dict[str, Any] | None:
-    """What of an adapter's config decides what it computes, as JSON; None without one."""
+    """Return the settings of an adapter that affect its output, as JSON, or None without an adapter."""
     adapters: Any = getattr(model, "peft_config", None)
     if not isinstance(only, AdapterOnly) or not isinstance(adapters, Mapping) or only.adapter not in adapters:
         return None
@@ -315,7 +315,7 @@ Mode: TypeAlias = Literal["sync", "async"]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointerOptions(StateOptions):
-    """How checkpoints are carried out; none of it changes what they hold.
+    """Settings of a save or restore. None of them changes the content of a checkpoint.
 
     Attributes:
         budget_bytes: host memory that one rank may use for staging (strided tensors, copies to and from an
@@ -341,7 +341,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def digests(states: Mapping[str, Any]) -> dict[str, str]:
-    """Of each generator's state."""
+    """Return a digest of each generator's state."""
     return {name: digest_of(state) for name, state in states.items()}
 
 

@@ -194,7 +194,10 @@ def carry_out_beside(world: World, job: Job) -> CheckpointReport:
 
 
 def done_now(function: Callable[[], _T]) -> Callable[[], _T]:
-    """What the function returns or raises now, to be had later: so a rank that fails here stays in step."""
+    """Call the function now and return a callable that returns or raises its outcome later.
+
+    So a rank that fails here stays in step.
+    """
     outcome: Future[_T] = Future()
     try:
         outcome.set_result(function())

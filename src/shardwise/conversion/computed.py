@@ -1,4 +1,4 @@
-"""What is copied, and what is computed, for a box: pushed down to the leaves, and to nodes that compute.
+"""Copies and computations that fill a box: the box is pushed down to leaves and to nodes that compute.
 
 [Note: Blocks] An operation says of which boxes of its inputs it makes which boxes of its outputs. Boxes are counted
 in the whole tensors, never in a shard, so that no cut can be wrong: a scale belongs to the same elements whoever
@@ -49,7 +49,7 @@ class BadValues(FormatError):
 
 
 class Operation(Hashable, Protocol):
-    """How outputs are computed. Equal operations on equal inputs are one computation.
+    """Computation of outputs from inputs. Equal operations on equal inputs are one computation.
 
     Attributes:
         label: its name, for messages.
@@ -66,7 +66,7 @@ class Operation(Hashable, Protocol):
         ...
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        """What a block gives, by output.
+        """Return the values of a block, by output.
 
         ``values`` are the boxes that it needs, as contiguous CPU tensors in the dtypes of the inputs. May be called
         by several threads at once.
@@ -142,7 +142,7 @@ class ComputeTask:
         return self.operation, self.inputs, self.block
 
     def evaluate(self, values: Sequence[Any]) -> Mapping[str, Any]:
-        """What the block gives, by output, for the boxes that it needs (:meth:`Operation.evaluate`).
+        """Return the values of the block, by output, for the boxes that it needs (:meth:`Operation.evaluate`).
 
         Raises:
             FormatError: with the name of an input, where the operation finds bad values in it.
@@ -154,7 +154,10 @@ class ComputeTask:
 
 
 def compute_tasks(parts: Iterable[tuple[int, Computed, Region]], most_bytes: int) -> Iterator[ComputeTask]:
-    """What fills parts of targets, given as (number of the target, leaf, region of it). Each block is made once."""
+    """Yield the computations that fill parts of targets, given as (number of the target, leaf, region of it).
+
+    Each block is computed once.
+    """
     groups: dict[tuple[Operation, tuple[Expression, ...]], list[tuple[int, Computed, Region]]] = {}
     for part in parts:
         groups.setdefault((part[1].operation, part[1].sources), []).append(part)
@@ -179,7 +182,7 @@ class SmallestBlocks:
         self._known: dict[tuple[Operation, str, Shape], int] = {}
 
     def nbytes(self, leaf: Computed) -> int:
-        """Of one leaf, with what it is computed of."""
+        """Return the bytes of one leaf and its inputs."""
         key = (leaf.operation, leaf.output, leaf.shape)
         if key not in self._known:
             first = next(leaf.operation.blocks({leaf.output: [Box.whole(leaf.shape)]}, 1), None)
@@ -189,12 +192,12 @@ class SmallestBlocks:
 
 
 def computed_leaves(expression: Expression) -> Iterator[Computed]:
-    """What is computed in an expression, outermost; not what that is computed of."""
+    """Yield the outermost computed nodes of an expression, without the nodes that they are computed from."""
     return (leaf for leaf in leaves_of(expression) if isinstance(leaf, Computed))
 
 
 def computes(expression: Expression) -> bool:
-    """Whether anything in an expression is computed."""
+    """Return whether anything in an expression is computed."""
     return next(computed_leaves(expression), None) is not None
 
 
@@ -274,7 +277,7 @@ class ComputedPart:
 def copies_and_computed(
     expression: Expression, box: Box, into: Strided | None = None
 ) -> tuple[list[Copy], list[ComputedPart]]:
-    """What fills ``box`` of the expression, each of its elements exactly once, but for those of a hole.
+    """Return the copies and computed parts that fill ``box``: each element exactly once, except for a hole's.
 
     ``into`` says where the box lies in the target's memory (default: a contiguous tensor of the box's sizes).
     An empty box needs nothing.

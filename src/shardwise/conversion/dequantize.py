@@ -101,11 +101,11 @@ class Dequantize:
         return 24 if self.has_zeros else 12
 
     def _nbytes(self, elements: int, scales: int) -> int:
-        """Of a block: stored, its numbers as float32, its scales, and what a strip takes."""
+        """Return the bytes of a block: stored codes, float32 values, scales, and the scratch memory of a strip."""
         return 5 * elements + self._a_scale * scales + _STRIP_BYTES * min(elements, _STRIP_ELEMENTS)
 
     def _most_elements(self, most_bytes: int) -> int:
-        """Of a block of at most so many bytes, whose rows are whole or of which each is of one row."""
+        """Return the elements of the largest block within ``most_bytes``, with full rows or within one row."""
         an_element = 5 - (-self._a_scale // self.unit[-1] if self.unit else 0)
         small = most_bytes // (an_element + _STRIP_BYTES)
         if small < _STRIP_ELEMENTS:

@@ -40,7 +40,7 @@ class Expression(ABC):
 
         @property
         def dtype(self) -> DType:
-            """Of the elements; where parts have several, that of the first."""
+            """Dtype of the elements. If parts have several, that of the first."""
 
         @property
         def sources(self) -> tuple[Expression, ...]: ...
@@ -70,7 +70,7 @@ class Expression(ABC):
 
 
 class Leaf(Expression):
-    """Where moving ends: elements that are stored, or computed."""
+    """Leaf of an expression: elements that are stored or computed."""
 
     __slots__ = ()
 
@@ -328,7 +328,7 @@ def key_of(expression: Expression) -> str | None:
 
 
 def rows_stored(expression: Expression) -> int | None:
-    """How many of the first rows a checkpoint holds, where it holds no more; None where nothing is missing."""
+    """Return the number of leading rows that a checkpoint holds, or None if it holds all."""
     if isinstance(expression, Concat) and expression.dim == 0 and isinstance(expression.sources[-1], Hole):
         return expression.shape[0] - expression.sources[-1].shape[0]
     return None
@@ -346,7 +346,7 @@ def substitute(expression: Expression, leaves: Mapping[str, Expression]) -> Expr
 
 
 def skeleton(expression: Expression) -> tuple[Hashable, tuple[str, ...]]:
-    """What an expression is but for the keys of its leaves, and these keys in the order in which they first appear.
+    """Return an expression without the keys of its leaves, and these keys in order of first appearance.
 
     Expressions of equal skeletons have the same copies for the same box, with the keys exchanged one by one.
     """
@@ -355,7 +355,7 @@ def skeleton(expression: Expression) -> tuple[Hashable, tuple[str, ...]]:
 
 
 def skeletons(expressions: Sequence[Expression]) -> tuple[tuple[Hashable, ...], tuple[str, ...]]:
-    """What several are but for the keys of their leaves, and the keys of all, each once."""
+    """Return several expressions without the keys of their leaves, and the keys of all, each once."""
     numbers: dict[str, int] = {}
 
     def bare(node: Expression) -> Hashable:

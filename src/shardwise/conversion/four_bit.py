@@ -69,22 +69,22 @@ _BITS: dict[DType, tuple[type[np.unsignedinteger[Any]], int]] = {
 
 
 def packed_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of the codes of a weight of this shape, two in a byte."""
+    """Return the shape of a weight's codes, two in a byte."""
     return (*shape[:-1], shape[-1] // 2)
 
 
 def scales_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
-    """Of the scales of a weight of this shape."""
+    """Return the shape of a weight's scales."""
     return (*shape[:-1], shape[-1] // block)
 
 
 def raw_scales_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
-    """Of the bytes of its scales."""
+    """Return the shape of the bytes of a weight's scales."""
     return (*shape[:-1], 4 * (shape[-1] // block))
 
 
 def fits_blocks(shape: Sequence[int], block: int) -> bool:
-    """Whether a weight of this shape is made of whole blocks within its rows."""
+    """Return whether a weight of this shape is made of whole blocks within its rows."""
     return len(shape) >= 2 and block in BLOCKS and shape[-1] > 0 and shape[-1] % block == 0
 
 
@@ -94,7 +94,7 @@ def scales_in(raw: Any) -> Any:
 
 
 def scratch_bytes(elements: int) -> int:
-    """What :func:`quantize_rows` takes of memory besides what it is given, for so many elements."""
+    """Return the scratch bytes that :func:`quantize_rows` needs for this number of elements."""
     return _SCRATCH_BYTES * min(elements, CHUNK)
 
 
@@ -208,7 +208,7 @@ _tables: dict[Form4, Any] = {}
 
 
 def dequantize_rows(packed: Any, absmax: Any, block: int, form: FourBitForm, out: Any) -> None:
-    """What codes and scales stand for: a product in float32, rounded once to the dtype of ``out``.
+    """Dequantize codes and scales: a product in float32, rounded once to the dtype of ``out``.
 
     ``packed``: uint8 CPU tensor ``[..., width / 2]``. ``absmax``: float32 ``[..., width / block]``. ``out``:
     ``[..., width]`` in float32, bfloat16 or float16. All are contiguous. Takes a quarter of a MiB besides.
@@ -369,7 +369,7 @@ def _dynamic_numbers() -> NDArray[np.float32]:
 
 
 def _linspace(first: np.float32, last: np.float32, count: int) -> NDArray[np.float32]:
-    """As torch has it: counted from the nearer end; product and sum are rounded once."""
+    """Return equally spaced values like torch: counted from the nearer end, with product and sum rounded once."""
     step = np.float64((last - first) / np.float32(count - 1))
     places = np.arange(count, dtype=np.float64)
     from_first, from_last = first + step * places, last - step * (count - 1 - places)

@@ -69,7 +69,7 @@ def from_bytes(raw: expression.Expression) -> expression.Expression:
 def packed(
     numbers: expression.Expression, form: FourBitForm, block_size: int, *, rounds_to: DType
 ) -> tuple[expression.Expression, expression.Expression]:
-    """What is kept of a matrix in four bits: packed bytes (.., out, in / 2), and scales.
+    """Return the expressions of a matrix in 4 bits: packed bytes (.., out, in / 2), and scales.
 
     The latter as the bytes of float32, (.., out, 4 * in / block); of MXFP4 the exponents (.., out, in / 32).
     Numbers are rounded to ``rounds_to`` before they are packed. What is stored in this very form, and in blocks of
@@ -258,7 +258,7 @@ class Unpack:
 
 
 def nested_as_stored(numbers: expression.Expression, form: Form4, block_size: int) -> NestedParts | None:
-    """What is kept of a matrix that is stored in this form, its scales in a byte each; None of any other.
+    """Return the stored parts of a matrix with nested scales, or None if it is stored in another form.
 
     Only where these bytes stand for what they stand for here.
     """
@@ -364,11 +364,11 @@ class Quantize:
             yield ComputedBlock((box,), gives, self._nbytes(box.numel))
 
     def _nbytes(self, elements: int) -> int:
-        """Of a block: as it comes, as it is rounded, what is made of it, and what that takes."""
+        """Return the bytes of a block: input, rounded input, output and scratch memory."""
         return (self.stored.itemsize + self.dtype.itemsize + 1) * elements + four_bit.scratch_bytes(elements)
 
     def _most_elements(self, most_bytes: int) -> int:
-        """Of a block of at most so many bytes."""
+        """Return the elements of the largest block within ``most_bytes``."""
         small = most_bytes // self._nbytes(1)
         if small < four_bit.CHUNK:
             return small

@@ -1,4 +1,7 @@
-"""What carries out the verbs: calls compared between ranks, checkpoints opened, models built, loads and saves."""
+"""Execution of the public functions.
+
+Comparing calls between ranks, opening checkpoints, building models, loading and saving.
+"""
 
 from shardwise.errors import require_versions
 

@@ -126,7 +126,7 @@ def bring_up(
 
 @dataclass(frozen=True)
 class Located:
-    """What there is to be brought up.
+    """Files and config of a model that is to be loaded.
 
     Attributes:
         directory: the folder of the small files.
@@ -220,7 +220,7 @@ def _with_adapter(
 
 
 def request_of(tuned: Tuned, keywords: outlines.PretrainedOptions, already_read_bytes: int) -> Load:
-    """What a load needs to know of a model that is ready."""
+    """Return the request of a load for a model that is ready."""
     resize = outlines.resizing(keywords)
     return Load(
         bindings=tuned.bindings,
@@ -378,7 +378,7 @@ def from_pretrained(
 
 
 def beside_of(name: str) -> str:
-    """What the names of an adapter's files and keys begin with, where they are beside those of its base."""
+    """Return the prefix of an adapter's files and keys if they are stored with those of its base."""
     return f"(adapter {name})"
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a load is carried out; none of it changes which values are loaded, but for ``seed``.
+    """Settings of a load. None of them changes the loaded values, except ``seed``.
 
     Attributes:
         seed: for tensors that are initialized, together with their FQN.
@@ -101,7 +101,10 @@ class Load:
 
 
 class BaseForm:
-    """How layers keep their weights: as numbers, unless a subclass says otherwise. Called in this order."""
+    """Storage form of a model's weights: plain tensors, unless a subclass overrides it.
+
+    The methods are called in this order.
+    """
 
     def in_numbers(self, layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:  # noqa: ARG002
         """Return the layout of the tensors that a checkpoint's keys are bound to."""
@@ -128,7 +131,7 @@ class BaseForm:
 
 
 def load_words(consent: Consent, buffers: initialize.BufferRules, options: LoadOptions) -> dict[str, str]:
-    """What ranks must have in common of how a load is carried out, in words, by name."""
+    """Return the settings of a load that must be equal on all ranks, as text, by name."""
     alone = ("device", "progress", "process_group", "patience")
     return {
         "on_missing": repr(consent.missing),
@@ -205,7 +208,7 @@ def rules_of(model: nn.Module) -> ModelRules:
 def foresee_initial_values(
     initializers: initialize.Initializers, plan: LoadPlan, options: LoadOptions
 ) -> dict[str, Program]:
-    """How the missing tensors will be initialized, and that they can be.
+    """Return the programs that initialize missing tensors.
 
     Raises:
         CoverageError: naming those that no initializer writes, or that need more than the budget.
@@ -225,7 +228,7 @@ def foresee_initial_values(
 def destinations(
     plan: LoadPlan, by_name: Mapping[str, Held], devices: Mapping[str, torch.device]
 ) -> list[Destination]:
-    """What to read into where."""
+    """Return the targets of all reads."""
     boxes = {name: plan.layout.by_name[name].boxes for name in plan.reads()}
     return [
         Destination(name, read.expression, boxes[name], by_name[name].tensor.dtype, devices[name])

@@ -249,7 +249,7 @@ def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int])
 
 
 def boxes_to_fill(plan: LoadPlan, name: str) -> Sequence[LocalBox]:
-    """What this rank holds of a tensor that no checkpoint has: all of it, or its last rows."""
+    """Return the boxes of a missing tensor on this rank: all of it, or its last rows."""
     boxes, fill = plan.layout.by_name[name].boxes, plan.fills[name]
     count = rows_stored(fill.expression) if isinstance(fill, Read) else None
     return boxes if count is None else last_rows(boxes, count)
@@ -285,7 +285,7 @@ def give_value(item: Held, value: torch.Tensor) -> None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether every element has memory of its own."""
+    """Return whether every element has memory of its own."""
     return all(size < 2 or stride > 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

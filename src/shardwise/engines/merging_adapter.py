@@ -128,7 +128,10 @@ def merged_tensors(
     joined: Mapping[str, Expression],
     changed: set[str],
 ) -> dict[str, tuple[DType, Expression]]:
-    """What the outcome is made of: tensors of the base and of the adapter, joined. Edits are under every name."""
+    """Return the tensors of the output: those of the base and of the adapter, joined.
+
+    Edits are listed under every name.
+    """
     expressions = source.by_every_name()
     for tensor in source.layout.saved():
         edits = tuple(edit for name in tensor.names for edit in plan.tensors.get(name, ()))
@@ -158,7 +161,7 @@ def _beside(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -> merge_pl
 
 
 def about_ties(source: offline.OfflineModel, plan: merge_plan.MergePlan) -> list[str]:
-    """What is merged into one of several names of a tensor shows under the others, too."""
+    """Return notes on tied tensors: a merge into one name changes the tensor under its other names, too."""
     notes: list[str] = []
     for tensor in source.layout.saved():
         changed = [name for name in tensor.names if name in plan.tensors]

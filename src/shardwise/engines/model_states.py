@@ -54,7 +54,7 @@ def state_report(
 
 @dataclass(frozen=True)
 class TakenModel:
-    """What of a model is taken out, looked at on all ranks.
+    """Tensors of a model that are returned as its state dict, checked on all ranks.
 
     Attributes:
         held: all that is in the model.
@@ -71,7 +71,7 @@ class TakenModel:
     home: torch.device
 
     def by_name(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What is found by first names, under the names of the state: one object for all names of a tied tensor."""
+        """Return tensors under the names of the state: one object for all names of a tied tensor."""
         first_of = {name: item.fqn for item in self.held for name in item.names}
         return {name: found[first_of[fqn]] for name, fqn in self.names.items() if first_of[fqn] in found}
 

@@ -221,7 +221,7 @@ def write_out(
 
 
 def index_of(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
-    """What the folder of a model with this config holds."""
+    """Return the index of the checkpoint in a model's folder."""
     index = open_checkpoint(
         opened.reader,
         weights_name=opened.file or getattr(config, "transformers_weights", None),
@@ -357,7 +357,7 @@ def small_file(path: Path) -> bytes:
 
 
 def written_dtype(outgoing: Outgoing, dtype: str | None) -> str | None:
-    """What the config is to say: the dtype asked for, else that of most bytes."""
+    """Return the dtype for the config: the requested one, otherwise that of most bytes."""
     if dtype is not None:
         return dtype.removeprefix("torch.")
     counts: Counter[str] = Counter()

@@ -29,7 +29,7 @@ KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank, o
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """What there is to be set, on this rank."""
+    """Optimizers of this rank whose state is to be set."""
 
     bounds: list[Bound]
     parameters: dict[str, nn.Parameter]
@@ -52,7 +52,7 @@ class Ours:
 
     @property
     def groups(self) -> list[list[str]]:
-        """Of all optimizers, one after the other."""
+        """Parameter groups of all optimizers, in order."""
         return [names for bound in self.bounds for names in bound.groups]
 
     @property
@@ -60,7 +60,7 @@ class Ours:
         return {name: bound.index for bound in self.bounds for names in bound.groups for name in names}
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """What an optimizer holds under this label, if it is a tensor with shards."""
+        """Return the optimizer's value under this label, if it is a sharded tensor."""
         key = self.keys.get(name)
         return None if key is None else self.bounds[key.optimizer].tensors.get(key)
 
@@ -163,7 +163,7 @@ class Fitting:
         return self.groups.unexpected + self.matched.unexpected
 
     def targets(self, ours: Ours) -> dict[Key, torch.Tensor]:
-        """Where the state arrives: what the optimizers have already, else new memory."""
+        """Return the target tensors: those that the optimizers already have, otherwise new memory."""
         optimizer_of = ours.optimizer_of
         targets: dict[Key, torch.Tensor] = {}
         for item in self.matched.taken:

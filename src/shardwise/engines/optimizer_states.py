@@ -37,7 +37,7 @@ from shardwise.report.reports import StateReport
 
 @dataclass(frozen=True)
 class TakenOptimizers:
-    """What optimizers hold of parameters, by label, equal on all ranks; ``home`` is where staging lies."""
+    """State of optimizers by label, equal on all ranks. ``home`` is the device of staging buffers."""
 
     bounds: list[Bound]
     tensors: Mapping[str, torch.Tensor]
@@ -150,7 +150,7 @@ def _refuse_reduced(bounds: Sequence[Bound]) -> None:
 
 
 def _held_by(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
-    """What optimizers hold of parameters, by label: tensors, and the rest, in one order on all ranks.
+    """Return optimizer state by label: tensors, and other values, in one order on all ranks.
 
     (Their own order is not: torch's ``set_optimizer_state_dict`` leaves another one on the first rank.)
 

@@ -37,7 +37,9 @@ from shardwise.tuning.modes import ExistingLora, Freeze, Full, Lora, Tuning, tun
 
 
 class ModelOptions(TypedDict, total=False):
-    """Which model is built, of the checkpoint's config and keys. Each is optional; None is as if left out.
+    """Options that choose the model to build from the checkpoint's config and keys.
+
+    Each is optional; None means not given.
 
     Those of the second group are keywords of transformers' ``from_pretrained``, and mean what they mean there. Its
     others are refused, each with what to do instead.
@@ -119,7 +121,7 @@ def settled(options: Options) -> Options:
 
 
 def model_words(options: ModelOptions) -> dict[str, str]:
-    """What of the options ranks must have in common, in words; configs are compared once they are read."""
+    """Return the model options that must be equal on all ranks, as text. Configs are compared later."""
     hub = options.get("hub", HubOptions())
     plain = ("model_class", "dtype", "trust_remote_code", "key_mapping", "attn_implementation")
     told = {name: in_words(options[name]) for name in plain if name in options}  # type: ignore[literal-required]
@@ -149,7 +151,7 @@ class Outline:
         return [(other, names[0]) for names in present for other in names[1:]]
 
     def bindings_less_ties(self) -> Bindings:
-        """What the checkpoint offers, less the second copies of tied tensors, which have been found equal."""
+        """Bindings of the checkpoint without second copies of tied tensors that were found equal."""
         offers = {name: found for name, found in self.bindings.offers.items() if name not in self.equal_ties}
         return replace(self.bindings, offers=offers)
 
@@ -269,7 +271,9 @@ if TYPE_CHECKING:
 
 
 class TunedOptions(ModelOptions, total=False):
-    """Which model is built, and what of it is trained. Each is optional; also those of :class:`ModelOptions`.
+    """Options that choose the model to build and its trained parameters, including those of :class:`ModelOptions`.
+
+    Each is optional.
 
     Attributes:
         tuning: what is trained: ``Full()``, ``Freeze(...)``, ``Lora(...)`` or ``ExistingLora(...)``, or any other
@@ -295,7 +299,7 @@ class TunedOptions(ModelOptions, total=False):
 
 
 def resizing(options: TunedOptions) -> ResizeVocab | None:
-    """How the vocabulary is resized, if it is."""
+    """Return the change of the vocabulary's size, or None."""
     wanted = options.get("resize_vocab")
     return ResizeVocab(wanted) if isinstance(wanted, int) else wanted
 
@@ -308,7 +312,7 @@ def trained_dtype(options: TunedOptions) -> TrainedDtype:
 
 
 def alike(options: TunedOptions, adapters: Mapping[str, Adapter]) -> str:
-    """What of the options ranks must have in common, in words."""
+    """Return the options that must be equal on all ranks, as text."""
     tuning = options.get("tuning", Full())
     return repr((tuning.in_words(adapters), trained_dtype(options), resizing(options)))
 
@@ -396,7 +400,9 @@ def require_trainable(options: TunedOptions) -> None:
 
 
 class FilledOptions(TunedOptions, total=False):
-    """How a model is wrapped and filled from a checkpoint. Each is optional; also those of :class:`TunedOptions`.
+    """Options that choose how a model is wrapped and filled, including those of :class:`TunedOptions`.
+
+    Each is optional.
 
     Attributes:
         sharding: mesh, wrap policy, mixed precision and offload; see
@@ -412,7 +418,7 @@ class FilledOptions(TunedOptions, total=False):
 
 
 def consent_of(options: FilledOptions) -> Consent:
-    """What may be missing, of another shape, or unexpected."""
+    """Return the tensors that may be missing, mismatched or unexpected."""
     return Consent(
         options.get("on_missing", "error"),
         options.get("on_mismatched", "error"),

@@ -39,7 +39,7 @@ class PeftNames:
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions(StateOptions):
-    """How a save is carried out; none of it changes what is saved.
+    """Settings of a save. None of them changes the saved values.
 
     Attributes:
         budget_bytes: host memory that one rank may use for staging (casts, copies from an accelerator).
@@ -66,7 +66,7 @@ class TrainingBeside:
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What is to be saved, and under which names; ``training`` goes beside an adapter."""
+    """Tensors to save and their names. ``training`` is saved with an adapter."""
 
     model: nn.Module
     directory: str | os.PathLike[str]
@@ -78,7 +78,7 @@ class SaveRequest:
 
     @property
     def stem(self) -> str:
-        """What the names of the files of weights begin with."""
+        """Prefix of the names of weight files."""
         return ADAPTER if isinstance(self.names, PeftNames) else MODEL
 
 
@@ -100,7 +100,9 @@ class PreparedSave:
 
 
 def chosen(world: World, request: SaveRequest) -> tuple[list[Held], Mapping[str, str]]:
-    """What is in the model; of an adapter what belongs to it, and the names in its file to those in the model.
+    """Return the tensors to save.
+
+    For an adapter, those that belong to it, and a map of names in its file to names in the model.
 
     The state of its training comes last. One rank asks PEFT, which may look at the hub for the base's config.
     Collective: yes.
@@ -219,7 +221,7 @@ def outputs_of(request: SaveRequest, layout: ModelLayout, places: Mapping[str, s
 
 
 def _as_they_are(layout: ModelLayout, places: Mapping[str, str]) -> dict[str, Output]:
-    """What is no tensor of an adapter: the state of its training, under its own names and in its own dtypes."""
+    """Return the outputs of a training state, under their own names and dtypes."""
     adapter = set(places.values())
     return {
         tensor.fqn: Output.of(tensor.fqn, tensor) for tensor in layout.tensors if adapter.isdisjoint(tensor.names)
@@ -227,7 +229,7 @@ def _as_they_are(layout: ModelLayout, places: Mapping[str, str]) -> dict[str, Ou
 
 
 def _is_staged(item: Held, dtype: torch.dtype | None) -> bool:
-    """Whether a tensor cannot be written as it lies in memory."""
+    """Return whether a tensor cannot be written as it lies in memory."""
     stored = from_torch(item.tensor.dtype, item.fqn) if item.kind.is_saved else None
     return item.local.device.type != "cpu" or (stored is not None and saved_dtype(stored, dtype) != stored)
 

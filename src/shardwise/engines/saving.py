@@ -145,7 +145,7 @@ def _report(
 
 
 def _has_owners(world: World, writer: StorageWriter) -> bool:
-    """Whether a file must be written by one rank alone; the same on every rank. Collective: yes.
+    """Return whether a file must be written by one rank alone; the same on every rank. Collective: yes.
 
     So it is where a storage takes files as streams, and on a network file system for ranks on several machines,
     which would undo each other's bytes in the blocks that they share.
@@ -184,7 +184,7 @@ def _write_by_owners(
 
 
 def _small_files(request: save_plan.SaveRequest, plan: SavePlan) -> dict[str, bytes]:
-    """What transformers, or PEFT, writes beside the weights.
+    """Return the small files that transformers or PEFT writes with the weights.
 
     Config, generation config, the model's own code, of an adapter its config; and the tokenizer's files.
     """

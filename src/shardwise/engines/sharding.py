@@ -29,7 +29,7 @@ from shardwise.report.reports import ShardReport
 
 @dataclass(frozen=True, slots=True)
 class ShardOptions(StateOptions):
-    """How a sharding is carried out; none of it changes the values.
+    """Settings of a sharding. None of them changes the values.
 
     Attributes:
         budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
@@ -59,7 +59,7 @@ def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock) ->
 
 
 def sharding_named(wrap: str, *, param_dtype: str | None, offload: bool) -> Sharding:
-    """How a model is sharded, from words; see :func:`wrap_named`.
+    """Return a sharding from strings of the command line; see :func:`wrap_named`.
 
     Raises:
         ConfigError: when a word is unknown.

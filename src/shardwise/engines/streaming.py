@@ -38,7 +38,7 @@ Targets: TypeAlias = Literal["all_ranks", "first_rank"]
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """How tensors are brought together; none of it changes their values.
+    """Settings of a stream. None of them changes the values.
 
     Attributes:
         bucket_bytes: what a rank sends or gets at once. Larger tensors travel in several parts.
@@ -127,7 +127,10 @@ def _agreed_supply(
 def _merging(
     world: World, held: Sequence[Held], giver: Giver, adapted: selection.Adapted, options: StreamOptions
 ) -> MergingGiver:
-    """What gives the tensors with the adapter merged in, which every rank then holds whole. Collective: yes."""
+    """Return the sender of tensors with the adapter merged in. Every rank then holds the full adapter.
+
+    Collective: yes.
+    """
     layout, shares = layout_of(held, lambda item: Origin.NOWHERE), giver.shares
     needed = [name for item in adapted.factors.values() for name in (item.lora_A, item.lora_B)]
     matrices = _whole(world, [Output.of(name, layout.by_name[name]) for name in needed], giver, options)
@@ -185,7 +188,9 @@ def packed_rows(held: Mapping[str, Held]) -> dict[str, PackedRows]:
 def tensors_to_come(
     model: nn.Module, names: WrittenNames, only: selection.MergedAdapter | None, dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """By key, dtype and shape of what :func:`walk_tensors` goes through, in its order. Nothing is moved.
+    """Return dtype and shape of the tensors that :func:`walk_tensors` yields, by key and in its order.
+
+    Nothing is sent.
 
     Raises:
         ConfigError, CoverageError, PlacementError: as for going through them.

@@ -189,7 +189,7 @@ def require_as_saved(reader: StorageReader, adapter: str, training: str | None) 
 
 
 def _recorded(reader: StorageReader, file: str) -> list[RecordedSave] | None:
-    """What saves recorded in this file; None where it is damaged."""
+    """Return the records of saves in this file, or None if it is damaged."""
     if file not in reader.list():
         return []
     nbytes = reader.size(file)

@@ -10,7 +10,7 @@ require_versions()
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long ranks wait for each other, in seconds.
+    """Times that ranks wait for each other, in seconds.
 
     Attributes:
         beat_s: between two signs of life.

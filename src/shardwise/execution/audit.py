@@ -99,7 +99,7 @@ def unequal_twins(plan: LoadPlan, placer: Placer, rank: int, size: int) -> list[
 
 
 def are_equal(first: Expression, second: Expression, dtype: DType, placer: Placer, rank: int, size: int) -> bool:
-    """Whether two expressions have bitwise the same values as ``dtype``, in this rank's part of the rows.
+    """Return whether two expressions have bitwise the same values as ``dtype``, in this rank's part of the rows.
 
     Rows are dealt to the ``size`` ranks in blocks, so that all ranks together read each expression once.
     Memory: two blocks of about a million elements.

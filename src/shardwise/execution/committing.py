@@ -110,7 +110,7 @@ def publish(
 
 
 def counts(writer: StorageWriter, commit: commit_plan.Commit) -> bool:
-    """Whether it is this save that counts, whole."""
+    """Return whether it is this save that counts, whole."""
     sizes = writer.sizes()
     return (
         all(sizes.get(name) == nbytes for name, nbytes in commit.then.items())

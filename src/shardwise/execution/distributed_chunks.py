@@ -114,11 +114,11 @@ class TensorsPlan:
 
     @property
     def state_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(numel(shape) * dtype.itemsize for _, shape, dtype in self.tensors.values())
 
     def nbytes(self, rank: int) -> int:
-        """Of a rank's file, up to what is no tensor."""
+        """Return the bytes of the tensors in a rank's file."""
         chunks = self.by_rank[rank]
         return chunks[-1].stop if chunks else 0
 

@@ -82,7 +82,7 @@ class KeyStore:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """Where a rank's process is. Host names are for people: containers may share one."""
+    """Location of a rank's process. Host names are for messages, because containers may share one."""
 
     host: str
     process: int

@@ -32,7 +32,7 @@ class Marked:
 
     @property
     def files(self) -> frozenset[str]:
-        """What is there for the mark alone."""
+        """Files that exist for the lease only."""
         return frozenset({LOCK_FILE})
 
     def release(self) -> None:

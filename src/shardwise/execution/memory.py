@@ -29,7 +29,7 @@ from shardwise.tensors import Strided
 
 
 def home_of(held: Sequence[Held], default: torch.device | None) -> torch.device:
-    """Where a model computes: the device of the mesh it is sharded on, else ``default``, else the CPU.
+    """Return the device that a model computes on: that of its mesh, otherwise ``default``, otherwise the CPU.
 
     What is not sharded (buffers, whole parameters) belongs there too.
     """
@@ -43,7 +43,7 @@ def home_of(held: Sequence[Held], default: torch.device | None) -> torch.device:
 
 
 def home_among(held: Sequence[Held], tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Where staging lies: on the mesh's device, else where the tensors are that have values."""
+    """Return the device of staging buffers: the mesh's, otherwise that of the tensors with values."""
     live = next((tensor for tensor in tensors if not tensor.is_meta), None)
     return home_of(held, None if live is None else local_tensor(live).device)
 
@@ -53,12 +53,12 @@ Managers: TypeAlias = Mapping[nn.Parameter, Any]
 
 
 def managers_of(model: nn.Module) -> Managers:
-    """What FSDP2 manages of a model. It stays true for what is on meta until it is materialized."""
+    """Return the parameters that FSDP2 manages. Valid for meta tensors until they are materialized."""
     return torch_words.fsdp_params(model)
 
 
 def devices_of(held: Sequence[Held], managers: Managers, home: torch.device) -> dict[str, torch.device]:
-    """By FQN, the device that each tensor is on, or will be on once it is materialized."""
+    """Return the device of each tensor by FQN, or the device that it will be materialized on."""
     return {
         item.fqn: _WantedMemory.of(item, managers, home).device
         if item.tensor.is_meta
@@ -124,7 +124,7 @@ class _WantedMemory:
 
 
 def offloads_shards(managers: Managers) -> bool:
-    """Whether sharded parameters live on the CPU although the mesh is of another device."""
+    """Return whether sharded parameters live on the CPU although the mesh is of another device."""
     return any(torch_words.is_offloaded(manager) for manager in managers.values())
 
 

@@ -218,7 +218,7 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """Where a tensor lies on this rank: local memory, and the boxes that are in it."""
+    """Local memory of a tensor on this rank, and the boxes in it."""
 
     local: torch.Tensor
     boxes: tuple[LocalBox, ...]
@@ -266,7 +266,7 @@ class Handover:
         return numel(self.shape) * self.dtype.itemsize
 
     def move(self) -> moves.Move:
-        """What has to come from other ranks. Its elements are only counted, whatever their dtype."""
+        """Return the elements to receive from other ranks, counted regardless of their dtype."""
         lacking = tuple(
             tuple(box for box in wanted if not _is_held(box, held))
             for wanted, held in zip(self.wanted, self.held, strict=True)

@@ -46,7 +46,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """How destinations are filled: all that is decided before they have memory.
+    """Schedule of reads: every decision that is made before the targets have memory.
 
     Attributes:
         destinations: segments count them from 0.
@@ -265,7 +265,7 @@ class Placer:
             self._count_moved(item, filling)
 
     def _make(self, filling: FilledTensors, budget_bytes: int, item: ComputeTask, landing: Landing) -> None:
-        """By one worker alone; ``budget_bytes`` are what all have for their inputs."""
+        """Compute one item on a worker thread. ``budget_bytes`` bounds the inputs of all workers together."""
         arrangement, values = self._arranged(budget_bytes, _inputs_of(item))
         inner = FilledTensors(values, [""] * len(values))
         for _, requests in arrangement.batches:
@@ -326,7 +326,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @torch.no_grad()
 def evaluate(item: ComputeTask, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """What a block gives, in memory of its own."""
+    """Return the values of a block in new memory."""
     return item.evaluate(values)
 
 

@@ -41,7 +41,7 @@ _WORK = (".shardwise.", ".work")
 
 
 def work_folder(folder: str | os.PathLike[str], token: str) -> Path:
-    """Where the code of others writes what is then saved."""
+    """Return the folder that other libraries write to before their files are saved."""
     return Path(folder, token.join(_WORK))
 
 
@@ -236,7 +236,7 @@ def as_renamed(folder: Path) -> Iterator[Path]:
 
 
 def leads_nowhere(place: Path) -> bool:
-    """Whether a folder of links has some to files that are gone by now."""
+    """Return whether a folder of links has some to files that are gone by now."""
     return any(path.is_symlink() and not path.exists() for path in place.rglob("*"))
 
 

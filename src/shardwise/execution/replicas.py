@@ -48,7 +48,7 @@ class CircleName:
 
 @dataclass(frozen=True)
 class Replicas:
-    """What this rank holds together with others, by name: the elements, on their device."""
+    """Tensors that this rank holds together with other ranks, by name, on their device."""
 
     circles: Mapping[CircleName, Mapping[str, Sequence[torch.Tensor]]]
 
@@ -56,7 +56,10 @@ class Replicas:
     def among(
         cls, tensors: Mapping[str, torch.Tensor], common: Mapping[str, Common], buffers: Collection[str]
     ) -> Replicas:
-        """Those among these tensors, in one order on all ranks. ``common`` is what this rank has with others."""
+        """Return the replicated tensors among these, in one order on all ranks.
+
+        ``common`` has the tensors that this rank shares with others.
+        """
         found: dict[CircleName, dict[str, list[torch.Tensor]]] = {}
         for name, boxes in common.items():
             local, places = local_tensor(tensors[name]), local_boxes(tensors[name], name)
@@ -119,7 +122,7 @@ def odd_circles(asked: Sequence[DigestWords]) -> OddCircles:
 
 
 def _by_circle(told: Sequence[Mapping[CircleName, T]]) -> dict[CircleName, dict[int, T]]:
-    """What each rank of a circle has told of it, by rank."""
+    """Group the digests of replicas by rank."""
     circles: dict[CircleName, dict[int, T]] = {}
     for rank, found in enumerate(told):
         for circle, value in found.items():
@@ -172,7 +175,7 @@ def require_mode(on_differing_buffers: object) -> None:
 
 
 def tell(replicas: Replicas, on_differing_buffers: OnDiffering) -> DigestWords:
-    """What this rank tells of its replicas.
+    """Return the digests of this rank's replicas.
 
     Raises:
         ConfigError: ``on_differing_buffers`` is no such mode.
@@ -253,7 +256,7 @@ def _item(item: Held) -> Item:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What the ranks give. The same on every rank.
+    """Shares of the ranks. The same on every rank.
 
     Attributes:
         by_name: the boxes that each rank gives, by rank, of every saved tensor, under all of its names.
@@ -364,7 +367,7 @@ class Giver:
         self._last: tuple[tuple[str, int], torch.Tensor] | None = None
 
     def box(self, name: str, number: int) -> Box:
-        """What a share is of its tensor."""
+        """Return the box of a share in its tensor."""
         return self.shares[name][self._rank][number]
 
     def share(self, name: str, number: int) -> torch.Tensor:

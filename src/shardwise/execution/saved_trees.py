@@ -39,14 +39,14 @@ class SavedTree:
     keys: Mapping[Levels, str]
 
     def inside(self, wrapper: str) -> SavedTree:
-        """What is in a dict around all, as accelerate has one; itself where there is none."""
+        """Return the content of an outer dict that holds everything (accelerate writes one), or the tree itself."""
         if not isinstance(self.tree, Mapping) or list(self.tree) != [wrapper]:
             return self
         return SavedTree(self.index, self.tree[wrapper], {way[1:]: key for way, key in self.keys.items()})
 
 
 def read_distributed_tree(reader: StorageReader, budget_bytes: int) -> SavedTree:
-    """Of a folder of ``torch.distributed.checkpoint``.
+    """Return the tree of a ``torch.distributed.checkpoint`` folder.
 
     Raises:
         FormatError, StorageError: as of :func:`~shardwise.formats.open_state`.
@@ -66,7 +66,7 @@ def read_distributed_tree(reader: StorageReader, budget_bytes: int) -> SavedTree
 
 
 def read_objects(reader: StorageReader, metadata: DistributedMetadata) -> dict[Levels, Any]:
-    """What such a folder has beside tensors, by the way there.
+    """Return the values of a DCP folder that are not tensors, by path.
 
     Raises:
         FormatError, StorageError: a value is too long, holds more than data, or cannot be read.
@@ -81,7 +81,7 @@ def read_objects(reader: StorageReader, metadata: DistributedMetadata) -> dict[L
 
 
 def read_file_tree(reader: StorageReader, file: str) -> SavedTree:
-    """Of a file of ``torch.save``.
+    """Return the tree of a ``torch.save`` file.
 
     Raises:
         FormatError, StorageError: as of :func:`~shardwise.formats.open_state`; the file holds more than data.

@@ -69,7 +69,7 @@ _GOING_ON: set[str] = set()
 
 
 class Whose(Enum):
-    """Whose mark there is."""
+    """Holder of the lease."""
 
     OURS = "this save's"
     NOBODYS = "nobody's"
@@ -77,7 +77,7 @@ class Whose(Enum):
 
 
 def new_token() -> str:
-    """What sets a save, its mark and its files apart from any other."""
+    """Return a random id for a save, its lease and its files."""
     return secrets.token_hex(4)
 
 
@@ -92,7 +92,7 @@ class HeldMark:
         self._thread.start()
 
     def whose(self) -> Whose:
-        """Whose mark there is by now."""
+        """Return the current lease holder."""
         return whose_mark(self._writer, self.token)
 
     def require(self) -> None:
@@ -148,7 +148,10 @@ def take_lock(writer: StorageWriter, token: str) -> HeldMark:
 
 
 def whose_mark(writer: StorageWriter, token: str) -> Whose:
-    """Whose mark there is, by what this writer sees. On an object store others may be trying beside this one's."""
+    """Return the current lease holder as this writer sees it.
+
+    On an object store other saves may be acquiring the lease as well.
+    """
     found = writer.read(_name(writer, token))
     if found is None:
         if _has_one_name(writer) or not _marks(writer.list()):
@@ -201,7 +204,7 @@ def _marks(files: Collection[str]) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class _SaverMark:
-    """Who saves: a process, when it was born, on a host; and which of its saves.
+    """Record of a lease: host, process, start time of the process, and id of the save.
 
     ``space`` tells whose processes it is one of, "" for a mark of an older version. ``renewed_s`` is 0 for never.
     """
@@ -215,7 +218,7 @@ class _SaverMark:
 
     @classmethod
     def of(cls, content: bytes) -> _SaverMark | None:
-        """What a mark says; None when it says nothing."""
+        """Parse a lease file. Return None if it is not one."""
         try:
             found = json.loads(content)
             who = str(found["host"]), int(found["process"]), str(found["born"]), str(found["token"])
@@ -234,12 +237,12 @@ class _SaverMark:
 
     @property
     def is_from_here(self) -> bool:
-        """Whether the number of its process means here what it means there."""
+        """True if the number of its process means here what it means there."""
         return self.space == process_space() if self.space else self.host == socket.gethostname()
 
     @property
     def is_left(self) -> bool:
-        """Whether the process is known to be gone, or to have ended this save."""
+        """True if the process is known to be gone, or to have ended this save."""
         if not self.is_from_here or self.process <= 0:
             return False
         is_over = self.process == os.getpid() and self.token not in _GOING_ON
@@ -326,7 +329,10 @@ def _require_left(writer: StorageWriter, file: str, *, is_patient: bool = True) 
 
 
 def _is_silent(writer: StorageWriter, file: str, mark: _SaverMark) -> bool:
-    """Whether a mark of another machine that is to be renewed has not been for a while. Waits for that while."""
+    """Return whether a mark of another machine that is to be renewed has not been for a while.
+
+    Waits for that while.
+    """
     if mark.renewed_s <= 0 or mark.is_from_here:
         return False
     first, deadline = _changed_at(writer, file), time.monotonic() + _MISSED * mark.renewed_s
@@ -338,7 +344,7 @@ def _is_silent(writer: StorageWriter, file: str, mark: _SaverMark) -> bool:
 
 
 def _changed_at(writer: StorageWriter, file: str) -> object:
-    """What changes with every renewal of a mark; None where there is none."""
+    """Return a value that changes with each renewal of a lease, or None if there is no lease."""
     if not _has_one_name(writer):
         return None if writer.read(file) is None else (writer.read(file + _BEAT) or b"")
     try:

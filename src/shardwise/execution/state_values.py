@@ -30,7 +30,7 @@ from shardwise.tensors import Box
 
 @dataclass(frozen=True, slots=True)
 class StateOptions:
-    """How a state is gathered or set; none of it changes the values.
+    """Settings for getting or setting a state. None of them changes the values.
 
     Attributes:
         budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
@@ -76,7 +76,7 @@ def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, 
 
 
 def brought(tensors: Mapping[str, Any]) -> dict[str, matching.Brought]:
-    """What this rank has of tensors.
+    """Return a description of the tensors that this rank passes.
 
     Raises:
         ConfigError: a value is no tensor.
@@ -112,7 +112,7 @@ class BroughtValues:
     tensors: Mapping[str, Any]
 
     def told(self, world: World) -> list[dict[str, matching.Brought]]:
-        """What there is of the state, by rank. Collective: yes. Raises as :func:`brought`."""
+        """Return the description of the state on each rank. Collective: yes. Raises as :func:`brought`."""
         return world.each(lambda: brought(self.tensors))
 
     def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:

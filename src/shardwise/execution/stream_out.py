@@ -138,7 +138,7 @@ class Outgoing:
         return [(key, dtype, expression.shape) for key, (dtype, expression) in self.made.items()]
 
     def require_bounded(self) -> None:
-        """What is computed needs no more than :data:`COMPUTED_BYTES` at once.
+        """Check that computed tensors need at most :data:`COMPUTED_BYTES` at once.
 
         Raises:
             CoverageError: naming a tensor that does.

@@ -180,7 +180,10 @@ def wrap_without_values(
 
 
 class Arrivals:
-    """Where values arrive on this rank: the wrapped model's tensors, and the state of its optimizers."""
+    """Receiving side of a resharding on this rank.
+
+    The tensors of the wrapped model and the state of its optimizers.
+    """
 
     def __init__(self, model: nn.Module, supply: Supply) -> None:
         self.model = model

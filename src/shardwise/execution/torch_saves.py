@@ -206,7 +206,9 @@ def loaded(content: bytes, what: str) -> Any:
 
 
 def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
-    """What this rank wrote: plain data, tensors and DTensors; tensors lie in the file until they are used.
+    """Return the data that this rank wrote: plain data, tensors and DTensors.
+
+    Tensors stay in the file until they are used.
 
     Collective: yes.
 

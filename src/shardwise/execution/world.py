@@ -342,7 +342,7 @@ class OddRanks:
 
     @classmethod
     def among(cls, values: Sequence[object]) -> OddRanks | None:
-        """Those among the values of all ranks; None where all are equal."""
+        """Return the ranks with differing values, or None if all are equal."""
         odd = [rank for rank, value in enumerate(values) if value != values[0]]
         return cls(odd[0], shown_ranks(odd)) if odd else None
 

@@ -145,7 +145,7 @@ class _WorkerStaging:
 
 @dataclass
 class WrittenTensors:
-    """What has been written: fingerprints of tensors by key ([Note: Fingerprints]), and their bytes by file."""
+    """Fingerprints of the written tensors by key ([Note: Fingerprints]), and their bytes by file."""
 
     fingerprints: dict[str, int] = field(default_factory=dict)
     bytes_by_file: dict[str, int] = field(default_factory=dict)

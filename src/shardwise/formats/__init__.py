@@ -1,1 +1,1 @@
-"""What is stored: what files say of their tensors, and the checkpoints that they make up. Without torch."""
+"""Stored layouts: tensors of files, and the checkpoints that files make up. Without torch."""

@@ -21,7 +21,7 @@ from shardwise.storage.names import shown
 
 @dataclass(frozen=True, slots=True)
 class SavedKind:
-    """What is saved: ``what`` it is, and the ``stem`` of its names."""
+    """Kind of state: a model or an optimizer. ``stem`` is the prefix of its file names."""
 
     what: str
     stem: str
@@ -35,7 +35,7 @@ class SavedKind:
         return f"{self.stem}_{number}"
 
     def rank_file(self, number: int, rank: int) -> str:
-        """What one rank held."""
+        """Return the name of one rank's file."""
         return f"{self.stem}_{number}_rank{rank}.bin"
 
     def rank_of(self, name: str, number: int) -> int | None:
@@ -65,7 +65,7 @@ _IN_FOLDER = re.compile(rf"{re.escape(joining.METADATA)}|__[0-9]+_[0-9]+\.distcp
 
 
 def is_of_accelerate(name: object) -> bool:
-    """Whether a file of a state saved under FSDP has this name, by its way from the folder, and nobody else's.
+    """Return whether only a file of a state saved under FSDP can have this relative path.
 
     A model in the hub's layout is another save's, though accelerate without FSDP gives these names, too.
     """
@@ -78,7 +78,7 @@ def is_of_accelerate(name: object) -> bool:
 
 
 def is_distributed_folder(name: str) -> bool:
-    """Whether a model or an optimizer has a folder of this name."""
+    """Return whether a model or an optimizer has a folder of this name."""
     return _FOLDER.fullmatch(name) is not None
 
 
@@ -109,7 +109,7 @@ AccelerateSave: TypeAlias = WholeFile | Distributed | OfRanks
 
 
 def find_saved(path: str | os.PathLike[str], kind: SavedKind, number: int) -> AccelerateSave:
-    """What there is of the model or optimizer ``number``: at ``path`` itself, or in the folder ``path``.
+    """Find the model or optimizer ``number`` at ``path`` itself, or in the folder ``path``.
 
     Raises:
         ConfigError: it is there in several forms.

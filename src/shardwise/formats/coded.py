@@ -65,7 +65,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """What scales that are bytes stand for.
+    """Nested scales: the code table and the scales of 8-bit scales.
 
     Attributes:
         scales: what 256 of them are scaled by.
@@ -155,7 +155,7 @@ _FOUR_BIT_FAULTS: Final = "weights in four bits that do not go with what lies be
 
 @dataclass(frozen=True, slots=True)
 class _Companions:
-    """What lies beside packed bytes.
+    """Entries that accompany packed bytes (scales, maps, states).
 
     Attributes:
         form: what four bits stand for, by the name of the JSON.
@@ -169,7 +169,7 @@ class _Companions:
 
     @classmethod
     def of(cls, index: contract.CheckpointIndex, key: str) -> Self | None:
-        """What lies beside an entry, where it is packed bytes."""
+        """Return the entries that accompany packed bytes, or None for other entries."""
         for form in Form4:
             state = index.entries.get(f"{key}{QUANT_STATE}{form.value}")
             if state is not None:
@@ -179,7 +179,7 @@ class _Companions:
 
     @property
     def small(self) -> list[contract.TensorEntry]:
-        """What is read of it."""
+        """Entries that are read whole."""
         maps = [self.entries[end] for end in (QUANT_MAP, NESTED_MAP) if end in self.entries]
         return [entry for entry in (self.state, *maps) if entry.nbytes <= _MOST_STATE_BYTES]
 
@@ -214,7 +214,7 @@ class _PackedFourBits:
 
 
 def bitsandbytes(config: Mapping[str, Any]) -> contract.QuantizedForm:
-    """That of bitsandbytes' ``quantization_config``.
+    """Return the form of bitsandbytes' ``quantization_config``.
 
     Raises:
         ConfigError: it is not of four bits.

@@ -35,7 +35,7 @@ LISTED = 20
 
 @dataclass
 class FormatFaults:
-    """What is wrong with a checkpoint, by kind, so that all of it is said at once."""
+    """Faults of a checkpoint by kind, collected so that one error reports all of them."""
 
     root: str
     by_kind: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -98,7 +98,7 @@ class FileSelection:
 
 @dataclass
 class IndexSoFar:
-    """What has been found in the files so far; ``held`` are the keys of each file."""
+    """Entries found so far. ``held`` has the keys of each file."""
 
     files: dict[str, int] = field(default_factory=dict)
     entries: dict[str, TensorEntry] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class CheckpointFormat(Protocol):
     looked_for: ClassVar[tuple[str, ...]] = ()
 
     def is_named(self, name: str) -> bool:
-        """Whether a file of this name is of this format, or an index of its files."""
+        """Return whether a file of this name is of this format, or an index of its files."""
         ...
 
     def select(self, reader: StorageReader, name: str, faults: FormatFaults) -> FileSelection:
@@ -156,11 +156,11 @@ class CheckpointFormat(Protocol):
 
 
 class QuantizedForm(Protocol):
-    """How the weights of a checkpoint are stored in few bits, as its ``quantization_config`` says."""
+    """Storage form of quantized weights, from a checkpoint's ``quantization_config``."""
 
     @property
     def is_kept(self) -> bool:
-        """Whether a model may be kept in this form, so that the config stays with whoever makes the model."""
+        """True if a model may be kept in this form, so that the config stays with whoever makes the model."""
         ...
 
     def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
@@ -204,7 +204,7 @@ def packed_names(key: str) -> list[str]:
 
 
 def belongs_to_codes(key: str) -> bool:
-    """Whether a key is one that quantizers have for codes, or for what lies beside them."""
+    """Return whether a key is one that quantizers have for codes, or for what lies beside them."""
     return _OF_CODES.fullmatch(key) is not None
 
 
@@ -217,7 +217,7 @@ def unknown_form(what: str) -> ConfigError:
 
 
 def is_there(reader: StorageReader, name: str) -> bool:
-    """Whether the storage has this file."""
+    """Return whether the storage has this file."""
     try:
         reader.size(name)
     except StorageError as error:
@@ -312,7 +312,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of its own elements; those of its entries may be more."""
+        """Bytes of its own elements. Those of its entries may be more."""
         return self.numel * self.dtype.bits // 8
 
 
@@ -349,7 +349,7 @@ class CheckpointIndex:
         return sum(item.nbytes for ranges in by_file.values() for item in coalesce(ranges, max_gap_bytes=0))
 
     def is_scaled(self, key: str) -> bool:
-        """Whether a tensor is stored in few bits, with scales: its dtype is that of the numbers."""
+        """Return whether a tensor is stored in few bits, with scales: its dtype is that of the numbers."""
         return key in self.composed and not isinstance(self.composed[key].part, Whole | View | Joined)
 
     def tensors(self) -> list[StoredTensor]:

@@ -53,7 +53,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class DistributedMetadata:
-    """What a folder holds: tensors by the keys that lead to them, and the keys of all else.
+    """Content of a DCP folder: tensors by their keys, and the keys of all other values.
 
     A tensor under several names, all of the same bytes, is there once, under the first of them.
 
@@ -78,7 +78,7 @@ class DistributedFiles:
 
 
 def read_metadata(reader: StorageReader, folder: str = "") -> DistributedMetadata:
-    """What ``.metadata`` in ``folder`` tells; see :func:`parse_metadata`."""
+    """Read ``.metadata`` in ``folder``; see :func:`parse_metadata`."""
     file = f"{folder}{joining.METADATA}"
     what = f"{shown(file)} in {reader.root}"
     nbytes = reader.size(file)
@@ -132,7 +132,7 @@ def read_distributed(
 
 
 def parse_metadata(content: bytes, folder: str, *, what: str) -> DistributedMetadata:
-    """What the pickle ``.metadata`` tells; ``what`` names it in messages.
+    """Parse the pickle ``.metadata``. ``what`` names it in messages.
 
     Raises :class:`FormatError` for the first fault found. What is returned is consistent: every chunk lies in its
     tensor, has a place, and names a file below ``folder``.
@@ -233,7 +233,7 @@ class _Parser:
         return value
 
     def places(self, stored: dict[object, object]) -> dict[tuple[str, tuple[int, ...]], ChunkPlace]:
-        """Where chunks lie, by key and offsets."""
+        """Return the places of chunks by key and offsets."""
         found: dict[tuple[str, tuple[int, ...]], ChunkPlace] = {}
         by_file: dict[str, list[tuple[ByteRange, str, tuple[int, ...]]]] = defaultdict(list)
         for index, info in stored.items():
@@ -406,7 +406,7 @@ def open_state(
 
 
 def holds_optimizer(reader: StorageReader) -> bool:
-    """Whether a folder of ``torch.distributed.checkpoint`` has an optimizer's state and no model."""
+    """Return whether a folder of ``torch.distributed.checkpoint`` has an optimizer's state and no model."""
     if joining.METADATA not in reader.list():
         return False
     tensors = read_metadata(reader).tensors

@@ -55,7 +55,7 @@ _FAULTS: Final = "quantized layers whose tensors do not go together"
 
 @dataclass(frozen=True, slots=True)
 class _LayersInWords:
-    """How the layers of a checkpoint are stored.
+    """Storage form of layers packed into words.
 
     Attributes:
         sizes: bits of an integer, and inputs of a group, that layers have.

@@ -40,7 +40,7 @@ T = TypeVar("T")
 def read_each(
     reader: StorageReader, files: Sequence[str], read: Callable[[StorageReader, str], T], faults: FormatFaults
 ) -> list[T]:
-    """What is read of the sound files; the others are faults."""
+    """Read each file and return the results of sound ones. Failures are added to ``faults``."""
 
     def attempt(file: str) -> T | FormatError | StorageError:
         try:
@@ -202,7 +202,7 @@ _OPTIMIZER_STATE = frozenset({"state", "param_groups"})
 
 @dataclass(frozen=True, slots=True)
 class WrapperChoice:
-    """Which tensors are the model's: those whose paths begin with ``wrapper``, less the optimizer's.
+    """Choice of the model's tensors: paths that begin with ``wrapper``, except the optimizer's.
 
     ``others`` are the paths of the optimizers beside the model.
     """
@@ -218,7 +218,7 @@ class WrapperChoice:
 
 
 def choose_model(paths: Collection[KeyPath]) -> WrapperChoice | None:
-    """What of the tensors at these paths is the model; None when they are all an optimizer's.
+    """Return the choice of the model's tensors, or None if all belong to an optimizer.
 
     A dict is entered where everything but optimizers is in it. Where there are several, none is chosen: all
     tensors keep their whole paths as keys.
@@ -263,7 +263,7 @@ class StoredView:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the range, row by row."""
+        """True if it is all of the range, row by row."""
         nbytes = self.strided.numel * self.dtype.itemsize
         return nbytes == self.range.nbytes and (self.strided.is_contiguous or not nbytes)
 
@@ -362,7 +362,7 @@ _OPTIMIZER_FOLDERS = "optim*"
 
 
 def no_model(reader: StorageReader, what: str) -> FormatError:
-    """What was saved is an optimizer; where the model may be."""
+    """Return the error for a folder that holds an optimizer only. It names the folders that may hold the model."""
     where = where_models_are(reader) or "pass the folder or the file of the model, which is saved apart"
     return FormatError(f"{what} in {reader.root}: holds the state of an optimizer, not a model; {where}")
 

@@ -104,7 +104,7 @@ def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence
 
 
 def _may_be_read(reader: StorageReader, name: str) -> bool:
-    """Whether a file is there that need not be: an object store may refuse those it does not have."""
+    """Return whether a file is there that need not be: an object store may refuse those it does not have."""
     try:
         return contract.is_there(reader, name)
     except StorageError as error:
@@ -175,7 +175,7 @@ def _select(
 def _select_probed(
     reader: StorageReader, faults: contract.FormatFaults
 ) -> tuple[contract.CheckpointFormat, contract.FileSelection]:
-    """By their usual names, one after the other, where the storage does not tell which files it has."""
+    """Select a format by probing the usual file names, for a storage that cannot list files."""
     refusal: StorageError | None = None
     names = [*_usual(), *itertools.chain.from_iterable(item.probed for item in _formats())]
     for name in names:
@@ -259,7 +259,7 @@ and, where what it makes is a new kind of :class:`~shardwise.formats.contract.Co
 
 
 def form_of(config: Mapping[str, Any]) -> contract.QuantizedForm:
-    """How weights are stored, as a ``quantization_config`` says.
+    """Return the storage form of a ``quantization_config``.
 
     Raises:
         ConfigError: it is a kind that is not known here, or makes no sense.
@@ -305,7 +305,7 @@ def as_the_model_has_it(reader: StorageReader, index: contract.CheckpointIndex) 
 
 
 def _content(reader: StorageReader, name: str) -> dict[str, Any]:
-    """What a small file of JSON says; nothing where it is not there, or is not such a file."""
+    """Return the content of a small JSON file, or an empty dict if it is missing or invalid."""
     if not contract.is_there(reader, name) or not 0 < (nbytes := reader.size(name)) <= _MOST_CONFIG_BYTES:
         return {}
     try:

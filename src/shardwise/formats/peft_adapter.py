@@ -43,7 +43,7 @@ _MAX_RANK: Final = 1 << 20
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """What an adapter's config says of the merged weights, under PEFT's names.
+    """Fields of an adapter's config that affect merged weights, under PEFT's names.
 
     ``target_parameters`` None means that no parameters were targeted.
     """
@@ -61,7 +61,7 @@ class LoraConfig:
     ensure_weight_tying: bool = False
 
     def rank(self, name: str) -> int:
-        """Of the module, or parameter, of this name."""
+        """Return the rank of the adapter of this module or parameter."""
         return self.rank_pattern.get(_pattern_for(self.rank_pattern, name), self.r)
 
     def scaling(self, name: str) -> float:
@@ -71,7 +71,7 @@ class LoraConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def saves_module(self, name: str) -> bool:
-        """Whether the module of this name was trained whole, as a copy beside the base's own."""
+        """Return whether the module of this name was trained whole, as a copy beside the base's own."""
         return any(name.endswith(module) for module in self.modules_to_save)
 
 
@@ -169,7 +169,7 @@ _NAME = re.compile(r"adapter_training\.[0-9a-f]{8}\.safetensors")
 
 
 def training_file(token: str) -> str:
-    """What the file is called of the save with this token."""
+    """Return the file name of the training state of a save."""
     return f"adapter_training.{token}.safetensors"
 
 

@@ -81,7 +81,7 @@ class _WithScales:
 
 
 def form_of(config: Mapping[str, Any]) -> contract.QuantizedForm:
-    """That of a ``quantization_config`` that says how elements and scales lie beside each other.
+    """Return the form of a ``quantization_config`` with elements and scales as separate tensors.
 
     Raises:
         ConfigError: it is a kind that is not known here, or makes no sense.
@@ -198,7 +198,7 @@ class _Pairing:
                 self.fault(f"{shown(entry.key)} is a scale of nothing that is stored")
 
     def _fault_of(self, key: str, entry: contract.TensorEntry) -> str | None:
-        """What is wrong with elements themselves."""
+        """Return the fault of an entry of elements, or None."""
         told = f"{shown(entry.key)} is stored as {entry.dtype.label} {entry.shape}, and"
         match self.form.kind:
             case "words" if entry.dtype is not DType.U8 or not entry.shape:
@@ -294,7 +294,10 @@ class _Pairing:
         )
 
     def _beside(self, key: str, name: str) -> contract.TensorEntry | None:
-        """What is stored of elements beside their scales; only integers and floats of 8 bits have that."""
+        """Return an entry that accompanies elements, such as their scales.
+
+        Only integers and floats of 8 bits have one.
+        """
         if self.form.kind in ("mxfp4", "nvfp4"):
             return None
         found = self.index.entries.get(f"{key}_{name}")
@@ -393,7 +396,7 @@ def _is_scale(key: str) -> bool:
 
 
 def _stored_shapes(reader: StorageReader, index: contract.CheckpointIndex) -> dict[str, tuple[int, ...]]:
-    """Of packed elements by key, where they are stored beside these."""
+    """Return the unpacked shapes of packed elements by key, if shapes are stored."""
     found = {
         key.removesuffix("_shape"): entry
         for key, entry in index.entries.items()

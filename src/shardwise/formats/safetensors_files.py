@@ -35,7 +35,7 @@ _OFFSETS = "saved_offsets"
 
 
 def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
-    """Where the file's part of each tensor begins in the whole; empty for a file of whole tensors.
+    """Return the offset of the file's chunk of each tensor, or an empty mapping for a file of full tensors.
 
     Raises :class:`FormatError` where that contradicts the file's tensors.
     """
@@ -149,7 +149,7 @@ def _without_side_files(names: Iterable[str]) -> list[str]:
 
 
 def _check_numbering(files: Sequence[str], faults: contract.FormatFaults) -> None:
-    """Where files are numbered "-00002-of-00003" and no index says which there are, none may be missing."""
+    """Check that no file is missing if files are numbered "-00002-of-00003" and there is no index."""
     found: dict[tuple[str, int], set[int]] = defaultdict(set)
     for file in files:
         match = _NUMBERED.fullmatch(file)
@@ -218,7 +218,7 @@ _MAX_BITS = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """What a safetensors file holds. ``entries`` are in the order of their bytes, which tile the data."""
+    """Header of a safetensors file. ``entries`` are in the order of their bytes, which tile the data."""
 
     file: str
     file_nbytes: int

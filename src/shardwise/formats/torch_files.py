@@ -141,7 +141,7 @@ class Archive:
         self.members = self._directory()
 
     def bytes_of(self, name: str) -> ByteRange:
-        """Where in the file the content of a member lies, as it is.
+        """Return the byte range of a member's content in the archive.
 
         Raises :class:`FormatError` where there is none, or it is packed, encrypted, or runs into another.
         """
@@ -209,7 +209,7 @@ _LFS = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True)
 class TorchFileContents:
-    """What a file holds: its tensors, and of all else the path and the name of its type."""
+    """Content of a file: its tensors, and the path and type name of every other value."""
 
     file: str
     file_nbytes: int

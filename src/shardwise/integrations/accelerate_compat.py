@@ -52,7 +52,7 @@ def fsdp2_plugin() -> Any:
 
 
 def is_begun() -> bool:
-    """Whether an accelerator has been made in this process, so that its kind of ranks is settled."""
+    """Return whether an accelerator has been made in this process, so that its kind of ranks is settled."""
     return bool(PartialState._shared_state)
 
 

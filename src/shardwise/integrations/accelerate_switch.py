@@ -183,7 +183,9 @@ def begin_state(original: Callable[..., Any], state: Any, *args: Any, **keywords
 
 
 def is_left_alone(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` has sharded a model, or the one inside of PEFT's; what it leaves whole may be there.
+    """Return whether ``fully_shard`` has sharded a model, or the one inside of PEFT's.
+
+    Unsharded parameters are allowed.
 
     Raises:
         PlacementError: it has sharded a part of it; or somebody else has sharded it.
@@ -199,7 +201,7 @@ def is_left_alone(model: nn.Module) -> bool:
 
 
 def _agree_on_sharded(world: World, models: Sequence[nn.Module]) -> bool:
-    """Whether all models are sharded already (True), or none is. Collective: yes."""
+    """Return whether all models are sharded already (True), or none is. Collective: yes."""
     found = world.together(lambda: [is_left_alone(model) for model in models])
     world.require_equal(found, "the state of the model (sharded already, or not)")
     if any(found) and not all(found):

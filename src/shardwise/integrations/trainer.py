@@ -103,7 +103,7 @@ class ShardwiseTrainer(_Trainer):
         """States of generators of random numbers, to be set once the data are where they were."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer does; and refuse what would shard the model again."""
+        """Create the accelerator like the Trainer, and reject settings that would shard the model again."""
         super().create_accelerator_and_postprocess()
         size = dist.get_world_size() if dist.is_initialized() else 1
         if self.args.world_size != size:
@@ -122,7 +122,7 @@ class ShardwiseTrainer(_Trainer):
         self.args.save_only_model = True
 
     def create_optimizer(self, *positional: Any, **keywords: Any) -> Any:
-        """As the Trainer does; and refuse one that does not step shards."""
+        """Create the optimizer like the Trainer, and reject one that cannot step shards."""
         made = super().create_optimizer(*positional, **keywords)
         require_made_for_shards(plain_optimizer(made), dict(self._trained.named_parameters()))
         return made
@@ -132,7 +132,7 @@ class ShardwiseTrainer(_Trainer):
     def train(
         self, resume_from_checkpoint: Any = None, *others: Any, on_other_base: OnFault = "error", **keywords: Any
     ) -> Any:
-        """As the Trainer does. Collective: yes.
+        """Train like the Trainer. Collective: yes.
 
         Args:
             resume_from_checkpoint: True goes on from the newest checkpoint in ``output_dir`` that was completed.

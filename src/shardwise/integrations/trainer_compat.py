@@ -60,7 +60,7 @@ def close_door(model: PreTrainedModel) -> None:
 
 
 def is_open(model: nn.Module) -> bool:
-    """Whether the Trainer would take this model so."""
+    """Return whether the Trainer would take this model so."""
     return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 
 
@@ -76,12 +76,12 @@ def require_before_trainer(kind: type, mixin: type) -> None:
 
 
 def is_of_trl(trainer_class: type) -> bool:
-    """Whether a trainer is one of TRL's, which read the head's weight without calling it."""
+    """Return whether a trainer is one of TRL's, which read the head's weight without calling it."""
     return any(kind.__module__.partition(".")[0] == "trl" for kind in trainer_class.__mro__)
 
 
 def wants_reference(trainer_class: type) -> bool:
-    """Whether a trainer compares with a reference model, which TRL makes of the model's name if it gets none."""
+    """Return whether a trainer needs a reference model. TRL creates one from the model's name by default."""
     return is_of_trl(trainer_class) and "ref_model" in _parameters(trainer_class)
 
 

@@ -116,7 +116,7 @@ def undo_for_trainer(model: ModelT) -> ModelT:
 
 
 def is_for_trainer(model: object) -> bool:
-    """Whether :func:`for_trainer` has seen to this model."""
+    """Return whether :func:`for_trainer` has seen to this model."""
     return isinstance(model, nn.Module) and isinstance(vars(model).get("save_pretrained"), _SavesByRanks)
 
 

@@ -39,7 +39,7 @@ _MOST_DIGITS = 10
 
 @dataclass(frozen=True, slots=True)
 class FilesSource:
-    """Where a model or an optimizer is, its number there, and what of it need not fit."""
+    """Location of a model or an optimizer, its number there, and its allowed mismatches."""
 
     path: Path
     number: int
@@ -201,7 +201,7 @@ def _also(consent: OnFault, names: Sequence[str]) -> Ignore:
 
 
 def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> state_values.Values:
-    """What accelerate saved of a model, wherever and however. Collective: yes."""
+    """Return the values of a model saved by accelerate, in any of its layouts. Collective: yes."""
     found = _found(world, source, accelerate_saves.MODEL, stack)
     match found:
         case accelerate_saves.OfRanks(folder, files):
@@ -248,7 +248,7 @@ def _state_of_optimizer(
 def _found(
     world: World, source: FilesSource, kind: accelerate_saves.SavedKind, stack: ExitStack
 ) -> accelerate_saves.AccelerateSave:
-    """What there is; of a save whose renames are not carried out yet, in links until ``stack`` is closed.
+    """Find a save. If its renames are not finished, it is read through links until ``stack`` is closed.
 
     Collective: yes.
     """

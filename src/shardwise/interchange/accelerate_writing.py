@@ -201,7 +201,7 @@ def _write(
     home: torch.device,
     options: StateOptions,
 ) -> tuple[Path, int]:
-    """Where the state is then, and its bytes. Collective: yes."""
+    """Write a state and return its path and its bytes. Collective: yes."""
     if place.part_of is not None:
         path, nbytes, written = _written(world, place.part_of.saving, place, kind, state, home, options)
         place.part_of.parts.append(written)
@@ -221,7 +221,7 @@ def _written(
     home: torch.device,
     options: StateOptions,
 ) -> tuple[Path, int, WrittenFiles]:
-    """Where the state will be, its bytes, and what is to be given its name. Collective: yes."""
+    """Write a state and return its final path, its bytes, and the files to rename. Collective: yes."""
     folder, number, budget = place.folder, place.number, options.budget_bytes
     match place.form:
         case "full":
@@ -247,7 +247,7 @@ def _written(
 
 
 def _older(place: FilesPlace, kind: SavedKind, written: WrittenFiles) -> list[str]:
-    """What goes when a model or an optimizer counts that is saved by itself: the older one in the same form."""
+    """Return the files that a newly committed model or optimizer replaces: the older one in the same form."""
     match place.form:
         case "full":
             return []

@@ -65,7 +65,7 @@ _OF_AN_ADAPTER = ".lora_"
 
 @dataclass(frozen=True)
 class NamedOutputs:
-    """What is to be written, under which names, and the folder of the config by which they were found.
+    """Outputs by name, and the folder of the config that determined the names.
 
     Of a file of ``torch.save``: its name, where in it the tensors are, and what else is in it.
     """
@@ -350,7 +350,7 @@ def named_outputs(
 
 
 def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | None:
-    """Where the model's config is; None where nothing tells."""
+    """Return the folder of the model's config, or None."""
     if base is not None:
         found = resolve(base, HubOptions(local_files_only=True), download=False)
         found = found if found.is_dir() else found.parent
@@ -396,7 +396,10 @@ def optimizer_outputs(
 
 
 def _is_wrapped(paths: Iterable[Levels]) -> bool:
-    """Whether all is in one dict, as accelerate saves it: {"optimizer": {"state": ..., "param_groups": ...}}."""
+    """Return whether all is in one dict, as accelerate saves it: {"optimizer": {"state": ..., "param_groups".
+
+    ...}}.
+    """
     found = list(paths)
     inner = {path[1] for path in found if len(path) > 1}
     return (

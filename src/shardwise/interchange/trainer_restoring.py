@@ -134,7 +134,7 @@ def load_trainer_checkpoint(
 
 
 def _never_restored(folder: TrainerFolder, model: nn.Module) -> dict[str, str]:
-    """What is left out of every checkpoint, and why."""
+    """Return the parts that are never restored, with reasons."""
     found = {name: why for name, why in _NOT_READ.items() if name in folder.names}
     found["position in the data"] = f"the data are not the model's; go on after {folder.step} steps"
     if has_adapters(model):
@@ -172,7 +172,7 @@ _MAX_STATE_BYTES = 500_000_000
 
 @dataclass(frozen=True, slots=True)
 class TrainerFolder:
-    """What is in a folder, looked at once.
+    """Content of a Trainer's checkpoint folder, read once.
 
     Attributes:
         path: of the folder.
@@ -196,17 +196,17 @@ class TrainerFolder:
 
     @property
     def epoch(self) -> float:
-        """How often the data have been gone through."""
+        """Number of completed epochs."""
         return float(self.state.get("epoch") or 0.0)
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether the model is in accelerate's files."""
+        """True if the model is in accelerate's files."""
         return _has(MODEL, self.names)
 
     @property
     def optimizer(self) -> Path | None:
-        """Where what there is of an optimizer is: in accelerate's files, or in the Trainer's own."""
+        """Path of the optimizer's state: in accelerate's files or in the Trainer's own."""
         if _has(OPTIMIZER, self.names):
             return self.path
         return self.path / _OPTIMIZER_FILE if _OPTIMIZER_FILE in self.names else None

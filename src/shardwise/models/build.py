@@ -329,12 +329,12 @@ def placing_door() -> tuple[Any, str]:
 
 
 def loads_for_fsdp() -> bool:
-    """Whether ``from_pretrained`` is to leave ranks without weights, for FSDP to bring (by the environment)."""
+    """Return whether the environment asks ``from_pretrained`` to leave other ranks without weights for FSDP."""
     return bool(is_fsdp_enabled())
 
 
 def is_plain_load(config: Any) -> bool:
-    """Whether a load is neither quantized, nor dealt to devices by a map or a mesh."""
+    """Return whether a load is neither quantized, nor dealt to devices by a map or a mesh."""
     return not config.is_quantized and config.device_map is None and config.device_mesh is None
 
 
@@ -344,7 +344,7 @@ def dtype_of_load(config: Any) -> torch.dtype:
 
 
 def load_outcome(missing: set[str], unexpected: set[str], mismatched: set[tuple[str, Any, Any]]) -> Any:
-    """What a load tells of itself, from which transformers goes on: ties, initializes, reports."""
+    """Return the loading info that transformers continues from: it ties, initializes and reports."""
     return LoadStateDictInfo(
         missing_keys=missing,
         unexpected_keys=unexpected,

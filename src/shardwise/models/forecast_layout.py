@@ -1,4 +1,4 @@
-"""What ``wrap`` would make of a model on any mesh, without a mesh: groups, and the layout of every rank.
+"""Groups and per-rank layouts that ``wrap`` would create on any mesh, computed without a mesh.
 
 Which parameters are grouped, which stay whole and which dimension is split is asked of
 :mod:`shardwise.models.policies`, which indices a rank then holds of torch's own placements. So nothing here
@@ -84,7 +84,7 @@ class _Spreader:
         self.made: dict[object, Spread] = {}
 
     def spread(self, item: Held) -> tuple[Spread, str]:
-        """Where a tensor lies, and the same in words."""
+        """Return the distribution of a tensor, and its description."""
         tensor = item.tensor
         if item.kind is not TensorKind.PARAMETER or tensor in self.whole:
             whole_key = (tuple(tensor.shape), tuple(tensor.stride()))

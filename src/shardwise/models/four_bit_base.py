@@ -34,7 +34,7 @@ _ROUTERS = (".gate", ".router")
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Which linear layers and experts are put into four bits, and why the others are not.
+    """Linear layers and experts to quantize, and reasons for the others.
 
     Attributes:
         layers: by name.
@@ -125,7 +125,7 @@ def _candidates(
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """As ``should_convert_module`` of transformers has it."""
+    """Match a module's name like ``should_convert_module`` of transformers."""
     try:
         found = re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", name)
     except re.error as error:
@@ -197,7 +197,7 @@ def _as_rows(stack: Expression, *, is_transposed: bool) -> Expression:
 
 
 def notes_of(chosen: Chosen, quantization: KeptForm) -> tuple[str, ...]:
-    """What is in four bits and what is not, and why, in sentences."""
+    """Return sentences that list the quantized modules, the others, and the reasons."""
     by_reason: dict[str, list[str]] = {}
     for name, why in chosen.stay.items():
         by_reason.setdefault(why, []).append(name)
@@ -219,7 +219,7 @@ def notes_of(chosen: Chosen, quantization: KeptForm) -> tuple[str, ...]:
 
 
 class _Quantizer:
-    """What the Trainer asks a model in four bits for: whether adapters on it can be trained."""
+    """Quantizer that the Trainer expects on a 4-bit model. It reports that adapters can be trained."""
 
     quantization_config = SimpleNamespace(
         quant_method="four bits by shardwise, whose shardwise.save(model, folder) writes its files,"
@@ -236,7 +236,7 @@ class _Quantizer:
         )
 
     def get_state_dict_and_metadata(self, _model: nn.Module) -> tuple[None, dict[str, str]]:
-        """What transformers saves of an adapter that it has put on: the model's own state, and no more."""
+        """Return the model's own state for transformers' save of an adapter, without extra metadata."""
         return None, {}
 
 
@@ -252,7 +252,7 @@ def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None
 
 
 def offered_in_four_bits(model: nn.Module, bindings: Bindings) -> Bindings:
-    """What a checkpoint offers for a model, with the weights of layers in four bits packed while they are read."""
+    """Return a checkpoint's bindings for a model, with weights of 4-bit layers packed while they are read."""
     offers, own = dict(bindings.offers), set[str]()
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
@@ -281,13 +281,13 @@ def offered_in_four_bits(model: nn.Module, bindings: Bindings) -> Bindings:
 
 
 def _are_packed(module: nn.Module, local: str, claims: Sequence[Expression]) -> bool:
-    """Whether what is stored are the model's own bytes, as ``"internal"`` have them."""
+    """Return whether what is stored are the model's own bytes, as ``"internal"`` have them."""
     shape = tuple(module.get_parameter(local).shape)
     return all(item.dtype is DType.U8 and item.shape == shape for item in claims)
 
 
 def _experts_offered(fqn: str, packing: Packing, claims: Sequence[Expression]) -> dict[str, tuple[Expression, ...]]:
-    """What is offered for a stack of weights, packed and scales, by FQN."""
+    """Return the expressions of a stack of weights, packed and scales, by FQN."""
     rounds_to = from_torch(packing.dtype, fqn)
     rows = [_as_rows(item, is_transposed=packing.is_transposed) for item in claims]
     try:
@@ -301,7 +301,10 @@ def _experts_offered(fqn: str, packing: Packing, claims: Sequence[Expression]) -
 
 
 def _kept(layer: Any, numbers: Expression, name: str) -> dict[str, Expression]:
-    """What is kept of a weight, by local name; nested scales that are not stored so come as they are."""
+    """Return the expressions of a weight's stored parts by local name.
+
+    Nested scales that are not stored nested stay as they are.
+    """
     form, block = layer.packing.form, layer.packing.block_size
     if layer.is_nested and (parts := nested_as_stored(numbers, form, block)) is not None:
         return {

@@ -35,14 +35,14 @@ BLOCKS = "_blocks"
 
 
 def has_four_bits(model: nn.Module) -> bool:
-    """Whether any layer of a model is in four bits, or any of its experts."""
+    """Return whether any layer of a model is in four bits, or any of its experts."""
     return any(
         layers.is_in_four_bits(module) or layers.are_experts_in_four_bits(module) for module in model.modules()
     )
 
 
 def held_in_files(held: Sequence[Held]) -> list[Held]:
-    """What a model holds, as files have it: scales as numbers, and beside them what tells of the packing.
+    """Return a model's tensors as they are stored: scales as floats, and the metadata of the packing.
 
     Raises:
         ConfigError: experts are in four bits.
@@ -116,7 +116,7 @@ def _constants(layer: Any, weight: Held) -> Iterator[Held]:
 
 
 def constants_of(packing: Packing, shape: Sequence[int], offset: float | None) -> dict[str, torch.Tensor]:
-    """What lies beside a packed weight and is not of its size, by what follows ``weight.`` in its keys.
+    """Return the small constant tensors stored with a packed weight, by the suffix after ``weight.`` in their keys.
 
     ``shape`` is that of the numbers; ``offset`` that of nested scales, None for plain ones.
     """
@@ -158,7 +158,7 @@ def _as_floats(raw: torch.Tensor) -> torch.Tensor:
 
 
 def layout_in_numbers(layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
-    """What is held, with the numbers that weights in four bits stand for, and without what lies beside them.
+    """Return the layout with dequantized weights in place of 4-bit ones, without their scales.
 
     Boxes are of rows.
     """

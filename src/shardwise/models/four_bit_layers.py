@@ -64,7 +64,7 @@ _SUFFIX = "InFourBits"
 
 
 class InFourBits:
-    """What a layer in four bits is beside a linear one; see [Note: A layer in four bits].
+    """Mixin of linear layers in 4 bits; see [Note: A layer in four bits].
 
     Attributes:
         packing: how its weight is kept.
@@ -105,7 +105,7 @@ class InFourBits:
 
     @property
     def is_nested(self) -> bool:
-        """Whether its scales are kept in a byte each."""
+        """True if its scales are kept in a byte each."""
         return self.quantization.double_quant
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ class InFourBits:
         self.weight.quant_type = form_name(self.packing.form).lower()  # type: ignore[attr-defined]
 
     def __setstate__(self, state: Any) -> None:
-        """Of a copy: torch copies parameters without what is put on them."""
+        """Restore a copy, because torch copies parameters without their Python attributes."""
         super().__setstate__(state)  # type: ignore[misc]
         self.tell_peft()
 
@@ -138,7 +138,7 @@ class InFourBits:
         )
 
     def _apply(self, function: Any, recurse: bool = True) -> Any:  # noqa: FBT001, FBT002 - as torch has it
-        """What moves a model moves it all; a cast to another dtype passes over what numbers are made of."""
+        """Apply a device move to everything. Casts to another dtype skip codes and scales."""
         own: Any = self
         floats = {name: own._buffers.pop(name) for name in (NESTED, OFFSET) if name in own._buffers}
         super()._apply(function, recurse)  # type: ignore[misc]
@@ -166,7 +166,7 @@ def _without_values(class_of: Callable[..., type[nn.Module]], *base: Any) -> nn.
 
 
 def is_in_four_bits(module: nn.Module) -> TypeGuard[Any]:
-    """Whether a module is a layer in four bits."""
+    """Return whether a module is a layer in four bits."""
     return isinstance(module, InFourBits)
 
 
@@ -217,7 +217,7 @@ _SCALES = "_scales"
 
 
 class ExpertsInFourBits(nn.Module):
-    """What experts in four bits are beside fused ones; see [Note: Experts in four bits].
+    """Mixin of fused experts in 4 bits; see [Note: Experts in four bits].
 
     Attributes:
         packings: how each stack in four bits is kept, by its local name.
@@ -347,7 +347,7 @@ def scales_of(name: str) -> str:
 
 
 def are_experts_in_four_bits(module: nn.Module) -> TypeGuard[ExpertsInFourBits]:
-    """Whether a module is one of experts of which some weights are in four bits."""
+    """Return whether a module is one of experts of which some weights are in four bits."""
     return isinstance(module, ExpertsInFourBits)
 
 
@@ -407,24 +407,27 @@ def _class_of_experts(kind: Any) -> type[nn.Module]:
 
 
 def are_fused_experts(module: nn.Module) -> bool:
-    """Whether this is what transformers makes of a mixture's experts: stacked weights, and one way to gate."""
+    """Return whether a module has transformers' fused experts: stacked weights and one gating function."""
     facts = [getattr(module, fact, None) for fact in ("has_gate", "has_bias", "is_transposed")]
     return None not in facts and hasattr(module, "_apply_gate")
 
 
 def eager_experts(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
-    """How a class of fused experts computes one after the other, whatever the config would have computed."""
+    """Return the forward function of fused experts that computes them one by one, regardless of the config."""
     forward: Any = kind.forward
     found: Callable[..., torch.Tensor] = getattr(forward, "__wrapped__", forward)  # use_experts_implementation
     return found
 
 
 def are_parted_experts(module: nn.Module) -> bool:
-    """Whether ranks have experts of their own."""
+    """Return whether ranks have experts of their own."""
     return bool(getattr(module, "_is_expert_parallel", False))
 
 
 def activated(experts: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """What fused experts make of the first product, (tokens, 2 * width) or (tokens, width): (tokens, width)."""
+    """Apply the activation of fused experts to the first product, (tokens, 2 * width) or (tokens, width).
+
+    Returns (tokens, width).
+    """
     found: torch.Tensor = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
     return found

@@ -104,7 +104,7 @@ class Averaging:
 
 
 def is_averaged(parameter: nn.Parameter) -> bool:
-    """Whether :func:`average_replicated_gradients` takes care of a parameter's gradient."""
+    """Return whether :func:`average_replicated_gradients` takes care of a parameter's gradient."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return any(isinstance(hook, Averaging) for hook in hooks.values())
 
@@ -167,7 +167,7 @@ def exchanges_gradients(model: nn.Module) -> Callable[[], bool]:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Of a group of parameters: how many numbers each rank gives, and whether all ranks that shard them do.
+    """All-gather of a group of parameters: elements per rank, and whether all sharding ranks take part.
 
     (Not all do in the backward pass where ``reshard_after_forward`` is a number.)
     """

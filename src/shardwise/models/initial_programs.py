@@ -43,7 +43,10 @@ class _InPlaceStep:
 
 @dataclass(slots=True)
 class Program:
-    """What an initializer does to one tensor. ``is_elementwise`` is False when it did more than can be replayed."""
+    """Recorded operations of an initializer on one tensor.
+
+    ``is_elementwise`` is False if they cannot be replayed in blocks.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -57,7 +57,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Additions:
-    """What was added to a model; by default nothing.
+    """Modules added to a model. Default: none.
 
     Attributes:
         base: the model of transformers inside, whose class's rules count; None for the model itself.
@@ -119,7 +119,7 @@ def stand_ins(held: Sequence[Held], chosen: Mapping[str, torch.Tensor]) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class ComputedBuffer:
-    """Where the value of a non-persistent buffer comes from, and the value (on the CPU) if it was computed."""
+    """Source of a non-persistent buffer, and its value on the CPU if it was computed."""
 
     origin: Origin
     value: torch.Tensor | None = None
@@ -127,7 +127,7 @@ class ComputedBuffer:
 
 @dataclass(frozen=True)
 class Initializers:
-    """What initializes a model: initializers of transformers, ``reset_parameters`` of modules, and of a tuning.
+    """Initializers of a model: those of transformers, ``reset_parameters`` of modules, and those of a tuning.
 
     Attributes:
         model: the model; nothing of it is changed but what :meth:`compute_attributes` says.
@@ -140,7 +140,7 @@ class Initializers:
     additions: Additions = NOTHING_ADDED
 
     def origin_of(self, item: Held) -> Origin:
-        """Where a parameter or persistent buffer that the checkpoint lacks can come from."""
+        """Return the source of a parameter or persistent buffer that is missing in the checkpoint."""
         if item.fqn in self.additions.begun:
             return Origin.TUNING
         if self.additions.base is not None and item.fqn not in self.additions.known_as:

@@ -272,7 +272,9 @@ def _differences(settings: Mapping[str, Any], told: Mapping[str, Any]) -> list[s
 
 
 def entries_of(optimizer: Optimizer, settings: Mapping[str, Any], ndim: int) -> frozenset[str] | None:
-    """What an optimizer of torch's keeps of a parameter with so many dimensions; None of any other.
+    """Return the state entries of a torch optimizer for a parameter of ``ndim`` dimensions.
+
+    None for other optimizers.
 
     One of its class is made for a single number, and steps.
     """

@@ -1,4 +1,4 @@
-"""Which modules become groups of their own: the policies, as we and as others write them, and what each names."""
+"""Wrapping policies: the modules that become FSDP2 groups."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def listed_blocks(model: nn.Module) -> list[str]:
 
 
 def _answering(model: nn.Module, function: Callable[..., bool]) -> list[str]:
-    """What a function chooses, containers aside: these have no forward to gather for."""
+    """Return the modules that a function selects, without containers, which have no forward to gather for."""
     inside = [(name, module) for name, module in model.named_modules() if name]
     if "recurse" in inspect.signature(function).parameters:  # as FSDP1 calls its policies
         chosen = [
@@ -235,7 +235,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """What is to be done to a model: the blocks in the order of ``fully_shard``, and what the root then takes.
+    """Blocks in the order of ``fully_shard``, and the parameters that the root takes.
 
     ``whole`` are the parameters that stay whole on every rank, with the reason.
     """
@@ -248,7 +248,7 @@ class Grouping:
 def group_parameters(
     model: nn.Module, policy: WrapPolicy, kept_whole: Mapping[nn.Parameter, str] = MappingProxyType({})
 ) -> Grouping:
-    """Which parameters become groups, and which stay whole: all that ``wrap`` then carries out.
+    """Assign parameters to groups, or keep them unsharded. ``wrap`` executes the result.
 
     Pure: needs no mesh and no process group, and leaves the model as it is.
 
@@ -362,7 +362,7 @@ def _unshardable(inside: _Inside) -> dict[nn.Parameter, str]:
 def _islands(
     inside: _Inside, groups: Sequence[Sequence[str]], replicated: set[nn.Parameter]
 ) -> tuple[list[list[str]], dict[nn.Parameter, str]]:
-    """What is of another dtype than most of its group (float32 norms, say): groups of its own, if it can be.
+    """Return parameters whose dtype differs from their group's (float32 norms), as groups of their own if possible.
 
     A module can be a group of its own when all that it holds outside of other groups has that one dtype and is
     shared with nobody. Otherwise its parameters of that dtype have to stay whole; they are the second value.

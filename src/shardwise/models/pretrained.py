@@ -58,7 +58,7 @@ def declared_ties(model: nn.Module) -> dict[str, str]:
 
 
 def settings_of(model: nn.Module) -> dict[str, str]:
-    """What a model's config says, but for where it came from; by name, as text. Nothing for other modules."""
+    """Return the fields of a model's config as text by name, except for its origin. Empty for other modules."""
     config = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):
         return {}
@@ -67,18 +67,18 @@ def settings_of(model: nn.Module) -> dict[str, str]:
 
 
 def text_layers(model: nn.Module) -> int | None:
-    """How many layers the model's text part has, by its config; None where that does not say."""
+    """Return the number of layers of the text model according to its config, or None."""
     found = getattr(_text_config(model), "num_hidden_layers", None)
     return found if isinstance(found, int) else None
 
 
 def has_other_parts(model: nn.Module) -> bool:
-    """Whether the config has parts beside the text, such as that of a vision tower."""
+    """Return whether the config has parts beside the text, such as that of a vision tower."""
     return _text_config(model) is not getattr(model, "config", None)
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether the layers are those of an encoder and of a decoder."""
+    """Return whether the layers are those of an encoder and of a decoder."""
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
 
 
@@ -171,7 +171,7 @@ def record_conversions(model: nn.Module, transforms: Sequence[Any]) -> None:
 
 
 def attention_of(model: nn.Module) -> str | None:
-    """How a model computes its attention ("sdpa", "flash_attention_2", ...), whoever chose it."""
+    """Return the attention implementation of a model ("sdpa", "flash_attention_2", ...)."""
     found = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return found if isinstance(found, str) else None
 
@@ -193,7 +193,7 @@ def no_split_classes(model: nn.Module) -> set[str]:
 
 
 def mark_sharded(model: nn.Module) -> None:
-    """What generation reads to keep ranks in step (``is_fsdp_managed_module``)."""
+    """Mark the model as sharded, so that generation keeps ranks in step (``is_fsdp_managed_module``)."""
     model._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
@@ -242,7 +242,7 @@ def not_initializing() -> contextlib.AbstractContextManager[None]:
 
 @dataclass
 class Assignment:
-    """Where each key goes: ``plain`` maps model names to keys, ``conversions`` first targets to conversions."""
+    """Assignment of keys: ``plain`` maps model names to keys, ``conversions`` maps first targets to conversions."""
 
     plain: dict[str, list[str]] = field(default_factory=dict)
     conversions: dict[str, Conversion] = field(default_factory=dict)

@@ -112,12 +112,12 @@ def of_form(stored: tuple[FourBitForm, int], quantization: KeptForm) -> KeptForm
 
 
 def is_mxfp4(config: Any) -> bool:
-    """Whether a ``quantization_config`` of a model's config is that of MXFP4."""
+    """Return whether a ``quantization_config`` of a model's config is that of MXFP4."""
     return isinstance(config, Mapping) and config.get("quant_method") == "mxfp4"
 
 
 def of_transformers(config: Any) -> Quantization:
-    """What a ``BitsAndBytesConfig``, an ``Mxfp4Config``, or the ``quantization_config`` of a model, asks for.
+    """Return the quantization of a ``BitsAndBytesConfig``, ``Mxfp4Config``, or model's ``quantization_config``.
 
     Raises:
         ConfigError: it is neither, another kind of quantization, or makes no sense.
@@ -188,7 +188,7 @@ def to_transformers(quantization: KeptForm, stay: tuple[str, ...], dtype: torch.
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How the numbers of a matrix are kept.
+    """Packed form of a matrix.
 
     Attributes:
         form: what four bits stand for.
@@ -204,7 +204,7 @@ class Packing:
 
     @property
     def scale_bytes(self) -> int:
-        """Of the scale of a block."""
+        """Bytes of the scale of a block."""
         return 1 if isinstance(self.form, Code) else 4
 
     def numbers(self, packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -221,7 +221,7 @@ class Packing:
 
 @cache
 def has_bitsandbytes() -> bool:
-    """Whether bitsandbytes is installed."""
+    """Return whether bitsandbytes is installed."""
     return importlib.util.find_spec("bitsandbytes") is not None
 
 
@@ -229,7 +229,7 @@ def has_bitsandbytes() -> bool:
 def numbers_of_four_bits(
     packed: torch.Tensor, scales: torch.Tensor, block_size: int, form: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """As :meth:`Packing.numbers`; ``form`` is the value of a ``FourBitForm``."""
+    """Dequantize like :meth:`Packing.numbers`. ``form`` is the value of a ``FourBitForm``."""
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     if not packed.numel():
         return packed.new_empty(shape, dtype=dtype)

@@ -41,7 +41,7 @@ class Key:
 
 
 def label(parameter: str, entry: str) -> str:
-    """What a value of state is called."""
+    """Return the label of an optimizer state entry."""
     return f"{parameter}: {entry}"
 
 
@@ -66,7 +66,7 @@ class Bound:
     reduced: dict[Key, torch.Tensor] = field(default_factory=dict)
 
     def description(self) -> list[str]:
-        """What must be the same on every rank: the class, and each group's parameters and settings."""
+        """Class, parameters and settings of each group, which must be equal on every rank."""
         lines = [type(self.optimizer).__name__]
         for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
             settings = {key: _plain(value) for key, value in sorted(group.items()) if key != "params"}
@@ -107,7 +107,7 @@ class Bound:
                 state[key.entry] = value
 
     def count(self) -> tuple[int, int]:
-        """How many parameters it holds, and values of state."""
+        """Return the number of parameters and of state entries."""
         return sum(map(len, self.groups)), sum(map(len, self.optimizer.state.values()))
 
 
@@ -130,7 +130,7 @@ def look_at(
     *,
     by_rank: bool = False,
 ) -> list[Bound]:
-    """What optimizers hold of a model.
+    """Return the bound optimizers of a model.
 
     Args:
         optimizers: of the model.

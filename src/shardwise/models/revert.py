@@ -48,7 +48,7 @@ class Output:
 
 
 def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = False) -> dict[str, Output]:
-    """What the checkpoint of a model holds, by key, and which of the model's elements it is made of.
+    """Return the outputs of a model's checkpoint by key, as expressions of the model's elements.
 
     Keys are in the order in which transformers would save them. With ``internal_names`` these are the model's
     tensors under their own names. The layout's boxes play no role.
@@ -126,7 +126,7 @@ def _recorded(name: str, tensor: TensorLayout) -> Recorded:
 
 
 def _outputs_of(made: Mapping[str, torch.Tensor]) -> dict[str, Output]:
-    """What came out of recorded tensors.
+    """Return the outputs of a recorded conversion.
 
     Raises:
         NotStructural: something that is not made of them.
@@ -213,7 +213,9 @@ def saved_conversions(model: nn.Module) -> list[Any]:
 
 
 def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
-    """What ``save_pretrained`` writes beside the weights: config, generation config, and code of the model's own.
+    """Write the files of ``save_pretrained`` other than weights.
+
+    Config, generation config, and the model's own code.
 
     ``dtype`` is what the config is to name. A quantized checkpoint's ``quantization_config`` is left out where a
     model has been made of its numbers. The model's own config is not touched. Nothing for other modules.

@@ -99,7 +99,7 @@ def _ask_peft(model: Any, state: dict[str, torch.Tensor], adapter: str) -> dict[
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether adapters of PEFT's are in a model, so that its tensors are not those of its class's checkpoints."""
+    """Return whether a model has PEFT adapters, so that its tensors differ from its class's checkpoints."""
     return hasattr(model, "peft_config")
 
 
@@ -123,7 +123,7 @@ class Factors:
     scaling: float
 
     def delta(self, lora_A: torch.Tensor, lora_B: torch.Tensor) -> torch.Tensor:
-        """What is added to a part of the weight, from rows of ``lora_B`` and columns of ``lora_A``.
+        """Return the delta of a part of the weight, from rows of ``lora_B`` and columns of ``lora_A``.
 
         As ``get_delta_weight`` of PEFT has it: products of 16-bit numbers are summed up in float32 on a CPU.
         """
@@ -148,7 +148,7 @@ class Adapted:
     factors: dict[str, Factors]
 
     def layout(self, layout: ModelLayout) -> ModelLayout:
-        """What is held of the base, by its names."""
+        """Return the layout of the base under its own names."""
         outside: dict[str, list[str]] = {}
         for name, fqn in self.inside.items():
             outside.setdefault(fqn, []).append(name)

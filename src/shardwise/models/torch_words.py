@@ -82,12 +82,12 @@ def backend_of(kind: torch.device) -> str:
 
 
 def both_backends(kind: torch.device) -> str:
-    """Of a process group for tensors on the host and on an accelerator."""
+    """Return the backend string of a process group for tensors on the host and on an accelerator."""
     return f"cpu:gloo,{kind.type}:{backend_of(kind)}"
 
 
 def has_collectives(kind: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether a process group (None: the default one) works on tensors of an accelerator."""
+    """Return whether a process group (None: the default one) works on tensors of an accelerator."""
     return backend_of(kind) in str(dist.get_backend_config(group))
 
 
@@ -163,7 +163,7 @@ def from_torch(dtype: torch.dtype, fqn: str) -> DType:
 
 
 def saved_dtype(dtype: DType, target: torch.dtype | None) -> DType:
-    """What a tensor is saved in when ``target`` is asked for.
+    """Return the dtype that a tensor is saved in if ``target`` is requested.
 
     Floating-point numbers of at least 16 bits follow it; narrower ones, integers and bools stay what they are.
     """
@@ -188,7 +188,7 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
 
 
 def sets_grad_dtype(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's gradients have been given a dtype, or leave to have any.
+    """Return whether a parameter's gradients have been given a dtype, or leave to have any.
 
     (Before torch 2.15 the dtype that the parameter has itself is not told from none.)
     """
@@ -203,7 +203,7 @@ def take_after(parameter: nn.Parameter, other: nn.Parameter) -> None:
 
 
 def is_forked_from_cuda() -> bool:
-    """Whether this process was forked from one that used CUDA, and therefore cannot."""
+    """Return whether this process was forked from one that used CUDA, and therefore cannot."""
     return bool(torch.cuda._is_in_bad_fork())
 
 
@@ -214,17 +214,17 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def is_temporary(module: nn.Module, name: str) -> bool:
-    """Whether a buffer was registered with ``persistent=False``."""
+    """Return whether a buffer was registered with ``persistent=False``."""
     return name in module._non_persistent_buffers_set
 
 
 def normalizes_over_rows(module: nn.Module) -> bool:
-    """Whether this is a batch normalization, of any number of dimensions, synchronized or not."""
+    """Return whether this is a batch normalization, of any number of dimensions, synchronized or not."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` has been called."""
+    """Return whether ``module.compile()`` has been called."""
     return module._compiled_call_impl is not None
 
 
@@ -266,7 +266,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def is_under_replicate(module: nn.Module) -> bool:
-    """Whether one of torch's two ``replicate()`` has been applied to a module."""
+    """Return whether one of torch's two ``replicate()`` has been applied to a module."""
     return isinstance(module, (ReplicateModule, _OldReplicateModule))
 
 
@@ -294,7 +294,7 @@ def default_store() -> Any:
 
 
 def object_device(group: Any) -> torch.device:
-    """Where collectives of a process group (None: the default one) take what lies on no device in particular."""
+    """Return the device that object collectives of a process group (None: the default one) use."""
     return torch.device(distributed_c10d._get_object_coll_device(group))
 
 
@@ -322,7 +322,7 @@ def param_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def is_offloaded(fsdp_param: Any) -> bool:
-    """Whether the sharded parameter lives on the CPU although the mesh is of another device."""
+    """Return whether the sharded parameter lives on the CPU although the mesh is of another device."""
     return bool(fsdp_param.offload_to_cpu)
 
 
@@ -337,7 +337,7 @@ def padded_size(fsdp_param: Any) -> tuple[int, ...]:
 
 
 def pins_memory(fsdp_param: Any) -> bool:
-    """Whether the sharded parameter's host memory is to be pinned."""
+    """Return whether the sharded parameter's host memory is to be pinned."""
     return bool(fsdp_param.pin_memory) and torch.accelerator.is_available()
 
 

@@ -197,7 +197,10 @@ def computed_whole(
 
 
 class ModelFacade:
-    """What converters may ask of a model: shapes by canonical name, whatever wraps or shards the model."""
+    """Stand-in for the model that converters receive.
+
+    Shapes by canonical name, regardless of wrapping and sharding.
+    """
 
     def __init__(self, model: nn.Module, layout: ModelLayout, conversions: Sequence[Any] = ()) -> None:
         self._model = model

@@ -167,7 +167,7 @@ def _registered(
 
 
 def layout_of(held: Sequence[Held], origin_of: Callable[[Held], Origin]) -> ModelLayout:
-    """What this rank holds, as data. ``origin_of`` tells where values may come from that no checkpoint holds."""
+    """Return this rank's tensors as data. ``origin_of`` returns the source of tensors that no checkpoint holds."""
     return ModelLayout(
         tuple(
             tensor_layout(
@@ -319,7 +319,7 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def is_sharded(model: nn.Module, held: Sequence[Held]) -> bool:
-    """Whether ``fully_shard`` has been applied to all of a model (True), or to nothing of it (False).
+    """Return whether ``fully_shard`` has been applied to all of a model (True), or to nothing of it (False).
 
     A root that is sharded, or the model inside of PEFT's, has taken what it was meant to; without one that holds
     all parameters, every parameter has to be in some group.
@@ -358,7 +358,7 @@ def root_of(model: nn.Module) -> FSDPModule | None:
 
 
 def computing_device(parameter: torch.Tensor) -> torch.device:
-    """Where is computed with a parameter; it may be offloaded to the host meanwhile."""
+    """Return the device that a parameter is computed on. It may be offloaded to the host."""
     if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type:
         kind = parameter.device_mesh.device_type
         return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -43,7 +43,7 @@ from shardwise.models.view import Held, canonical, few
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a model is sharded: the mesh, which modules are groups, FSDP2's own policies, and how blocks are run.
+    """Sharding of a model: mesh, groups, FSDP2's policies, and how blocks are run.
 
     ``mesh`` is one-dimensional (shard) or two-dimensional (replicate, shard); None means all ranks of the default
     process group, or no sharding where there is none. ``reshard_after_forward`` is for the blocks; what is left in
@@ -72,7 +72,7 @@ class Sharding:
 
     @classmethod
     def from_accelerate(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> Sharding:
-        """What a configuration of accelerate's, or the Trainer's, says of sharding; what it does not, in a warning.
+        """Read a sharding from a config of accelerate or the Trainer. Ignored keys are one warning.
 
         Collective: yes, over the default process group, where it asks for replicas.
 
@@ -93,14 +93,14 @@ class Sharding:
 
 
 def in_words(sharding: Sharding) -> dict[str, str]:
-    """What ranks must have in common, by name."""
+    """Return the settings that must be equal on all ranks, by name."""
     mesh = None if sharding.mesh is None else sharding.mesh.mesh.tolist()
     policies = {item.name: _told(getattr(sharding, item.name)) for item in fields(sharding) if item.name != "mesh"}
     return {"mesh": repr(mesh), **policies}
 
 
 def _told(value: object) -> str:
-    """What ``repr`` tells, but of a function its name: where it lies in memory differs from rank to rank."""
+    """Return ``repr``, or the name of a function, because addresses differ between ranks."""
     if isinstance(value, type) or not (is_dataclass(value) or callable(value)):
         return repr(value)
     if is_dataclass(value):
@@ -245,7 +245,7 @@ def mesh_in_words(mesh: DeviceMesh) -> str:
 
 
 def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -> None:
-    """What ``fully_shard`` would refuse half way, without a name."""
+    """Reject by name the parameters that ``fully_shard`` would fail on halfway."""
     words = mesh_in_words(mesh)
     if mesh.ndim > 2:
         raise PlacementError(

@@ -1,4 +1,4 @@
-"""How each verb does what it does, as values: what may be replaced, who reads, what is kept, which memory."""
+"""Option types of the public functions."""
 
 from shardwise._face import face_of
 

@@ -1,1 +1,1 @@
-"""Who reads, moves and writes what, and what is missing. Pure: no torch, no files, no processes."""
+"""Plans of reads, moves and writes. Pure: no torch, no files, no processes."""

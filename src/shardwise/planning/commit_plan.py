@@ -49,7 +49,7 @@ _OF_A_SAVE = (
 
 @dataclass(frozen=True, slots=True)
 class FolderState:
-    """What a folder holds before a save.
+    """Content of a folder before a save.
 
     Attributes:
         files: all of them.
@@ -94,7 +94,7 @@ NOTHING_BOUND: Mapping[str, bytes] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """How a save that is written and synced comes to count; what the executor asks for, and does.
+    """Commit of a save that is written and synced: the checks and changes to carry out, in order.
 
     Attributes:
         files: as they are called before the steps, with their sizes in bytes.
@@ -123,17 +123,17 @@ class Commit:
 
 
 def on_its_way(name: str, token: str) -> str:
-    """What a file is called until the save of this token gives it its name."""
+    """Return the temporary name of a file until its save renames it."""
     return f".{name}.{token}.incomplete"
 
 
 def is_on_its_way(file: str) -> bool:
-    """Whether a file has a name that it gets only to lose it."""
+    """Return whether a file has a name that it gets only to lose it."""
     return re.fullmatch(r".+\.[0-9a-f]{8}\.incomplete", file) is not None
 
 
 def look_at_folder(files: Collection[str], index: bytes | None, single_file: str = SINGLE_FILE) -> FolderState:
-    """What is there, of the names in a folder and of its index file; an index that makes no sense names nothing."""
+    """Return the state of a folder from its file names and its index file. An invalid index names nothing."""
     named: set[str] = set()
     if index is not None:
         try:
@@ -198,7 +198,7 @@ _FRESH = re.compile(r"\.(.+)\.([0-9a-f]{8})\.new")
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """What a save has written and synced into a folder, as the first rank knows it.
+    """Files that a save has written and synced into a folder, as known by the first rank.
 
     Attributes:
         named: files that are to have these names, with their sizes; until then they are called as :func:`fresh`
@@ -216,7 +216,7 @@ class WrittenFiles:
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """What is left to do once a save counts: files get these names, and older ones go.
+    """Rename journal of a committed save: files to rename, and older files to remove.
 
     Names may have a folder in front.
     """
@@ -236,7 +236,7 @@ class Renames:
 
     @classmethod
     def from_bytes(cls, file: str, content: bytes) -> Renames | None:
-        """What a list of this name says; None where it makes no sense, or leads elsewhere."""
+        """Parse a rename journal. Return None if it is invalid or leads out of the folder."""
         try:
             found: Any = json.loads(content)
             token, names, older = found["token"], found["names"], found["older"]
@@ -274,7 +274,7 @@ class Renames:
 
 
 def fresh(name: str, token: str) -> str:
-    """What a file is called until it is renamed: no name of what any save takes for left behind by itself."""
+    """Return the temporary name of a file. It never matches the names that saves treat as leftovers."""
     folder, slash, file = name.rpartition("/")
     return f"{folder}{slash}.{file}.{token}.new"
 
@@ -286,7 +286,7 @@ def token_of_fresh(file: str) -> str | None:
 
 
 def lists_among(files: Collection[str]) -> list[str]:
-    """Those that are lists of renames."""
+    """Return the rename journals among the files."""
     return sorted(file for file in files if _LIST.fullmatch(file))
 
 
@@ -294,7 +294,7 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 4096
 
 
 def _is_safe(name: object) -> bool:
-    """Whether a file below a folder, and while it waits for its name, may be called this."""
+    """Return whether a file below a folder, and while it waits for its name, may be called this."""
     if not isinstance(name, str) or len(name) > _LONGEST_PATH or why_unsafe(name) is not None:
         return False
     return all(len(os.fsencode(part)) <= _LONGEST_NAME for part in fresh(name, "0" * 8).split("/"))

@@ -34,7 +34,7 @@ _DIGITS = 16
 
 @dataclass(frozen=True, slots=True)
 class RecordedSave:
-    """What one save recorded.
+    """Record of one save.
 
     Attributes:
         files: of weights, with their sizes in bytes.
@@ -50,7 +50,7 @@ class RecordedSave:
 
 
 def digest(content: bytes) -> str:
-    """Of a header, or of a small file."""
+    """Return the digest of a header or of a small file."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -72,17 +72,17 @@ def to_bytes(saves: Sequence[RecordedSave]) -> bytes:
 
 
 def own_digest(content: object) -> str:
-    """Of JSON, to be written beside it."""
+    """Return the digest that is stored in a JSON file about its own content."""
     return digest(json.dumps(content, sort_keys=True).encode())
 
 
 def from_bytes(content: bytes | None) -> list[RecordedSave]:
-    """What saves recorded; nothing where the file is not there, or is not one of these, or is damaged."""
+    """Return the records of saves, or an empty list if the file is missing, invalid or damaged."""
     return parsed(content or b"") or []
 
 
 def parsed(content: bytes) -> list[RecordedSave] | None:
-    """What saves recorded; None where the file is not one of these, or is damaged."""
+    """Return the records of saves, or None if the file is invalid or damaged."""
     try:
         found = json.loads(content)
         own = found.pop("sha256", None)

@@ -141,7 +141,7 @@ def _input_bytes(leaf: Computed) -> int:
 
 
 def is_sharded(tensor: TensorLayout) -> bool:
-    """Whether ranks hold different parts of it."""
+    """Return whether ranks hold different parts of it."""
     return tensor.kind is TensorKind.PARAMETER and tensor.placement != "whole"
 
 
@@ -207,7 +207,7 @@ def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
 
 
 def spare_tensors(index: CheckpointIndex) -> dict[str, Expression]:
-    """What is loaded only into a model that has a tensor of that name, by key."""
+    """Return tensors by key that are loaded only if the model has a tensor of that name."""
     return {key: Stored(key, index.entries[key].shape, index.entries[key].dtype) for key in sorted(index.spare)}
 
 
@@ -258,7 +258,7 @@ class Segment:
 
     @property
     def is_strided(self) -> bool:
-        """Whether there is more between the first byte and the last than the copy needs."""
+        """True if there is more between the first byte and the last than the copy needs."""
         return not self.copy.source.is_contiguous
 
 
@@ -402,7 +402,7 @@ def staging_within(budget_bytes: int, concurrency: int, *, on_device: bool) -> S
 
 @dataclass(frozen=True, slots=True)
 class ComputingShare:
-    """How a budget is shared where values are computed: half is for blocks, half for the staging of their inputs.
+    """Division of a budget for computed values: half for blocks, half for staging their inputs.
 
     ``most_bytes`` are those of a block that each worker can make beside the others; one that cannot be cut so small
     is made alone.

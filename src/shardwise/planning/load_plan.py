@@ -131,7 +131,7 @@ Fill: TypeAlias = Read | Tie | Init | Recompute | Keep
 
 @dataclass(frozen=True, slots=True)
 class ModelRules:
-    """What a model class says of checkpoints: regexes searched in names, and in keys as renamed."""
+    """Rules of a model class for checkpoints: regexes that are searched in names, and in keys as renamed."""
 
     ignore_missing: tuple[str, ...] = ()
     ignore_unexpected: tuple[str, ...] = ()
@@ -164,7 +164,7 @@ class LoadPlan:
         return tuple(name for name, fill in self.fills.items() if isinstance(fill, kind))
 
     def not_loaded(self, index: CheckpointIndex) -> tuple[str, ...]:
-        """What the checkpoint holds besides tensors, less what the model has turned out to have."""
+        """Return the checkpoint's entries that are not loaded."""
         taken = {key_of(read.expression) for read in self.reads().values()} & index.spare
         return tuple(name for name in index.ignored if name not in taken)
 

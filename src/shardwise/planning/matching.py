@@ -26,7 +26,7 @@ OnFault: TypeAlias = OnUnexpected
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What need not fit. What is ignored keeps the values it has.
+    """Allowed mismatches. Ignored tensors keep their values.
 
     ``base`` is asked about "config", "shapes" and "values" of what a checkpoint takes for granted.
     """
@@ -74,7 +74,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What goes where, and what does not, having been ignored."""
+    """Result of matching: targets, and ignored names."""
 
     taken: tuple[Taken, ...]
     missing: tuple[str, ...]
@@ -288,7 +288,7 @@ NOBODY: tuple[int, ...] = ()
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What all ranks must have alike about a tensor. ``names`` has several where modules share it."""
+    """Properties of a tensor that must be equal on all ranks. ``names`` has several if modules share it."""
 
     names: tuple[str, ...]
     kind: str
@@ -433,7 +433,7 @@ def settle_dtypes(
 
 
 def is_exact(dtype: str) -> bool:
-    """Whether a dtype's values are never cast: all but floating and complex numbers of 16 bits and more."""
+    """Return whether a dtype's values are never cast: all but floating and complex numbers of 16 bits and more."""
     return dtype.startswith(("float8", "float4")) or not dtype.startswith(("float", "bfloat", "complex"))
 
 

@@ -29,7 +29,7 @@ _FACTOR = re.compile(
 
 
 class WeightForm(enum.Enum):
-    """How a weight lies with respect to ``lora_B @ lora_A``, which is (out, in)."""
+    """Orientation of a weight with respect to ``lora_B @ lora_A``, which is (out, in)."""
 
     ROWS = "(out, in, ...)"
     COLUMNS = "(in, out)"
@@ -88,7 +88,7 @@ Edit: TypeAlias = LowRank | Added | Replaced
 
 @dataclass(frozen=True)
 class MergeTargets:
-    """What of a base an adapter may change.
+    """Tensors of a base that an adapter may change.
 
     Attributes:
         tensors: shapes of the model's saved tensors, by each of their names.
@@ -107,7 +107,7 @@ class MergeTargets:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """What is done to the model's tensors, by name, and to tensors of the checkpoint, by key; replacements first.
+    """Edits of the model's tensors by name, and of the checkpoint's tensors by key. Replacements come first.
 
     ``modules`` are those that the adapter changes, as it names them.
     """
@@ -250,7 +250,7 @@ class _MergePlanner:
         ]
 
     def module_in_base(self, module: str, parameters: Sequence[str]) -> str | None:
-        """What the base calls a module that has parameters of these names."""
+        """Return the base's name of a module that has parameters of these names, or None."""
         if module in self.targets.parameters:
             return module
         for short in dict.fromkeys(item.rpartition(".")[2] for item in parameters):
@@ -260,7 +260,10 @@ class _MergePlanner:
         return None
 
     def find(self, name: str) -> tuple[dict[str, list[Edit]], str, Shape] | None:
-        """Where a tensor is, under this or the base's own name: among which edits, its name there, its shape."""
+        """Find a tensor under this or the base's own name.
+
+        Return its group of edits, its name there, and its shape.
+        """
         targets = self.targets
         if name not in targets.tensors and (renamed := targets.renamed(name)) in targets.tensors:
             assert renamed is not None

@@ -81,7 +81,7 @@ def holders_of(boxes: Sequence[Boxes]) -> dict[Box, list[int]]:
 
 
 def covers(shape: Sequence[int], held: Sequence[Boxes]) -> bool:
-    """Whether boxes by rank, equal or with nothing in common, are all of a tensor of this shape."""
+    """Return whether boxes by rank, equal or with nothing in common, are all of a tensor of this shape."""
     return sum(box.numel for box in holders_of(held)) == numel(shape)
 
 

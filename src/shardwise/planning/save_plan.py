@@ -60,12 +60,12 @@ class SavePlan:
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
-        """Where each tensor is written, by key."""
+        """Entry of each tensor, by key."""
         return {entry.key: entry for file in self.files for entry in file.entries}
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors; headers are not counted."""
+        """Bytes of all tensors, without headers."""
         return sum(entry.nbytes for file in self.files for entry in file.entries)
 
 
@@ -148,7 +148,7 @@ def arrange_writes(
     policy: WritePolicy,
     staging_bytes: int,
 ) -> list[ReadRequest]:
-    """What this rank writes where: requests of runs that touch, in the order of the files and of the bytes in them.
+    """Return this rank's write requests: runs that touch, in the order of files and bytes.
 
     In a segment, ``copy.source`` is the place in the saved tensor, and ``copy.target`` that in the rank's memory.
 
@@ -186,7 +186,7 @@ def arrange_writes(
 
 
 def choose_owners(files: Sequence[NewFile], size: int) -> tuple[int, ...]:
-    """By file, the rank that writes it: the largest first, each to the rank that has the fewest bytes by then.
+    """Return the rank that writes each file: the largest file first, each to the rank with the fewest bytes so far.
 
     Where there are fewer files than ranks, the owners are spread over all of these, and so over machines.
     """

@@ -87,7 +87,7 @@ def trainable_in_words(trainable: int, parameters: int) -> str:
 
 
 def in_bytes(nbytes: int) -> str:
-    """As in "1.50 GiB"; below a KiB exactly, as in "12 B"."""
+    """Format a number of bytes ("1.50 GiB"; below a KiB exactly, "12 B")."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":

@@ -1,4 +1,4 @@
-"""What a save, a state written into files, or a merge did."""
+"""Reports of saves, of written states, and of merges."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -226,7 +226,7 @@ class RestoreReport(RankReport):
 
 @dataclass(frozen=True)
 class TrainerReport(Report):
-    """Where the training was, what was restored of it, and what was not.
+    """Report of a restored training: its position, and the restored and skipped parts.
 
     Attributes:
         checkpoint: the folder.
@@ -290,7 +290,7 @@ class ReopenReport(Report):
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing is known to be damaged. Small files may have been edited, and count for nothing here."""
+        """True if nothing is known to be damaged. Small files may have been edited, and count for nothing here."""
         return not self.damaged and not self.damaged_files
 
     def to_dict(self) -> dict[str, Any]:

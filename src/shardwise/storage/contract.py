@@ -19,7 +19,7 @@ from shardwise.storage.names import shown
 
 @dataclass(frozen=True, slots=True)
 class ReadPolicy:
-    """How a storage likes to be read; what a schedule of reads is made by.
+    """Preferred request sizes and concurrency of a storage, used to schedule reads.
 
     A policy never changes which bytes arrive, only how they are asked for. See [Note: Policies] in
     ``storage/contract.py``.
@@ -69,12 +69,12 @@ class StorageReader(Protocol):
 
     @property
     def root(self) -> str:
-        """Where the files are, for messages."""
+        """Location of the files, for messages."""
         ...
 
     @property
     def policy(self) -> ReadPolicy:
-        """How this storage likes to be read; the same for as long as the reader lives."""
+        """Read policy of this storage, constant for the life of the reader."""
         ...
 
     def list(self) -> list[str]:
@@ -149,7 +149,7 @@ def as_bytes(buffers: Sequence[memoryview]) -> tuple[list[memoryview], int]:
 
 @runtime_checkable
 class FilePlaces(Protocol):
-    """What a reader of files of this machine can do besides."""
+    """Additional method of readers of local files."""
 
     def place(self, file: str) -> str:
         """A text that two ranks have in common only where they open one file, and its state is the same."""
@@ -158,7 +158,7 @@ class FilePlaces(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WritePolicy:
-    """How a storage may be written to; what a save is planned by.
+    """Capabilities of a storage for writing, used to plan saves.
 
     See [Note: Kinds of stores] in ``storage/contract.py``.
 
@@ -211,12 +211,12 @@ class StorageWriter(Protocol):
 
     @property
     def root(self) -> str:
-        """Where the files are, for messages."""
+        """Location of the files, for messages."""
         ...
 
     @property
     def policy(self) -> WritePolicy:
-        """How this storage may be written to; the same for as long as the writer lives."""
+        """Write policy of this storage, constant for the life of the writer."""
         ...
 
     def list(self) -> list[str]:
@@ -248,7 +248,7 @@ class StorageWriter(Protocol):
         ...
 
     def sync(self, file: str) -> None:
-        """What this writer has written to the file is durable when this returns.
+        """Make the written content of a file durable.
 
         Without ``policy.has_random_writes`` the file is complete then, and seen by others: not earlier; that bytes
         are missing is an error. There is nothing to do for a file to which nothing was written since the last time.
@@ -283,7 +283,7 @@ class StorageWriter(Protocol):
         ...
 
     def sync_names(self) -> None:
-        """What has been created and removed in the root is durable when this returns."""
+        """Make created, renamed and removed names in the root durable."""
         ...
 
     def close(self) -> None:

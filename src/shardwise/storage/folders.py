@@ -28,7 +28,7 @@ class FoldersWriter(LocalWriter):
 
     @property
     def folders(self) -> Sequence[str]:
-        """Those in the root that this writer knows of, each before what lies in it."""
+        """Known subfolders of the root, parents first."""
         return sorted(self._folders - {""})
 
     def add_folder_of(self, file: str) -> None:
@@ -56,7 +56,7 @@ class FoldersWriter(LocalWriter):
 
 
 def is_through_link(root: str | os.PathLike[str], folder: str) -> bool:
-    """Whether a folder below a root is a link, or lies behind one."""
+    """Return whether a folder below a root is a link, or lies behind one."""
     ways = accumulate(folder.split("/"), "{}/{}".format) if folder else ()
     return any(os.path.islink(os.path.join(root, way)) for way in ways)
 

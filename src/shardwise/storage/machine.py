@@ -38,7 +38,7 @@ def processors() -> frozenset[int]:
 
 
 def processor_count() -> int:
-    """How many of them this process may use at once, by its control groups; at least 1."""
+    """Return the number of processors that this process may use, limited by its control groups. At least 1."""
     return max(1, int(min([len(processors()), *processor_quotas().values()])))
 
 
@@ -60,7 +60,7 @@ def number_in(file: Path) -> int | None:
 
 
 def processor_quotas(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> dict[str, float]:
-    """Of how many processors the time may be used, by the folder of each control group that says so.
+    """Return the processor quota of each control group that has one, by its folder.
 
     ``docker run --cpus`` and Kubernetes' limits are such quotas: all processors are seen, and whoever uses more
     than the quota is stopped for the rest of each tenth of a second.
@@ -74,7 +74,7 @@ def processor_quotas(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> dict
 
 
 def text_of(file: Path) -> str:
-    """Of a file of the kernel's; "" where it cannot be read."""
+    """Return the text of a kernel file, or "" if it cannot be read."""
     try:
         return file.read_text()
     except OSError:
@@ -123,7 +123,7 @@ def born(process: int) -> str:
 
 
 def is_stopped(process: int) -> bool:
-    """Whether a process of this process space is stopped (SIGSTOP, a debugger)."""
+    """Return whether a process of this process space is stopped (SIGSTOP, a debugger)."""
     try:
         return _status(process)[0] in "Tt"
     except (OSError, IndexError):

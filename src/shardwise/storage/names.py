@@ -85,7 +85,7 @@ _SHORTEST_SECRET = 4
 
 
 def is_url(name_or_path: object) -> bool:
-    """Whether this is a URL ("s3://bucket/folder") rather than a path or the name of a repository."""
+    """Return whether this is a URL ("s3://bucket/folder") rather than a path or the name of a repository."""
     return isinstance(name_or_path, str) and _SCHEME.match(name_or_path) is not None
 
 
@@ -146,7 +146,7 @@ def _secrets(options: Mapping[str, object], *, is_secret: bool = False) -> Itera
 
 @dataclass(frozen=True)
 class HubOptions:
-    """Which state of a hub repository, kept where, fetched how.
+    """Revision, cache and credentials of a hub repository.
 
     ``revision`` is a branch, tag or commit; ``cache_dir`` replaces the cache of huggingface_hub; ``token`` is
     a token, True for the stored one, False for none, None for the stored one if there is one. ``variant`` is that
@@ -184,7 +184,7 @@ WantedFiles: TypeAlias = ModelFiles | AdapterFiles
 
 
 def is_local(name_or_path: str | os.PathLike[str]) -> bool:
-    """Whether this is a path, existing or not, rather than a URL or the name of a repository.
+    """Return whether this is a path, existing or not, rather than a URL or the name of a repository.
 
     Strings that exist as a path, that look like one ("./x", "/x", "~/x", "a/b/c"), and all path objects are.
     """

@@ -27,7 +27,7 @@ _ONE_CHUNK_BYTES: Final = 16 << 20
 
 
 def is_denied(error: Exception) -> bool:
-    """Whether obstore says that a server refuses access."""
+    """Return whether obstore says that a server refuses access."""
     return type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
 
 
@@ -392,5 +392,5 @@ class _Stream:
 
 
 def _part_bytes(nbytes: int) -> int:
-    """How much of a file is sent at once: a whole number of MiB, so that no file has too many parts."""
+    """Return the part size of an upload: a multiple of MiB, so that no file has too many parts."""
     return max(16, -(-nbytes // (_MOST_PARTS * _MIB))) * _MIB

@@ -214,7 +214,7 @@ CALL_BUFFERS = 1024
 
 
 def one_call(buffers: Sequence[memoryview], first: int) -> Sequence[memoryview]:
-    """As many buffers from ``first`` on as one system call takes; the last one may be cut."""
+    """Return the buffers from ``first`` on that fit into one system call. The last one may be cut."""
     batch: list[memoryview] = []
     room = CALL_BYTES
     for buffer in buffers[first : first + CALL_BUFFERS]:
@@ -385,5 +385,5 @@ def file_system_type(path: str, mountinfo: str) -> str | None:
 
 
 def is_network(kind: str | None) -> bool:
-    """Whether files of this type of file system are fetched from another machine, or from outside a virtual one."""
+    """Return whether this type of file system is on another machine, or outside a virtual machine."""
     return _NETWORK.fullmatch(kind or "") is not None

@@ -91,7 +91,7 @@ class _RenderableChat:
 
     @property
     def has_marks(self) -> bool:
-        """Whether the template marks what the assistant generates."""
+        """True if the template marks what the assistant generates."""
         return _MARK.search(self.template) is not None
 
     def marked(self, messages: Sequence[ChatMessage]) -> _MaskedText:
@@ -389,7 +389,7 @@ def _with_content(message: ChatMessage, content: str) -> ChatMessage:
 
 
 def _lacks_system(messages: Sequence[ChatMessage], text: str, prompt: str) -> bool:
-    """Whether a system message is in the prompt for an answer, but not in the text with the answer."""
+    """Return whether a system message is in the prompt for an answer, but not in the text with the answer."""
     contents = (message.get("content") for message in messages if message["role"] == "system")
     return any(isinstance(one, str) and one in prompt and one not in text for one in contents)
 
@@ -432,7 +432,7 @@ def _require_complete(message: ChatMessage, answer: str, name: str) -> None:
 
 
 def _has(text: str, part: str) -> bool:
-    """Whether a text has a part, whatever white space it has."""
+    """Return whether a text has a part, whatever white space it has."""
     return part in text or "".join(part.split()) in "".join(text.split())
 
 

@@ -155,7 +155,7 @@ def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_pro
 
 
 def is_conversational(found: AnyDataset) -> bool:
-    """Whether rows are chats: ``messages``, or a ``prompt`` and ``completion`` that are messages."""
+    """Return whether rows are chats: ``messages``, or a ``prompt`` and ``completion`` that are messages."""
     row: Mapping[str, Any] = next(iter(found))
     return "messages" in row or isinstance(row.get("prompt"), list)
 
@@ -217,7 +217,7 @@ class MalformedRowError(ConfigError):
 
 
 def is_foreign(columns: Sequence[str]) -> bool:
-    """Whether rows with these columns have to be converted to ``messages``."""
+    """Return whether rows with these columns have to be converted to ``messages``."""
     names = set(columns)
     return bool(names & {"conversations", "conversation"}) or {"instruction", "output"} <= names
 

@@ -241,7 +241,7 @@ ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
-    """Whether somebody has asked this rank to stop. The ranks agree on it in each step."""
+    """True if somebody has asked this rank to stop. The ranks agree on it in each step."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -254,7 +254,10 @@ class StopRequest:
         return self.number is not None
 
     def has_come(self) -> bool:
-        """Whether a signal has come, heard or not: the main thread hears none while it waits in a collective."""
+        """Return whether a signal has come, heard or not.
+
+        The main thread hears none while it waits in a collective.
+        """
         if self._woken is not None:
             with suppress(OSError):  # there is nothing to read
                 self._has_come |= not set(ASKING).isdisjoint(os.read(self._woken, 1 << 10))

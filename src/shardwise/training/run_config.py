@@ -304,7 +304,7 @@ _SHORT: Final[Mapping[str, str]] = {
 
 
 def has_tenants(config: RunConfig) -> bool:
-    """Whether a configuration trains many LoRAs."""
+    """Return whether a configuration trains many LoRAs."""
     return config.own["tenants"] is not None or config.own["sweep"] is not None
 
 

@@ -284,7 +284,7 @@ def load_data(
 
 
 def _lacks_masks(processor: Any) -> bool:
-    """Whether TRL has no generation marks for a chat template, its own or one of TRL's training templates."""
+    """Return whether TRL has no chat template with generation marks for this processor."""
     if not isinstance(processor, PreTrainedTokenizerBase) or not processor.chat_template:
         return False
     if has_generation_markers(processor.chat_template):

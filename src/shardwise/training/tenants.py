@@ -294,12 +294,12 @@ class TenantTraining:
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps are taken."""
+        """True if all steps are taken."""
         return bool(self.state.global_step >= self.state.max_steps)
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a part of a step's rows has passed."""
+        """True if a part of a step's rows has passed."""
         return bool(0 < len(self._window) < self._micro_batches)
 
     def next_micro_batch(self) -> MicroBatch:

@@ -1,4 +1,4 @@
-"""What of a model is trained, and what that needs: decided on meta, before the model is sharded.
+"""Selection of trained parameters, decided on meta before the model is sharded.
 
 ``modes`` are the types that say what is wanted, ``tune`` carries them out on a model on meta, and
 ``peft_compat`` is the one file that knows PEFT's unexported names.

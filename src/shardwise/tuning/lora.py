@@ -181,7 +181,7 @@ def _first_offers(
 
 
 def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, Held]) -> Additions:
-    """What PEFT has put in, and how it begins.
+    """Return the modules that PEFT has added, and their initialization.
 
     Raises:
         ConfigError: magnitudes of DoRA that are not norms of rows.
@@ -250,7 +250,7 @@ def replicated(made: Tuned) -> Tuned:
 
 
 def matches(name: str, wanted: str) -> bool:
-    """Whether a module's name is, or ends with, the one wanted."""
+    """Return whether a module's name is, or ends with, the one wanted."""
     return name == wanted or name.endswith(f".{wanted}")
 
 

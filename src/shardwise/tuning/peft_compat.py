@@ -258,7 +258,7 @@ class AdaptedNames:
 
 
 def targets_of(model: PeftModel, adapter: str) -> AdaptedNames:
-    """What the adapter has been put into."""
+    """Return the modules and parameters that the adapter is attached to."""
     tuner: Any = model.base_model
     copied = tuple(name for name, module in model.get_base_model().named_modules() if _has_copy(module, adapter))
     return AdaptedNames(tuple(tuner.targeted_module_names), tuple(tuner.targeted_parameter_names), copied)
@@ -305,7 +305,7 @@ def magnitude(layer: Any, adapter: str) -> nn.Module | None:
 
 
 def has_row_norms(layer: Any) -> bool:
-    """Whether the magnitudes of DoRA are norms of single rows of the weight as it is stored."""
+    """Return whether the magnitudes of DoRA are norms of single rows of the weight as it is stored."""
     base = layer.get_base_layer()
     return isinstance(base, nn.Linear) and not getattr(layer, "fan_in_fan_out", False)
 

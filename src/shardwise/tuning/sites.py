@@ -119,7 +119,7 @@ def name_in_base(name: str) -> str:
 
 
 def outline_adapter(base: PreTrainedModel, config: LoraConfig) -> AdapterOutline:
-    """What PEFT would put into a model.
+    """Return the adapter that PEFT would add to a model.
 
     Args:
         base: on meta, in float32; PEFT's modules are put into it.
