@@ -1,8 +1,7 @@
 """Hugging Face models under PyTorch FSDP2, each rank touching only its own bytes.
 
-What every user meets is here: the verbs, what is trained, errors. How a verb does what it does is in
-``shardwise.options``, what it returns in ``shardwise.report``, where bytes come from and go to in
-``shardwise.storage``.
+Public names: the main functions, tuning modes, and errors. Option types are in ``shardwise.options``, reports in
+``shardwise.report``, readers and writers in ``shardwise.storage``.
 """
 
 from shardwise._face import face_of

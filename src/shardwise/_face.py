@@ -1,6 +1,6 @@
 """Names of a package that are stated in its ``__init__.pyi``, and loaded when they are first used.
 
-Type checkers read the same file, so there is one list of what users see. Loading late keeps ``import shardwise``
+Type checkers read the same file, so there is one list of public names. Loading late keeps ``import shardwise``
 quick, and ``shardwise inspect`` free of torch.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 def face_of(
     package: str, init_file: str, elsewhere: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` of a package whose names are stated beside ``init_file``.
+    """``__getattr__``, ``__dir__`` and ``__all__`` of a package, from the stub of ``init_file``.
 
-    A name that is not there, but in a package of ``elsewhere``, is an error that says so.
+    A name that is only in a package of ``elsewhere`` is an error that names this package.
     """
     homes = homes_of(init_file)
 
@@ -40,10 +40,10 @@ def face_of(
 def found_at(place: str) -> Any:
     """Import the object that a line of a table names, as ``package.module:name`` or ``package.module``.
 
-    The table says of what type its lines are, and ``tests/test_house.py`` looks every one of them up.
+    The table has the type of each entry, and ``tests/test_house.py`` resolves every one of them.
 
     Raises:
-        ConfigError: it leads nowhere, or what it names needs something that is not installed.
+        ConfigError: it does not exist, or needs a package that is not installed.
     """
     module, _, name = place.partition(":")
     try:
@@ -59,7 +59,7 @@ def found_at(place: str) -> Any:
 
 
 def homes_of(init_file: str) -> dict[str, str]:
-    """Return the module that each name is imported from, as the stub beside ``init_file`` states it."""
+    """Return the module that each name is imported from, as stated in the stub of ``init_file``."""
     stub = ast.parse(Path(init_file).with_suffix(".pyi").read_text("utf-8"))
     found = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module]
     return {alias.name: str(node.module) for node in found for alias in node.names}

@@ -13,8 +13,7 @@
     ├── TrainingError            a training cannot go on
     └── ConfigError              an argument or an option that cannot be honored
 
-Every message names the parameter or the file, the rank where it is not the same everywhere, the cause,
-and what to do about it.
+Every message names the parameter or the file, the rank if it is not the same everywhere, the cause, and the fix.
 """
 
 import platform
@@ -41,7 +40,7 @@ class CoverageError(CheckpointError):
 
 
 class PlacementError(CheckpointError):
-    """A model cannot be sharded as asked, or its sharding cannot be understood."""
+    """A model cannot be sharded as requested, or its sharding is not supported."""
 
 
 class StorageError(CheckpointError):
@@ -57,7 +56,7 @@ class RankLostError(CheckpointError):
 
 
 class TrainingError(ShardwiseError):
-    """A training cannot go on: its loss or gradient is not finite."""
+    """A training cannot continue: its loss or gradient is not finite."""
 
 
 class ConfigError(ShardwiseError):
@@ -93,17 +92,17 @@ def require_version(library: str, oldest: str) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The first two of a version; none of what is no version."""
+    """Return the first two numbers of a version, or none if it is not a version."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else ()
 
 
 class KnownNames:
-    """A block that touches private names of a library, and says so in one error where one of them is gone.
+    """Context that uses private names of a library, and raises one error if one of them is missing.
 
     Raises:
-        ConfigError: the library is too old; or, at the end of the block, naming what is gone, the installed
-            version, and those that have it.
+        ConfigError: the library is too old, or a name is missing. The message has the name, the installed version,
+            and the supported ones.
     """
 
     def __init__(self, library: str, versions: str) -> None:

@@ -81,9 +81,9 @@ def _rows(item: LocalBox, start: int, stop: int) -> LocalBox | None:
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """One tensor of a model; ``names`` has more than one entry where modules share it.
+    """One tensor of a model. ``names`` has more than one entry if modules share it.
 
-    ``shape`` is global, ``boxes`` is what this rank holds of it (none for an empty shard).
+    ``shape`` is global, ``boxes`` are those of this rank (none for an empty shard).
     """
 
     names: tuple[str, ...]
@@ -133,7 +133,7 @@ class ModelLayout:
 class Activations:
     """Bytes of activations of one micro-batch on one rank.
 
-    Gradients of the root group are included from where they arise; those of blocks are not.
+    Gradients of the root group are included from the moment they are computed. Those of blocks are not.
 
     Attributes:
         kept: saved by the forward pass up to the end of the last block.
@@ -192,7 +192,7 @@ class MeshShape:
         return self.sizes[-1]
 
     def position(self, rank: int) -> int:
-        """The coordinate of a rank on the axis that shards; ranks of one position hold the same."""
+        """Return the coordinate of a rank on the sharding axis. Ranks of one position hold the same shards."""
         return rank % self.shard_size
 
     def __str__(self) -> str:
@@ -203,8 +203,8 @@ class MeshShape:
 class Spread:
     """Distribution of a tensor over the positions of a mesh: the boxes and the elements of memory at each.
 
-    ``padded_numel`` is what a rank's memory for the tensor holds at every position: FSDP2 pads all shards to the
-    size of the first. Tensors of one shape and placement share one spread: these are compared by identity.
+    ``padded_numel`` is the size of the tensor's memory at every position, because FSDP2 pads all shards to the size
+    of the first. Tensors of one shape and placement share one spread: these are compared by identity.
     """
 
     boxes: tuple[tuple[LocalBox, ...], ...]
@@ -221,7 +221,7 @@ class GroupLayout:
 
 @dataclass(frozen=True)
 class WorldLayout:
-    """Every tensor of a model with what each rank holds of it, and what is gathered together.
+    """Every tensor of a model with its boxes on each rank, and the FSDP2 groups.
 
     ``first`` is the layout of rank 0. ``spreads`` is by FQN (the first name of each tensor). Of ``groups`` the last
     is the root's. ``whole`` are the parameters that stay whole on every rank, with the reason.

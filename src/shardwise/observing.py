@@ -1,4 +1,4 @@
-"""Phases of a process, marked by the code that knows them, and the columns of what an observer records.
+"""Phases of a process, marked in the code, and the columns of an observer's records.
 
 :func:`shardwise.observe` records, :mod:`shardwise.pictures` reads and draws.
 """

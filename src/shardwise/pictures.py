@@ -77,7 +77,7 @@ class PageSection:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Values of ranks over time, in GiB, stacked, with spans of phases by name; for :func:`draw_panels`."""
+    """Values of ranks over time, in GiB, stacked, with spans of phases by name, for :func:`draw_panels`."""
 
     title: str
     seconds: Floats
@@ -92,7 +92,7 @@ def require_matplotlib() -> None:
 
 
 def draw_report(runs: Sequence[Path], folder: Path, first: Sequence[PageSection] = ()) -> list[str]:
-    """Write ``report.html`` and PNGs of runs, after these sections; returns notes on what is missing.
+    """Write ``report.html`` and PNGs of runs, after these sections. Return notes on missing data.
 
     Raises:
         ShardwiseError: a folder is not of a run, matplotlib is not installed, or a file cannot be written.
@@ -308,7 +308,7 @@ def _plain(text: object) -> str:
 
 
 def page_of(title: str, sections: Sequence[PageSection]) -> str:
-    """Return a page of HTML that asks nobody for anything."""
+    """Return a page of HTML without external resources."""
     parts = [f"<h1>{_escaped(title)}</h1>"]
     for section in sections:
         parts.append(f"<h2>{_escaped(section.title)}</h2>")

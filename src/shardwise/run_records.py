@@ -76,7 +76,7 @@ class RankRecord:
         return self.samples["anonymous"] + self.samples["shared"]
 
     def peak_kib(self, name: str = "") -> float:
-        """Return the largest sample of a column, or of :attr:`host_kib`; 0 without samples."""
+        """Return the largest sample of a column, or of :attr:`host_kib`. 0 without samples."""
         return float((self.samples[name] if name else self.host_kib).max(initial=0.0))
 
 
@@ -94,7 +94,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read what there is now; a run may be under way, ended, or killed.
+    """Read the current records of a run in progress, ended, or killed.
 
     Raises:
         FormatError: the folder has nothing that a run leaves.
@@ -190,7 +190,7 @@ def _number(value: Any) -> float:
 
 
 def _lines(path: Path) -> Iterator[Any]:
-    """Yield the JSON values of the lines of a file; None for a line that has none."""
+    """Yield the JSON value of each line of a file, or None for an invalid line."""
     with path.open("rb") as file:
         while line := file.readline(_MAX_LINE_BYTES):
             try:

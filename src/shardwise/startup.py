@@ -1,8 +1,8 @@
 """Compares several ways to bring up a model for training: memory, seconds, and the values of the model.
 
-[Note: Growth] The level of a rank is its first sample, after everything was imported. Its growth is memory of its
-own or shared (RssAnon, RssShmem) over that level; the growth of the machine is the largest sum over its ranks at
-one moment. Pages of mapped files belong to the kernel, which takes them back; they are reported apart.
+[Note: Growth] The level of a rank is its first sample, after everything was imported. Its growth is its anonymous
+and shared memory (RssAnon, RssShmem) above that level. The growth of the machine is the largest sum over its ranks
+at one moment. Pages of mapped files belong to the kernel, which can reclaim them. They are reported separately.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _BLOCK_BYTES = 8 << 20
 
 
 def _missing(arm: str) -> str:
-    """Return why an arm cannot run here; "" if it can."""
+    """Return the reason why an arm cannot run here, or ""."""
     if arm.startswith("accelerate") and importlib.util.find_spec("accelerate") is None:
         return "accelerate is not installed; pip install 'shardwise[accelerate]'"
     return ""
@@ -61,7 +61,7 @@ class ArmRun:
     Attributes:
         folder: of the run.
         seconds: from the first rank's beginning of loading to the last one's end of wrapping.
-        phases: seconds of each phase, on the rank where it took longest.
+        phases: seconds of each phase, on the slowest rank.
         growth_bytes: of all ranks of the machine together, at the worst moment.
         fullest_bytes: of the rank that grew most.
         mapped_bytes: growth of mapped files, all ranks together, at the worst moment.
@@ -120,7 +120,7 @@ class StartupResult:
         return pictures.Table("Ways to bring up a model", (*head, "values"), rows)
 
     def notes(self) -> list[str]:
-        """Return what the table does not have: arms that did not run, and the limit."""
+        """Return additions to the table: arms that did not run, and the limit."""
         found = [f"{arm} did not run: {reason}" for arm, reason in self.not_run.items()]
         if (ours := self.runs.get(OURS)) is not None:
             growth, limit = in_bytes(ours.growth_bytes), in_bytes(ours.limit_bytes)
@@ -143,8 +143,8 @@ def compare_startup(
 ) -> StartupResult:
     """Run the arms, and write runs, figures, and the report into the folder.
 
-    ``start(size, arm, model, dtype, folder, timeout_s=...)`` brings up a model by an arm on fresh ranks and returns
-    what they have; ``tell`` gets lines for the console.
+    ``start(size, arm, model, dtype, folder, timeout_s=...)`` loads a model by an arm on fresh ranks and returns
+    their results. ``tell`` receives lines for the console.
 
     Raises:
         ShardwiseError: there is no such model or arm, the folder is in use, or our arm, or all, have failed.
@@ -192,7 +192,7 @@ def _arms_named(text: str) -> list[str]:
 
 
 def _lack_of_room(arm: str, index: CheckpointIndex, options: StartupOptions) -> str:
-    """Return why an arm does not fit on this machine; "" if it does.
+    """Return the reason why an arm does not fit on this machine, or "".
 
     Values that are wanted as they are stored stay in mapped files, which take no memory from anybody.
     """
@@ -248,7 +248,7 @@ def _run_arm(name: str, place: Path, options: StartupOptions, start: Callable[..
 
 
 def _agreed_values(ranks: Sequence[ArmOnRank]) -> dict[str, str]:
-    """Return fingerprints by name; "" for a tensor of which ranks have different values."""
+    """Return fingerprints by name, with "" for a tensor that differs between ranks."""
     found: dict[str, str] = {}
     for rank in ranks:
         for name, value in rank.values.items():
@@ -257,7 +257,7 @@ def _agreed_values(ranks: Sequence[ArmOnRank]) -> dict[str, str]:
 
 
 def _draw(out: Path, result: StartupResult, tell: Callable[[str], None]) -> list[str]:
-    """Draw all arms, and the report; returns the files.
+    """Draw all arms and the report. Return the files.
 
     Nothing is lost where matplotlib is not installed, or there is no room: the figures are written by now.
     """
@@ -277,7 +277,7 @@ def _draw(out: Path, result: StartupResult, tell: Callable[[str], None]) -> list
 
 
 def arm_run(arm: str, record: run_records.RunRecord) -> ArmRun:
-    """Return what a run took, by the records of its ranks.
+    """Return time and memory of a run, from the records of its ranks.
 
     Raises:
         FormatError: a rank has left no samples, or not all phases.
@@ -312,7 +312,7 @@ def _outer_phases(record: run_records.RunRecord, rank: run_records.RankRecord) -
 
 
 def _growth(rank: run_records.RankRecord, time: run_records.Floats, kib: run_records.Floats) -> run_records.Floats:
-    """Return KiB over the first sample at these moments; before and after its own samples the nearest counts."""
+    """Return KiB above the first sample at these moments. Outside of its own samples the nearest one is used."""
     grown: run_records.Floats = np.interp(time, rank.samples["t"], kib - kib[0])
     return grown
 

@@ -1,8 +1,8 @@
 """Ways to load a model that are compared, each as it runs on one rank.
 
 [Note: Arms] Each is written as a careful user writes it, in the form that costs it least. If rank 0 alone loads,
-the others have their model on meta from the beginning and open no file; ``from_pretrained`` of transformers, with
-accelerate's environment alone, has them read everything. ``fsdp2_prepare_model`` is called as
+the others have their model on meta from the start and open no file. With accelerate's environment alone,
+transformers' ``from_pretrained`` would have them read everything. ``fsdp2_prepare_model`` is called as
 ``Accelerator.prepare`` calls it: ``Accelerator`` itself offers FSDP on accelerators only.
 """
 
@@ -40,7 +40,10 @@ PHASES = LOAD, WRAP, OPTIMIZER = "load", "wrap", "optimizer"
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way: a phrase, what carries it out (model_dir, dtype), and the ranks that hold the whole model once."""
+    """One way to load.
+
+    A phrase, its function (model_dir, dtype), and the ranks that hold the full model at some time.
+    """
 
     does: str
     bring_up: Callable[[str, str], Any]
@@ -97,7 +100,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _local_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Return what this rank has of each parameter and buffer, each once, without empty ones."""
+    """Return this rank's parameters and buffers, each once, without empty ones."""
     local = [local_tensor(tensor) for _, tensor in _named_tensors(model)]
     return list({tensor.data_ptr(): tensor for tensor in local if tensor.numel()}.values())
 
@@ -174,7 +177,7 @@ def _transformers(model_dir: str, dtype: str) -> Any:
 
 
 def _on_meta(model_dir: str, dtype: str) -> Any:
-    """Return the model without values, in the dtype that is asked for."""
+    """Return the model without values, in the requested dtype."""
     config = AutoConfig.from_pretrained(model_dir)
     wanted = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with torch.device("meta"):

@@ -124,7 +124,7 @@ class Box:
         )
 
     def intersect(self, other: Box) -> Box | None:
-        """The common indices of two boxes of the same tensor; None when there are none."""
+        """Return the common indices of two boxes of the same tensor, or None."""
         offsets: list[int] = []
         sizes: list[int] = []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
@@ -224,7 +224,7 @@ class DType(enum.Enum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element; a :class:`ValueError` for the types smaller than a byte."""
+        """Bytes per element. Raises :class:`ValueError` for types smaller than a byte."""
         if self.bits % 8:
             raise ValueError(f"{self.label} elements are {self.bits} bits wide, not whole bytes")
         return self.bits // 8
@@ -337,8 +337,8 @@ _FP4_TWELFTHS = (0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, 
 class Form4(enum.Enum):
     """4-bit data type of bitsandbytes: sixteen values from -1 to 1, multiplied by the scale of a block.
 
-    Two are in a byte, the first in the upper half (of :class:`Code` the other way round). ``value`` is what
-    bitsandbytes calls it.
+    Two are in a byte, the first in the upper half (of :class:`Code` the other way round). ``value`` is
+    bitsandbytes' name.
     """
 
     NF4 = "nf4"
@@ -353,7 +353,7 @@ class Form4(enum.Enum):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The codes by what they stand for, ascending."""
+        """The codes in ascending order of their values."""
         return tuple(sorted(range(16), key=self.numbers.__getitem__))
 
     @property

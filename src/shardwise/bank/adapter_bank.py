@@ -50,20 +50,20 @@ class TenantKeywords(TypedDict, total=False):
 class AdapterBank:
     """Many LoRAs trained at once on one base, each as if it were alone.
 
-    Adapters ("tenants") have ranks, targets, dropout, optimizers, windows and clips of their own. They come and go
-    between any two steps; the base is not touched, nor sharded again. See [Note: Many adapters].
+    Adapters ("tenants") have ranks, targets, dropout, optimizers, windows and clips of their own. They can be added
+    and deleted between any two steps. The base is not changed or sharded again. See [Note: Many adapters].
 
-    Every rank makes the same calls in the same order, each with its own rows; methods say which are collective.
-    Memory: for each tenant, on every rank, 16 bytes for each trained number (with AdamW's two moments).
+    Every rank makes the same calls in the same order, each with its own rows. Methods state whether they are
+    collective. Memory: for each tenant, on every rank, 16 bytes for each trained number (with AdamW's two moments).
 
     Args:
         model: as ``shardwise.from_pretrained`` brings it up without ``tuning=``, sharded or not. It is frozen.
-        backend: "auto" computes neighbors of one rank and as many rows by one batched product; "loop" computes one
-            tenant after the other, as PEFT does.
+        backend: "auto" computes adjacent tenants of one rank with equally many rows by one batched product. "loop"
+            computes one tenant after the other, as PEFT does.
         pad_to: the multiple that rows' lengths are rounded up to.
 
     Raises:
-        ConfigError: the model cannot be a base; it names why.
+        ConfigError: the model cannot be a base. The message has the reason.
     """
 
     def __init__(self, model: nn.Module, *, backend: BackendChoice = "auto", pad_to: int = 64) -> None:
@@ -100,21 +100,22 @@ class AdapterBank:
     def create(self, name: str, config: LoraConfig, **keywords: Unpack[TenantKeywords]) -> None:
         """Add a tenant. Its matrices begin as PEFT's do, from (seed, name of the matrix) alone.
 
-        Collective: yes; two short meetings.
+        Collective: yes (two small exchanges).
 
         Args:
             name: letters, digits, ``.``, ``_`` and ``-``.
-            config: PEFT's own; it is copied.
+            config: PEFT's config. It is copied.
             keywords: see :class:`~shardwise.bank.tenant.TenantOptions`.
 
         Raises:
-            ConfigError: the name is taken or none; the config cannot be honored; the optimizer is not elementwise.
-            DisagreementError: ranks ask for something else.
+            ConfigError: the name is taken or invalid, the config is not supported, or the optimizer is not
+                elementwise.
+            DisagreementError: ranks pass different arguments.
         """
         self._admit(self._agreed(name, config, keywords))
 
     def _agreed(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> tenants.Tenant:
-        """A tenant as all ranks ask for it, of which nobody knows yet. Collective: yes."""
+        """Return a tenant that all ranks have agreed on and that is not registered yet. Collective: yes."""
         tenant = self._world.together(lambda: self._made(name, config, tenants.TenantOptions(**keywords)))
         optimizer, schedule, options = tenant.optimizer, tenant.schedule, tenant.options
         settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
@@ -136,7 +137,7 @@ class AdapterBank:
         return tenants.Tenant(name, config, outline, options, self._device, self._world)
 
     def remove(self, name: str) -> None:
-        """Forget a tenant, and what it has gathered. Collective: no, but every rank does it."""
+        """Delete a tenant and its accumulated gradient. Collective: no, but every rank does it."""
         tenant = self._tenant(name)
         del self._tenants[name]
         self._hooks.remove(tenant.sites)
@@ -147,22 +148,22 @@ class AdapterBank:
     # ── training ──────────────────────────────────────────────────────────────────────────────────
 
     def forward_backward(self, batches: Sequence[tuple[str, RowTensors]]) -> tenants.FusedLosses:
-        """A micro-batch of each of some tenants, through the base at once; adds to their gradients.
+        """Run one micro-batch of each of some tenants through the base in one pass, and add to their gradients.
 
         If a pass fails on any rank, all of the call is discarded on all ranks: gradients and windows are as before.
 
-        Collective: yes. Two short meetings, and what FSDP2 gathers for each pass.
-        Memory: logits of all rows of a pass in float32; a copy of gradients whose window has begun.
+        Collective: yes. Two small exchanges, and FSDP2's all-gathers of each pass. Memory: float32 logits of all
+        rows of a pass, and a copy of gradients whose window is open.
 
         Args:
-            batches: (tenant, its rows on this rank), each tenant once; the same tenants on every rank, with no rows
-                where there are none. See :data:`~shardwise.bank.rows.RowTensors`.
+            batches: (tenant, its rows on this rank), each tenant once. The same tenants on every rank, with empty
+                rows if a rank has none. See :data:`~shardwise.bank.rows.RowTensors`.
 
         Raises:
-            ConfigError: a batch or a tenant is not what it must be; the same on every rank, before anything is run.
+            ConfigError: a batch or a tenant is invalid. Raised on every rank before anything is run.
             DisagreementError: ranks name other tenants.
             TrainingError: an adapter was passed by, or the base has drawn random numbers.
-            ShardwiseError: what failed in a pass; a note names its tenants.
+            ShardwiseError: a pass failed. A note names its tenants.
         """
         call = calls.open_call(self._base, batches, self._tenants, is_training=True)
         sums, passes = call.train()
@@ -180,7 +181,7 @@ class AdapterBank:
     def optim_step(self, name: str, **changes: Any) -> tenants.TenantStep:
         """Take a tenant's step, at the end of its window. One all-reduce of its gradient.
 
-        Collective: yes; two short meetings and the all-reduce.
+        Collective: yes (two small exchanges and the all-reduce).
 
         Args:
             name: of the tenant. No other tenant's numbers are looked at.
@@ -188,8 +189,8 @@ class AdapterBank:
 
         Raises:
             ConfigError: its window is not full, or a change is none.
-            DisagreementError: ranks step for another tenant, or change something else; their optimizers have other
-                settings (as where schedules differ), or have taken other steps. No step is taken then.
+            DisagreementError: ranks step different tenants or pass different changes, or their optimizers have
+                different settings (for example, from different schedules) or step counts. No step is taken then.
             RankLostError: a rank is lost. The bank is over then.
         """
 
@@ -226,13 +227,14 @@ class AdapterBank:
     def forward(self, batches: Sequence[tuple[str | None, RowTensors]]) -> list[list[torch.Tensor]]:
         """The log probability of each label, without gradients and without dropout.
 
-        Collective: yes. Two short meetings, and what FSDP2 gathers for each pass.
+        Collective: yes. Two small exchanges, and FSDP2's all-gathers of each pass.
 
         Args:
-            batches: as of :meth:`forward_backward`; None for the base without an adapter. A tenant may come twice.
+            batches: as in :meth:`forward_backward`. None selects the base without an adapter. A tenant may come
+                twice.
 
-        Returns: for each entry, for each of this rank's rows, (tokens - 1,) float32: of each label, given what
-        stands before it; 0 where it is none.
+        Returns: for each entry and each of this rank's rows, (tokens - 1,) float32: the log probability of each
+        label given the tokens before it, 0 for ignored labels.
         """
         call = calls.open_call(self._base, batches, self._tenants, is_training=False)
         call.look()
@@ -243,8 +245,8 @@ class AdapterBank:
     def state_dict(self, name: str) -> dict[str, Any]:
         """All of a tenant: matrices and open window by PEFT's names, optimizer, schedule, counts. A copy.
 
-        It is the same on every rank, and goes on on any number of them. Collective: yes; a short meeting, and an
-        exchange where a window is open.
+        It is equal on every rank, and loads on any number of ranks. Collective: yes (a small exchange, and one of
+        the gradient if a window is open).
         """
         self._world.require_equal(
             self._world.together(lambda: self._tenant(name)).name, "the tenant that is asked for"
@@ -271,10 +273,10 @@ class AdapterBank:
     ) -> tenants.TenantStart:
         """Give a tenant, created with the same config and optimizer, the state of one.
 
-        With the matrices alone, as ``peft.get_peft_model_state_dict`` gives them, it begins anew, as
-        created. What is returned says which.
+        With the matrices alone, as ``peft.get_peft_model_state_dict`` gives them, it begins anew, as created. The
+        returned value distinguishes the two.
 
-        Collective: yes; every rank gives the same.
+        Collective: yes. Every rank passes the same state.
 
         Args:
             name: of the tenant.
@@ -284,9 +286,10 @@ class AdapterBank:
                 that have values that are not finite.
 
         Raises:
-            ConfigError: it is that of another, naming what differs; nothing is changed then.
-            FormatError: values are not finite; nothing is changed then.
-            DisagreementError: ranks give other values; nothing is changed then.
+            ConfigError: it belongs to another adapter, base or optimizer. The message has the differences. Nothing
+                is changed.
+            FormatError: values are not finite. Nothing is changed.
+            DisagreementError: ranks pass different values. Nothing is changed.
         """
         tenant = self._world.together(lambda: self._asked(name, on_other_base, on_not_finite))
         found = states.given_training(tenant, state, lambda: names_of_peft(self._model, tenant))
@@ -323,22 +326,23 @@ class AdapterBank:
     ) -> SaveReport:
         """Save a tenant as ``PeftModel.from_pretrained`` loads it, with all that ``save_adapter`` promises.
 
-        The state of its training lies beside, also in the middle of a window, and counts by the same one step. See
-        docs/bank.md.
+        The training state is a file next to the adapter, also in the middle of a window, and is committed in the
+        same step. See docs/bank.md.
 
-        Collective: yes. Memory: as of ``save_adapter``; where a window is open, a copy of its gradient.
+        Collective: yes. Memory: as for ``save_adapter``, and a copy of the gradient if a window is open.
 
         Args:
             name: of the tenant.
             directory: a folder that all ranks see, which need not be there yet.
-            training_state: ``False`` leaves out what only a training needs.
+            training_state: ``False`` omits the optimizer, schedule and counters.
             tokenizer: saved with it, if given.
-            dtype: matrices are cast to it; what is trained stays beside them as it is.
+            dtype: matrices are cast to it. The training state keeps its dtypes.
             verify: ``True`` reads tensors and headers back before the save counts.
             options: memory budget, progress, process group, patience.
 
         Raises:
-            ConfigError: what the optimizer or the schedule has is no plain data; the directory cannot hold it.
+            ConfigError: the optimizer or the schedule has a value that is not plain data, or the directory cannot
+                hold the files.
             DisagreementError, FormatError, StorageError, RankLostError: as of ``save_adapter``.
         """
         tenant = self._world.together(lambda: self._tenant(name))
@@ -366,11 +370,10 @@ class AdapterBank:
     ) -> tenants.TenantStart:
         """Add a tenant whose config and matrices are in a folder of PEFT's, that all ranks see.
 
-        Every byte of what was saved is compared with the checksums that were recorded beside it; an adapter that
-        PEFT saved has none, and is taken as it is.
+        Every byte is compared with the recorded checksums. An adapter saved by PEFT has none and is accepted.
 
-        With the state of its training beside it, it goes on, on any number of ranks; else it begins with these
-        matrices. What is returned says which.
+        With a training state, the training resumes on any number of ranks. Without one, it starts from these
+        matrices. The returned value distinguishes the two.
 
         Collective: yes. If it fails, there is no such tenant.
 
@@ -378,21 +381,21 @@ class AdapterBank:
             name: as of :meth:`create`.
             directory: with ``adapter_config.json``, and a file of tensors.
             training_state: ``False`` begins anew in any case.
-            on_other_base: ``Ignore()`` where a training may go on on another base than it was saved with;
-                ``Ignore(only=...)`` of "config", "shapes" (and names) and "values" for what may differ.
+            on_other_base: ``Ignore()`` allows a training to resume on a base other than its own.
+                ``Ignore(only=...)`` allows differences in "config", "shapes" (and names) or "values".
             on_not_finite: ``Ignore()``, or ``Ignore(only=...)`` with names of tensors, takes matrices and moments
                 that have values that are not finite.
-            keywords: as of :meth:`create`. What the state of a training has counts: learning rate and other
-                settings, ``max_grad_norm``. The class of the optimizer, accumulation, reduction and seed are taken
-                from it where they are not given; a schedule is to be given as it was.
+            keywords: as of :meth:`create`. The learning rate, other settings and ``max_grad_norm`` come from the
+                training state. The optimizer class, accumulation, reduction and seed come from it unless they are
+                passed. Pass the same schedule again.
 
         Raises:
             CoverageError: the tensors are not those that the config wants of this base.
-            FormatError: a file is not what was saved, naming it; the state of a training has no checksums; values
-                are not finite; the folder is no adapter's.
+            FormatError: a file is damaged, the training state has no checksums, values are not finite, or the
+                folder has no adapter. The message names the file.
             StorageError: the folder cannot be read.
-            ConfigError, DisagreementError: as of :meth:`create`; the training is of another adapter, base,
-                optimizer or schedule, naming what differs.
+            ConfigError, DisagreementError: as in :meth:`create`, or the training belongs to another adapter, base,
+                optimizer or schedule. The message has the differences.
         """
         self._world.together(lambda: require_meant(_PERMISSION, {"on_other_base": on_other_base}))
         found = find_training(self._world, name, directory, on_not_finite, training_state=training_state)

@@ -1,12 +1,12 @@
 """Computes the products of adapters with the rows of their tenants, forward and backward.
 
-[Note: Segments, not masks] Rows of one tenant lie side by side, and only they meet its matrices. A mask would have
-every row meet all of them, times 0; but 0 times NaN is NaN.
+[Note: Segments, not masks] Rows of one tenant lie side by side, and only they meet its matrices. A mask would
+multiply every row with all adapters and then by 0, but 0 times NaN is NaN.
 
 [Note: Straight into the buffer] The matrices are no inputs of the autograd function: their gradients are added to
-views of the tenant's flat buffer. A scalar that requires a gradient, the *anchor*, stands for them, so that the
-function has a backward pass in the first layer, too, whose input requires none; on every rank alike, also one that
-has no rows of a tenant, as FSDP2 gathers for the backward pass of what requires a gradient.
+views of the tenant's flat buffer. A scalar that requires a gradient, the *anchor*, is passed instead, so that the
+function has a backward pass also in the first layer, whose input requires no gradient. Every rank passes it, also
+one without rows of a tenant, because FSDP2 gathers in the backward pass of tensors that require a gradient.
 """
 
 import hashlib
@@ -78,11 +78,11 @@ class SegmentLoop:
     """One tenant after the other, by the products that PEFT takes, in its order: the reference.
 
     The scale is applied as a number of Python's, in float32 whatever the dtype. ``x`` is (rows, in), ``out`` and
-    ``g`` are (rows, out); parts are in order and do not overlap.
+    ``g`` are (rows, out). Parts are in order and do not overlap.
     """
 
     def add(self, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
-        """Add the adapters to ``out``; returns what :meth:`lead_back` needs again."""
+        """Add the adapters to ``out``. Return the values saved for :meth:`lead_back`."""
         kept = []
         for part in parts:
             pair, rows = part.pair, slice(part.start, part.stop)
@@ -114,7 +114,7 @@ class GroupedProducts(SegmentLoop):
     """Neighbors with as many rows and one rank, by one batched product; others one after the other."""
 
     def add(self, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
-        """Add the adapters to ``out``; returns what :meth:`lead_back` needs again."""
+        """Add the adapters to ``out``. Return the values saved for :meth:`lead_back`."""
         kept: list[torch.Tensor] = []
         for run in runs(parts):
             if len(run) == 1:
@@ -154,7 +154,7 @@ class GroupedProducts(SegmentLoop):
 
 
 class EmbeddingLoop(SegmentLoop):
-    """The same for an embedding: ``x`` is (rows, 1), token ids; ``factor`` is the scale of the layer's own."""
+    """The same for an embedding: ``x`` is (rows, 1), token ids. ``factor`` is the scale of the layer."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
@@ -247,9 +247,11 @@ def adapt(
     parts: Sequence[SitePart],
     backend: SegmentLoop,
 ) -> torch.Tensor:
-    """``y`` (..., out) with the adapters' part of each row, of ``x`` (..., in); parts count the rows of both.
+    """Return ``y`` (..., out) with the adapters' delta of each row of ``x`` (..., in).
 
-    What is returned is no view: FSDP2 would warn of one that leaves a group.
+    Parts count the rows of both.
+
+    The result is not a view, because FSDP2 warns about views that leave a group.
     """
     apply: Any = _SegmentedProducts.apply
     out: torch.Tensor = apply(anchor, x, y, tuple(parts), backend)

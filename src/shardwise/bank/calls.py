@@ -1,4 +1,4 @@
-"""Carries out a call with rows of many tenants: checks, meets, plans passes, runs them; or takes all of it back."""
+"""Calls with rows of many tenants: check, exchange, plan passes, run them, or roll everything back."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class SharedBase:
 
 @dataclass
 class RowCall:
-    """One call with rows: what this rank has, and what all ranks know."""
+    """One call with rows: the rows of this rank, and the facts of all ranks."""
 
     base: SharedBase
     rows: list[list[TenantRow]]
@@ -167,7 +167,7 @@ class RowCall:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each module is in its own mode again, and sharded.
+    """Switch to evaluation mode without gradients. Afterwards restore each module's mode, and reshard.
 
     FSDP2 keeps the root group gathered after a forward pass, for a backward pass that none of these has.
     """
@@ -214,7 +214,7 @@ def open_call(
 
 
 def _require_pairs(batches: object) -> None:
-    """Raises ConfigError for what is no list of names with rows."""
+    """Raises ConfigError unless it is a list of names with rows."""
     entries: Any = batches if isinstance(batches, Sequence) and not isinstance(batches, str) else [None]
     for entry in entries:
         is_pair = isinstance(entry, tuple | list) and len(entry) == 2
@@ -223,7 +223,7 @@ def _require_pairs(batches: object) -> None:
 
 
 def tenant_of(tenants: Mapping[str, Tenant], name: str) -> Tenant:
-    """Raises ConfigError where there is none of this name."""
+    """Raises ConfigError if there is no tenant of this name."""
     if name not in tenants:
         raise ConfigError(f"there is no adapter {name!r}; there are {', '.join(tenants) or 'none'}")
     return tenants[name]
@@ -249,11 +249,11 @@ def _require_trainable(tenants: Sequence[Tenant | None]) -> None:
 
 
 def is_scaled_at_once(tenant: Tenant | None) -> bool:
-    """Return whether the tokens of a tenant's window are known before its first backward pass.
+    """Return whether the number of tokens in a tenant's window is fixed before its first backward pass.
 
     It is of one micro-batch.
 
-    Its gradients are then, product by product, those of a mean; else the sum is divided at the end.
+    Its gradients are then those of a mean, product by product. Otherwise the sum is divided at the end.
     """
     return tenant is not None and tenant.options.reduction == "mean" and tenant.options.accumulation == 1
 

@@ -1,10 +1,10 @@
-"""Saves a tenant as PEFT does, with its training beside it, and reads one: by the house's own save and reading.
+"""Saving of a tenant in PEFT's format with its training state, and reading it.
 
-[Note: Lent tensors] Both know models, not buffers. So the adapter's outline, a model of PEFT's on meta, is lent
-what is real: the tenant's matrices in place of its own, and the base's parameters, shards as they are, in place of
-the base's. Nothing is copied, and the outline is thrown away afterwards. A file of PEFT's has the embeddings beside
-adapters on them; where such a file is read, these go into scratch tensors: nothing writes to the base. The state of
-the training is lent in the same way, to a module that has nothing else (see [Note: Named by the adapter]).
+[Note: Lent tensors] Both work on models, not on buffers. So the adapter's outline, a PEFT model on meta, borrows
+real tensors: the tenant's matrices as its own, and the base's parameters (shards) as the base's. Nothing is copied,
+and the outline is thrown away afterwards. A PEFT file with adapters on embeddings also has the embeddings. When it
+is read, these are read into scratch tensors, so the base is never written. The state of the training is lent in the
+same way, to a module that has nothing else (see [Note: Named by the adapter]).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def outlined(model: PreTrainedModel, config: LoraConfig) -> AdapterOutline:
 
 
 def config_of(folder: str | os.PathLike[str]) -> LoraConfig:
-    """The config of an adapter in a folder, to go on from.
+    """Return the config of an adapter in a folder.
 
     Raises:
         FormatError: it is no folder of an adapter.
@@ -80,7 +80,7 @@ def lent(model: PreTrainedModel, tenant: Tenant) -> nn.Module:
 
 
 def names_of_peft(model: PreTrainedModel, tenant: Tenant) -> set[str]:
-    """The names of all tensors that PEFT saves of a tenant: matrices, and embeddings beside adapters on them."""
+    """Return the names of all tensors that PEFT saves for a tenant: matrices, and embeddings that have adapters."""
     whole = lent(model, tenant)
     return set(names_outside(whole, look_inside(whole), AdapterOnly()))
 
@@ -89,7 +89,7 @@ def names_of_peft(model: PreTrainedModel, tenant: Tenant) -> set[str]:
 
 
 def agree(world: World, name: str, training_state: object, on_not_finite: OnFault | None = None) -> None:
-    """Raises ConfigError for what is no such mode, DisagreementError where ranks differ. Collective: yes."""
+    """Raises ConfigError for an invalid value, DisagreementError if ranks differ. Collective: yes."""
 
     def check() -> tuple[str, str, str]:
         if not isinstance(training_state, bool):
@@ -102,10 +102,10 @@ def agree(world: World, name: str, training_state: object, on_not_finite: OnFaul
 
 
 def beside(world: World, tenant: Tenant, base: Mapping[str, str], dtype: torch.dtype | None) -> TrainingBeside:
-    """Return the state of a training, to be saved beside matrices that are cast to ``dtype``. Collective: yes.
+    """Return the training state to save with matrices that are cast to ``dtype``. Collective: yes.
 
     Raises:
-        ConfigError: the optimizer or the schedule has what is no plain data.
+        ConfigError: the optimizer or the schedule has a value that is not plain data.
     """
     gradient = world.together(lambda: states.window_gradient(tenant))
 
@@ -140,14 +140,14 @@ def _module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
 def find_training(
     world: World, name: str, folder: str | os.PathLike[str], on_not_finite: OnFault, *, training_state: bool
 ) -> states.StoredTraining | TenantStart:
-    """Compare a folder with what was recorded when it was saved; what a tenant goes on from that is read from it.
+    """Verify a folder against the record of its save, and read the training state from it.
 
-    Collective: yes; the first rank reads all files once.
+    Collective: yes. The first rank reads all files once.
 
     Raises:
         ConfigError, DisagreementError: the mode is none, or ranks differ.
-        FormatError: a file is not what was saved, or not what it claims to be; the file that the adapter names is
-            not there, or has no checksums.
+        FormatError: a file is damaged or invalid, or the training file that the adapter names is missing or has no
+            checksums.
         StorageError: it could not be read.
     """
     agree(world, name, training_state, on_not_finite)
@@ -179,10 +179,10 @@ def _found(folder: Path, *, training_state: bool) -> states.StoredTraining | Ten
 def read_tenant(
     world: World, model: PreTrainedModel, tenant: Tenant, folder: Path, found: states.StoredTraining | TenantStart
 ) -> Callable[[Mapping[str, torch.Tensor]], None]:
-    """Return what gives a tenant its matrices, and tensors of its training, from a folder. Collective: yes.
+    """Return functions that read a tenant's matrices, and tensors of its training, from a folder. Collective: yes.
 
     Raises:
-        CoverageError: what is stored and what the config wants do not fit.
+        CoverageError: the stored tensors do not match the config.
         FormatError, StorageError, DisagreementError, RankLostError: as of a load.
     """
 

@@ -1,8 +1,8 @@
 """Keeps ranks in step when one of them leaves a pass that the others wait in.
 
-[Note: In step] FSDP2 gathers the groups of a base in one order on every rank, and a gather waits for all ranks.
-A rank that fails in a pass therefore leaves the others waiting in their next gather. So each rank records its
-gathers. When one fails, all ranks stop before their next gather and exchange these records; those that are behind
+[Note: In step] FSDP2 gathers the groups of a base in one order on every rank, and a gather waits for all ranks. A
+rank that fails in a pass therefore leaves the others waiting in their next gather. So each rank records its
+gathers. When one fails, all ranks stop before their next gather and exchange these records. Ranks that are behind
 take part, with zeros, in the gathers up to the longest record. Then no rank waits any more, the process group has
 no open collective, and all ranks raise the error of the one that failed.
 """
@@ -33,7 +33,7 @@ def in_step(world: World, root: nn.Module | None, recover: Callable[[], object])
 
     Args:
         world: the ranks.
-        root: the outermost module that FSDP2 has; None where nothing is gathered.
+        root: the outermost FSDP2 module, or None if nothing is gathered.
         recover: has FSDP2 forget a pass that was broken off on this rank.
     """
     keeper = StepKeeper(world, root if world.size > 1 else None, recover)
@@ -44,7 +44,7 @@ def in_step(world: World, root: nn.Module | None, recover: Callable[[], object])
 
 
 class StepKeeper:
-    """Keeps a rank in step with the others in one block; see :func:`in_step`."""
+    """Synchronization of one block of a rank with the others. See :func:`in_step`."""
 
     def __init__(self, world: World, root: nn.Module | None, recover: Callable[[], object]) -> None:
         self._world, self._root, self._recover = world, root, recover
@@ -64,7 +64,7 @@ class StepKeeper:
         """Passes through the base. To be called in a phase, at the end of which all ranks meet.
 
         Raises:
-            Exception: what ``passes`` raises, once this rank is in step with the others.
+            Exception: as raised by ``passes``, after this rank is in step with the others.
             Stopped: another rank has failed.
         """
         with ExitStack() as stack:

@@ -1,9 +1,9 @@
 """Routes rows of a pass to the adapters of their tenants, by hooks on layers and experts.
 
-[Note: A route] A micro-batch owns its route, which does not change. It is on the bank's switch while the forward
-pass of this micro-batch goes on, and while its backward pass does, which the bank runs, too. So activations that
-are computed again meet the rows they met at first, whoever recomputes them, in whatever thread, and however many
-other micro-batches have been run meanwhile. With no route on the switch, the base is as if there were no bank.
+[Note: A route] A micro-batch owns its route, which does not change. It is on the bank's switch during the forward
+pass of this micro-batch and during its backward pass, which the bank also runs. So activations that are computed
+again meet the rows they met at first, whoever recomputes them, in whatever thread, and however many other
+micro-batches have been run meanwhile. With no route on the switch, the base is as if there were no bank.
 """
 
 from collections import Counter
@@ -103,7 +103,7 @@ class Route:
         return y
 
     def require_rows(self, site: str, x: torch.Tensor) -> None:
-        """Refuse an input in which rows cannot be told apart: batch first, or rows and tokens in one dimension."""
+        """Reject an input whose rows cannot be identified: batch first, or rows and tokens in one dimension."""
         if tuple(x.shape[:2]) != (self.rows, self.tokens) and (x.ndim != 2 or len(x) != self.rows * self.tokens):
             raise TrainingError(
                 f"{site} is called with a tensor of shape {tuple(x.shape)}, in which the {self.rows} rows of "
@@ -141,7 +141,9 @@ class RouteSwitch:
 
 
 def hook_layer(module: nn.Module, site: str, switch: RouteSwitch, *, is_embedding: bool) -> RemovableHandle:
-    """Have a linear layer, or an embedding, add adapters; ``remove()`` of what is returned takes the hook away.
+    """Add adapters to the output of a linear layer or an embedding.
+
+    ``remove()`` of the returned handle removes the hook.
 
     The hook comes before FSDP2's own, where the layer is a group by itself: it belongs to the layer.
     """
@@ -164,7 +166,7 @@ _KNOWN = (*_UP, "down_proj")
 
 
 def require_fused_experts(name: str, module: nn.Module, parameter: str) -> str:
-    """Return why the experts of a module cannot have adapters; "" if they can."""
+    """Return the reason why the experts of a module cannot have adapters, or ""."""
     experts: Any = module
     if parameter not in _KNOWN or not four_bit_layers.are_fused_experts(module):
         return (
@@ -190,10 +192,10 @@ def adapted_experts(
     Args:
         route: of the micro-batch.
         name: of the module.
-        module: the fused experts; their weights are whole here.
+        module: the fused experts, with unsharded weights.
         hidden_states: (rows * tokens, width).
         top_k_index: (rows * tokens, k), the experts of each token.
-        top_k_weights: of the same shape, what each counts.
+        top_k_weights: of the same shape, the weight of each expert.
 
     Returns: (rows * tokens, width).
     """

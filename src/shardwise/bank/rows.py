@@ -1,14 +1,14 @@
 """Checks the rows of tenants and the base, and deals rows to forward passes.
 
-[Note: Own lengths] A tenant's rows are padded to the longest of its own, on all ranks, rounded up to a multiple;
-never to another tenant's. Tenants whose rows come out alike go through the base together, others in a pass of their
-own. So what a tenant computes on does not depend on who else is there, and products have enough rows that their
-rounding does not, either (of fewer than 16 it would).
+[Note: Own lengths] A tenant's rows are padded to its own longest row on all ranks, rounded up to a multiple, never
+to another tenant's. Tenants whose rows come out alike go through the base together, others in a pass of their own.
+So the shapes of a tenant do not depend on other tenants, and products have enough rows that their rounding does not
+either (with fewer than 16 rows it would).
 
-[Note: What couples rows] Rows of a batch are computed side by side, and nearly all of a transformer treats each for
-itself. What does not: normalization over the batch; rotary embeddings whose frequencies follow from the longest row
-(dynamic, longrope); losses and capacities of routers, which are counted over all tokens; whatever draws from
-torch's random generator, whose numbers depend on how many rows there are.
+[Note: What couples rows] Nearly all of a transformer computes each row of a batch for itself. Exceptions:
+normalization over the batch, rotary embeddings whose frequencies depend on the longest row (dynamic, longrope),
+losses and capacities of routers, which count all tokens, and draws from torch's random generator, which depend on
+the number of rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,13 +52,13 @@ def rows_of(
 
     Args:
         who: whose they are, for errors.
-        batch: see :data:`RowTensors`; of no rows, too.
+        batch: see :data:`RowTensors`. May have no rows.
         words: token ids are below it.
         longest: the most tokens a row may have.
         may_have_weights: whether the tenant's loss takes any.
 
     Raises:
-        ConfigError: naming what is wrong.
+        ConfigError: the batch is invalid. The message has the reason.
     """
     ids = _require_tensors(who, batch)
     if "weights" in batch and not may_have_weights:
@@ -91,7 +91,7 @@ def rows_of(
 
 
 def _require_tensors(who: str, batch: Any) -> torch.Tensor:
-    """Return the token ids of tensors of one shape under known names; else raise ConfigError."""
+    """Return the token ids of tensors of one shape under valid names, or raise ConfigError."""
     is_known = isinstance(batch, Mapping) and set(_KEYS).issuperset(batch)
     ids = batch.get("input_ids") if is_known else None
     if (
@@ -160,7 +160,7 @@ def plan_passes(
 ) -> list[PassPlan]:
     """Passes for the entries that have rows on any rank, the same on every rank. See [Note: Own lengths].
 
-    Entries of like rank are neighbors, so that they can be computed at once; those without an adapter come last.
+    Entries of equal rank are adjacent, so that they can be computed at once. Those without an adapter come last.
 
     Args:
         agreed: the entries of a call.
@@ -259,7 +259,7 @@ def _placed(model: nn.Module, ranks: int) -> Iterator[str]:
 
 @contextmanager
 def no_random_numbers(device: torch.device) -> Iterator[None]:
-    """Check that torch's random generators are at the end of the block where they were.
+    """Check that torch's random generators have the same state after the block as before.
 
     Raises:
         TrainingError: they are not: something in the base draws.

@@ -1,13 +1,12 @@
-"""The state of a tenant's training: tensors by name, and facts as plain data; taken out, compared, and taken in.
+"""Training state of a tenant: tensors by name, and facts as plain data. It is taken, compared, and restored here.
 
 A file and a state dict hold the same: matrices by PEFT's names, the optimizer's tensors and an open window's
-gradient flat in the order of the matrices, and facts. What goes on from it is strict, and the same
-for any number of ranks.
+gradient flat in the order of the matrices, and facts. Resuming is strict, and equal for any number of ranks.
 
-[Note: An open window] Of a window that is not over, each rank has the gradient of its own rows. The window's is
-their sum; that is what is taken out, with the tokens of all ranks. What goes on from it gives the first rank the
-sum, and the others nothing: ranks' gradients are summed at the end of the window whatever part each has. On one
-rank this is to the bit, on several the order of a sum of floats is another.
+[Note: An open window] Of a window that is not over, each rank has the gradient of its own rows. The sum over all
+ranks is saved, with the tokens of all ranks. On resume the first rank gets the sum and the others zeros: gradients
+are summed over the ranks at the end of the window anyway. On one rank this is to the bit, on several the order of a
+sum of floats is another.
 """
 
 from __future__ import annotations
@@ -52,7 +51,9 @@ _OPTIMIZER = "optimizer."
 
 
 def window_gradient(tenant: Tenant) -> torch.Tensor | None:
-    """Sum what ranks have gathered in the open window, (count,); None between windows. See [Note: An open window].
+    """Return the sum of the gradients accumulated in the open window, (count,), or None between windows. See [Note.
+
+    An open window].
 
     Collective: where a window is open, one all-reduce. Memory: a copy of the gradient.
     """
@@ -60,7 +61,7 @@ def window_gradient(tenant: Tenant) -> torch.Tensor | None:
 
 
 def training_tensors(tenant: Tenant, gradient: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Return what the optimizer keeps, as it is, and the gradient of an open window, by name.
+    """Return the optimizer's state as it is, and the gradient of an open window, by name.
 
     Raises:
         ConfigError: something of it is no tensor.
@@ -81,7 +82,7 @@ def training_tensors(tenant: Tenant, gradient: torch.Tensor | None) -> dict[str,
 
 @dataclass(frozen=True, slots=True)
 class AllowedFaults:
-    """Faults that a state may have: another base than the one that is there; values that are not finite."""
+    """Faults that a state may have: another base, or values that are not finite."""
 
     other_base: OnFault
     not_finite: OnFault
@@ -89,7 +90,7 @@ class AllowedFaults:
 
 @dataclass(frozen=True, slots=True)
 class StoredTraining:
-    """The state of a training in a file (``what``) or a state dict: facts, and shapes and dtypes of tensors."""
+    """Training state in a file (``what``) or a state dict: facts, and shapes and dtypes of tensors."""
 
     what: str
     facts: TenantFacts
@@ -97,7 +98,7 @@ class StoredTraining:
 
 
 def require_on_fault(on_not_finite: object) -> None:
-    """Raises ConfigError for what is no such mode."""
+    """Raises ConfigError for an invalid value."""
     if on_not_finite != "error" and not isinstance(on_not_finite, Ignore):
         raise ConfigError(f"on_not_finite={on_not_finite!r}: pass 'error' or Ignore()")
 
@@ -171,18 +172,18 @@ def go_on(
     base: Mapping[str, str],
     allowed: AllowedFaults,
 ) -> TenantStart:
-    """Have a tenant, of which nobody knows yet, go on from a state, or begin with its matrices. Collective: yes.
+    """Restore a tenant that is not registered yet from a state, or start it with its matrices. Collective: yes.
 
     Args:
         tenant: as it was made.
-        what: has the state, for messages.
+        what: name of the state's source, for messages.
         found: in it.
         fill: gives the tenant's matrices, and these tensors by name, their values.
-        base: what the base is told apart by.
-        allowed: whether values may be infinite, or no numbers; whether the base may be another.
+        base: identity of the base.
+        allowed: whether values may be infinite or NaN, and whether the base may differ.
 
     Raises:
-        ConfigError: it is of another adapter, base, optimizer or schedule, naming what differs.
+        ConfigError: it belongs to another adapter, base, optimizer or schedule. The message has the differences.
         FormatError: values are not finite, and that is not allowed.
     """
     world, targets = tenant.world, dict[str, torch.Tensor]()
@@ -206,10 +207,10 @@ def go_on(
 def _targets(
     tenant: Tenant, found: StoredTraining, base: Mapping[str, str], on_other_base: OnFault
 ) -> dict[str, torch.Tensor]:
-    """Return memory for what a training goes on from, by name, once all is known to fit.
+    """Return memory for the tensors to restore, by name, after everything has been found to match.
 
     Raises:
-        ConfigError: naming what does not.
+        ConfigError: something does not match. The message has the differences.
     """
     if faults := _differences(tenant, found.facts, base, on_other_base):
         raise _refusal(found.what, tenant, faults)
@@ -242,7 +243,10 @@ def _refusal(what: str, tenant: Tenant, faults: list[str]) -> ConfigError:
 
 
 def _room_for_moments(tenant: Tenant, facts: TenantFacts) -> dict[str, torch.Tensor]:
-    """Return memory for what an optimizer of these settings keeps after so many steps; not yet in it."""
+    """Return memory for the state of an optimizer with these settings after this number of steps.
+
+    The optimizer does not hold it yet.
+    """
     single = nn.Parameter(torch.zeros(1, device=tenant.flat.device))
     kind: Any = type(tenant.optimizer)
     made = kind([single], lr=0.1)
@@ -273,7 +277,7 @@ def _require_finite(what: str, tensors: Mapping[str, torch.Tensor], allowed: OnF
 
 
 def _take_facts(tenant: Tenant, facts: TenantFacts) -> None:
-    """Have a tenant go on with what is no tensor; raises ConfigError where its schedule does not take it."""
+    """Restore the values of a tenant that are not tensors. Raises ConfigError if its schedule rejects its state."""
     try:
         tenant.schedule.load_state_dict(copy.deepcopy(dict(facts.schedule_state)))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -288,7 +292,7 @@ def _take_facts(tenant: Tenant, facts: TenantFacts) -> None:
 
 
 def _differences(tenant: Tenant, there: TenantFacts, base: Mapping[str, str], on_other_base: OnFault) -> list[str]:
-    """List why a tenant cannot continue from a state; empty if it can."""
+    """List the reasons why a tenant cannot continue from a state. Empty if it can."""
     here = facts_of(tenant, base)
     faults = [*_of_bases(there.base, here.base, on_other_base), *_differing_shapes(there.matrices, here.matrices)]
     if not faults:
@@ -311,7 +315,7 @@ def _differences(tenant: Tenant, there: TenantFacts, base: Mapping[str, str], on
 
 
 def _match_bases(there: Mapping[str, str], here: Mapping[str, str], on_other_base: OnFault) -> bases.BaseMatch:
-    """Compare two bases by what :func:`facts_of_base` tells of them; FormatError if the first has no identity."""
+    """Compare two bases by the results of :func:`facts_of_base`. FormatError if the first has no identity."""
     what = "the base of a tenant's state"
     one, other = (
         bases.BaseIdentity.from_dict(
@@ -374,7 +378,7 @@ _ABSENT = object()
 
 
 def _is_like(value: Any, present: Any) -> bool:
-    """Return whether a value is of the kind of the present one; numbers are finite."""
+    """Return whether a value has the type of the current one. Numbers must be finite."""
     if isinstance(present, torch.Tensor):
         present = float(present)
     if isinstance(value, torch.Tensor):

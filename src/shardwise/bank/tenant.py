@@ -33,12 +33,12 @@ _ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 
 def adamw(parameters: list[nn.Parameter]) -> Optimizer:
-    """Make the optimizer of a tenant that asks for no other."""
+    """Make the default optimizer of a tenant."""
     return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0)
 
 
 def maker_of(name: str, settings: Mapping[str, Any]) -> OptimizerMaker | None:
-    """Return what makes an optimizer of torch's of this class with these settings; None for any other class.
+    """Return a function that makes a torch optimizer of this class with these settings, or None for other classes.
 
     Raises:
         ConfigError: the settings make no sense.
@@ -63,7 +63,7 @@ def made_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
     """Make the optimizer of a tenant's flat parameter.
 
     Raises:
-        ConfigError: it is not known to treat each element for itself, or has other parameters.
+        ConfigError: the optimizer is not one that is elementwise, or has other parameters.
     """
     optimizer = make([flat])
     kind = type(optimizer)
@@ -123,11 +123,11 @@ class TenantOptions:
 
     Attributes:
         optimizer: makes its optimizer of the one flat parameter it is given, elementwise.
-        schedule: makes what becomes of its learning rate; stepped with the optimizer.
-        max_grad_norm: the norm to which a greater one of its gradient is scaled down; infinity for no limit.
+        schedule: makes the learning rate scheduler, which is stepped with the optimizer.
+        max_grad_norm: gradients with a larger norm are scaled down to it. Infinity for no limit.
         accumulation: how many micro-batches (calls of ``forward_backward``) make a window, after which it steps.
-        reduction: what its loss is of its tokens' losses.
-        seed: what its matrices begin with, and its dropout, follow from.
+        reduction: reduction of the losses of its tokens.
+        seed: seeds the initial matrices and the dropout.
     """
 
     optimizer: OptimizerMaker = adamw
@@ -251,13 +251,13 @@ class Tenant:
             raise ConfigError(f"the step of {self.name!r} cannot be changed so\n  " + "\n  ".join(faults))
 
     def change(self, changes: Mapping[str, Any]) -> None:
-        """Change settings of the optimizer, or ``max_grad_norm``; they stay so."""
+        """Change settings of the optimizer, or ``max_grad_norm``, permanently."""
         settings = dict(changes)
         self.max_grad_norm = float(settings.pop("max_grad_norm", self.max_grad_norm))
         self.optimizer.param_groups[0].update(settings)
 
     def step(self, scale: float) -> tuple[bool, float]:
-        """Take a step by the gradient times ``scale``, unless that is not finite; then forget it.
+        """Step with the gradient times ``scale``, unless that is not finite. Then clear the gradient.
 
         Returns whether it was taken, and the norm before it was clipped.
         """
@@ -302,7 +302,7 @@ def _views(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
 def _pairs_of(
     site: sites.AdaptedSite, matrices: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
 ) -> dict[str, TenantPair]:
-    """The matrices of a site, by the name that a layer of the base asks for them; of experts, for each expert."""
+    """Return the matrices of a site by the names that the base's layer uses. For experts, those of each expert."""
     keys = (site.lora_A.key, site.lora_B.key)
     A, B = (matrices[key] for key in keys)
     a_grad, b_grad = (gradients[key] for key in keys)

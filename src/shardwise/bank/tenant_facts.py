@@ -33,7 +33,7 @@ _MOST = 1 << 53
 
 @dataclass(frozen=True, slots=True)
 class TenantFacts:
-    """All of a tenant's state but tensors; the same on every rank, and for any number of them.
+    """State of a tenant except for tensors, equal on every rank and for any number of ranks.
 
     Attributes:
         base: "name", as PEFT has it, "architecture", a digest of the names and "shapes" of its
@@ -43,11 +43,11 @@ class TenantFacts:
         optimizer: its class.
         settings: of its one group.
         schedule: its class.
-        schedule_state: what its ``state_dict`` gives.
+        schedule_state: the ``state_dict`` of the schedule.
         max_grad_norm: as it was changed last.
         accumulation: how many micro-batches make a window.
         reduction: the class of it.
-        seed: what dropout follows from.
+        seed: seed of the dropout.
         windows: that are over.
         steps: that were taken.
         micro_batches: of the window that is open.
@@ -71,7 +71,7 @@ class TenantFacts:
     learned_tokens: int
 
     def options(self) -> dict[str, Any]:
-        """Return what a tenant that goes on is made with where nothing else is asked for.
+        """Return the options of a resumed tenant that are used unless others are passed.
 
         Raises:
             ConfigError: no optimizer of torch's has such settings.
@@ -91,7 +91,7 @@ class TenantFacts:
 
 
 def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
-    """Return the identity of a base. Collective: yes; two short meetings."""
+    """Return the identity of a base. Collective: yes (two small exchanges)."""
     samples = world.together(lambda: bases.BaseSamples.of(bases.base_of(look_inside(model), {})))
     identity = world.all_reduce(samples.taken, lambda told: samples.identity(model, told))
     shapes = sorted((canonical(name), tuple(own.shape)) for name, own in model.named_parameters())
@@ -104,7 +104,7 @@ def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
 
 
 def facts_of(tenant: Tenant, base: Mapping[str, str]) -> TenantFacts:
-    """Return the facts of a tenant as it is; its settings and schedule are not copied."""
+    """Return the current facts of a tenant. Its settings and schedule are not copied."""
     group = tenant.optimizer.param_groups[0]
     return TenantFacts(
         base=base,
@@ -133,14 +133,14 @@ def to_text(facts: TenantFacts, whose: str) -> str:
     """Return the facts as JSON text.
 
     Raises:
-        ConfigError: the optimizer or the schedule has what is no plain data.
+        ConfigError: the optimizer or the schedule has a value that is not plain data.
     """
     content = {name: to_json(value, f"{name} of {whose}") for name, value in facts.to_dict().items()}
     return json.dumps({"format": _FORMAT, **content})
 
 
 def facts_in(text: str, what: str) -> TenantFacts:
-    """The facts in a text, which a stranger may have written; ``what`` names it.
+    """Parse facts from untrusted text. ``what`` names it in errors.
 
     Raises:
         FormatError: it is no such text.
@@ -152,11 +152,11 @@ def facts_in(text: str, what: str) -> TenantFacts:
 
 
 def sound_facts(values: Mapping[str, Any], what: str) -> TenantFacts:
-    """Facts of these values, which a stranger may have written; ``what`` names them.
+    """Validate untrusted facts. ``what`` names them in errors.
 
     Raises:
-        FormatError: a value is not there, unknown, or none that it can be. What a tenant compares with its own is
-            of the right kind only.
+        FormatError: a value is not there, unknown, or none that it can be. Only the types of values that are
+            compared with the tenant's own are checked.
     """
     kinds = {field.name: _KINDS.get(str(field.type), (dict,)) for field in fields(TenantFacts)}
     if kinds.keys() != values.keys():
@@ -206,7 +206,7 @@ def to_json(value: Any, what: str, level: int = 0) -> Any:
     """A value in lists, objects, texts and numbers. Floats keep their bits, as do tensors of one (a learning rate).
 
     Raises:
-        ConfigError: naming what in it is no plain data.
+        ConfigError: it has a value that is not plain data.
     """
     if level > _MOST_LEVELS:
         raise ConfigError(f"{what} is nested more than {_MOST_LEVELS} levels deep, and cannot be saved")
@@ -235,7 +235,7 @@ def from_json(value: Any, what: str, level: int = 0) -> Any:
     """Return the value that :func:`to_json` was given.
 
     Raises:
-        FormatError: it has made no such thing; ``what`` names it.
+        FormatError: :func:`to_json` cannot have written it. ``what`` names it.
     """
     if level > _MOST_LEVELS:
         raise FormatError(f"{what} is nested more than {_MOST_LEVELS} levels deep; the file is damaged or forged")

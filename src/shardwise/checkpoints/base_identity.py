@@ -1,11 +1,11 @@
-"""Tells the base that an adapter was trained on from another: by its config, and by samples of its values.
+"""Identity of the base that an adapter was trained on: its config, and samples of its values.
 
-[Note: The identity of a base] A checkpoint of an adapter does not hold the base. It records a config without what
-changes from load to load, and fingerprints of samples: of at most 256 frozen parameters, chosen by their names, the
-first 16 x 16 elements, of vectors 256. A fingerprint is a sum over elements, so each rank adds up those of its own
-shard, and the sum is the same for any number of ranks and any sharding. Elements on several ranks are counted once.
-Names and shapes of all parameters are compared by a digest that the callers keep. Buffers, and other adapters, are
-not part of a base. Codes of nested scales are left out: their last bit depends on the machine.
+[Note: The identity of a base] A checkpoint of an adapter does not hold the base. It records the config without
+fields that change between loads, and fingerprints of samples: the first 16 x 16 elements (256 of a vector) of at
+most 256 frozen parameters, chosen by name. A fingerprint is a sum over elements, so each rank adds up those of its
+own shard, and the sum is the same for any number of ranks and any sharding. Elements on several ranks are counted
+once. Names and shapes of all parameters are compared by a digest that the callers keep. Buffers, and other
+adapters, are not part of a base. Codes of nested scales are left out: their last bit depends on the machine.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ class BaseIdentity:
     """Identity of a base in addition to the names and shapes of its parameters. Plain data, the same on every rank.
 
     Attributes:
-        config: of the model, as JSON; empty where it has none.
+        config: of the model, as JSON. Empty if it has none.
         samples: "dtype fingerprint" of sampled parameters, by FQN.
     """
 
@@ -77,7 +77,7 @@ class BaseIdentity:
 
     @classmethod
     def from_dict(cls, values: object, what: str) -> Self:
-        """Raises FormatError for what is no identity; ``what`` names where it stands."""
+        """Raises FormatError if it is not an identity. ``what`` names its place."""
         if isinstance(values, dict) and values.keys() == {"config", "samples"}:
             config, samples = values["config"], values["samples"]
             if isinstance(config, dict) and isinstance(samples, dict):
@@ -92,8 +92,8 @@ class BaseMatch:
     """A comparison of two bases.
 
     Attributes:
-        refused: sentences on what differs and is not allowed to.
-        told: the outcome in words, for a report.
+        refused: sentences on differences that are not allowed.
+        told: the outcome as a sentence, for a report.
     """
 
     refused: tuple[str, ...] = ()
@@ -103,9 +103,9 @@ class BaseMatch:
 def compare_bases(
     there: BaseIdentity | None, here: BaseIdentity, on_other_base: OnFault, *, are_shapes_same: bool
 ) -> BaseMatch:
-    """Compare the base of a checkpoint (None: it does not tell) with the one that is there.
+    """Compare the base of a checkpoint (None: not recorded) with the current one.
 
-    ``on_other_base`` is asked for "config", "shapes" and "values". Settings that only one config has, as another
+    ``on_other_base`` may allow "config", "shapes" and "values". Settings that only one config has, as another
     version of transformers does, and values in another dtype, are not compared.
     """
     found: dict[str, str] = {}
@@ -158,7 +158,7 @@ def _odd_kinds(there: BaseIdentity, here: BaseIdentity) -> list[str]:
 
 
 def base_config(model: nn.Module) -> dict[str, Any]:
-    """The model's config as JSON, without what is not of the base; empty where there is none."""
+    """Return the model's config as JSON, without fields that do not describe the base. Empty without a config."""
     config: Any = getattr(model, "config", None)
     told = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
     if not isinstance(told, Mapping):
@@ -239,7 +239,7 @@ class BaseSamples:
         return found
 
     def identity(self, model: nn.Module, taken: Sequence[Mapping[tuple[str, Box], int]]) -> BaseIdentity:
-        """Return the identity of a model, of what each rank has taken. Collective: no.
+        """Return the identity of a model from the samples of all ranks. Collective: no.
 
         Raises:
             DisagreementError: ranks have different bases.

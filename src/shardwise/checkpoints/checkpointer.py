@@ -55,18 +55,18 @@ _BESIDE = "/checkpoint"
 class Checkpointer:
     """Keeps the state of a training in a folder, in the format of ``torch.distributed.checkpoint``.
 
-    A checkpoint counts from one step on, and is whole then; whatever is killed when, the ones before stay. It can
-    be restored on any number of ranks and any mesh, bit for bit. See docs/checkpoints.md.
+    A checkpoint is committed in one step and complete from then on. After a kill at any moment the earlier ones
+    remain. It can be restored on any number of ranks and any mesh, bit for bit. See docs/checkpoints.md.
 
     A context manager: :meth:`close` is called at the end.
 
     Args:
         directory: a folder that all ranks see, for the checkpoints of one run alone.
-        keep: how many of the newest complete checkpoints stay; None keeps all.
-        mode: ``"sync"``, or ``"async"``: the state is copied to host memory, and a thread writes it from there
-            while the training goes on. The next ``save`` waits for it.
-        only: what of the model is stored: ``None``, or ``AdapterOnly()``: an adapter of PEFT's, and
-            whatever else is trained.
+        keep: number of newest complete checkpoints to keep. None keeps all.
+        mode: ``"sync"``, or ``"async"``: the state is copied to host memory, and a thread writes it while the
+            training continues. The next ``save`` waits for it.
+        only: the stored part of the model: ``None`` for all, or ``AdapterOnly()`` for a PEFT adapter and all other
+            trained parameters.
         on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
             have, are stored as the first rank has them, ``"first_rank"``, or are an error, ``"error"``.
         options: budget, process group, patience.
@@ -113,7 +113,7 @@ class Checkpointer:
             return world.from_first(lambda: folder.steps_in(self._root))
 
     def latest(self) -> int | None:
-        """The step of the newest checkpoint of which no file is gone or cut; None where there is none.
+        """Return the step of the newest checkpoint with no missing or truncated file, or None.
 
         Collective: yes.
         """
@@ -122,23 +122,24 @@ class Checkpointer:
 
     @torch.no_grad()
     def save(self, step: int, state: TrainState) -> CheckpointReport:
-        """Save a checkpoint; in the background with ``"async"``, after waiting for the one before.
+        """Save a checkpoint. With ``"async"``, wait for the previous one and save in the background.
 
         Generators of random numbers are taken as they are. The training must not be in the middle of a step.
 
-        Collective: yes, over ``options.process_group`` (default: all ranks).
-        Memory: ``options.budget_bytes``; with ``"async"`` also this rank's part of the state, on the host.
+        Collective: yes, over ``options.process_group`` (default: all ranks). Memory: ``options.budget_bytes``. With
+        ``"async"`` also this rank's part of the state, on the host.
 
         Args:
             step: optimizer steps done: more than at the newest checkpoint in the folder.
-            state: what to save.
+            state: the state to save.
 
         Raises:
-            ConfigError: an argument cannot be honored; a part holds what is no plain data.
-            PlacementError: tensors are on meta; parameters or state of optimizers whose shards cannot be told.
-            DisagreementError: ranks have different models or optimizers (settings of these, such as learning
-                rates, too), or were called differently; parameters,
-                or state of optimizers, that several ranks hold have different values there.
+            ConfigError: an argument is not supported, or a part has a value that is not plain data.
+            PlacementError: tensors are on meta, or the shards of parameters or optimizer state cannot be
+                determined.
+            DisagreementError: ranks have different models, optimizers or optimizer settings (learning rates, for
+                example), made different calls, or hold different values of replicated parameters or optimizer
+                state.
             StorageError: the folder cannot be written to, or somebody else writes there.
             RankLostError: a rank has been lost.
             CheckpointError: (or a subclass) with ``"async"``, whatever befell the checkpoint before: of this
@@ -169,12 +170,12 @@ class Checkpointer:
         return job.report
 
     def wait(self) -> CheckpointReport | None:
-        """Wait for the checkpoint that is on its way, if there is one; its report.
+        """Wait for the checkpoint in progress, if any, and return its report.
 
         Collective: yes.
 
         Raises:
-            CheckpointError: (or a subclass) what went wrong with it, the same on every rank.
+            CheckpointError: (or a subclass) its failure, the same on every rank.
         """
         if self._on_its_way is None:
             return None
@@ -194,23 +195,23 @@ class Checkpointer:
         on_mismatched: OnFault = "error",
         on_other_base: OnFault = "error",
     ) -> RestoreReport:
-        """Bring a training back to where it was when a checkpoint was saved, on these ranks.
+        """Restore a training from a checkpoint, on these ranks.
 
         Values are put into the tensors that are there. A model on meta, as ``from_pretrained(load_weights=False)``
         makes it, is brought up from the checkpoint, and the optimizers are given its new parameters.
 
-        Collective: yes, over ``options.process_group`` (default: all ranks).
-        Memory: ``options.budget_bytes``, and what is made: the state of optimizers, a model that was on meta.
+        Collective: yes, over ``options.process_group`` (default: all ranks). Memory: ``options.budget_bytes``, and
+        new state: that of optimizers, and a model that was on meta.
 
         Args:
             state: with the same parts as the one that was saved.
-            step: of the checkpoint; None takes the newest.
-            on_missing: ``Ignore(only=...)`` for what the checkpoint may lack: FQNs, "FQN: entry" of optimizers,
-                or "optimizers", "schedulers", "scaler", "data" for all of one.
-            on_unexpected: ``Ignore(only=...)`` for what it may have beside.
-            on_mismatched: ``Ignore(only=...)`` for what may have another shape or form.
-            on_other_base: ``Ignore()`` where an adapter may go on on another base than it was saved with;
-                ``Ignore(only=...)`` of "config", "shapes" (and names) and "values" for what may differ.
+            step: of the checkpoint. None restores the newest.
+            on_missing: ``Ignore(only=...)`` for parts that the checkpoint may not have: FQNs, "FQN: entry" of
+                optimizers, or "optimizers", "schedulers", "scaler", "data" for a whole part.
+            on_unexpected: ``Ignore(only=...)`` for additional parts of the checkpoint.
+            on_mismatched: ``Ignore(only=...)`` for parts of another shape or form.
+            on_other_base: ``Ignore()`` allows an adapter to resume on a base other than its own.
+                ``Ignore(only=...)`` allows differences in "config", "shapes" (and names) or "values".
 
         Raises:
             ConfigError: an argument is none of these.
@@ -221,7 +222,7 @@ class Checkpointer:
             PlacementError: tensors on meta that the checkpoint does not hold.
             RankLostError: a rank has been lost.
 
-        Every error is the same on every rank. What does not fit is told before anything is changed.
+        Every error is the same on every rank. Mismatches are reported before anything is changed.
         """
         self.wait()
         tolerance = Tolerance(on_missing, on_unexpected, on_mismatched, on_other_base)
@@ -236,7 +237,7 @@ class Checkpointer:
         return report
 
     def discard_after(self, step: int) -> list[int]:
-        """Remove all checkpoints of later steps, to go on from this one; the steps that were removed.
+        """Remove all checkpoints of later steps, to resume from this one. Return the removed steps.
 
         Collective: yes.
 
@@ -257,7 +258,7 @@ class Checkpointer:
         """Wait for the checkpoint that is on its way. Collective: yes.
 
         Raises:
-            CheckpointError: (or a subclass) what went wrong with it.
+            CheckpointError: (or a subclass) the failure of the checkpoint in progress.
         """
         self.wait()
 
@@ -287,7 +288,7 @@ class Checkpointer:
         return World.current(group, patience, purpose=purpose, call=f"Checkpointer.{call}")
 
     def _job(self, world: World, clock: Clock, step: int, state: TrainState) -> write.Job:
-        """Agree with all ranks on what is to be written. Collective: yes."""
+        """Agree with all ranks on the content of the checkpoint. Collective: yes."""
         with clock.phase("look"):
             contents, alike, data, base = self._agree(world, step, state)
         looked = contents.looked
@@ -351,7 +352,7 @@ class Checkpointer:
     def _agree(
         self, world: World, step: int, state: TrainState
     ) -> tuple[StateContents, list[str], str, BaseIdentity | None]:
-        """Take down the state, and compare what ranks have in common.
+        """Collect the state, and compare the replicated part between ranks.
 
         The last is the identity of a base that is not stored, on the first rank.
         """
@@ -378,7 +379,7 @@ class Checkpointer:
 
 
 def _plan(world: World, looked: Looked) -> tuple[TensorsPlan, Views, Replicas]:
-    """Plan who writes what; also this rank's chunks, and what it holds together with others. Collective: yes."""
+    """Plan the writes of all ranks. Return also this rank's chunks, and its replicated tensors. Collective: yes."""
     tensors = {key_of(path): tensor for path, tensor in looked.tensors.items()}
     told = world.each(lambda: {key: facts_of(tensor, key) for key, tensor in tensors.items()})
     shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in looked.tensors.items()}

@@ -26,7 +26,7 @@ from shardwise.planning.matching import STATE_REMEDIES, Tolerance
 
 
 class Fits:
-    """Tensors and parts of a checkpoint that fit; ``faults`` are the names of the others, by kind.
+    """Matched tensors and parts of a checkpoint. ``faults`` has the names of the others, by kind.
 
     Attributes:
         model: keys of the checkpoint by FQN.
@@ -66,10 +66,10 @@ def compare(
     world_size: int,
     tolerance: Tolerance,
 ) -> Fits:
-    """Compare all but the optimizers' state with what there is.
+    """Compare everything except optimizer state with the current training.
 
     Raises:
-        CoverageError: the checkpoint does not fit; all faults at once.
+        CoverageError: the checkpoint does not match. The message has all faults.
     """
     given = {"optimizers": state.all_optimizers, "schedulers": state.all_schedulers}
     wanted = {"rng", *(part for part, items in given.items() if items)}

@@ -1,4 +1,4 @@
-"""Facts of a checkpoint, as plain data that runs nothing when read; checksums of its files.
+"""Header of a checkpoint, as plain data that runs nothing when read, and checksums of its files.
 
 A data file is its content, cut into blocks of 128 KiB, followed by a checksum of 8 bytes for each block. The digest
 of these checksums is among the facts, so every byte of every file is covered.
@@ -43,7 +43,7 @@ class Facts:
         step: optimizer steps done.
         world_size: ranks that wrote it.
         holds: "everything", or "adapter NAME": that adapter and all else that is trained, not the base.
-        adapter: the settings of the adapter's config that change what it computes; None without adapter.
+        adapter: the settings of the adapter's config that affect its output. None without an adapter.
         others: a digest of names and shapes of the model's tensors that are not stored.
         alike: generators of random numbers whose state was the same on all ranks.
         data: "none", "one" position for all ranks, or "each" rank its own.
@@ -51,8 +51,8 @@ class Facts:
         files: names and sizes in bytes of the files with tensors.
         metadata_sha256: of the file ``.metadata`` that belongs to this one.
         checksums: digests of the checksums in these files.
-        optimizers: the class of each optimizer and the number of its parameter groups; None where it is not known.
-        base: what the model's tensors that are not stored are known by; None where all are, or it is not known.
+        optimizers: the class of each optimizer and the number of its parameter groups, or None if unknown.
+        base: identity of the tensors that are not stored. None if all are stored, or if unknown.
     """
 
     step: int
@@ -75,7 +75,7 @@ class Facts:
 
     @classmethod
     def from_bytes(cls, content: bytes, what: str) -> Facts:
-        """Raises :class:`FormatError` for what is not the facts of a checkpoint; ``what`` names the file."""
+        """Raises :class:`FormatError` if it is not a checkpoint's header. ``what`` names the file."""
         try:
             found = json.loads(content) if len(content) <= MAX_FACTS_BYTES else None
         except (ValueError, RecursionError):
@@ -171,7 +171,7 @@ def digest_of(value: object) -> str:
 
 
 def _at_home(value: Any) -> Any:
-    """Tensors on the CPU, and without what else their storages hold."""
+    """Return tensors on the CPU, with storages of their own size."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):
@@ -213,7 +213,7 @@ def with_checksums(content_nbytes: int) -> int:
 
 
 def content_nbytes(file_nbytes: int) -> int:
-    """Return the size in bytes of the content of a file; the inverse of :func:`with_checksums`."""
+    """Return the size in bytes of the content of a file. Inverse of :func:`with_checksums`."""
     return file_nbytes - _SUM_BYTES * -(-file_nbytes // (BLOCK_BYTES + _SUM_BYTES))
 
 
@@ -243,7 +243,7 @@ class CheckedReader(LocalReader):
 
     Args:
         root: the folder of the checkpoint.
-        digests: of the checksums of each file; other files are not compared.
+        digests: digests of the checksums of each file. Other files are not verified.
         sizes: of the files, in bytes.
         describe: returns the names of the tensors in a range of a file, for errors.
     """
@@ -288,14 +288,14 @@ class CheckedReader(LocalReader):
         """Compare the blocks that have bytes in a range.
 
         Raises:
-            FormatError: a block is not what was written.
+            FormatError: a block is damaged.
         """
         for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
             if (file, block) not in self._sound:
                 self._read_block(file, block)
 
     def is_sound(self, file: str, block: int) -> bool:
-        """Read a block; return whether it is what was written."""
+        """Read a block. Return whether its checksum matches."""
         try:
             self._read_block(file, block)
         except FormatError:

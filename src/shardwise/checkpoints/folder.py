@@ -1,10 +1,10 @@
-"""Folder of checkpoints: one folder inside for each step; which are complete; opened, read and verified.
+"""Folder of checkpoints with one folder for each step: complete steps, opening, reading and verifying.
 
-[Note: When a checkpoint counts] The files of step 120 are written into ``step-120``. The last one is ``.metadata``,
-without which nothing that reads the format of ``torch.distributed.checkpoint`` finds anything there; it is put in
-place in one step, when all else is durable. So a folder with a ``.metadata`` is complete, and one without is not
-there for any reader: a checkpoint on its way, or one that was left. Removing a checkpoint goes the other way round:
-first ``.metadata``, for good, then the rest.
+[Note: When a checkpoint counts] The files of step 120 are written into ``step-120``. The last file is
+``.metadata``. Readers of the ``torch.distributed.checkpoint`` format find nothing without it. One rename puts it in
+place after everything else is durable. So a folder with a ``.metadata`` is complete, and one without is not there
+for any reader: a checkpoint on its way, or one that was left. Removing a checkpoint goes the other way round: first
+``.metadata``, for good, then the rest.
 """
 
 import os
@@ -70,15 +70,15 @@ def steps_in(root: Path) -> list[int]:
 
 
 def newest_in(root: Path) -> int | None:
-    """The newest step whose files are all there, as large as they were written; None where there is none.
+    """Return the newest step with all files in their recorded sizes, or None.
 
-    What has lost files, or has been cut, cannot be restored, and is no reason not to go on from the one before.
+    A checkpoint with missing or truncated files cannot be restored, so the previous one is used.
     """
     return next((step for step in reversed(steps_in(root)) if is_whole(root / name_of(step))), None)
 
 
 def is_whole(place: Path) -> bool:
-    """Return whether the files that a checkpoint tells of are there, of the sizes it tells."""
+    """Return whether all recorded files of a checkpoint exist in their recorded sizes."""
     try:
         if (place / FACTS).stat().st_size > MAX_FACTS_BYTES:
             return False
@@ -133,7 +133,7 @@ def _is_file(path: Path) -> bool:
 
 
 def remove(root: Path, steps: Sequence[int]) -> list[int]:
-    """Remove the checkpoints of these steps, complete or not, and nothing else; the steps of those now gone.
+    """Remove the checkpoints of these steps, complete or not, and nothing else. Return the removed steps.
 
     Raises:
         StorageError: a file cannot be removed.
@@ -142,10 +142,10 @@ def remove(root: Path, steps: Sequence[int]) -> list[int]:
 
 
 def remove_left(root: Path) -> list[int]:
-    """Remove what was left of checkpoints that were never completed; the steps of those now gone.
+    """Remove the remains of checkpoints that were never completed. Return the removed steps.
 
-    First goes what would make one of them count, if whoever left it went on after all; one that counts by then
-    stays.
+    The file that could still commit one of them is removed first, in case its writer resumes. One that is complete
+    by then stays.
 
     Raises:
         StorageError: a file cannot be removed.
@@ -154,7 +154,7 @@ def remove_left(root: Path) -> list[int]:
 
 
 def remove_own(root: Path, step: int) -> None:
-    """Remove what a save has made for this step, unless it counts by now.
+    """Remove the files that a save has written for this step, unless it is committed.
 
     Raises:
         StorageError: a file cannot be removed.
@@ -179,7 +179,7 @@ def _empty_left(writer: StorageWriter) -> None:
 
 
 def empty(writer: StorageWriter) -> None:
-    """Remove what checkpoints put into a folder, whole or not; what counts goes first."""
+    """Remove the files of checkpoints in a folder, complete or not. The file that commits one is removed first."""
     names = writer.list()
     if METADATA in names:
         writer.remove(METADATA)
@@ -206,14 +206,14 @@ class Opened:
     shapes: Mapping[KeyPath, tuple[int, ...]]
 
     def reader(self) -> CheckedReader:
-        """Open the files; all bytes that are read are compared with their checksums."""
+        """Open the files. All bytes that are read are compared with their checksums."""
         return CheckedReader(self.folder, self.facts.checksums, self.facts.files, self._describe)
 
     def require_frames(self, reader: CheckedReader, part: int, parts: int) -> None:
         """Compare all that is no tensor's data (headers, values, padding), one part of it for each rank.
 
         Raises:
-            FormatError: it is not what was written.
+            FormatError: it is damaged.
         """
         runs: dict[str, list[tuple[int, int]]] = {}
         for entry in self.index.entries.values():
@@ -253,7 +253,7 @@ class Opened:
 
 
 def resolve(root: Path, asked: int | None) -> tuple[int, tuple[int, ...]]:
-    """The step of the checkpoint that is asked for, and the later ones that were passed over for it.
+    """Return the step of the requested checkpoint, and the later ones that were skipped.
 
     The latest is the newest of which no file is gone or cut.
 
@@ -281,7 +281,7 @@ def resolve(root: Path, asked: int | None) -> tuple[int, tuple[int, ...]]:
 
 @collected_later()
 def open_checkpoint(root: Path, step: int) -> Opened:
-    """Read what a checkpoint says of itself, and see that its files are those it tells of. Runs no pickle.
+    """Read the header of a checkpoint, and check that its files are the recorded ones. Runs no pickle.
 
     Raises:
         FormatError: the files contradict each other or their formats.
@@ -371,21 +371,21 @@ def value_of(reader: StorageReader, opened: Opened, path: KeyPath) -> Any:
 
 
 def verify(directory: str | os.PathLike[str]) -> ReopenReport:
-    """Open a checkpoint again, and compare it with what was recorded when it was saved.
+    """Reopen a checkpoint and compare it with the record of its save.
 
     Of a model or an adapter, as :func:`save` and :func:`save_adapter` write them: the headers and the index must
     agree, every tensor that the model of ``config.json`` needs must be there, and the fingerprints of the bytes of
-    tensors must be those that were recorded. Small files beside that are not what was saved are told as changed.
+    tensors must be those that were recorded. Other small files that differ from the record are reported as changed.
 
-    Of a training, as a :class:`Checkpointer` writes them: a folder ``step-N``, or the folder of all, of which the
-    newest is taken; all bytes of all its files are compared.
+    For a training as a :class:`Checkpointer` writes it (a folder ``step-N``, or the folder of all, of which the
+    newest is used), all bytes of all its files are compared.
 
     Collective: no. Memory: a few blocks of 8 MiB.
 
     Raises:
         FormatError: the files contradict their format or each other.
         CoverageError: the model needs other tensors.
-        StorageError: bytes could not be read; there is no complete checkpoint.
+        StorageError: bytes could not be read, or there is no complete checkpoint.
     """
     start = time.perf_counter()
     opened = _of_a_training(directory)
@@ -423,7 +423,7 @@ def _of_a_training(directory: str | os.PathLike[str]) -> Opened | None:
 
 
 def _damaged(opened: Opened) -> list[str]:
-    """Describe the blocks that are not what was written."""
+    """Describe the damaged blocks."""
     found: list[tuple[str, int]] = []
     with opened.reader() as reader:
 

@@ -1,4 +1,4 @@
-"""Restores a checkpoint: opens it, compares it with what is there, then puts its values in place."""
+"""Restoring a checkpoint: open it, compare it with the current training, then set its values."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def restore(
     tolerance: Tolerance,
     options: CheckpointerOptions,
 ) -> RestoreReport:
-    """Put a checkpoint where it belongs. Collective: yes."""
+    """Restore a checkpoint. Collective: yes."""
     clock = Clock()
     with clock.phase("open"):
         step, passed_over = world.from_first(lambda: resolve(root, asked))
@@ -112,7 +112,7 @@ def _compare_all(
     only: Selection,
     tolerance: Tolerance,
 ) -> tuple[Looked, BesideTensors, BaseMatch, Fits]:
-    """Compare all but the state of optimizers with what there is. Collective: yes."""
+    """Compare everything except optimizer state with the current training. Collective: yes."""
     looked = world.together(lambda: look(state, only))
     require_alike_models(world, looked.held, looked.bounds)
     beside = BesideTensors.read(world, reader, opened)
@@ -132,7 +132,7 @@ def _read(
     fitting: Fitting | None,
     options: CheckpointerOptions,
 ) -> tuple[Ours, dict[Key, torch.Tensor]]:
-    """Read all tensors; return the optimizers, perhaps of new parameters, and their state. Collective: yes."""
+    """Read all tensors. Return the optimizers, perhaps with new parameters, and their state. Collective: yes."""
     model = {key: looked.stored[fqn].tensor for fqn, key in fits.model.items()}
     if any(item.tensor.is_meta for item in looked.held):
         placer.read_bytes += _bring_up(world, opened, placer.reader, looked, fits, options)
@@ -145,7 +145,7 @@ def _read(
 
 
 def _match_bases(world: World, opened: Opened, looked: Looked, tolerance: Tolerance) -> BaseMatch:
-    """Compare what a checkpoint takes for granted with what there is. Collective: yes, where it does so."""
+    """Compare the base of a checkpoint with the current one. Collective: yes, if it compares values."""
     facts = opened.facts
     if facts.holds == in_words(None):
         return BaseMatch()
@@ -168,9 +168,9 @@ class BesideTensors:
     """Plain data of a checkpoint, as one rank needs it.
 
     Attributes:
-        common: what is the same for all ranks, and the first rank's generators of random numbers.
-        own: this rank's position in the data ("data"), its generators ("rng"), and the reduced state of its
-            optimizers ("optimizers"), where they are for it.
+        common: state that is equal on all ranks, and the first rank's random generators.
+        own: this rank's position in the data ("data"), its generators ("rng"), and its reduced optimizer state
+            ("optimizers"), if the checkpoint has them for this rank.
     """
 
     common: Mapping[KeyPath, Any]
@@ -181,7 +181,7 @@ class BesideTensors:
         """Collective: yes.
 
         Raises:
-            FormatError: one of these, or what lies around tensors in a rank's part of the files, is damaged.
+            FormatError: one of these, or the data between tensors in a rank's part of the files, is damaged.
         """
 
         def own() -> dict[str, Any]:
@@ -193,7 +193,7 @@ class BesideTensors:
         return cls(common, world.together(own))
 
     def put_back(self, opened: Opened, state: TrainState, parts: Collection[str], world: World) -> dict[str, str]:
-        """Give it to the parts that are restored; what became of generators and of the position, in words."""
+        """Restore it into the parts. Return notes on the generators and the data position."""
         if "schedulers" in parts:
             for scheduler, told in zip(state.all_schedulers, self.common["schedulers",], strict=True):
                 scheduler.load_state_dict(told)
@@ -252,7 +252,7 @@ def _fit_optimizers(
     fits: Fits,
     tolerance: Tolerance,
 ) -> Fitting | None:
-    """Find the place of the state in the optimizers; None if none is restored. Collective: yes."""
+    """Find the targets of the state in the optimizers. None if no optimizer is restored. Collective: yes."""
     if "optimizers" not in fits.parts:
         return None
     given = world.together(lambda: _given(opened, placer, ours, common))
@@ -295,7 +295,7 @@ def _dtype_of(opened: Opened, path: KeyPath) -> torch.dtype:
 
 
 def _put_back_reduced(ours: Ours, values: Mapping[str, Mapping[str, Mapping[str, torch.Tensor]]]) -> None:
-    """Set what is this rank's alone."""
+    """Set the state that belongs to this rank alone."""
     for fqn, entries in values.items():
         if fqn in ours.optimizer_of:
             optimizer, parameter = ours.bounds[ours.optimizer_of[fqn]].optimizer, ours.parameters[fqn]
@@ -326,7 +326,7 @@ def _place(placer: Placer, opened: Opened, wanted: Mapping[str, torch.Tensor]) -
 def _bring_up(
     world: World, opened: Opened, reader: StorageReader, looked: Looked, fits: Fits, options: CheckpointerOptions
 ) -> int:
-    """Give a model on meta memory and values, as a load does; the bytes read. Collective: yes."""
+    """Materialize and fill a model on meta, like a load. Return the bytes read. Collective: yes."""
     model = looked.model
     expressions = opened.expressions
 

@@ -33,7 +33,7 @@ KeyPath: TypeAlias = tuple[str, ...]
 
 
 def key_of(path: KeyPath) -> str:
-    """The name that torch gives to what lies at the end of this path."""
+    """Return the name that torch uses for the value at the end of this path."""
     return ".".join(path)
 
 
@@ -44,7 +44,7 @@ KEEP_IT_APART = "save what the optimizer's own state_dict() has, rank by rank"
 
 
 class Stateful(Protocol):
-    """Schedulers, loaders of torchdata, gradient scalers, and whatever else tells its state as plain data."""
+    """Object with a plain-data state dict: schedulers, torchdata loaders, gradient scalers, and others."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -53,16 +53,16 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """All that a training goes on from, beside the generators of random numbers, which are taken as they are.
+    """State of a training, except for the random generators, which are saved and restored with it.
 
     Attributes:
         model: sharded or not, in the same state on every rank.
         optimizers: one, or several in the same order on every rank.
-        schedulers: one, or several; the first rank's count.
-        data: what tells and takes the position in the data. Where the ranks' states are equal, it is one position
-            for all, which any number of ranks can go on from; else each rank has its own, for as many ranks.
-        scaler: a gradient scaler; the first rank's counts.
-        user: JSON of the user's; the first rank's counts.
+        schedulers: one or several. The first rank's are saved.
+        data: object with the state of the data position. If the state is equal on all ranks, any number of ranks
+            can resume from it. Otherwise each rank has its own, and as many ranks are needed.
+        scaler: a gradient scaler. The first rank's is saved.
+        user: JSON of the user. The first rank's is saved.
     """
 
     model: nn.Module
@@ -147,7 +147,7 @@ class Looked:
 
     @cached_property
     def layout(self) -> str:
-        """A digest of how trained parameters, and reduced state of them, are cut; the same on all ranks."""
+        """Return a digest of the sharding of trained parameters and of their reduced state, equal on all ranks."""
         parameters = {item.fqn: item.tensor for item in self.held if item.tensor.requires_grad}
         blocks = [getattr(bound.optimizer, "block_size", 0) for bound in self.bounds]
         return digest_of([blocks, sorted(parameters), layout_of(parameters[name] for name in sorted(parameters))])
@@ -159,9 +159,9 @@ class Looked:
 
 
 def look(state: TrainState, only: Selection, before: Looked | None = None) -> Looked:
-    """Find out what there is. FSDP2 groups that are gathered are resharded.
+    """Collect the tensors of a training. FSDP2 groups that are gathered are resharded.
 
-    What PEFT decided for ``before`` still holds for a model with the same tensors.
+    PEFT's selection for ``before`` is reused for a model with the same tensors.
 
     Raises:
         ConfigError: the model has no such adapter.
@@ -189,7 +189,7 @@ def _tensors(stored: Mapping[str, Held], bounds: Sequence[Bound]) -> dict[KeyPat
 
 
 def chosen_names(model: nn.Module, held: Sequence[Held], only: Selection) -> set[str]:
-    """The FQNs that a checkpoint holds: everything; or an adapter, and all else that is trained."""
+    """Return the FQNs that a checkpoint stores: all, or an adapter and all other trained parameters."""
     saved = {item.fqn for item in held if item.kind.is_saved}
     if only is None:
         return saved
@@ -230,14 +230,14 @@ def _plain(value: Any) -> Any:
 
 @dataclass(slots=True)
 class StateContents:
-    """All of a checkpoint that this rank knows of, by the keys that lead to it.
+    """Content of a checkpoint as known to this rank, by key.
 
     Attributes:
         looked: the model and its optimizers.
         common: packed values that the first rank stores for all.
         own: packed values of this rank.
         random: digests of its generators of random numbers, by name.
-        data: a digest of its position in the data; "" without one.
+        data: a digest of its position in the data, or "".
         user: JSON.
         settings: a digest of the settings of optimizers (learning rates, betas, ...).
         rates: learning rates, by group.
@@ -262,7 +262,7 @@ _NAMES = frozenset({"params", "param_names"})
 
 
 def contents_of(looked: Looked, state: TrainState, rank: int) -> StateContents:
-    """Take down what there is. Tensors are the model's and the optimizers' own.
+    """Collect the values of the parts. Tensors are the model's and the optimizers' own.
 
     Raises:
         ConfigError: a part has no ``state_dict``, or the user's state is no JSON.
@@ -318,9 +318,9 @@ class CheckpointerOptions(StateOptions):
     """Settings of a save or restore. None of them changes the content of a checkpoint.
 
     Attributes:
-        budget_bytes: host memory that one rank may use for staging (strided tensors, copies to and from an
-            accelerator); what ``mode="async"`` copies comes on top.
-        process_group: the ranks that train together; None is the default group, or this process alone.
+        budget_bytes: host memory of one rank for staging (strided tensors, copies to and from an accelerator). The
+            copies of ``mode="async"`` are not included.
+        process_group: the ranks that train together. None is the default group, or this process alone.
         patience: how long ranks wait for each other.
     """
 
@@ -346,7 +346,7 @@ def digests(states: Mapping[str, Any]) -> dict[str, str]:
 
 
 def restore_generators(states: Mapping[str, Any], what: str) -> list[str]:
-    """Set generators to their states; the names of those that this machine has not.
+    """Set generators to their states. Return the names of those that this machine does not have.
 
     Raises:
         FormatError: a state is none.
@@ -357,7 +357,7 @@ def restore_generators(states: Mapping[str, Any], what: str) -> list[str]:
 def seed_generators(
     first: Mapping[str, Any], alike: Collection[str], rank: int, world_size: int, what: str
 ) -> list[str]:
-    """See [Note: Random numbers on other ranks]. ``first`` are rank 0's; the names of those not there here."""
+    """See [Note: Random numbers on other ranks]. ``first`` are rank 0's. Return the names of missing generators."""
     lacking = _set({name: state for name, state in first.items() if name in alike}, what)
     for name, state in first.items():
         if name in alike:

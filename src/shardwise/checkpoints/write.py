@@ -1,7 +1,7 @@
-"""Writes a checkpoint from each rank's memory, while the training goes on, and commits it in one step.
+"""Writing of a checkpoint from each rank's memory while the training continues, and its commit.
 
-Each rank creates, fills and syncs its own file; the ranks meet; the first one puts ``.metadata`` in place. See
-[Note: When a checkpoint counts].
+Each rank creates, fills and syncs its own file. The ranks synchronize. The first one puts ``.metadata`` in place.
+See [Note: When a checkpoint counts].
 """
 
 import time
@@ -37,10 +37,10 @@ class Job:
 
     Attributes:
         root: the folder of checkpoints.
-        newest: the newest complete step that this run knows of.
+        newest: the newest complete step of this run.
         plan: of the tensors.
-        content: called once, when the folder has been marked; raises if this rank cannot have it.
-        facts: all but the fields that are known at the end.
+        content: called once, after the lock is held. Raises if this rank cannot provide it.
+        facts: all fields except those that are determined at the end.
         budget_bytes: of staging memory.
         report: of the checkpoint, not complete yet.
     """
@@ -74,13 +74,13 @@ def require_after(root: Path, step: int, newest: int | None) -> None:
 
 
 def carry_out(world: World, job: Job) -> CheckpointReport:
-    """Mark the folder, write, sync, commit, and remove what is not kept; return the completed report.
+    """Lock the folder, write, sync, commit, and remove old checkpoints. Return the completed report.
 
     Collective: yes.
 
     Raises:
-        StorageError: somebody else writes there, or has since; or bytes could not be written. The checkpoint does
-            not count then, unless it says otherwise.
+        StorageError: another save holds the lock or has taken it over, or bytes could not be written. The
+            checkpoint is not committed then, unless the message states otherwise.
         RankLostError: a rank has been lost.
     """
     with marked_by_first(world, job.root, partial(_begin, job), partial(_undo, job)) as saving:
@@ -139,7 +139,7 @@ def _commit(
     sizes: Sequence[Mapping[KeyPath, int]],
     checksums: Sequence[str],
 ) -> list[int]:
-    """Let the checkpoint count, and remove what is not to be kept; return the steps that were removed."""
+    """Commit the checkpoint and remove old ones. Return the removed steps."""
     files = {data_file(rank): with_checksums(_nbytes(job, rank, own.values())) for rank, own in enumerate(sizes)}
     metadata = metadata_of(job.plan, sizes)
     facts = replace(
@@ -159,7 +159,7 @@ def _commit(
 
 
 def _undo(job: Job, marked: Marked) -> None:
-    """Remove what was written for the step, unless it counts by now or the folder is another's."""
+    """Remove the files written for the step, unless it is committed or the folder belongs to another save."""
     if marked.held.whose() is Whose.OURS:
         folder.remove_own(job.root, job.step)
     elif job.folder.is_dir():
@@ -168,7 +168,7 @@ def _undo(job: Job, marked: Marked) -> None:
 
 
 def _write_own(world: World, job: Job, saving: Saving, content: RankContent, nbytes: int) -> str:
-    """Write and sync this rank's file; return the digest of its checksums."""
+    """Write and sync this rank's file. Return the digest of its checksums."""
     saving.require()
     views, values = content
     file, sums = data_file(world.rank), BlockSums(nbytes)

@@ -64,8 +64,8 @@ def startup_command(*, as_json: bool, **options: Any) -> None:
 
     MODEL is a folder, or the name of a repository of the Hugging Face hub. Each arm has fresh processes, which are
     observed while they load, wrap and create an optimizer. An arm that takes more memory than there is, or lacks a
-    package, is left out. Exits with 1 if our own arm needs more than its shards, and for each rank its budget and
-    32 MiB; with 2 if nothing could be measured.
+    package, is left out. Exits with 1 if our own arm needs more than its shards, its budget and 32 MiB for each
+    rank, and with 2 if nothing could be measured.
     """
     from shardwise.startup import StartupOptions, compare_startup
 
@@ -89,7 +89,7 @@ def _start(ranks: int, *arguments: str, timeout_s: float) -> list[ArmOnRank]:
 
 
 def _require_config(model: str) -> None:
-    """Refuse a checkpoint of which transformers can make no model; raises ShardwiseError."""
+    """Reject a checkpoint that transformers has no model for. Raises ShardwiseError."""
     from shardwise.cli.checkpoints import read_config_facts
     from shardwise.storage.remote import resolve
 

@@ -100,7 +100,7 @@ _DIGITS = re.compile(r"([0-9]+)")
 @click.option("--tensors", "with_tensors", is_flag=True, help="List the tensors, equal layers in one line.")
 @click.option("--revision", help="Of a repository of the Hugging Face hub: branch, tag or commit.")
 def inspect_command(path: str, *, as_json: bool, with_tensors: bool, revision: str | None) -> None:
-    """Show what the checkpoint at PATH holds.
+    """Show the content of the checkpoint at PATH.
 
     PATH is a folder (an adapter's, too), a safetensors, .bin or index file, or the name of a repository that is in
     the cache of the Hugging Face hub. Only headers are read, nothing in them is run, and nothing is downloaded.
@@ -128,7 +128,7 @@ def _adapter_in(folder: Path) -> str | None:
 
 
 def read_config_facts(folder: Path) -> dict[str, object]:
-    """Read facts of the model from the top level of ``config.json``; empty if there is none.
+    """Read facts of the model from the top level of ``config.json``. Empty without one.
 
     Raises :class:`FormatError` for a file that is no JSON object.
     """
@@ -158,9 +158,9 @@ def bytes_per_dtype(tensors: Iterable[StoredTensor]) -> dict[str, int]:
 
 
 def as_json_object(index: CheckpointIndex, config: dict[str, object]) -> dict[str, object]:
-    """Everything there is to say.
+    """Return all facts of a checkpoint as one JSON object.
 
-    A tensor that is one run of bytes has a file, a start and a stop; any other has parts that do.
+    A contiguous tensor has a file, a start and a stop. Any other has parts that do.
     """
     everything = index.tensors()
     return {

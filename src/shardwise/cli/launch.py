@@ -23,7 +23,7 @@ TRAINING = ("trl.trainer.sft_trainer", "shardwise.training.run")
 
 
 def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapping[str, int] | None:
-    """Return the numbers that a launcher such as torchrun has set for this process; None if it was started alone.
+    """Return rank and world size as set by a launcher such as torchrun, or None if this process was started alone.
 
     Raises:
         ConfigError: the environment contradicts ``--nproc-per-node``, or is incomplete or makes no sense.
@@ -54,7 +54,7 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(*args)`` on every rank.
 
-    Returns the values of all ranks, in order, where the result is to be shown; and an empty list in the other
+    Returns the values of all ranks, in order, on the process that prints the result, and an empty list in the other
     processes of a launcher. For ``asks_first`` and ``preloaded`` see
     :func:`~shardwise.execution.processes.run_spawned`.
 
@@ -81,11 +81,11 @@ def run_fresh(
     preloaded: Sequence[str] = ("torch", "transformers"),
     timeout_s: float = math.inf,
 ) -> list[Any]:
-    """Call ``function(*args)`` on ``size`` new processes, also where that is one; its values by rank.
+    """Call ``function(*args)`` on ``size`` new processes (also if it is one). Return the values by rank.
 
     Raises:
         ConfigError: this process is itself one that a launcher started.
-        ShardwiseError: as raised by the function, or by a rank that ended; RanksLateError after ``timeout_s``.
+        ShardwiseError: as raised by the function or by a rank that exited, or RanksLateError after ``timeout_s``.
     """
     if read_launch(os.environ) is not None:
         raise ConfigError("this command starts its ranks itself (RANK is set): call it without torchrun")

@@ -64,9 +64,9 @@ def train_command(
     check: bool,
     as_json: bool,
 ) -> None:
-    """Fine-tune a model by TRL, as a YAML file of TRL's keys and --KEY VALUE overrides say.
+    """Fine-tune a causal language model with TRL, from a YAML file of TRL's keys and --KEY VALUE overrides.
 
-    Under torchrun, the ranks are those it started; with --nproc-per-node they are started here.
+    Under torchrun, its ranks are used. With --nproc-per-node, ranks are started here.
     """
     try:
         config = _read([*arguments, *(("--accelerate_config", accelerate_config) if accelerate_config else ())])
@@ -86,10 +86,10 @@ def train_command(
 
 
 def _read(arguments: Sequence[str]) -> RunConfig:
-    """Read a configuration; tell of a local model that is not there before torch is imported.
+    """Read a configuration. Report a missing local model before torch is imported.
 
     Raises:
-        ShardwiseError: naming what is wrong.
+        ShardwiseError: the configuration is invalid.
     """
     try:
         from shardwise.training.run_config import has_tenants, read_run_config, read_tenants
@@ -193,7 +193,7 @@ def plan_command(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Forecast what loading or training MODEL takes on each rank: memory, bytes read, groups.
+    """Estimate memory, bytes read and FSDP2 groups for loading or training MODEL, for each rank.
 
     MODEL is a folder, a repository in the cache of the Hugging Face hub, or a URL. Only its config and the headers
     of its files are read, nothing is downloaded, and no process is started. Or MODEL is the YAML file of a

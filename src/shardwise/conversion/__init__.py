@@ -1,1 +1,1 @@
-"""Expressions: which stored elements make up a box of a parameter, and what is computed of them. No torch."""
+"""Expressions: the stored elements that make up a box of a parameter, and the computations on them. No torch."""

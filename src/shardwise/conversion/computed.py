@@ -1,10 +1,10 @@
 """Copies and computations that fill a box: the box is pushed down to leaves and to nodes that compute.
 
-[Note: Blocks] An operation says of which boxes of its inputs it makes which boxes of its outputs. Boxes are counted
-in the whole tensors, never in a shard, so that no cut can be wrong: a scale belongs to the same elements whoever
-asks. Executors cut what they need into such blocks, read the inputs of one, evaluate it, and move what came out to
-its places, within a budget of memory. An operation that can writes its outputs straight to these places, in the
-dtype that is wanted there.
+[Note: Blocks] An operation maps boxes of its inputs to boxes of its outputs. Boxes are counted in full tensors,
+never in a shard, so a scale always belongs to the same elements, regardless of the sharding. Executors divide the
+requested box into such blocks, read the inputs of a block, evaluate it, and move the results to their places,
+within a memory budget. An operation that can writes its outputs straight to these places, in the dtype that is
+wanted there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ComputedBlock:
     Attributes:
         needs: a box of each input, in their order.
         gives: by output, the box that is made.
-        nbytes: of memory while it is made: what is needed, what is given, and what lies between.
+        nbytes: memory of the computation: inputs, outputs, and intermediate values.
     """
 
     needs: tuple[Box, ...]
@@ -37,7 +37,7 @@ class ComputedBlock:
 class BadValues(FormatError):
     """An operation cannot make anything of the values that it was given.
 
-    It does not know whose they are; :class:`ComputeTask` does, and names the input.
+    It has no names of tensors. :class:`ComputeTask` adds the name of the input.
 
     Args:
         source: the number of the input.
@@ -99,7 +99,7 @@ class Computed(Leaf):
 class WholeOperation:
     """An operation that is run once, on its inputs whole, and makes all of its outputs.
 
-    ``function`` takes the inputs in their order. ``nbytes`` is what it takes of memory.
+    ``function`` takes the inputs in their order. ``nbytes`` is the memory that it needs.
     """
 
     label: str
@@ -119,7 +119,7 @@ class WholeOperation:
 
 @dataclass(frozen=True, slots=True)
 class OutputMove:
-    """Elements of a block's output, counted in the box that it gives, and where they go in a target's memory."""
+    """Elements of a block's output, counted in its box, and their places in a target's memory."""
 
     target: int
     output: str
@@ -129,7 +129,7 @@ class OutputMove:
 
 @dataclass(frozen=True, slots=True)
 class ComputeTask:
-    """A block to be computed of these inputs, and what becomes of it."""
+    """A block to compute from these inputs, and the places of its outputs."""
 
     operation: Operation
     inputs: tuple[Expression, ...]
@@ -176,7 +176,7 @@ def compute_tasks(parts: Iterable[tuple[int, Computed, Region]], most_bytes: int
 
 
 class SmallestBlocks:
-    """Bytes of memory that leaves need to be computed, cut as small as can be; worked out once for alike ones."""
+    """Smallest memory in which leaves can be computed, in bytes, cached for equal ones."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Operation, str, Shape], int] = {}
@@ -204,7 +204,7 @@ def computes(expression: Expression) -> bool:
 def aligned_blocks(boxes: Iterable[Box], shape: Shape, unit: Shape, most: int) -> Iterator[Box]:
     """Boxes of whole units of a tensor, without overlap, that hold these boxes.
 
-    Units are counted from the tensor's first element; those at its end may be smaller. No box has more than
+    Units are counted from the tensor's first element. Those at its end may be smaller. No box has more than
     ``most`` elements, but for one of a single unit.
     """
     for box in apart(_grown(box, shape, unit) for box in boxes):
@@ -235,10 +235,10 @@ def _cut(box: Box, unit: Shape, most: int) -> Iterator[Box]:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Elements of a stored tensor, and where they go.
+    """Elements of a stored tensor, and their places in the target.
 
-    ``source`` counts elements of the leaf as it is stored (row-major), ``target`` counts elements of the memory
-    the box was asked into. Both have the same ``sizes``, iterated in the same order.
+    ``source`` counts elements of the stored leaf (row-major), ``target`` counts elements of the target's memory.
+    Both have the same ``sizes``, iterated in the same order.
     """
 
     leaf: Stored
@@ -268,7 +268,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class ComputedPart:
-    """Elements of something computed, and where they go."""
+    """Elements of a computed tensor, and their places in the target."""
 
     leaf: Computed
     region: Region
@@ -279,8 +279,8 @@ def copies_and_computed(
 ) -> tuple[list[Copy], list[ComputedPart]]:
     """Return the copies and computed parts that fill ``box``: each element exactly once, except for a hole's.
 
-    ``into`` says where the box lies in the target's memory (default: a contiguous tensor of the box's sizes).
-    An empty box needs nothing.
+    ``into`` is the box's layout in the target's memory (default: a contiguous tensor of the box's sizes). An empty
+    box needs nothing.
     """
     if not box.is_within(expression.shape):
         raise ValueError(f"{box} is not within {expression.shape}")
@@ -307,7 +307,7 @@ def copies_and_computed(
 
 
 def copies(expression: Expression, box: Box, into: Strided | None = None) -> list[Copy]:
-    """The copies that fill a box of an expression that computes nothing; see :func:`copies_and_computed`.
+    """Return the copies that fill a box of an expression without computations. See :func:`copies_and_computed`.
 
     Raises:
         ValueError: something in the box is computed.
@@ -321,16 +321,16 @@ def copies(expression: Expression, box: Box, into: Strided | None = None) -> lis
 def pieces(
     expression: Expression, held: Mapping[str, Sequence[tuple[Box, Strided]]], box: Box | None = None
 ) -> Iterator[Copy]:
-    """The copies that take what is ``held`` of the leaves to its places in a box of the expression.
+    """Return the copies from the ``held`` boxes of the leaves to a box of the expression.
 
     The other direction of :func:`copies`: here ``source`` counts elements of the memory in which a leaf's box is
     held, and ``target`` those of a row-major tensor of the box's sizes. Together, the holders of all of a leaf make
     all elements that the box has of it.
 
     Args:
-        expression: of stored tensors; what it computes is left out.
+        expression: of stored tensors. Computed parts are skipped.
         held: by key, boxes of the leaf (without overlap) and where each lies in memory.
-        box: of the expression; None is all of it.
+        box: of the expression. None is all of it.
     """
     box = Box.whole(expression.shape) if box is None else box
     if not box.is_within(expression.shape):
@@ -346,7 +346,7 @@ def pieces(
 
 
 def _along(view: Strided, axis: int, first: int, count: int) -> Strided:
-    """``count`` steps of one axis from ``first`` on; the axis goes where there is one step only."""
+    """Return ``count`` steps of one axis starting at ``first``. The axis is dropped if there is only one step."""
     offset = view.offset + first * view.strides[axis]
     middle = ((count,), (view.strides[axis],)) if count > 1 else ((), ())
     sizes = view.sizes[:axis] + middle[0] + view.sizes[axis + 1 :]
@@ -377,12 +377,12 @@ def _around(box: Box, other: Box) -> Box:
 class Bindings:
     """The outcome of applying renames and conversions to the keys of a checkpoint.
 
-    ``offers`` has, for a name of the model, every expression that claims to be it (more than one is a fault that
-    a plan reports). ``unmatched`` maps the keys that lead to nothing the model has to the name they were given.
+    ``offers`` has, for a name of the model, every expression that claims to be it (more than one is a fault that a
+    plan reports). ``unmatched`` maps the keys that lead to nothing the model has to the name they were given.
     ``leaders`` names, for a tensor made by a conversion, the first tensor that the conversion makes (transformers
     chooses the dtype of all by it). ``faults`` are conversions that could not be understood: a sentence for each,
-    with the names that it leaves without a value. ``strays`` are expressions of what is unmatched, by the name it
-    was given: the model may come to have it.
+    with the names that it leaves without a value. ``strays`` are expressions of unmatched keys, by their given
+    names, because the model may get a tensor of that name.
     """
 
     offers: Mapping[str, tuple[Expression, ...]]

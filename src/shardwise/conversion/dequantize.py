@@ -1,8 +1,8 @@
 """Defines a node that makes numbers of elements stored in few bits: decoded, less a zero point, times a scale.
 
-[Note: Layouts] Formats store codes in different orders, and this node knows only one: row by row, the first of
-two codes in the lower half of a byte. An order that is a permutation of dimensions is said around it, by
-``reshape`` and ``permute`` of its inputs and of its result, with scales and zero points in the order of the codes:
+[Note: Layouts] Formats store codes in different orders, and this node supports one: row by row, with the first of
+two codes in the lower half of a byte. If the order is a permutation of dimensions, ``reshape`` and ``permute`` are
+applied to its inputs and to its result, with scales and zero points in the order of the codes:
 
 - AWQ has eight columns in a word of 32 bits, in the order 0, 2, 4, 6, 1, 3, 5, 7: dequantized as they are stored,
   columns are (words, 2, 4), and permuted to (words, 4, 2).
@@ -14,8 +14,8 @@ Zero points that are packed are numbers of a node of their own (:func:`decoded`)
 (``awq/utils/packing_utils.py``) and GPTQModel (``gptqmodel/nn_modules/qlinear/__init__.py``) have it on a CPU. The
 difference is exact, and the product is rounded once to that dtype, before any cast to the dtype of a model.
 
-GPTQ's first format stores zero points less 1. GPTQModel takes that back by an addition to the whole word, with
-what is carried from one zero point to the next; so does this.
+GPTQ's first format stores zero points less 1. GPTQModel undoes that by an addition to the full word, which carries
+from one zero point to the next. So does this node.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,16 +45,16 @@ _STRIP_BYTES = 12
 class Dequantize:
     """``out[i, j] = (codes[i, j] - zeros[i // unit[0], j // unit[1]]) * scales[i // unit[0], j // unit[1]]``.
 
-    Computed in float32; the same for any number of dimensions. Indices are those of the whole tensor, so that any
-    part of it has the scales that are its own. Blocks at the end of a dimension may be smaller than the unit.
-    Inputs are codes, scales, and those of the last two that there are, in their order.
+    Computed in float32, for any number of dimensions. Indices are those of the whole tensor, so that any part of it
+    has the scales that are its own. Blocks at the end of a dimension may be smaller than the unit. Inputs are
+    codes, scales, and those of the last two that there are, in their order.
 
     Attributes:
         shape: of the result.
-        unit: how many elements have one scale, by dimension; empty where there are no scales.
-        code: what stored bytes stand for.
-        has_exponents: scales are bytes ``b`` that stand for ``2 ** (b - 127)`` (E8M0 of OCP's microscaling
-            formats; 255 is NaN).
+        unit: number of elements with one scale, by dimension. Empty without scales.
+        code: values of the stored bytes.
+        has_exponents: scales are bytes ``b`` that represent ``2 ** (b - 127)`` (E8M0 of OCP's microscaling formats,
+            255 is NaN).
         overall: of an input with one number for the whole tensor: scales are multiplied by it to this power.
         has_zeros: an input has a zero point for each scale.
         rounds_to: each result is rounded to this dtype, before it is cast to any other: F32, BF16 or F16.
@@ -143,7 +143,7 @@ class Dequantize:
                 return numbers
 
     def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """The codes; scales and zero points as float32, or None."""
+        """Return the codes, and scales and zero points as float32 or None."""
         stored, *rest = values
         if not self.unit:
             return stored, None, None
@@ -183,7 +183,7 @@ class Dequantize:
         return numbers, self._repeated(scales, last, box)
 
     def _repeated(self, scales: Any, dim: int, box: Box) -> Any:
-        """A scale for each element along a dimension; as it is where one is everybody's."""
+        """Return a scale for each element along a dimension, unchanged if one scale is for all."""
         unit, at, size = self.unit[dim], box.offsets[dim], box.sizes[dim]
         if unit == 1 or scales.shape[dim] == 1:
             return scales
@@ -195,7 +195,7 @@ POWERS = (*(2.0 ** (byte - _EXPONENT_BIAS) for byte in range(255)), float("nan")
 
 
 def _part(tensor: Any, box: Box, whole: Box) -> Any:
-    """A box of what holds another one."""
+    """Return the part of a box that contains another one."""
     for dim, (at, start, size) in enumerate(zip(box.offsets, whole.offsets, box.sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, at - start, size)
@@ -216,7 +216,7 @@ def decoded(values: Expression, shape: Sequence[int], code: Code) -> Expression:
     Args:
         values: as many bytes as ``shape`` needs, row by row, under any shape.
         shape: of the result.
-        code: what the bytes stand for.
+        code: values of the bytes.
 
     Raises:
         ValueError: there are not as many bytes as elements.
@@ -239,19 +239,19 @@ def dequantized(
     groups: Expression | None = None,
     rounds_to: DType = DType.F32,
 ) -> Expression:
-    """Elements less their zero points, times their scales; see :class:`Dequantize`.
+    """Return (elements - zero points) * scales. See :class:`Dequantize`.
 
     Args:
         values: as many bytes as ``shape`` needs, row by row, under any shape.
         scales: one for each block, row by row.
         shape: of the result.
         unit: sizes of a block, by dimension.
-        code: what the bytes stand for.
+        code: values of the bytes.
         has_exponents: scales of bytes are exponents.
         overall: a tensor of one element, and 1 or -1: by which scales are multiplied, or divided.
         zeros: numbers of any dtype, one for each block, that are subtracted.
-        groups: integers, one for each index of the last dimension: the block along it, in place of that which its
-            size says.
+        groups: integers, one for each index of the last dimension: its block, instead of the one that follows from
+            its position.
         rounds_to: the dtype of the result. Products are made in float32 whatever it is.
 
     Raises:
@@ -315,7 +315,7 @@ class AddToWords:
 
 @dataclass(frozen=True, slots=True)
 class ChosenRows:
-    """``out[i, j] = rows[numbers[i], j]``; floats as float32, integers as they are.
+    """``out[i, j] = rows[numbers[i], j]``. Floats are float32, integers are unchanged.
 
     Attributes:
         count: of the rows.
@@ -351,7 +351,10 @@ class ChosenRows:
 
 
 def _rows(source: Expression, numbers: Expression) -> Expression:
-    """See :class:`ChosenRows`; ``source`` is (count, columns), ``numbers`` are integers (rows,)."""
+    """Return the chosen rows (see :class:`ChosenRows`).
+
+    ``source`` is (count, columns), ``numbers`` are integers (rows,).
+    """
     shape = (numbers.shape[0], source.shape[1])
     dtype = DType.F32 if source.dtype.kind == "float" else source.dtype
     return Computed(ChosenRows(source.shape[0], shape), _OUT, shape, dtype, (source, numbers))
@@ -360,7 +363,7 @@ def _rows(source: Expression, numbers: Expression) -> Expression:
 def columns_in_words(
     values: Expression, zeros: Expression, scales: Expression, shape: Shape, group: int, dtype: DType
 ) -> Expression:
-    """AWQ's weight (out, in): words of eight outputs of one input, in 4 bits; see [Note: Layouts].
+    """Return AWQ's weight (out, in) from words of eight outputs of one input, in 4 bits. See [Note: Layouts].
 
     Args:
         values: bytes of the words (in, out / 8).
@@ -401,7 +404,7 @@ def rows_in_words(
         dtype: of the products.
         bits: 4 or 8.
         is_less_one: zero points are stored less 1.
-        numbers: the group of each input (in,), where it is another than its place says.
+        numbers: the group of each input (in,), if it does not follow from its position.
     """
     (out, columns), per_word, groups = shape, 32 // bits, scales.shape[0]
     if is_less_one:

@@ -1,13 +1,13 @@
 """Defines lazy expressions over stored tensors.
 
-A parameter of a model is an expression whose leaves are tensors of a checkpoint. Most nodes
-only move elements (:class:`Concat`, :class:`Stack`, :class:`Slice`, :class:`Permute`, :class:`Reshape`), so any box
-of the parameter can be traced to strided boxes of the leaves, see :func:`shardwise.conversion.computed.copies`.
-What computes is a leaf, too (:class:`~shardwise.conversion.computed.Computed`): it says which boxes of its inputs
-it needs.
+A parameter of a model is an expression whose leaves are tensors of a checkpoint. Most nodes only move elements
+(:class:`Concat`, :class:`Stack`, :class:`Slice`, :class:`Permute`, :class:`Reshape`), so any box of the parameter
+can be traced to strided boxes of the leaves, see :func:`shardwise.conversion.computed.copies`. Nodes that compute
+are leaves, too (:class:`~shardwise.conversion.computed.Computed`). They report the boxes of their inputs that they
+need.
 
-Nodes are built by the lower-case functions, which validate and simplify. A new one answers what
-:class:`Expression` asks, and nothing outside of this package looks at classes of nodes.
+Nodes are built by the lower-case functions, which validate and simplify. A new node implements :class:`Expression`.
+Nothing outside of this package depends on classes of nodes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class Expression(ABC):
-    """A tensor that is made of stored ones: what every node of an expression answers.
+    """Tensor composed of stored tensors. Interface of all nodes of an expression.
 
-    A node moves elements, of its ``sources``, or is a leaf. What it is but for its sources is its ``form``: nodes
-    of equal forms over sources of equal shapes do the same.
+    A node moves elements, of its ``sources``, or is a leaf. Its ``form`` is the node without its sources: nodes of
+    equal forms over sources of equal shapes are equivalent.
     """
 
     __slots__ = ()
@@ -227,7 +227,7 @@ class Reshape(_Moved):
 
 @dataclass(frozen=True, slots=True)
 class Hole(Expression):
-    """Elements that no checkpoint holds, beside others that one does (rows of a vocabulary that has grown).
+    """Elements that no checkpoint has, next to others that one has (rows of a resized vocabulary).
 
     Nothing is copied from it: whoever fills the tensor fills them, too.
     """
@@ -306,7 +306,10 @@ def reshape(source: Expression, shape: Sequence[int]) -> Expression:
 
 
 def stored_leaves(expression: Expression) -> Iterator[Stored]:
-    """Every stored tensor below, in order, also those that are computed with; repeated where it is used twice."""
+    """Return all stored tensors below, in order, including inputs of computations.
+
+    A tensor that is used twice is repeated.
+    """
     if isinstance(expression, Stored):
         yield expression
     for source in expression.sources:
@@ -314,7 +317,7 @@ def stored_leaves(expression: Expression) -> Iterator[Stored]:
 
 
 def leaves_of(expression: Expression) -> Iterator[Leaf]:
-    """The leaves, in order; not what those are made of that are computed."""
+    """Return the leaves, in order, without the inputs of computed ones."""
     if isinstance(expression, Leaf):
         yield expression
         return
@@ -323,7 +326,7 @@ def leaves_of(expression: Expression) -> Iterator[Leaf]:
 
 
 def key_of(expression: Expression) -> str | None:
-    """The key of an expression that is one stored tensor as it is; None of any other."""
+    """Return the key of an expression that is one unchanged stored tensor, or None."""
     return expression.key if isinstance(expression, Stored) else None
 
 
@@ -335,10 +338,10 @@ def rows_stored(expression: Expression) -> int | None:
 
 
 def substitute(expression: Expression, leaves: Mapping[str, Expression]) -> Expression:
-    """The same expression over other stored tensors: ``leaves`` maps the keys in it to what replaces them.
+    """Return the same expression over other stored tensors. ``leaves`` maps its keys to the replacements.
 
-    The replacements have the shapes of what they replace (not checked: callers key their memo by shape). What
-    computes stays the same operation, on other inputs.
+    The replacements have the same shapes (not checked, because callers key their cache by shape). Computations keep
+    their operation and get other inputs.
     """
     if isinstance(expression, Stored):
         return leaves[expression.key]
@@ -368,7 +371,7 @@ def skeletons(expressions: Sequence[Expression]) -> tuple[tuple[Hashable, ...], 
 
 
 def view(source: Expression, strided: Strided) -> Expression:
-    """``torch.as_strided`` of a flat source, where no element is seen twice.
+    """Return ``torch.as_strided`` of a flat source without overlapping elements.
 
     The steps of the widest stride become rows of a reshape, the next their columns, and so on inwards. Where the
     last row would end beyond the source, it is taken by itself.

@@ -18,8 +18,8 @@ are fewer passes than fifteen compares (``benchmarks/four_bit.py``).
 
 [Note: Nested scales] All scales of a weight, in one row, less their mean (``offset``), are in blocks of 256. Each
 scale is one of 256 numbers from -1 to 1 (:func:`dynamic_numbers`) times the greatest magnitude of its block. Blocks
-go on from row to row, so that a part of the scales needs the offset and the greatest magnitudes of the whole:
-4 bytes for 256 scales.
+continue from row to row, so a part of the scales needs the offset and the maxima of the full tensor: 4 bytes for
+256 scales.
 
 The bits are those of bitsandbytes 0.50 on an x86 CPU (``quantize_4bit(compress_statistics=True)``, whose
 ``quantize_blockwise`` is ``quantize_cpu`` of its ``csrc/cpu_ops.cpp``). It looks up the number for the nearest of
@@ -89,7 +89,7 @@ def fits_blocks(shape: Sequence[int], block: int) -> bool:
 
 
 def scales_in(raw: Any) -> Any:
-    """Bytes ``[..., 4 n]`` as the float32 ``[..., n]`` that they are; the same memory."""
+    """Return bytes ``[..., 4 n]`` as a float32 view ``[..., n]``."""
     return raw.view(raw.new_empty(0).float().dtype)
 
 
@@ -99,15 +99,14 @@ def scratch_bytes(elements: int) -> int:
 
 
 def quantize_rows(values: Any, block: int, form: Form4, packed_out: Any, absmax_out: Any) -> tuple[int, ...]:
-    """Put the codes and the scales of rows where they belong.
+    """Write the codes and the scales of rows to their places.
 
     ``values``: CPU tensor ``[..., width]`` in float32, bfloat16 or float16. ``packed_out``: uint8
     ``[..., width / 2]``. ``absmax_out``: float32 ``[..., width / block]``. All are contiguous. Takes
     :func:`scratch_bytes` besides. May be called by several threads at once.
 
     Returns:
-        Which rows have values that are not finite, counted over all outer dimensions. What is written for
-        these means nothing.
+        Which rows have values that are not finite, counted over all outer dimensions. Their output is undefined.
 
     Raises:
         ValueError: of shapes, dtypes or a block that do not go together.
@@ -132,7 +131,7 @@ def quantize_rows(values: Any, block: int, form: Form4, packed_out: Any, absmax_
 
 
 class _Scratch:
-    """Memory for one chunk, and what is done with it. What numpy is slower at is done by methods of tensors."""
+    """Memory for one chunk, and the operations on it. Operations that are slow in numpy use methods of tensors."""
 
     def __init__(self, values: Any, dtype: DType, block: int, form: Form4) -> None:
         count, none = min(CHUNK, values.numel()), values.new_empty(0)
@@ -165,7 +164,7 @@ class _Scratch:
         self._pack(codes, packed)
 
     def _settle(self, codes: NDArray[np.uint8], stored: NDArray[Any], factors: NDArray[np.float32]) -> None:
-        """Compare with the bounds what has the place of one."""
+        """Compare values in an interval that contains a bound with the bound."""
         bounds, order = _ordered(self.form)
         found = np.flatnonzero(np.greater_equal(codes, _UNSURE, out=self.is_unsure[: codes.size]))
         for start in range(0, found.size, _SETTLED):
@@ -191,7 +190,7 @@ def _ordered(form: Form4) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
 
 
 def _codes_by_place(form: Form4, none: Any) -> Any:
-    """For each place a code, or :data:`_UNSURE`, as uint8; ``none`` is any CPU tensor."""
+    """Return a code for each interval, or :data:`_UNSURE`, as uint8. ``none`` is any CPU tensor."""
     if form not in _tables:
         bounds, order = _ordered(form)
         of_bounds = (bounds + np.float32(_SHIFT)).view(np.int32) - _SHIFT_BITS
@@ -259,7 +258,7 @@ def _dtype_of(values: Any) -> DType:
 
 
 def _bits_of(values: Any, dtype: DType) -> NDArray[Any]:
-    """The bits of a contiguous tensor, flat; the same memory. numpy has no bfloat16."""
+    """Return the bits of a contiguous tensor as a flat view, because numpy has no bfloat16."""
     none = values.new_empty(0)
     integers = none.int() if dtype is DType.F32 else none.short()
     found: NDArray[Any] = values.detach().view(-1).view(integers.dtype).numpy().view(_BITS[dtype][0])
@@ -351,9 +350,9 @@ def _by_scale(nested: Any, start: int, count: int) -> NDArray[np.float32]:
 def dynamic_numbers() -> tuple[float, ...]:
     """The 256 numbers, ascending, all float32 (Dettmers, "8-bit optimizers via block-wise quantization", 2021).
 
-    For each power of ten from 1e-6 to 1, the middles of 1, 2, 4, ... 64 equal parts of what lies between a tenth of
-    it and itself, with both signs; 0; 1. These are those of ``create_dynamic_map`` of bitsandbytes where torch's
-    ``linspace`` rounds once for a product and a sum, as it does on x86 from AVX2 on.
+    Return the dynamic map: for each power of ten from 1e-6 to 1, the midpoints of 1, 2, 4, ... 64 equal parts of
+    the range from a tenth of it to itself, with both signs, and 0 and 1. These are those of ``create_dynamic_map``
+    of bitsandbytes where torch's ``linspace`` rounds once for a product and a sum, as it does on x86 from AVX2 on.
     """
     return tuple(_dynamic_numbers().tolist())
 

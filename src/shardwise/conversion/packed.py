@@ -24,9 +24,9 @@ class Reinterpret:
     """Numbers as memory has them, taken for others: rows of float32 for their bytes, or the other way round.
 
     Attributes:
-        shape: of what is made.
-        dtype: of what is made.
-        source: of what it is made of.
+        shape: of the result.
+        dtype: of the result.
+        source: dtype of the input.
     """
 
     shape: expression.Shape
@@ -58,7 +58,7 @@ def as_bytes(numbers: expression.Expression) -> expression.Expression:
 
 
 def from_bytes(raw: expression.Expression) -> expression.Expression:
-    """The float32 (.., n) whose bytes (.., 4 n) these are; of what is there as numbers, these."""
+    """Return the float32 (.., n) with these bytes (.., 4 n). Float inputs are returned unchanged."""
     if isinstance(raw, Computed) and isinstance(raw.operation, Reinterpret) and raw.operation.source is DType.F32:
         return raw.sources[0]
     if (made := scales_as_numbers(raw)) is not None:
@@ -71,9 +71,9 @@ def packed(
 ) -> tuple[expression.Expression, expression.Expression]:
     """Return the expressions of a matrix in 4 bits: packed bytes (.., out, in / 2), and scales.
 
-    The latter as the bytes of float32, (.., out, 4 * in / block); of MXFP4 the exponents (.., out, in / 32).
-    Numbers are rounded to ``rounds_to`` before they are packed. What is stored in this very form, and in blocks of
-    this size, is taken as it is.
+    Scales are the bytes of float32, (.., out, 4 * in / block), or the exponents of MXFP4 (.., out, in / 32).
+    Numbers are rounded to ``rounds_to`` before they are packed. A matrix that is stored in this form with this
+    block size is used unchanged.
 
     Raises:
         ValueError: numbers are to be MXFP4, which are only taken as they are stored.
@@ -94,7 +94,7 @@ class StoredRows:
         form: of the codes.
         block_size: elements of a row with one scale.
         values: packed bytes (.., out, in / 2).
-        scales: (.., out, in / block): float32; of MXFP4 bytes, exponents.
+        scales: (.., out, in / block): float32, or the exponent bytes of MXFP4.
     """
 
     form: FourBitForm
@@ -104,7 +104,7 @@ class StoredRows:
 
 
 def stored_rows(numbers: expression.Expression) -> StoredRows | None:
-    """The packed rows that numbers are made of, where these are only put together; None of any other.
+    """Return the packed rows of dequantized values if these are only concatenated rows, otherwise None.
 
     No block crosses a row, so that rows that are stacked, concatenated or sliced as numbers are so as bytes.
     """
@@ -131,7 +131,7 @@ def stored_rows(numbers: expression.Expression) -> StoredRows | None:
 def _over_rows(
     node: expression.Expression, sources: Sequence[expression.Expression]
 ) -> expression.Expression | None:
-    """The same node over rows of another width; None where it does not leave rows whole."""
+    """Return the same node over rows of another width, or None if it does not keep rows together."""
     last = len(node.shape) - 1
     match node:
         case expression.Concat(dim=dim) if dim != last:
@@ -154,7 +154,7 @@ class Unnest:
     Attributes:
         count: of the scales.
         offset: their mean, which was taken from all before they were packed.
-        numbers: what the 256 bytes stand for.
+        numbers: values of the 256 bytes.
     """
 
     count: int
@@ -196,7 +196,7 @@ def unpacked(
 ) -> expression.Expression:
     """Numbers, rounded to the ``dtype`` that they had, of packed bytes and float32 scales, row by row in any shape.
 
-    Where rows are not whole blocks, blocks go on from row to row: all numbers are computed as one row.
+    If rows are not whole blocks, blocks continue from row to row, and all values are computed as one row.
 
     Raises:
         ValueError: there are not as many of them as ``shape`` has elements and blocks.
@@ -219,12 +219,12 @@ def unpacked(
 
 @dataclass(frozen=True, slots=True)
 class Unpack:
-    """``code[nibble] * scale`` for each half of a byte, in float32, rounded once; see [Note: Four bits].
+    """``code[nibble] * scale`` for each half of a byte, in float32, rounded once. See [Note: Four bits].
 
     Attributes:
-        shape: of the numbers (.., out, in); or all of them in one row, whose last block may be smaller.
+        shape: of the values (.., out, in), or all of them in one row, whose last block may be smaller.
         block_size: so many in a row have one scale.
-        form: what four bits stand for.
+        form: 4-bit data type.
         dtype: of the numbers.
     """
 
@@ -260,7 +260,7 @@ class Unpack:
 def nested_as_stored(numbers: expression.Expression, form: Form4, block_size: int) -> NestedParts | None:
     """Return the stored parts of a matrix with nested scales, or None if it is stored in another form.
 
-    Only where these bytes stand for what they stand for here.
+    Only if these bytes have the same code table as here.
     """
     stored = _stored_so(numbers, form, block_size)
     if stored is None:
@@ -289,7 +289,10 @@ class NestedParts:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """One number that no file has as a tensor, float32 (1,); its input, some float32, says what a tensor is."""
+    """One float32 constant (1,) that no file has as a tensor.
+
+    Its input, any float32, determines the device and type.
+    """
 
     number: float
     label: str = "a constant"
@@ -308,7 +311,7 @@ def _constant(number: float, beside: expression.Expression) -> expression.Expres
 
 
 def stored_form(numbers: expression.Expression) -> tuple[Form4, int] | None:
-    """The form of a matrix that is stored in four bits, and the size of its blocks; None of any other."""
+    """Return the 4-bit data type and the block size of a matrix stored in 4 bits, otherwise None."""
     operation = numbers.operation if isinstance(numbers, Computed) else None
     return (operation.form, operation.block_size) if isinstance(operation, Unpack) else None
 
@@ -316,7 +319,7 @@ def stored_form(numbers: expression.Expression) -> tuple[Form4, int] | None:
 def _stored_so(
     numbers: expression.Expression, form: Form4, block_size: int
 ) -> tuple[expression.Expression, ...] | None:
-    """The packed bytes and the scales of a matrix that is stored in this form; None of any other."""
+    """Return the packed bytes and the scales of a matrix that is stored in this form, otherwise None."""
     return numbers.sources if stored_form(numbers) == (form, block_size) else None
 
 
@@ -332,13 +335,13 @@ _ROWS_TOLD = 5
 class Quantize:
     """Codes and scales of a weight, in whole rows, as bitsandbytes makes them of it on a CPU.
 
-    Outputs are ``packed``, uint8 ``[..., width / 2]``, and ``absmax``, the bytes of the float32 scales, uint8
-    ``[..., 4 width / block]``; where they are wanted also ``scales``, the same as float32 ``[..., width / block]``.
+    Outputs are ``packed``, uint8 ``[..., width / 2]``, ``absmax``, the bytes of the float32 scales, uint8 ``[..., 4
+    width / block]``, and on request ``scales``, the same as float32 ``[..., width / block]``.
 
     Attributes:
         shape: of the weight.
         block: how many elements have one scale.
-        form: what the codes stand for.
+        form: 4-bit data type.
         stored: the dtype that the weight comes in.
         dtype: its values are rounded to this first, as they are in a model of this dtype: F32, BF16 or F16.
     """
@@ -398,7 +401,7 @@ def _as_wide(box: Box, width: int) -> Box:
 
 
 def _rounded(values: Any, dtype: DType) -> Any:
-    """Values in a dtype; those of 16 bits need no more of them to be float32."""
+    """Return values rounded to a dtype. 16-bit values need no rounding to become float32."""
     match dtype:
         case DType.BF16:
             return values.bfloat16()
@@ -442,7 +445,7 @@ def quantized(
 
 
 def scales_as_numbers(raw: expression.Expression) -> expression.Expression | None:
-    """The scales whose bytes these are, as float32, of the computation that makes them; None of any other bytes."""
+    """Return the float32 scales with these bytes, from the computation that makes them, or None for other bytes."""
     if not isinstance(raw, Computed) or not isinstance(raw.operation, Quantize) or raw.output != _SCALES:
         return None
     shape = four_bit.scales_shape(raw.operation.shape, raw.operation.block)

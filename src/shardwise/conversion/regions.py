@@ -1,17 +1,17 @@
 """Regions of tensors: affine maps from axes to dimensions.
 
-[Note: Regions] A set of indices of a node is kept as an affine map. ``origin`` is the index of its first element;
-every axis of the iteration moves along exactly one dimension of the node, by ``step`` indices, and by ``stride``
-elements in the target. Several axes may move along the same dimension (the mixed-radix digits that a reshape
-leaves behind), so a column interleave stays one strided copy and not a box for every column. Moving a region
-through a node keeps this form or splits the region into a few of the same form:
+[Note: Regions] A set of indices of a node is kept as an affine map. ``origin`` is the index of its first element.
+Every axis of the iteration moves along exactly one dimension of the node, by ``step`` indices, and by ``stride``
+elements in the target. Several axes may move along the same dimension (the mixed-radix digits that a reshape leaves
+behind), so a column interleave stays one strided copy and not a box for every column. Moving a region through a
+node keeps this form or splits the region into a few of the same form:
 
-* a permutation renames dimensions, a slice scales them;
-* a concatenation or stack clips the region to each part (:func:`clip`);
+* a permutation renames dimensions, and a slice scales them.
+* a concatenation or stack clips the region to each part (:func:`clip`).
 * a reshape flattens all dimensions into one, then splits dimensions off it, last first (:func:`unflatten`).
 
-Splitting may, in the worst case, unroll an axis into single steps; it is exact always and compact for everything
-that model conversions do.
+Splitting may, in the worst case, unroll an axis into single steps. It is always exact, and compact for all of
+transformers' conversions.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Region:
             yield replace(part, origin=inside)
 
     def strided(self, strides: Sequence[int], start: int = 0) -> tuple[Strided, Strided]:
-        """(where its elements are, where they go), in the same order, widest steps first.
+        """Return (source layout, target layout), in the same order, largest steps first.
 
-        ``strides`` and ``start`` say how the tensor lies in memory.
+        ``strides`` and ``start`` are the tensor's memory layout.
         """
         offset = start + sum(index * stride for index, stride in zip(self.origin, strides, strict=True))
         axes = sorted(((a.step * strides[a.dim], a.stride, a.size) for a in self.axes), reverse=True)
@@ -102,14 +102,17 @@ class Region:
 
 
 def parts_touched(region: Region, dim: int, starts: Sequence[int]) -> range:
-    """The numbers of the parts that a region touches; part i begins at ``starts[i]``, the last start is the end."""
+    """Return the numbers of the parts that a region touches.
+
+    Part i begins at ``starts[i]``, and the last start is the end.
+    """
     first = region.origin[dim]
     last = first + sum(axis.span for axis in region.axes if axis.dim == dim)
     return range(bisect_right(starts, first) - 1, bisect_right(starts, last))
 
 
 def without_dim(region: Region, dim: int) -> Region:
-    """The region without a dimension; how it moves along that is left out."""
+    """Return the region without a dimension, whose movement is dropped."""
     axes = tuple(
         Axis(axis.size, axis.stride, axis.dim - (axis.dim > dim), axis.step)
         for axis in region.axes

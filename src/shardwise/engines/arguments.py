@@ -46,10 +46,10 @@ _INSTEAD: Mapping[str, str] = {
 
 
 def require_known(call: str, given: Mapping[str, object], known: Iterable[str]) -> None:
-    """Raise for a keyword that a call does not know; transformers' own may be there, and None.
+    """Reject keywords that a call does not have. Those of transformers with value None are allowed.
 
     Raises:
-        ConfigError: naming it and the nearest there is, or what to do instead of one of transformers.
+        ConfigError: an unknown keyword. The message has the nearest one, or the alternative to one of transformers.
     """
     names = sorted(known)
     strange = [
@@ -65,15 +65,15 @@ def require_known(call: str, given: Mapping[str, object], known: Iterable[str]) 
 
 
 def require_meant(hints: Mapping[str, Any], given: Mapping[str, Any], inside: str = "") -> None:
-    """Raise for a value that is of another kind than is meant, where one of ours is meant; also inside of ours.
+    """Reject values of the wrong type for arguments that take our option types, nested ones included.
 
     Args:
         hints: the annotation of each name.
         given: the values.
-        inside: what the names are attributes of, for messages.
+        inside: prefix of the argument names, for messages.
 
     Raises:
-        ConfigError: naming the argument, and what is meant.
+        ConfigError: an argument has the wrong type. The message has the expected one.
     """
     for name, value in given.items():
         kinds, choices = _allowed(hints.get(name, Any))
@@ -93,7 +93,10 @@ def require_meant(hints: Mapping[str, Any], given: Mapping[str, Any], inside: st
 
 @functools.cache
 def hints_of(described: Any) -> Mapping[str, Any]:
-    """The annotations of a function or class; none where they name what is imported for type checkers only."""
+    """Return the annotations of a function or class.
+
+    Empty if they refer to names imported for type checkers only.
+    """
     try:
         return get_type_hints(described)
     except NameError:
@@ -147,7 +150,7 @@ def in_words(value: object) -> str:
 
 
 def _allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """The classes and the strings that an annotation allows; no classes if it names none of ours."""
+    """Return the classes and the strings that an annotation allows. No classes if it has none of ours."""
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     choices = tuple(value for part in parts if get_origin(part) is Literal for value in get_args(part))
     others = [part for part in parts if get_origin(part) is not Literal]
@@ -187,7 +190,7 @@ class OpenSource:
     """A checkpoint whose headers have been read, and this rank's reader of its bytes.
 
     ``identities`` are those of the files when they were compared with the first rank's, of a remote storage when
-    their headers were read. ``is_own`` tells a reader opened here from one the user gave, which stays open.
+    their headers were read. ``is_own`` is True for a reader opened here. The user's own reader stays open.
     """
 
     index: CheckpointIndex
@@ -238,9 +241,8 @@ def read_index(
 ) -> OpenSource:
     """The headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
 
-    What the ranks have opened is one checkpoint, see [Note: One checkpoint] in
-    ``execution/audit.py``. One that is refused is closed, unless it is the user's (``is_own``
-    False).
+    Ranks verify that they have opened one checkpoint, see [Note: One checkpoint] in ``execution/audit.py``. One
+    that is refused is closed, unless it is the user's (``is_own`` False).
     """
     reader = opened.reader
 
@@ -273,7 +275,7 @@ def resolve_everywhere(
     hub: HubOptions,
     wanted: WantedFiles = ModelFiles(),  # noqa: B008 - frozen
 ) -> Path:
-    """A local path on every rank; a hub repository is downloaded by one rank for all that share its cache.
+    """Return a local path on every rank. A hub repository is downloaded by one rank for all that share its cache.
 
     The first rank finds out which commit the revision names, and all take that one, whatever is pushed meanwhile.
 

@@ -48,10 +48,10 @@ _MAX_CONFIG_BYTES = 10_000_000
 def settle_call(
     name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, *, asks_for_report: bool
 ) -> tuple[outlines.PretrainedOptions, dict[str, str]]:
-    """The keywords, each known and of the kind that is meant, and what ranks must have in common.
+    """Return the checked keywords, and the settings that must be equal on all ranks.
 
     Raises:
-        ConfigError: a value that is not what is meant; a report of what is not loaded.
+        ConfigError: a value has the wrong type, or a report is requested for a model that is not loaded.
     """
     arguments.require_known("from_pretrained", keywords, arguments.hints_of(outlines.PretrainedOptions))
     given = outlines.settled(keywords)
@@ -79,7 +79,9 @@ def settle_call(
 def bring_up(
     world: World, name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, clock: Clock
 ) -> tuple[PreTrainedModel, LoadReport | None]:
-    """Build a model on meta, wrap it and load it; ranks have agreed on the call. No report where nothing is loaded.
+    """Build a model on meta, wrap it and load it. Ranks have already compared their arguments.
+
+    There is no report if nothing is loaded.
 
     Collective: yes.
     Memory, errors: as of :func:`~shardwise.engines.bringing_up.from_pretrained`.
@@ -132,7 +134,7 @@ class Located:
         directory: the folder of the small files.
         config: the model's.
         index: the headers of the model's own files.
-        source: what is read: these files, and those of adapters that are trained on.
+        source: reader of these files, and of those of adapters to train.
         adapters: these adapters, by name.
     """
 
@@ -146,7 +148,7 @@ class Located:
 def find(
     world: World, name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, stack: ExitStack
 ) -> Located:
-    """Read the config and all headers; what is opened is closed with ``stack``. Collective: yes."""
+    """Read the config and all headers. Readers are closed with ``stack``. Collective: yes."""
     hub = keywords.get("hub", HubOptions())
     wanted = ModelFiles(code=keywords.get("trust_remote_code", False))
     named = os.fspath(name_or_path)
@@ -236,7 +238,7 @@ def request_of(tuned: Tuned, keywords: outlines.PretrainedOptions, already_read_
 
 @contextmanager
 def small_files(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
-    """A temporary folder with the configs that lie beside the weights at a URL. Collective: yes.
+    """Return a temporary folder with the configs that are next to the weights at a URL. Collective: yes.
 
     One rank reads them. The weights themselves are never on disk.
     """
@@ -267,7 +269,7 @@ def _read_small(reader: StorageReader, name: str) -> bytes | None:
 def build_together(
     world: World, found: Located, keywords: outlines.PretrainedOptions
 ) -> tuple[outlines.Outline, list[tuple[str, str]]]:
-    """Build on every rank; also the declared ties that are stored twice. Collective: yes.
+    """Build on every rank. Return also the declared ties that are stored twice. Collective: yes.
 
     A checkpoint's own code is first copied to the cache by one rank for all that see the same files.
     """
@@ -352,8 +354,8 @@ def from_pretrained(
 ) -> PreTrainedModel | tuple[PreTrainedModel, LoadReport]:
     """A transformers model from a local directory, a hub id or a URL, sharded by FSDP2 and loaded.
 
-    Every rank builds the model on meta, ties what the checkpoint says is tied, wraps blocks with ``fully_shard``
-    over the mesh (all ranks of the default process group when none is given; no sharding when there is no process
+    Every rank builds the model on meta, ties the tensors that the checkpoint ties, wraps blocks with
+    ``fully_shard`` over the mesh (default: all ranks of the default process group, or no sharding without a process
     group), and reads its own bytes. Returns the model in evaluation mode, as transformers does, or the model and
     the :class:`~shardwise.report.LoadReport` with ``output_loading_info=True``.
 

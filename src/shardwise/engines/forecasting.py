@@ -41,20 +41,21 @@ _STORED_TWICE = "stored twice, taken to be equal; a load compares them, and keep
 
 
 class PlanOptions(outlines.FilledOptions, total=False):
-    """Keyword arguments of :func:`plan`, each optional; also those of :class:`FilledOptions`.
+    """Keyword arguments of :func:`plan`, in addition to those of :class:`FilledOptions`. Each is optional.
 
     ``sharding`` has no mesh, as there are no ranks. Arguments of the second group describe a training with
-    ``tuning``; their names are those of ``TrainingArguments`` and TRL.
+    ``tuning``. Their names are those of ``TrainingArguments`` and TRL.
 
     Attributes:
-        mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``; default: all ranks in one.
+        mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``. Default: one axis of all
+            ranks.
         nodes: machines that the ranks are assigned to, in order.
         device: "cpu", or the kind of accelerator that the shards will go to (default "cuda").
         budget_bytes: as ``budget_bytes`` of :class:`~shardwise.engines.load_plan.LoadOptions`.
-        read_policy: how the storage is read; by default as the folder of the checkpoint is.
+        read_policy: read policy of the storage. Default: that of the checkpoint's folder.
 
         optim: name of the optimizer (default "adamw_torch_fused").
-        per_device_train_batch_size, max_length: rows of a forward pass and tokens of a row; if both are given,
+        per_device_train_batch_size, max_length: rows of a forward pass and tokens of a row. If both are given,
             activations are included.
         gradient_accumulation_steps: micro-batches of a step.
         gradient_checkpointing: whether the blocks are recomputed, as the Trainer has it.
@@ -166,7 +167,7 @@ def _dtype(of_policy: torch.dtype | None) -> DType | None:
 
 
 def mesh_of(ranks: int, options: PlanOptions) -> MeshShape:
-    """The mesh that is asked for.
+    """Return the requested mesh.
 
     Raises:
         ConfigError: ranks, mesh and nodes contradict each other.
@@ -189,7 +190,7 @@ def mesh_of(ranks: int, options: PlanOptions) -> MeshShape:
 
 
 def _step(tuned: Tuned, world: WorldLayout, options: PlanOptions, sharding: Sharding) -> forecasts.Step:
-    """A step of training; with activations if the size of a batch is known."""
+    """Return a training step, with activations if the batch size is given."""
     rows, tokens = options.get("per_device_train_batch_size", 0), options.get("max_length", 0)
     optim = options.get("optim", "adamw_torch_fused")
     accumulates = options.get("gradient_accumulation_steps", 1) > 1
@@ -273,8 +274,8 @@ def _bytes_per_dtype(layout: ModelLayout) -> dict[str, int]:
 def tuning_named(text: str) -> Tuning:
     """Return a tuning from text, as the command line has it.
 
-    ``full``; ``freeze=N`` with ``,modules=A+B`` and ``,extra=A+B``; ``lora=R`` with ``,alpha=X`` and
-    ``,targets=A+B`` (default ``all-linear``); or a folder with an ``adapter_config.json``.
+    ``full``, ``freeze=N`` with ``,modules=A+B`` and ``,extra=A+B``, ``lora=R`` with ``,alpha=X`` and
+    ``,targets=A+B`` (default ``all-linear``), or a folder with an ``adapter_config.json``.
 
     Raises:
         ConfigError: the text is none of these.

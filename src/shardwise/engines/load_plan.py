@@ -40,9 +40,9 @@ class LoadOptions:
         seed: for tensors that are initialized, together with their FQN.
         budget_bytes: host memory, beyond the shards, that one rank may use for staging and for conversions that
             compute.
-        device: where an unsharded model on meta is brought up; sharded ones go to the device of their mesh.
-        progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
-        process_group: the ranks that load together; None is the default group, or this process alone.
+        device: of an unsharded model on meta. Sharded ones use the device of their mesh.
+        progress: show a bar on the first rank (if there is a terminal, and transformers' bars are not off).
+        process_group: the ranks that load together. None is the default group, or this process alone.
         patience: how long ranks wait for each other.
         shared_reads: whether ranks that hold the same (replicas) read a share each and send it to the others:
             "auto" does so if the storage is remote, "always" and "never" are the other choices.
@@ -64,17 +64,17 @@ class LoadOptions:
 
 @dataclass
 class Load:
-    """A load: what is asked for, and once it is prepared what this rank has decided.
+    """A load: its request, and after preparation the decisions of this rank.
 
     Attributes:
         already_read_bytes: read before the load, to decide ties.
-        is_tuned: whether the caller chose what is trained.
+        is_tuned: whether the caller chose the trained parameters.
         home: device on which the model computes.
         managers: FSDP2's parameter groups.
         items: destinations of all that is read.
         shared: the boxes by rank of tensors that ranks read together.
         own: how the other items are read.
-        settings: what the model's config says.
+        settings: fields of the model's config.
     """
 
     bindings: Bindings
@@ -111,11 +111,11 @@ class BaseForm:
         return layout
 
     def offered(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
-        """Return what is offered for the tensors that are kept."""
+        """Return the bindings of the stored tensors."""
         return bindings
 
     def with_room(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
-        """Give the sharded model room for what is read on the way, and offer that, too."""
+        """Allocate memory of the sharded model for values that are read temporarily, and return their bindings."""
         return bindings
 
     def made_later(self, model: nn.Module) -> frozenset[str]:  # noqa: ARG002
@@ -123,11 +123,11 @@ class BaseForm:
         return frozenset()
 
     def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:  # noqa: ARG002
-        """Make these tensors; return the number of elements written by name. Collective: yes."""
+        """Make these tensors. Return the number of elements written by name. Collective: yes."""
         return {}
 
     def let_go(self, model: nn.Module) -> None:
-        """Restore what the model had before a load that has failed."""
+        """Restore the model's tensors from before a load that has failed."""
 
 
 def load_words(consent: Consent, buffers: initialize.BufferRules, options: LoadOptions) -> dict[str, str]:

@@ -43,7 +43,7 @@ def carry_out(
 ) -> LoadReport:
     """Plan, agree, materialize, read, fill and audit: the same steps for every model and every world size.
 
-    ``ask`` makes the model ready on this rank, and says what is wanted.
+    ``ask`` makes the model ready on this rank, and returns the request.
     """
 
     def ready() -> Load:
@@ -171,7 +171,9 @@ def finish(
     read: Mapping[str, int],
     clock: Clock,
 ) -> tuple[str, ...]:
-    """Fill what comes from no checkpoint, and prove that nothing is left; names of attributes computed again.
+    """Fill tensors that no checkpoint has, and check that nothing is missing.
+
+    Return the names of recomputed attributes.
 
     ``read`` counts the elements that have been written, by FQN.
     """
@@ -188,7 +190,7 @@ def finish(
 def average_rows(world: World, load: Load) -> dict[str, torch.Tensor]:
     """The mean of the stored rows of each tensor whose further rows begin as that, on every rank the same.
 
-    In float64; another number of ranks adds up in another order. Collective: yes, where there are such tensors.
+    In float64. Another number of ranks adds in another order. Collective: yes, if there are such tensors.
     """
     if load.additions.new_rows != "mean":
         return {}
@@ -259,7 +261,7 @@ def fill_with_norms(item: Held, tensor: TensorLayout, matrix: Held, rows: Tensor
     """The norms of the rows of a matrix, which is loaded alload. Memory: a block of rows.
 
     Raises:
-        PlacementError: this rank does not hold whole rows where it holds the vector.
+        PlacementError: this rank holds the vector, but not full rows.
     """
     held = [(box.box.offsets[:1], box.box.sizes[:1]) for box in tensor.boxes]
     if held != [(box.box.offsets[:1], box.box.sizes[:1]) for box in rows.boxes] or any(
@@ -309,7 +311,7 @@ def load_checkpoint(
     buffers: BufferRules | None = None,
     hub: HubOptions = HubOptions(),  # noqa: B008 - frozen
 ) -> LoadReport:
-    """Open a checkpoint and fill a model from it; ranks have agreed on the call. Collective: yes."""
+    """Open a checkpoint and fill a model from it. Ranks have already compared their arguments. Collective: yes."""
     transforms: list[Any] = []
     base = BaseForm()
     with clock.phase("index"):
@@ -352,8 +354,8 @@ def load(
     """Fill a model from a checkpoint (safetensors, ``.bin``, DCP), bitwise as transformers would.
 
     The model may be any ``nn.Module``: on meta or real, sharded by ``fully_shard`` or not, of transformers or not.
-    Tensors on meta get memory for this rank's shard; real ones have their values replaced. Each tensor keeps its
-    dtype and ``requires_grad``.
+    Tensors on meta get memory for this rank's shard. Values of real ones are replaced. Each tensor keeps its dtype
+    and ``requires_grad``.
 
     Collective: yes, over ``options.process_group``.
     Memory: this rank's shards, and ``options.budget_bytes``.
@@ -364,19 +366,19 @@ def load(
         key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
         buffers: glob of buffer names to a callable that computes the buffer of the module it is given, for
             non-persistent buffers that neither the model's class nor a ``reset_parameters`` computes.
-        on_missing: what to do about tensors the checkpoint lacks.
-        on_mismatched: what to do about tensors stored in another shape.
-        on_unexpected: what to do about keys that lead to nothing in the model.
+        on_missing: treatment of tensors that the checkpoint does not have.
+        on_mismatched: treatment of tensors stored in another shape.
+        on_unexpected: treatment of keys that match no tensor of the model.
         hub: revision, cache and token, for a hub id.
         options: seed, memory budget, device, progress, process group.
 
     Raises:
-        ConfigError: an argument is not what is meant.
-        CoverageError: checkpoint and model do not cover each other; all faults at once, before any byte is read.
+        ConfigError: an argument has the wrong type or value.
+        CoverageError: checkpoint and model do not match. The message has all faults, and no byte has been read.
         FormatError: the checkpoint's files contradict their format.
-        StorageError: bytes could not be read; some tensors may have been written.
+        StorageError: bytes could not be read. Some tensors may have been written.
         PlacementError: the model's sharding cannot be understood.
-        DisagreementError: ranks ask for different things, have other files, plan differently, or hold different
+        DisagreementError: ranks pass different arguments, have different files or plans, or hold different
             non-persistent buffers.
 
     Every error is the same on every rank.

@@ -69,7 +69,7 @@ def adapter_folder(given: Path, adapter_name: str) -> Path:
 
 
 def open_for_merging(folder: Path, stack: ExitStack) -> _OpenedAdapter:
-    """Read an adapter's config and headers, without PEFT; what is opened is closed with ``stack``.
+    """Read an adapter's config and headers, without PEFT. Readers are closed with ``stack``.
 
     Raises:
         ConfigError: an adapter of this kind cannot be merged.
@@ -147,7 +147,7 @@ def merged_tensors(
 
 
 def _beside(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -> merge_plan.Edit:
-    """An edit whose leaves are known by their keys beside those of the base."""
+    """Return an edit with keys of leaves that are unique among those of the base."""
 
     def found(leaf: Expression) -> Expression:
         key = key_of(leaf)
@@ -185,27 +185,27 @@ def merge_adapter(
 ) -> MergeAdapterReport:
     """Fold a LoRA adapter of PEFT into its base and write the outcome as the hub has it.
 
-    Block by block: a box of the base is read, ``scaling * B @ A`` added in float32 to what of it the adapter
-    changes, and the sum rounded once ([Note: One rounding]).
+    Block by block: read a box of the base, add ``scaling * B @ A`` in float32 to the part that the adapter changes,
+    and round the sum once ([Note: One rounding]).
 
     Args:
         base: a folder, or a hub id in the cache.
         adapter: a folder of PEFT's with ``adapter_config.json``, or a hub id in the cache.
-        out: a folder, made where it is not there. A model in it is replaced once all is written.
+        out: a folder, created if missing. A model in it is replaced once all is written.
         adapter_name: of an adapter in a folder of its own inside ``adapter``, or in the names of its tensors.
         max_shard_size: as in ``"5GB"``: of one file's tensors.
 
-    Keyword arguments: see :class:`~shardwise.engines.outline.ModelOptions`; the outcome has their ``dtype``.
+    Keyword arguments: see :class:`~shardwise.engines.outline.ModelOptions`. The output has their ``dtype``.
 
-    Collective: no.
-    Memory: about half a GiB beyond what importing torch and transformers takes, however large the model is.
+    Collective: no. Memory: about half a GiB in addition to importing torch and transformers, for any model size.
 
     Raises:
         ConfigError: an argument cannot be honored, or an adapter of this kind cannot be merged.
-        CoverageError: adapter and base do not fit, naming each tensor; or merging would change nothing.
+        CoverageError: adapter and base do not match, or merging would change nothing. The message names the
+            tensors.
         FormatError, StorageError: a file contradicts its format, or cannot be read or written.
 
-    Where it raises, a model that was in ``out`` before is there still.
+    If it raises, an older model in ``out`` is unchanged.
     """
     start = time.perf_counter()
     max_shard_bytes, in_cache = in_bytes_of(max_shard_size), HubOptions(local_files_only=True)
@@ -251,7 +251,7 @@ def merge_adapter(
 
 @dataclass(frozen=True)
 class _PlannedEdits:
-    """An adapter and its base: what is edited, and what comes out. Writing adds to ``changed``."""
+    """An adapter and its base: edits and outputs. Writing adds to ``changed``."""
 
     source: offline.OfflineModel
     plan: merge_plan.MergePlan

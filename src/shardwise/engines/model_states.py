@@ -59,7 +59,7 @@ class TakenModel:
     Attributes:
         held: all that is in the model.
         names: those of the state, to canonical FQNs.
-        tensors: by first name, tied ones once; of a buffer that differs, the first rank's values.
+        tensors: by first name, tied ones once. A buffer that differs has the first rank's values.
         differing: the buffers that do.
         home: where staging lies.
     """
@@ -83,7 +83,7 @@ def take_out_model(
     on_differing_buffers: OnDiffering,
     options: state_values.StateOptions,
 ) -> TakenModel:
-    """Look for the tensors of a state, and compare what several ranks hold. Collective: yes.
+    """Collect the tensors of a state, and compare replicas between ranks. Collective: yes.
 
     Raises:
         ConfigError, PlacementError, DisagreementError: as of :func:`~shardwise.engines.model_states.model_state`.
@@ -167,7 +167,7 @@ def _computed(initializers: Initializers, only: Selection) -> list[tuple[Held, t
 def _fill(
     initializers: Initializers, computed: list[tuple[Held, torch.Tensor]], home: torch.device
 ) -> tuple[str, ...]:
-    """Give buffers their values, and attributes that were left on meta; the names of both."""
+    """Fill buffers, and attributes that were left on meta. Return the names of both."""
     for item, value in computed:
         give_value(item, value)
     attributes = initializers.compute_attributes(home) if computed else ()
@@ -207,7 +207,7 @@ def model_state(
     CPU. For ``"sharded"`` none: the tensors share the memory of the model, but for buffers that differ.
 
     Args:
-        model: any module, sharded or not; FSDP2 groups that are gathered are resharded.
+        model: any module, sharded or not. FSDP2 groups that are gathered are resharded.
         form: ``"full"``, ``"full_on_all_ranks"``, or ``"sharded"``.
         only: ``None``, or ``AdapterOnly()`` for an adapter of PEFT's, under the names of PEFT's files.
         on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
@@ -215,7 +215,7 @@ def model_state(
         options: budget, process group, patience.
 
     Returns:
-        The tensors, without autograd; nothing on a rank that ``form`` leaves out.
+        The tensors, without autograd. Empty on a rank that ``form`` excludes.
 
     Raises:
         ConfigError: an argument cannot be honored.
@@ -250,28 +250,29 @@ def set_model_state(
     """Give the parameters and persistent buffers of a model the values of a state, in place.
 
     A state is whole tensors or DTensors of any sharding, on every rank, or on some and ``None`` (or nothing) on the
-    others. Who has whole tensors takes its own slices of them, and nothing is compared; the others get their shards
-    sent, and no more. Values are cast to the dtype of the model's tensor (``report.cast``); integers, and numbers
-    of 8 bits, are not. Of tied parameters one name is enough. Tensors on meta get memory; the buffers that no state
-    has are then computed by the model's initializers, as :func:`~shardwise.engines.loading.load` has it
-    (``report.recomputed``), and what nothing computes stays on meta (``report.on_meta``).
+    others. Ranks with full tensors use their own slices of them without comparing. The others receive their shards
+    only. Values are cast to the dtype of the model's tensor (``report.cast``), except for integers and 8-bit
+    numbers. Of tied parameters one name is enough. Tensors on meta get memory. Buffers without a value in the state
+    are then computed by the model's initializers, as in :func:`~shardwise.engines.loading.load`
+    (``report.recomputed``). Those that nothing computes stay on meta (``report.on_meta``).
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: ``options.budget_bytes``.
 
     Args:
         model: any module, sharded or not.
-        state: by names with or without those of wrappers; with ``AdapterOnly``, the names of PEFT's files, or
-            those of the model.
-        only: what the state is of.
+        state: by names with or without wrapper prefixes. With ``AdapterOnly``, the names of PEFT's files, or those
+            of the model.
+        only: the part of the model that the state has.
         on_missing: ``"error"``, or ``Ignore(only=...)`` for tensors that may keep their values.
-        on_unexpected: ``Ignore(only=...)`` for names in the state that the model does not know.
+        on_unexpected: ``Ignore(only=...)`` for names in the state that the model does not have.
         on_mismatched: ``Ignore(only=...)`` for tensors that may keep their values where the shape differs.
         options: budget, process group, patience.
 
     Raises:
         ConfigError: an argument cannot be honored.
-        CoverageError: missing, unexpected or mismatched tensors, all at once; ties that come with two values.
+        CoverageError: missing, unexpected or mismatched tensors, or tied tensors with two values. The message has
+            all of them.
         DisagreementError: ranks have different models, or bring different states.
         PlacementError: the state has tensors on meta.
         RankLostError: a rank has been lost.
@@ -299,10 +300,12 @@ def set_model_state(
 def stored_values(
     world: World, folder: str, file: str, options: state_values.StateOptions, stack: ExitStack
 ) -> state_values.StoredValues:
-    """The tensors in files of a folder, by names without wrappers; closed with ``stack``. Collective: yes.
+    """Return the tensors in files of a folder, by names without wrapper prefixes.
+
+    Readers are closed with ``stack``. Collective: yes.
 
     Raises:
-        FormatError, StorageError: as of :func:`~shardwise.formats.open_checkpoint`; two names are one.
+        FormatError, StorageError: as in :func:`~shardwise.formats.open_checkpoint`, or two names are equal.
     """
     reader = stack.enter_context(world.together(lambda: LocalReader(folder)))
     index = world.from_first(lambda: open_checkpoint(reader, weights_name=file))

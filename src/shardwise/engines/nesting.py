@@ -1,9 +1,9 @@
 """Nests the scales of a base in four bits, once all of them have been read.
 
-A code needs the mean of all scales of its matrix, and the greatest of 256 that go on from row to row. So each rank
-reads the scales of its rows as they are; they are put together, a sixteenth of a byte for each weight, matrix by
-matrix; the mean is the first rank's, since its last bit depends on who adds up; and what a rank then keeps are the
-codes of its rows, and what all are scaled by.
+A code needs the mean of all scales of its matrix, and the maximum of 256 scales that continue from row to row. So
+each rank reads the float32 scales of its rows. They are gathered matrix by matrix, a sixteenth of a byte for each
+weight. The mean is the first rank's, because its last bit depends on the order of additions. A rank then keeps the
+codes of its rows, and the second-level scales.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,7 +76,7 @@ def _portions(layers: Sequence[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _nest(layer: Any, whole: torch.Tensor, offset: float) -> dict[str, int]:
-    """Write codes, what they are scaled by, and the offset; how many elements of each."""
+    """Write codes, their scales, and the offset. Return the number of elements of each."""
     mean = torch.tensor(offset, dtype=torch.float32)
     _, nested = nest_about(whole, mean)
     layer.weight_nested_scales.copy_(nested)
@@ -120,7 +120,7 @@ class _FourBitBases(BaseForm):
         return frozenset(f"{name}.{local}" for name, _ in _to_nest(model) for local in (SCALES, NESTED, OFFSET))
 
     def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:
-        """Nest what has been read, and let it go; by name, how many elements were written.
+        """Nest the scales that have been read, and free them. Return the numbers of written elements by name.
 
         Collective: yes.
         Memory: ``budget_bytes``, and all scales of the larger of one matrix and 32 MiB.

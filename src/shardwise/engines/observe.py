@@ -2,9 +2,9 @@
 
 [Note: A rank's file] ``observed/rank-00003.jsonl`` in the folder of a run. The first line is an object with the
 run, the rank, and ``columns``. Each later line is a sample, a list with a number for each column (``t`` in seconds
-since the beginning, which all ranks share; memory, and bytes read and written, in KiB), or an object with ``t``,
-``thread`` and ``begin`` (the name of a phase) or ``end``; the last line has ``"closed": true``. Each line is
-appended in one write, so that a process that is killed leaves whole lines.
+since the common start, memory, and bytes read and written in KiB), or an object with ``t``, ``thread`` and
+``begin`` (the name of a phase) or ``end``. The last line has ``"closed": true``. Each line is appended in one
+write, so that a process that is killed leaves whole lines.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from shardwise.observing import COLUMNS, FOLDER, STATUS, TRAFFIC, is_observed, o
 
 @contextmanager
 def observe(run_dir: str | os.PathLike[str], *, samples_per_second: float = 20.0) -> Iterator[RankObserver]:
-    """Record this rank's memory and traffic within the block, and the phases of what shardwise does in it.
+    """Record this rank's memory and traffic within the block, and the phases of shardwise's functions.
 
-    Writes a file for each rank into ``run_dir/observed``, in place of an earlier one; ``shardwise report`` draws
+    Writes a file for each rank into ``run_dir/observed``, replacing an earlier one. ``shardwise report`` draws
     them. The block may hold anything. A file that cannot be written any more ends the recording and nothing else:
     ``fault``, of the object that the block is given, has the reason.
 
@@ -95,7 +95,7 @@ def _counts(name: str) -> dict[bytes, int]:
 
 
 def _traffic() -> list[int]:
-    """Return the bytes read and written by system calls, in KiB; zeros if the system does not show them."""
+    """Return the bytes read and written by system calls, in KiB. Zeros if the system does not report them."""
     try:
         counts = _counts("io")
     except OSError:
@@ -113,7 +113,7 @@ class RankObserver:
         file: the descriptor of an empty file, closed at the end of the block.
         header: of the file's first line.
         device_memory: returns bytes of the accelerator in tensors, reserved by torch, and used by all processes.
-        samples_per_second: of the thread; each begin and end of a phase is sampled as well.
+        samples_per_second: of the thread. Each begin and end of a phase is sampled as well.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class RankObserver:
 
 
 def create_rank_file(run: Path, rank: int) -> int:
-    """Create or empty the file of a rank, which one process at a time may record into; returns its descriptor.
+    """Create or empty the file of a rank. Only one process at a time may record into it. Returns its descriptor.
 
     Raises:
         StorageError: it cannot be written, or another process records into it.

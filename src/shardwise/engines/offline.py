@@ -47,14 +47,14 @@ BUDGET_BYTES: Final = 32 << 20
 
 @dataclass
 class OfflineModel:
-    """A checkpoint and the model it is of, on meta: all that is known before a tensor is read.
+    """A checkpoint and its model on meta, before tensors are read.
 
     Attributes:
         stored: the checkpoint's tensors, by key.
         expressions: the model's tensors made of them, by the first of their names.
         carried: keys of tensors that the model does not have.
         apart: names declared tied that have values of their own.
-        notes: what a reader of the outcome should know.
+        notes: notes for the report.
     """
 
     folder: Path
@@ -121,11 +121,11 @@ def read_source(
 ) -> OfflineModel:
     """Build the model on meta, bind the checkpoint's tensors to it, and settle its ties.
 
-    ``untied`` says which names that are declared tied will have values of their own, though not in the checkpoint.
+    ``untied`` names declared ties that will have separate values, though the checkpoint does not have them.
 
     Raises:
         ConfigError: the model cannot be built.
-        CoverageError: with every tensor that is missing or does not fit. Tensors that the model does not know are
+        CoverageError: with every tensor that is missing or does not fit. Tensors that the model does not have are
             carried along.
     """
     built = outline(folder, config, index, options)
@@ -141,7 +141,7 @@ def read_source(
 
 
 def _settle_ties(built: Outline, placer: Placer, untied: Callable[[Outline], set[str]]) -> set[str]:
-    """Tie what is declared tied and equal; the names that have values of their own."""
+    """Tie declared ties with equal values. Return the names with values of their own."""
     offers, twice, tensors = built.bindings.offers, built.ties_stored_twice(), built.layout.by_name
     differing = {
         name
@@ -203,7 +203,7 @@ def write_out(
     check: Callable[[WrittenTensors], None],
     label: str,
 ) -> tuple[WrittenTensors, tuple[str, ...]]:
-    """Plan the files, write them, and let them count; also their names."""
+    """Plan the files, write and commit them. Return also their names."""
     outgoing.require_bounded()
     plan = plan_save(
         outgoing.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, token=secrets.token_hex(4)
@@ -233,7 +233,7 @@ def index_of(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
 def made_of(
     source: OfflineModel, outputs: Mapping[str, Output], expressions: Mapping[str, Expression]
 ) -> dict[str, tuple[DType, Expression]]:
-    """The tensors of a save: those of the model, made of ``expressions`` by name; and what is carried along."""
+    """Return the tensors of a save: those of the model as ``expressions`` by name, and those carried along."""
     made = {key: (output.dtype, substitute(output.expression, expressions)) for key, output in outputs.items()}
     tensors = {item.key: item for item in source.index.tensors()}
     return made | {
@@ -273,7 +273,9 @@ _MAX_COMPANION_BYTES = 256 << 20
 
 
 def companions_of(base: Path, own: Path | None = None) -> dict[str, bytes]:
-    """The small files beside a model's weights, by name: configs, tokenizer, chat template, code it names.
+    """Return the small files of a model by name.
+
+    Configs, tokenizer, chat template, and the code that they refer to.
 
     A folder ``own`` that has a tokenizer gives its own instead of the base's.
     """
@@ -288,7 +290,7 @@ def companions_of(base: Path, own: Path | None = None) -> dict[str, bytes]:
 
 
 def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
-    """``config.json`` as it fits what is written: dtype, whether it is tied, usual names; of numbers."""
+    """Return ``config.json`` for the output: its dtype, its ties, hub names, and without quantization."""
     content = _parsed_config(folder)
     content.pop("transformers_weights", None)
     parts = [content, *(value for value in content.values() if isinstance(value, dict))]
@@ -333,7 +335,10 @@ def _is_any(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
-    """Regular files in a folder whose names match, in full; links are followed, as in the hub's cache."""
+    """Return regular files in a folder with matching names, as full paths.
+
+    Links are followed, as in the hub's cache.
+    """
     if not folder.is_dir():
         return {}
     found: dict[str, bytes] = {}

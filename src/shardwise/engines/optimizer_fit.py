@@ -88,7 +88,7 @@ def _agreed(world: World, given: Given) -> tuple[Given, tuple[int, ...]]:
 
 
 def _require_same_kind(ours: Ours, agreed: Given) -> None:
-    """Raises :class:`CoverageError` for the state of other optimizers, as far as their settings tell."""
+    """Raises :class:`CoverageError` for the state of another optimizer class, judging by its settings."""
     stored = {
         name: ("", settings)
         for names, settings in zip(agreed.groups, agreed.settings, strict=True)
@@ -176,7 +176,7 @@ class Fitting:
         return targets
 
     def bind(self, ours: Ours, targets: Mapping[Key, torch.Tensor]) -> list[str]:
-        """Give the optimizers their settings and state; the trained parameters that have no state then."""
+        """Set the optimizers' settings and state. Return the trained parameters that then have no state."""
         optimizer_of, forgotten = ours.optimizer_of, _forgotten(self.agreed)
         scalars = {
             Key(optimizer_of[parameter], parameter, entry): self.agreed.scalars[name]
@@ -203,13 +203,13 @@ def fit(
     told: Sequence[Mapping[str, matching.Brought]],
     tolerance: matching.Tolerance,
 ) -> Fitting:
-    """Find what of a state belongs to what of the optimizers. ``told`` is what each rank has of its tensors.
+    """Match entries of a state with entries of the optimizers. ``told`` has the description of each rank's tensors.
 
     Collective: yes.
 
     Raises:
-        CoverageError: the state is of other optimizers; what is missing, unexpected or mismatched; groups of which
-            the state has none alike.
+        CoverageError: the state belongs to other optimizers, entries are missing, unexpected or mismatched, or a
+            group has no counterpart in the state.
         DisagreementError: ranks bring different states.
     """
     agreed, brought_by = _agreed(world, given)

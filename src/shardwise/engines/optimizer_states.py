@@ -57,9 +57,9 @@ def take_out_optimizers(
     what: str,
     options: StateOptions,
 ) -> TakenOptimizers:
-    """Look at what optimizers hold, and compare what several ranks do. Collective: yes.
+    """Collect the state of optimizers, and compare replicas between ranks. Collective: yes.
 
-    ``what`` is what these are called.
+    ``what`` names them in messages.
 
     Raises:
         ConfigError, PlacementError, DisagreementError: as of
@@ -191,13 +191,13 @@ def optimizer_state(
         options: budget, process group, patience.
 
     Returns:
-        The state; an empty dict on a rank that ``form`` leaves out.
+        The state. An empty dict on a rank that ``form`` excludes.
 
     Raises:
         ConfigError: an argument cannot be honored.
-        PlacementError: parameters are not the model's or are in two groups; state is neither of the parameter's
-            shape, nor a DTensor, nor a number.
-        DisagreementError: ranks have different models or optimizers, or different values of what several hold.
+        PlacementError: parameters are not the model's or are in two groups, or a state value has not the
+            parameter's shape and is neither a DTensor nor a number.
+        DisagreementError: ranks have different models or optimizers, or different values of replicas.
         RankLostError: a rank has been lost.
 
     Every error is the same on every rank.
@@ -230,13 +230,12 @@ def set_optimizer_state(
     """Give a model's optimizers the settings and the state that they had, by the names of parameters.
 
     The layout is that of :func:`optimizer_state`, with whole tensors or DTensors of any sharding, on every rank, or
-    on some and ``None`` (or nothing) on the others. A parameter may have any of its names. Groups are told by the
-    parameters in them, whatever their order, and get all settings that the state has, learning rates included.
+    on some and ``None`` (or nothing) on the others. A parameter may have any of its names. Groups are identified by
+    their parameters in any order, and get all settings of the state, learning rates included.
 
-    State is made where there is none, without a step, sharded as its parameter is, in the dtype given or in the
-    parameter's if that is wider; where there is some, it keeps its dtype. Parameters that neither the state nor the
-    optimizer has any of start afresh (``report.afresh``); so do all of a state without values, from
-    before the first step.
+    Missing state is created without a step, sharded like its parameter, in the given dtype or in the parameter's if
+    that is wider. Existing state keeps its dtype. Parameters without state in either start afresh
+    (``report.afresh``), as do all parameters if the state has no values, from before the first step.
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: the new state, and ``options.budget_bytes``.
@@ -253,10 +252,10 @@ def set_optimizer_state(
 
     Raises:
         ConfigError: an argument cannot be honored.
-        CoverageError: the state is of other optimizers; what is missing, unexpected or mismatched; groups of which
-            the state has none alike.
+        CoverageError: the state belongs to other optimizers, entries are missing, unexpected or mismatched, or a
+            group has no counterpart in the state.
         DisagreementError: ranks have different models or optimizers, or bring different states.
-        PlacementError: as of :func:`optimizer_state`; the state has tensors on meta.
+        PlacementError: as in :func:`optimizer_state`, or the state has tensors on meta.
         RankLostError: a rank has been lost.
 
     Every error is the same on every rank. All but the last come before anything is changed.

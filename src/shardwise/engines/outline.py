@@ -1,4 +1,4 @@
-"""Outlines a load: the transformers model on meta, and what a checkpoint offers for it."""
+"""Outline of a load: the transformers model on meta, and the checkpoint's bindings for it."""
 
 import copy
 from collections.abc import Mapping
@@ -39,24 +39,25 @@ from shardwise.tuning.modes import ExistingLora, Freeze, Full, Lora, Tuning, tun
 class ModelOptions(TypedDict, total=False):
     """Options that choose the model to build from the checkpoint's config and keys.
 
-    Each is optional; None means not given.
+    Each is optional. None means not given.
 
-    Those of the second group are keywords of transformers' ``from_pretrained``, and mean what they mean there. Its
-    others are refused, each with what to do instead.
+    Those of the second group are keywords of transformers' ``from_pretrained`` with the same meaning. Its other
+    keywords are rejected, each with an alternative.
 
     Attributes:
-        model_class: a model class or an Auto class; by default the class named by the config. A class that takes a
+        model_class: a model class or an Auto class. Default: the class named by the config. A class that takes a
             part of the config (a text model of a vision-language checkpoint) gets that part.
         config: a config to use instead of the checkpoint's.
         config_overrides: attributes of the checkpoint's config to replace.
         dtype: "auto" (the config's, else the stored one), or a floating dtype or its name.
         trust_remote_code: run model code that the checkpoint brings along.
         key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
-        hub: which state of a hub repository, kept where; its ``subfolder`` and ``variant`` are for folders, too.
+        hub: revision, cache and credentials of a hub repository. Its ``subfolder`` and ``variant`` also apply to
+            folders.
 
         torch_dtype: the old name of ``dtype``.
-        attn_implementation: how attention is computed ("sdpa", "eager", "flash_attention_2", ...); by part of the
-            model, where it is a dict.
+        attn_implementation: attention implementation ("sdpa", "eager", "flash_attention_2", ...), or a dict of them
+            by part of the model.
         experts_implementation: how experts are computed.
         revision, cache_dir, token, local_files_only, subfolder, variant: as of :class:`HubOptions`.
         low_cpu_mem_usage: no rank ever holds more than its shards, so True changes nothing, and False is refused.
@@ -130,7 +131,7 @@ def model_words(options: ModelOptions) -> dict[str, str]:
 
 @dataclass
 class Outline:
-    """A model on meta, and what the checkpoint offers for it. ``equal_ties`` are stored twice with equal values."""
+    """A model on meta, and the checkpoint's bindings for it. ``equal_ties`` are stored twice with equal values."""
 
     model: PreTrainedModel
     transforms: list[Any]
@@ -141,8 +142,8 @@ class Outline:
     def ties_stored_twice(self) -> list[tuple[str, str]]:
         """(name, other name) where both are stored and declared tied, so that their values have to be compared.
 
-        Of all names tied to one source, the first that is stored (the source before its targets) stands for them,
-        as in transformers' ``tie_weights``; it is the other name of every pair.
+        Of all names tied to one source, the first that is stored (the source before its targets) is the other name
+        of every pair, as in transformers' ``tie_weights``.
         """
         families: dict[str, list[str]] = {}
         for target, origin in pretrained.declared_ties(self.model).items():
@@ -156,7 +157,7 @@ class Outline:
         return replace(self.bindings, offers=offers)
 
     def tie(self, untied: set[str]) -> None:
-        """Tie what is declared tied, but for the names ``untied``; still on meta."""
+        """Tie the declared ties, except for ``untied``, on meta."""
         saved = {name for tensor in self.layout.saved() for name in tensor.names}
         offered = set(self.bindings.offers) - self.equal_ties
         pretrained.tie(self.model, saved - offered, untied)
@@ -185,12 +186,12 @@ def config_of(directory: Path, options: ModelOptions) -> PreTrainedConfig:
 
 
 def _forget_quantizer(config: PreTrainedConfig) -> None:
-    """The config of a quantized checkpoint becomes that of its model with numbers, which is what is built.
+    """Replace the config of a quantized checkpoint by that of its dequantized model, which is the one to build.
 
-    Four bits of bitsandbytes are what a model may be kept in: there it stays, for whoever makes the model ready.
+    The bitsandbytes 4-bit config stays, because a model may be kept in that form.
 
     Raises:
-        ConfigError: it is quantized in a way that is not known.
+        ConfigError: the quantization method is not supported.
     """
     for part in pretrained.quantized_parts(config):
         found = part.quantization_config
@@ -254,7 +255,7 @@ def outline_of(
 
 
 def _dtypes_in_order(index: CheckpointIndex) -> list[DType]:
-    """The dtypes of what is stored, in the order of transformers: file by file, safetensors by key."""
+    """Return the stored dtypes in transformers' order: file by file, safetensors by key."""
     entries = sorted(
         index.entries.values(),
         key=lambda entry: (entry.file, entry.key if entry.file.endswith(".safetensors") else ""),
@@ -276,19 +277,18 @@ class TunedOptions(ModelOptions, total=False):
     Each is optional.
 
     Attributes:
-        tuning: what is trained: ``Full()``, ``Freeze(...)``, ``Lora(...)`` or ``ExistingLora(...)``, or any other
-            :class:`~shardwise.tuning.modes.Tuning`; with a LoRA
-            the model is PEFT's, and the model of transformers inside it is sharded.
-        trained: the dtype of what is trained; with ``tuning``, ``torch.float32`` (float32) by default, else
-            ``"unchanged"``. What is frozen stays as it is stored.
-        resize_vocab: how many tokens the model is to have, or a
-            :class:`~shardwise.models.additions.ResizeVocab`, which tells how new ones begin.
-        quantization: the weights of linear layers are kept in four bits: ``Nf4(...)`` or ``Fp4(...)``, packed while
-            they are read; what is trained is a LoRA then. Linear layers that bitsandbytes has stored so stay so by
-            default; with ``"as_stored"`` experts that are stored so do, too, also as MXFP4. ``"dequantize"`` makes
-            numbers of all.
-        quantization_config: the same as transformers says it, a ``BitsAndBytesConfig(load_in_4bit=True, ...)`` or
-            an ``Mxfp4Config(...)``.
+        tuning: the trained parameters: ``Full()``, ``Freeze(...)``, ``Lora(...)``, ``ExistingLora(...)``, or any
+            other :class:`~shardwise.tuning.modes.Tuning`. With a LoRA the model is PEFT's, and the transformers
+            model inside it is sharded.
+        trained: dtype of trained parameters. With ``tuning``, ``torch.float32`` by default, otherwise
+            ``"unchanged"``. Frozen parameters keep the stored dtype.
+        resize_vocab: number of tokens of the model, or a :class:`~shardwise.models.additions.ResizeVocab`, which
+            also determines the initialization of new ones.
+        quantization: keep the weights of linear layers in 4 bits: ``Nf4(...)`` or ``Fp4(...)``, packed while they
+            are read. Only a LoRA is trained then. Linear layers stored by bitsandbytes stay in 4 bits by default.
+            With ``"as_stored"`` stored experts do so, too, also MXFP4. ``"dequantize"`` makes numbers of all.
+        quantization_config: the same as a transformers config, ``BitsAndBytesConfig(load_in_4bit=True, ...)`` or
+            ``Mxfp4Config(...)``.
     """
 
     tuning: Full | Freeze | Lora | ExistingLora | Tuning
@@ -329,11 +329,11 @@ def made_ready(
     """Tie a model, and make it ready to be trained: on meta, before it is sharded.
 
     Args:
-        built: the model, and what the checkpoint offers for it.
+        built: the model, and the checkpoint's bindings for it.
         untied: names declared tied that stay untied.
-        options: what is trained.
+        options: trained parameters.
         adapters: by name, those that the tuning starts from.
-        casts_to: the dtype in which everything computes; None for each parameter's own.
+        casts_to: the compute dtype of all modules, or None for each parameter's own.
     """
     built.tie(untied)
     bindings, notes = base_in_four_bits(built.model, built.bindings_less_ties(), options)
@@ -352,7 +352,7 @@ def made_ready(
 def base_in_four_bits(
     model: PreTrainedModel, bindings: Bindings, options: TunedOptions
 ) -> tuple[Bindings, tuple[str, ...]]:
-    """Put a base on meta into four bits, as the options ask for; what the checkpoint offers then, and notes.
+    """Convert a base on meta to 4 bits, as the options request. Return the new bindings, and notes.
 
     Raises:
         ConfigError: nothing can be put into four bits, or a whole model in four bits is to be trained.
@@ -389,7 +389,7 @@ def _kind(quantization: Quantization) -> str:
 
 
 def require_trainable(options: TunedOptions) -> None:
-    """Raises ConfigError where what is to be trained is in four bits."""
+    """Raises ConfigError if a trained parameter is in 4 bits."""
     tuning = options.get("tuning")
     if options.get("quantization") not in (None, "dequantize") and isinstance(tuning, (Full, Freeze)):
         raise ConfigError(
@@ -405,7 +405,7 @@ class FilledOptions(TunedOptions, total=False):
     Each is optional.
 
     Attributes:
-        sharding: mesh, wrap policy, mixed precision and offload; see
+        sharding: mesh, wrap policy, mixed precision and offload. See
         :class:`~shardwise.models.wrapping.wrap.Sharding`. buffers, on_missing, on_mismatched, on_unexpected: as for
         :func:`~shardwise.engines.loading.load`.
     """
@@ -427,7 +427,9 @@ def consent_of(options: FilledOptions) -> Consent:
 
 
 class PretrainedOptions(FilledOptions, total=False):
-    """Keyword arguments of :func:`from_pretrained`, each optional; also those of :class:`FilledOptions`.
+    """Keyword arguments of :func:`from_pretrained`, in addition to those of :class:`FilledOptions`.
+
+    Each is optional.
 
     Attributes:
         load_weights: False leaves the model on meta, built, tied and sharded, for a run that restores its weights

@@ -43,8 +43,8 @@ class SaveOptions(StateOptions):
 
     Attributes:
         budget_bytes: host memory that one rank may use for staging (casts, copies from an accelerator).
-        progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
-        process_group: the ranks that hold the model; None is the default group, or this process alone.
+        progress: show a bar on the first rank (if there is a terminal, and transformers' bars are not off).
+        process_group: the ranks that hold the model. None is the default group, or this process alone.
         patience: how long ranks wait for each other.
     """
 
@@ -58,7 +58,7 @@ MAX_SHARD_SIZE = "50GB"
 
 @dataclass(frozen=True, slots=True)
 class TrainingBeside:
-    """The state of an adapter's training: tensors as parameters of a module, by their names; the rest as JSON."""
+    """Training state of an adapter: tensors as parameters of a module, by name, and the rest as JSON."""
 
     module: nn.Module
     text: str
@@ -104,7 +104,7 @@ def chosen(world: World, request: SaveRequest) -> tuple[list[Held], Mapping[str,
 
     For an adapter, those that belong to it, and a map of names in its file to names in the model.
 
-    The state of its training comes last. One rank asks PEFT, which may look at the hub for the base's config.
+    The state of its training comes last. Only one rank calls PEFT, which may query the hub for the base's config.
     Collective: yes.
     """
     held = world.together(lambda: _looked_at(request))
@@ -142,7 +142,10 @@ def prepare(
     policy: WritePolicy,
     budget_bytes: int,
 ) -> PreparedSave:
-    """Decide, on this rank alone; ``places`` are an adapter's names, ``shares`` what each rank gives."""
+    """Plan the save on this rank alone.
+
+    ``places`` are an adapter's names, ``shares`` the parts that each rank contributes.
+    """
     _require_possible(request, policy)
     layout = layout_of(held, lambda item: Origin.NOWHERE)
     outputs = four_bit_files.in_shapes_of_files(held, outputs_of(request, layout, places))
@@ -214,7 +217,7 @@ def _require_moved(outputs: Mapping[str, Output]) -> None:
 
 
 def outputs_of(request: SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Mapping[str, Output]:
-    """The tensors of the files, and what they are made of."""
+    """Return the tensors of the files, and their expressions."""
     if not isinstance(request.names, PeftNames):
         return revert(request.model, layout, internal_names=request.names == "internal")
     return {key: Output.of(key, layout.by_name[name]) for key, name in places.items()}

@@ -42,7 +42,7 @@ def carry_out_save(
     *,
     verify: bool,
 ) -> SaveReport:
-    """Agree on what is saved, and save it. Collective: yes."""
+    """Agree on the content of the save, and carry it out. Collective: yes."""
     clock = Clock()
     with world_of(options, call) as world:
         with clock.phase("plan"):
@@ -145,7 +145,7 @@ def _report(
 
 
 def _has_owners(world: World, writer: StorageWriter) -> bool:
-    """Return whether a file must be written by one rank alone; the same on every rank. Collective: yes.
+    """Return whether a file must be written by a single rank. The same on every rank. Collective: yes.
 
     So it is where a storage takes files as streams, and on a network file system for ranks on several machines,
     which would undo each other's bytes in the blocks that they share.
@@ -186,7 +186,7 @@ def _write_by_owners(
 def _small_files(request: save_plan.SaveRequest, plan: SavePlan) -> dict[str, bytes]:
     """Return the small files that transformers or PEFT writes with the weights.
 
-    Config, generation config, the model's own code, of an adapter its config; and the tokenizer's files.
+    Config, generation config, and the model's own code, or an adapter's config, and the tokenizer's files.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         if isinstance(request.names, save_plan.PeftNames):
@@ -209,7 +209,7 @@ def _small_files(request: save_plan.SaveRequest, plan: SavePlan) -> dict[str, by
 
 
 def _main_dtype(request: save_plan.SaveRequest, plan: SavePlan) -> torch.dtype | None:
-    """The dtype that most of the saved floating-point numbers have; in four bits, that they had."""
+    """Return the dtype of most saved floating-point numbers. For 4-bit weights, the dtype before quantization."""
     if packed := next((module for module in request.model.modules() if is_in_four_bits(module)), None):
         dtype: torch.dtype = packed.packing.dtype
         return dtype
@@ -272,18 +272,18 @@ def save(
     """Save a model as safetensors files that ``from_pretrained`` of transformers loads, with its config.
 
     Every rank works out the same headers, and writes its own shards to their places in the files: nothing is
-    gathered. What is in the directory counts until the save is committed by one step, and is whole until then;
-    afterwards its files are removed. See docs/save.md.
+    gathered. The older save in the directory stays valid and complete until the new one is committed in one step.
+    Then its files are removed. See docs/save.md.
 
-    Collective: yes, over ``options.process_group``.
-    Memory: ``options.budget_bytes``, and that only for what is cast, strided, or on an accelerator.
+    Collective: yes, over ``options.process_group``. Memory: ``options.budget_bytes``, only for tensors that are
+    cast, strided, or on an accelerator.
 
     Args:
         model: any module, sharded or not, of transformers or not, brought up by shardwise or not.
         directory: a folder that all ranks see, which need not be there yet.
-        tokenizer: a tokenizer or processor whose files are saved beside the weights.
-        dtype: floating-point tensors of 16 bits and more are cast to it; None saves them as they are.
-        max_shard_size: of one file's tensors, in bytes or as "5GB"; a larger tensor has a file of its own.
+        tokenizer: a tokenizer or processor whose files are saved with the weights.
+        dtype: floating-point tensors of 16 bits and more are cast to it. None saves them unchanged.
+        max_shard_size: of one file's tensors, in bytes or as "5GB". A larger tensor has a file of its own.
         names: as on the hub, or the model's own.
         verify: ``True`` reads tensors and headers back before the save counts.
         on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
@@ -293,8 +293,8 @@ def save(
     Raises:
         ConfigError: an argument cannot be honored.
         CoverageError: tensors that would have to be computed from whole ones.
-        DisagreementError: ranks hold different models, or were called with different arguments; parameters that
-            several ranks hold have different values there.
+        DisagreementError: ranks hold different models, pass different arguments, or hold different values of
+            replicated parameters.
         FormatError: something that no safetensors file can hold.
         PlacementError: the model has tensors on meta, or the ranks do not hold all of one.
         StorageError: the directory cannot be written to, another save is writing to it, or bytes were lost.
@@ -326,18 +326,18 @@ def save_adapter(
 ) -> SaveReport:
     """Save one adapter of a PEFT model as ``PeftModel.from_pretrained`` loads it: its tensors and its config.
 
-    Written as :func:`save` writes: every rank its own bytes, compared with memory where that is asked for,
-    committed by one step. The base is not saved. What belongs to an adapter is PEFT's decision.
+    It is written like :func:`save`: every rank its own bytes, verified on request, committed in one step. The base
+    is not saved. PEFT decides which tensors belong to an adapter.
 
-    Collective: yes, over ``options.process_group``.
-    Memory: ``options.budget_bytes``, and that only for what is cast, strided, or on an accelerator.
+    Collective: yes, over ``options.process_group``. Memory: ``options.budget_bytes``, only for tensors that are
+    cast, strided, or on an accelerator.
 
     Args:
         model: PEFT's model, sharded or not, brought up by shardwise or not.
         directory: a folder that all ranks see, which need not be there yet.
-        adapter: its name in the model; the folder does not have it.
+        adapter: its name in the model, which is not saved.
         tokenizer: saved with it, if given.
-        dtype: floating-point tensors are cast to it; None saves them as they are.
+        dtype: floating-point tensors are cast to it. None saves them unchanged.
         verify: ``True`` reads tensors and headers back before the save counts.
         on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
             have, are the first rank's, ``"first_rank"``, or an error, ``"error"``.

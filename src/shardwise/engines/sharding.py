@@ -1,4 +1,4 @@
-"""Shards a model in place, asked for by values or in words: looks, agrees, wraps, and hands values over."""
+"""Sharding of a model in place: collect tensors, agree, wrap, and move values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class ShardOptions(StateOptions):
 
     Attributes:
         budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
-        process_group: the ranks of the mesh; None is the default group, or this process alone.
+        process_group: the ranks of the mesh. None is the default group, or this process alone.
         patience: how long ranks wait for each other.
     """
 
@@ -59,7 +59,7 @@ def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock) ->
 
 
 def sharding_named(wrap: str, *, param_dtype: str | None, offload: bool) -> Sharding:
-    """Return a sharding from strings of the command line; see :func:`wrap_named`.
+    """Return a sharding from strings of the command line. See :func:`wrap_named`.
 
     Raises:
         ConfigError: when a word is unknown.
@@ -102,22 +102,23 @@ def shard(
 ) -> ShardReport:
     """Shard a model in place with ``fully_shard``, whatever state it is in, and bind its optimizers to the shards.
 
-    Every tensor may be live (with values) on all ranks, on some, or on none. Where it is live on some, the others
-    get their shards, or for buffers the whole, from these; where on none, it stays on meta for
+    Every tensor may be live (with values) on all ranks, on some, or on none. If some ranks have its values, they
+    send the others their shards (full tensors for buffers). If no rank has them, it stays on meta for
     :func:`~shardwise.engines.loading.load` to fill. A model that is sharded already is left alone.
 
     Parameters become new objects that keep ``requires_grad``, attributes and ties. Optimizers keep their groups,
-    settings and state; schedulers of theirs go on. Parameters on meta that an optimizer holds, or whose gradients
-    have to be averaged because they stay whole, get memory at once, filled with NaN, so that ``load`` keeps them.
+    settings and state, and their schedulers stay valid. Parameters on meta that an optimizer holds, or whose
+    gradients have to be averaged because they stay whole, get memory at once, filled with NaN, so that ``load``
+    keeps them.
 
-    Collective: yes, over ``options.process_group`` (default: all ranks), whose ranks are those of the mesh.
-    Memory: this rank's shards and ``options.budget_bytes``; beside that, a source holds of its whole tensors what
-    it has not given yet. What the caller keeps a reference to is not freed.
+    Collective: yes, over ``options.process_group`` (default: all ranks), whose ranks are those of the mesh. Memory:
+    this rank's shards and ``options.budget_bytes``. A source also holds its full tensors until they have been sent.
+    Tensors that the caller still refers to are not freed.
 
     Args:
-        model: any module, of the same names, shapes, ties and ``requires_grad`` on every rank; compiled ones are
-            seen through.
-        sharding: mesh, wrap policy, mixed precision, offload. Without a mesh, all ranks form one; without a process
+        model: any module, with the same names, shapes, ties and ``requires_grad`` on every rank. Compiled modules
+            are unwrapped.
+        sharding: mesh, wrap policy, mixed precision, offload. Without a mesh, all ranks form one. Without a process
             group nothing is sharded.
         optimizers: those that were made of the model's parameters, on every rank in the same order.
         values_from: whose values count.
@@ -126,9 +127,9 @@ def shard(
 
     Raises:
         ConfigError: an argument cannot be honored.
-        PlacementError: the policy matches nothing; the model is sharded in part; parameters or optimizer state
-            cannot be handed over as they are.
-        DisagreementError: ranks have different models, optimizers, arguments, or values where they must not.
+        PlacementError: the policy matches nothing, the model is partly sharded, or parameters or optimizer state
+            cannot be moved.
+        DisagreementError: ranks have different models, optimizers, arguments, or values that must be equal.
         RankLostError: a rank has been lost.
 
     Every error is the same on every rank. All but the last come before anything is changed.
@@ -180,7 +181,7 @@ def _move(
     options: ShardOptions,
     clock: Clock,
 ) -> dict[str, Any]:
-    """Wrap the model, and hand values over; return fields of the report. Collective: yes."""
+    """Wrap the model and move values. Return fields of the report. Collective: yes."""
     with clock.phase("wrap"):
         groups = world.together(lambda: wrap_without_values(model, held, bounds, sharding, supply))
         arrivals = world.together(lambda: Arrivals(model, supply))

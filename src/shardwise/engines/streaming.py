@@ -41,8 +41,8 @@ class StreamOptions:
     """Settings of a stream. None of them changes the values.
 
     Attributes:
-        bucket_bytes: what a rank sends or gets at once. Larger tensors travel in several parts.
-        device: where the tensors are to be; None is where the model computes.
+        bucket_bytes: bytes that a rank sends or receives at once. Larger tensors travel in several parts.
+        device: device of the yielded tensors. None is the model's compute device.
         process_group: the ranks that go through the tensors together: all that hold a part of the model.
         patience: how long ranks wait for each other.
     """
@@ -102,7 +102,7 @@ def _agreed_supply(
     on_differing_buffers: OnDiffering,
     options: StreamOptions,
 ) -> tuple[list[Held], Mapping[str, Output], Giver]:
-    """Compare the calls; return the tensors of the model, what comes out, and its source. Collective: yes."""
+    """Compare the calls. Return the tensors of the model, the outputs, and their source. Collective: yes."""
     held = world.together(lambda: _looked_at(model, names, only))
     world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
     chosen: dict[str, str] = {}
@@ -155,7 +155,7 @@ def _looked_at(
 def _wanted(
     model: nn.Module, held: list[Held], names: WrittenNames, only: selection.MergedAdapter | None
 ) -> tuple[Mapping[str, Output], selection.Adapted | None]:
-    """The tensors that come out; of a merged adapter also the model without it.
+    """Return the outputs. For a merged adapter, return also the model without it.
 
     Raises:
         ConfigError, CoverageError: they cannot be streamed.
@@ -175,7 +175,7 @@ def _wanted(
 
 
 def packed_rows(held: Mapping[str, Held]) -> dict[str, PackedRows]:
-    """Weights in four bits, by name, with what tells their numbers."""
+    """Return weights in 4 bits by name, with their dequantization."""
     layers = {name: item.slots[0] for name, item in held.items() if is_in_four_bits(item.slots[0].module)}
     scales = {id(slot.module): held[name] for name, slot in layers.items() if slot.name == SCALES}
     return {
@@ -237,7 +237,7 @@ def _outputs(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapp
 
 @contextlib.contextmanager
 def _told_when_left() -> Iterator[None]:
-    """Others, who may wait for this rank, are told why it has left."""
+    """Report to waiting ranks why this rank has left."""
     try:
         yield
     except GeneratorExit:
@@ -247,7 +247,7 @@ def _told_when_left() -> Iterator[None]:
 def _completed(
     shapes: Mapping[str, tuple[int, ...]], arrivals: Iterable[Round], take: Callable[[str], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors in order, each when its last block has arrived; those without elements have no block."""
+    """Yield tensors in order, each when its last block has arrived. Those without elements have no block."""
     waiting = iter(shapes)
     for blocks in arrivals:
         for block in blocks:
@@ -283,19 +283,18 @@ def iter_hf_tensors(
     the loop early where all do so after the same tensor. A loop that ends early on one rank alone, by an exception
     perhaps, makes the others raise. Parameters must not change meanwhile. Each tensor is the caller's own.
 
-    Collective: yes, from the first tensor to the last.
-    Memory: two buckets, or one tensor that is larger and a bucket; on a machine whose ranks have the model on the
-    CPU, that much for all of them together.
+    Collective: yes, from the first tensor to the last. Memory: two buckets, or one larger tensor and a bucket. If
+    the ranks of a machine have the model on the CPU, that much for all of them together.
 
     Args:
-        model: sharded or not, of transformers or not, with values on every rank; in the same state on every rank.
-        to: ``"all_ranks"``; or ``"first_rank"``: the others go through the same keys, and get tensors on meta.
+        model: sharded or not, from transformers or not, with values on every rank, in the same state on every rank.
+        to: ``"all_ranks"``, or ``"first_rank"``: the others iterate over the same keys and get tensors on meta.
         names: as the checkpoint has them, ``"hub"``, or the model's own, ``"internal"``.
-        only: ``None``; or, of a PEFT model, ``AdapterOnly()``: an adapter under the names that PEFT's files
-            have; or ``MergedAdapter()``: the base with a LoRA of linear layers merged in, under the base's names.
-            For that every rank holds the adapter whole. The names of a PEFT model as it is are its own,
-            ``"internal"``: no hub has it like that.
-        dtype: of the floating-point tensors; they travel in it. None leaves every tensor its own.
+        only: ``None``. For a PEFT model also ``AdapterOnly()``, an adapter under the names of PEFT's files, or
+            ``MergedAdapter()``, the base with a LoRA of linear layers merged in, under the base's names. For that
+            every rank holds the adapter whole. The names of a PEFT model as it is are its own, ``"internal"``: no
+            hub has it like that.
+        dtype: of the floating-point tensors, also while they are sent. None leaves every tensor its own.
         on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
             have, are the first rank's, ``"first_rank"``, or an error, ``"error"``.
         options: bucket, device, process group, patience.
@@ -304,7 +303,7 @@ def iter_hf_tensors(
         ConfigError: the arguments cannot be honored.
         PlacementError: tensors have no values, or the ranks do not hold all of the model.
         CoverageError: the checkpoint has tensors that are computed from the model's.
-        CheckpointError: (or a subclass) what befell one rank.
+        CheckpointError: (or a subclass) the failure of one rank.
         DisagreementError: the ranks have different models or arguments, or different values of parameters that
             several of them hold.
         RankLostError: a rank has been lost, or has left its loop.

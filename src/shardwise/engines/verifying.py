@@ -31,13 +31,13 @@ _SHOWN = 8
 
 
 def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
-    """Open a model or an adapter again, and compare it with what was recorded when it was saved.
+    """Reopen a model or an adapter, and compare it with the record of its save.
 
     The headers and the index must agree, every tensor that the model of ``config.json`` needs must be there, and
     the fingerprints of the tensors' bytes must be those in ``model.fingerprints.json``, which ``save`` writes (of
     an adapter ``adapter_model.fingerprints.json``), as must the digests of headers, of the record itself and of an
-    adapter's config. Without a config the second is passed over; without recorded fingerprints the third. Other
-    small files beside the weights that are not what was saved are told as changed.
+    adapter's config. The second check is skipped without a config, the third without recorded checksums. Other
+    small files that differ from the record are reported as changed.
 
     Collective: no. Memory: a few blocks of 8 MiB.
 
@@ -85,13 +85,13 @@ def _adapter_in(reader: StorageReader) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ComparedFiles:
-    """Files compared with what was recorded when they were saved.
+    """Files compared with the record of their save.
 
     Attributes:
         compared: number of tensors that have a recorded fingerprint.
         damaged: keys of tensors that have another one now.
-        damaged_files: headers, records and adapter configs that are not what was saved, in words.
-        changed: other small files that are not what was saved.
+        damaged_files: descriptions of headers, records and adapter configs that differ from the record.
+        changed: other small files that differ from the record.
     """
 
     compared: int = 0
@@ -130,7 +130,7 @@ def _compare_files(
 
 
 def _comparison(reader: StorageReader, index: CheckpointIndex) -> Callable[[RecordedSave], ComparedFiles]:
-    """Read all files; return a function that compares them with what a save recorded."""
+    """Read all files. Return a function that compares them with the record of a save."""
     tensors = _fingerprints(reader, index)
     ends = dict(index.files)
     for entry in index.entries.values():
@@ -151,9 +151,9 @@ def _comparison(reader: StorageReader, index: CheckpointIndex) -> Callable[[Reco
 
 
 def require_as_saved(reader: StorageReader, adapter: str, training: str | None) -> None:
-    """Compare an adapter, and the state of its training, with what was recorded when they were saved.
+    """Compare an adapter and its training state with the record of their save.
 
-    An adapter of which nothing was recorded, as PEFT saves it, is taken as it is; the state of a training is not.
+    An adapter without a record, as PEFT saves it, is accepted. A training state without one is not.
 
     Args:
         reader: of the folder.
@@ -163,7 +163,7 @@ def require_as_saved(reader: StorageReader, adapter: str, training: str | None) 
     Memory: a few blocks of 8 MiB.
 
     Raises:
-        FormatError: naming the files that are not what was saved, or of which no checksums were recorded.
+        FormatError: files are damaged or have no recorded checksums. The message names them.
         StorageError: bytes could not be read.
     """
     index = open_checkpoint(reader, weights_name=adapter, extra_files=[training] if training else [])

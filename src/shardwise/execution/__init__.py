@@ -1,4 +1,4 @@
-"""Effects: what a plan decided is done, on all ranks, within a budget of memory."""
+"""Execution of plans on all ranks, within a memory budget."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Patience:
     Attributes:
         beat_s: between two signs of life.
         silence_s: without a sign of life, after which a rank counts as lost, in a call or since its last one.
-        join_s: for a rank to come to the call at all; until then it may be busy with something else.
+        join_s: until a rank reaches its first call, because it may still be busy.
     """
 
     beat_s: float = 1.0

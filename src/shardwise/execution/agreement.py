@@ -34,7 +34,7 @@ def agree_on(
 
     Raises:
         DisagreementError: naming the tensors that ranks plan differently, or the settings in which configs differ.
-        PlacementError: naming a rank that has too little memory, what it needs and what there is.
+        PlacementError: a rank has too little memory. The message has the rank, its need, and its free memory.
     """
     place = machine.group_space() + machine.text_of(machine.OWN_GROUP)
     told = plan.digest, digest_of(settings), (plan.layout.local_nbytes, place, forecast, available)

@@ -1,9 +1,10 @@
 """Checks of a load: elements written once, equal buffers and ties, and the same checkpoint on all machines.
 
 [Note: One checkpoint] The first rank reads the headers for all, so a rank on another machine that has another file
-under the same path would silently read wrong numbers. Every rank therefore tells which file it opens: boot of the
-machine, device, inode, size and time of change. Ranks for which these are equal read the same bytes. If there are
-several copies, the first rank of each compares sizes, headers and the first and last block of every tensor.
+under the same path would silently read wrong numbers. Every rank therefore reports the identity of each file it
+opens: boot of the machine, device, inode, size and modification time. Ranks for which these are equal read the same
+bytes. If there are several copies, the first rank of each compares sizes, headers and the first and last block of
+every tensor.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from shardwise.tensors import Box, DType, numel
 def audit(plan: LoadPlan, written: Mapping[str, int], on_meta: Sequence[str]) -> None:
     """Check that every element of this rank's parameters and persistent buffers was written exactly once.
 
-    ``written`` counts elements by FQN; ``on_meta`` are the names of what has no memory. A plan's copies never write
-    an element twice (see [Note: Regions] in :mod:`shardwise.conversion.regions`), so that equal counts mean full
-    coverage.
+    ``written`` counts elements by FQN. ``on_meta`` has the names of tensors without memory. A plan's copies never
+    write an element twice (see [Note: Regions] in :mod:`shardwise.conversion.regions`), so that equal counts mean
+    full coverage.
 
     Raises:
         CoverageError: naming the tensors that were not written in full, or that are still on meta.

@@ -31,7 +31,7 @@ def checksum(tensor: torch.Tensor) -> int:
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The fingerprint of each tensor's elements, in their order: the same on every device ([Note: Fingerprints]).
 
-    Memory: on the host nothing, or 64 MiB for tensors that are not contiguous; on an accelerator twice that much.
+    Memory: on the host nothing, or 64 MiB for tensors that are not contiguous, on an accelerator twice that much.
     """
     found = [_on_host(tensor) if tensor.device.type == "cpu" else _on_device(tensor) for tensor in tensors]
     moved = [value for value in found if isinstance(value, torch.Tensor)]

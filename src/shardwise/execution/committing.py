@@ -1,18 +1,18 @@
-"""Begins, commits and gives up a save, in one process for all ranks; see [Note: One commit].
+"""Begin, commit and undo of a save, in one process for all ranks. See [Note: One commit].
 
-[Note: Asked again] Everything that is saved, in whatever format, comes to count in the same way:
+[Note: Asked again] Saves of all formats are committed in the same way:
 
-1. The folder is marked. What was left on its way to another name is removed, and only then is looked what counts.
+1. The folder is marked. Files on their way to a final name are removed before the folder's state is read.
 2. Files are written and synced, those too that the last step will rename.
-3. Asked again: is the mark this save's, and are all files there, as large as they were written?
-4. The steps after which it counts. One of them gives a file that is this save's alone its name. Whoever has taken
-   the folder over has removed that file in 1: the step fails then, and what is theirs stays. Whoever takes it over
-   after the step sees this save as what counts.
-5. Asked again: does this save count, and nobody else's in its place?
+3. Check again: does this save hold the lock, and do all files have the sizes that were written?
+4. The steps after which it counts. One of them gives a file that is this save's alone its name. A save that has
+   taken the folder over has removed that file in 1. The step fails then, and the other's files stay. A save that
+   takes it over after the step finds this save committed.
+5. Check again: is this save committed, and no other in its place?
 6. Only then, and under this save's own mark, the older one is removed.
 
-Where one of these questions has the wrong answer, nothing of the older save has been removed, and what was set
-aside or replaced is put back as far as it is this save's: a StorageError says what was found.
+If one of these checks fails, nothing of the older save has been removed, and this save's changes to older files are
+reverted as far as possible. A StorageError has the finding.
 """
 
 import contextlib
@@ -42,17 +42,17 @@ _BLOCK_BYTES = 8 << 20
 def let_count(
     writer: StorageWriter, held: HeldMark, commit: commit_plan.Commit, beside: Mapping[str, bytes]
 ) -> list[str]:
-    """Let a written and synced save count, and remove the older one; the names of what was removed.
+    """Commit a written and synced save and remove the older one. Return the removed names.
 
     Args:
         writer: of the folder in which the files are.
         held: the mark, of this folder or of one around it.
-        commit: what is asked for, and done.
-        beside: small files that are put in their places just before, and back where the save does not count.
+        commit: the checks and changes to carry out.
+        beside: small files that are put in place just before the commit, and reverted if it fails.
 
     Raises:
-        StorageError: before this save counted, the mark or the files were not as they had been left; or another one
-            counts in its place. See [Note: Asked again].
+        StorageError: before the commit, the lock or the files were not as they had been left, or another save was
+            committed instead. See [Note: Asked again].
     """
     for name, content in commit.ready.items():
         make_file(writer, name, content)
@@ -94,8 +94,8 @@ def publish(
 ) -> None:
     """Let files that are written and synced count by one small file, which is put in its place last.
 
-    ``files`` have their names already; ``beside`` are small files that belong to them. Raises as
-    :func:`let_count` does.
+    ``files`` have their names already. ``beside`` are small files that belong to them. Raises as :func:`let_count`
+    does.
     """
     ready = commit_plan.on_its_way(name, held.token)
     commit = commit_plan.Commit(
@@ -165,7 +165,7 @@ def _take(writer: StorageWriter, step: commit_plan.CommitStep) -> None:
 def _put_back_if_in_vain(
     writer: StorageWriter, held: HeldMark, commit: commit_plan.Commit, beside: Mapping[str, bytes]
 ) -> Iterator[None]:
-    """When the block fails and this save does not count, put back what it set aside and replaced."""
+    """If the block fails and this save is not committed, restore the files that it set aside or replaced."""
     before = {name: writer.read(name) for name in {**beside, **commit.says}}
     try:
         yield
@@ -222,7 +222,7 @@ def write_again(writer: StorageWriter, file: str, token: str) -> None:
 
 
 def copy_in(writer: StorageWriter, source: str, file: str) -> int:
-    """Write a file of this machine into a folder under this name, and sync it; its bytes. Memory: a block.
+    """Write a local file into a folder under this name, and sync it. Return its bytes. Memory: a block.
 
     Raises:
         StorageError: it cannot be read or written, or changes meanwhile.
@@ -248,7 +248,7 @@ def copy_in(writer: StorageWriter, source: str, file: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A save that has the mark of its folder; what counted there before, and what is recorded of it."""
+    """A save that holds the lock of its folder, the folder's state before it, and its records."""
 
     held: HeldMark
     standing: commit_plan.FolderState
@@ -256,7 +256,7 @@ class Begun:
 
 
 def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> Begun:
-    """Mark the folder, look at what is there, and remove what saves left behind that were never committed.
+    """Lock the folder, read its state, and remove the remains of saves that were never committed.
 
     Raises:
         StorageError: another save is writing there, or the folder cannot be written to.
@@ -292,7 +292,7 @@ def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> Begun:
 
 
 def undo_save(writer: StorageWriter, plan: save_plan.SavePlan, begun: Begun) -> None:
-    """Remove what was made, save for what counts by now; the older save is as it was."""
+    """Remove the files of this save unless it is committed. The older save is unchanged."""
     with contextlib.suppress(StorageError):
         names = {name for name in writer.list() if commit_plan.is_on_its_way(name) and plan.token in name}
         if plan.index is None or writer.read(plan.index_file) != plan.index:
@@ -326,13 +326,13 @@ def commit_save(
     small_files: Mapping[str, bytes],
     sums: Mapping[str, int],
 ) -> list[str]:
-    """Make a written and synced save count, in one step, and remove the older one; the names of what was removed.
+    """Commit a written and synced save in one step, and remove the older one. Return the removed names.
 
     Args:
         writer: of the folder.
         plan: of the save.
-        begun: the mark, and what was there when it began.
-        small_files: what lies beside the weights, by name.
+        begun: the lock, and the folder's state before the save.
+        small_files: small files that are saved with the weights, by name.
         sums: the fingerprint of every tensor, by key.
 
     Raises:
@@ -356,7 +356,10 @@ def commit_save(
 
 
 def _bound(writer: StorageWriter, plan: save_plan.SavePlan, small_files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Small files that would have the older weights read as what they are not: an adapter's config that differs."""
+    """Return the small files that would change the meaning of the older weights.
+
+    An adapter's config that differs.
+    """
     content = small_files.get(ADAPTER_CONFIG)
     if plan.stem != save_plan.ADAPTER or content is None or writer.read(ADAPTER_CONFIG) == content:
         return {}
@@ -369,9 +372,9 @@ def commit_written(
     older: Sequence[str],
     beside: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Let the files of a save count, give them their names, and remove the older ones; then release the mark.
+    """Commit the files of a save, rename them, and remove the older ones. Then release the lock.
 
-    ``beside`` are small files that are put in their places just before.
+    ``beside`` are small files that are put in place just before.
 
     Raises:
         StorageError: as of :func:`~shardwise.execution.committing.let_count`.

@@ -1,7 +1,7 @@
 """Chunks of tensors in files of torch.distributed.checkpoint: plans, layout, writing, metadata.
 
-In a folder of ``torch.distributed.checkpoint`` every rank writes a file of its own, chunk after chunk, each a
-tensor's box as ``torch.save`` writes it; then its values that are no tensors. Replicated tensors are written by one
+In a folder of ``torch.distributed.checkpoint`` every rank writes its own file: chunk after chunk, each a box of a
+tensor in the format of ``torch.save``, then its values that are not tensors. Replicated tensors are written by one
 of their ranks, in parts or in turns.
 """
 
@@ -54,12 +54,12 @@ _ALIGNMENT = 64
 
 
 def data_file(rank: int, number: int = 0) -> str:
-    """The file of what a rank wrote, by the name that torch gives such files."""
+    """Return the name that torch gives to a rank's file."""
     return f"__{rank}_{number}.distcp"
 
 
 def key_of(way: tuple[str | int, ...]) -> str:
-    """The name that torch gives to what lies at the end of this way."""
+    """Return torch's name for the value at the end of this path."""
     return ".".join(map(str, way))
 
 
@@ -74,8 +74,8 @@ class Envelope(NamedTuple):
 def envelope(shape: tuple[int, ...], dtype: torch.dtype) -> Envelope:
     """Return the bytes around a contiguous tensor of this shape in an archive of its own.
 
-    torch writes them, into a file with a hole in place of the tensor's bytes. The checksum in them is that of
-    nothing; torch does not look at it.
+    torch writes them, into a file with a hole in place of the tensor's bytes. Their checksum field is that of empty
+    content, which torch does not check.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         place = Path(folder, "archive")
@@ -130,9 +130,9 @@ def plan_tensors(
     buffers: Collection[str] = (),
     others: Mapping[Way, Way] = _NO_OTHERS,
 ) -> TensorsPlan:
-    """Deal the tensors out to the ranks. ``told`` is what each rank holds, by key.
+    """Deal the tensors out to the ranks. ``told`` has the tensors that each rank holds, by key.
 
-    ``buffers`` are keys of tensors that the first rank writes which holds them, see [Note: Patchworks]; ``others``
+    ``buffers`` are keys of tensors that the first rank that holds them writes, see [Note: Patchworks]. ``others``
     are further names of tensors, with their first ones.
 
     Raises:
@@ -168,10 +168,12 @@ def _lay_out(
 def metadata_of(
     plan: TensorsPlan, values: Sequence[Mapping[Way, int]], name: Callable[[int], str] = data_file
 ) -> bytes:
-    """The file ``.metadata``. ``values`` are what each rank stores that is no tensor, with its bytes, in order.
+    """The file ``.metadata``.
 
-    ``name`` is that of the file of a rank. A tensor of several names is in it under each, since torch asks for all
-    of them; its bytes are there once.
+    ``values`` are the values of each rank that are not tensors, with their bytes, in order.
+
+    ``name`` is that of the file of a rank. A tensor with several names is listed under each of them, because torch
+    requests all of them. Its bytes are stored once.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         key: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
@@ -228,7 +230,7 @@ class ChunkStaging:
         self._copies: Views = {}
 
     def copy(self, views: Views) -> Views:
-        """Return copies of the chunks; the tensors may change as soon as this returns.
+        """Return copies of the chunks. The tensors may change as soon as this returns.
 
         Memory: the bytes of the chunks.
         """
@@ -262,7 +264,7 @@ def write_chunks(
     values: Sequence[bytes],
     budget_bytes: int,
 ) -> int:
-    """Write chunks, then values, from the beginning of a file on; return where they end.
+    """Write chunks, then values, from the start of a file. Return their end.
 
     The sink is shown all bytes by the name "", with their places in the file.
 
@@ -284,7 +286,10 @@ def write_chunks(
 
 
 def _blocks(view: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
-    """The bytes of a tensor in order: itself where it is contiguous in host memory, else copies of blocks."""
+    """Yield the bytes of a tensor in order.
+
+    The tensor itself if it is contiguous in host memory, otherwise copies of blocks.
+    """
     is_plain = view.device.type == "cpu" and view.is_contiguous()
     for run in runs_of(view, view.nbytes if is_plain else block_bytes):
         yield memory_of(run.cpu())

@@ -3,8 +3,8 @@
 [Note: Heartbeats] Each process has one thread that counts in the store, from its first call until it ends, over a
 connection of its own, since the other one may be held by whoever waits for a key. Ranks of a call watch the first
 rank, and the first rank watches all others. A count that stops means a process that was killed, is stopped or is
-unreachable. On one machine the process itself is looked at as well: it is known at once when it has ended, and a
-count that pauses (a library may not let other threads run) means nothing while the process runs.
+unreachable. On one machine the process itself is checked as well: its end is detected at once, and a paused
+heartbeat (a library may block other threads) does not count while the process runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class KeyStore:
         self.prefix = prefix
 
     def put(self, key: str, value: bytes) -> list[str]:
-        """Set a key; returns the names of all keys set, for :meth:`forget`. The key itself is set last."""
+        """Set a key. Returns the names of all keys set, for :meth:`forget`. The key itself is set last."""
         parts = [value[at : at + _PART_BYTES] for at in range(0, len(value), _PART_BYTES)] or [b""]
         names = [f"{key}/{number}" for number in range(1, len(parts))]
         for name, part in zip(names, parts[1:], strict=True):
@@ -69,7 +69,7 @@ class KeyStore:
         return bool(self.store.check([f"{self.prefix}/{key}"]))
 
     def set_first(self, key: str, value: str) -> str:
-        """Set a key unless it is there; its value, whoever set it."""
+        """Set a key unless it exists. Return its value."""
         return bytes(self.store.compare_set(f"{self.prefix}/{key}", "", value)).decode()
 
     def count(self, key: str, more: int) -> int:
@@ -95,11 +95,11 @@ class ProcessPlace:
         return cls(socket.gethostname(), process, machine.born(process), machine.process_space())
 
     def has_ended(self) -> bool:
-        """Return True if the process is known to be gone: its number means the same here, and it is not there."""
+        """Return True if the process has certainly ended: its id has the same meaning here, and does not exist."""
         return self.space == machine.process_space() and machine.born(self.process) != self.born
 
     def is_running(self) -> bool:
-        """Return True if the process is known to be there, and not stopped."""
+        """Return True if the process certainly exists and is not stopped."""
         is_here = self.space == machine.process_space() and machine.born(self.process) == self.born
         return is_here and not machine.is_stopped(self.process)
 
@@ -109,7 +109,7 @@ class ProcessPlace:
 
 @dataclass(slots=True)
 class Sign:
-    """A process's last heartbeat as ``told``, and since when it has been that one."""
+    """Last heartbeat of a process (``told``), and the time since when it is unchanged."""
 
     place: ProcessPlace
     told: bytes
@@ -132,7 +132,7 @@ class Detector:
 
     Attributes:
         heard_s: when the store answered last, by the monotonic clock.
-        error: what broke the connection to the store, if anything did.
+        error: the failure of the connection to the store, if any.
         progress: a number published with each heartbeat.
         signs: the last heartbeat of the processes looked for, by rank among all that use the store.
     """
@@ -163,7 +163,7 @@ class Detector:
         self._watchers.discard(watcher)
 
     def end(self) -> None:
-        """Say that this process ends."""
+        """Announce that this process ends."""
         self._has_ended = True
         self._awake.set()
         if self.process == os.getpid():

@@ -82,13 +82,13 @@ class Saving:
 def marked_by_first(world: World, folder: str | PathLike[str], tidy: OnFirst, undo: OnFirst) -> Iterator[Saving]:
     """Mark a folder on the first rank for the time of the block.
 
-    ``tidy`` looks at the folder and removes what was left there, once it is marked. Where that or the block fails,
-    ``undo`` removes what was made, and the mark is taken away; where it does not, the block has released it.
+    ``tidy`` reads the folder and removes remains, once the lock is held. If ``tidy`` or the block fails, ``undo``
+    removes this save's files, and the lock is released. Otherwise the block has released it.
 
     Collective: yes, at the beginning.
 
     Raises:
-        StorageError: another save is writing there, or the folder cannot be written to; what ``tidy`` raises.
+        StorageError: another save holds the lock, the folder is not writable, or ``tidy`` failed.
     """
     found: list[Marked] = []
     with ExitStack() as closing:

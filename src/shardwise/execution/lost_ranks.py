@@ -47,16 +47,16 @@ def naming_the_lost(
 ) -> Iterator[None]:
     """In this block ranks compute by collectives of torch's own, which break when one of them is gone.
 
-    What a collective raises then becomes an error that names the rank that was lost. A rank that runs out of
-    memory, or raises anything else, tells the others. ``where`` says what is being done, the same on all ranks. The
-    ranks have met before.
+    An exception of a collective then becomes an error that names the lost rank. A rank that runs out of memory, or
+    raises any other error, announces it to the others. ``where`` is a description of the operation, the same on all
+    ranks. The ranks have met before.
 
-    A collective may also wait for a lost rank for as long as its backend does, and cannot be called back. Where it
-    has for some seconds, ``when_stuck`` is called, on another thread, which needs no store to notice: this rank may
-    be the one that is cut off. It is called sooner where this rank ``is_asked`` to stop.
+    A collective may also wait for a lost rank for as long as its backend does, and cannot be called back. After
+    some seconds of this, ``when_stuck`` is called on another thread, which does not depend on the store, because
+    this rank may be the one that is cut off. It is called earlier if this rank ``is_asked`` to stop.
 
     Raises:
-        RankLostError: a rank is lost, has left the block, or has run out of memory; the same on every rank.
+        RankLostError: a rank is lost, has left the block, or has run out of memory. The same on every rank.
     """
     line = world.meetings
     try:
@@ -127,7 +127,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Return True if ranks could not communicate; the cause may be on another rank."""
+    """Return True if ranks could not communicate. The cause may be on another rank."""
     import torch.distributed as dist
 
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _tells(_COLLECTIVE, error))

@@ -4,8 +4,8 @@
 ranks meet here first: each hands the first rank a message, which may be empty, and reads the one answer that the
 first rank makes of all. A meeting ends with an error when the detector
 (:class:`~shardwise.execution.failure_detection.Detector`) finds that a rank is lost: the rank that finds out first
-publishes the verdict, and every rank raises it. A rank that fails in its work says so at once, and the others can
-stop theirs.
+publishes the verdict, and every rank raises it. A rank that fails announces it at once, so that the others can
+stop.
 
 The n-th call of a rank meets the n-th of every other. Where these are not the same call, all ranks raise an error
 that names two of them, and their next calls meet again.
@@ -63,7 +63,7 @@ class Meetings:
         rank: this rank in the group.
         numbers: the ranks of the group in the default group.
         patience: how long to wait.
-        call: what this rank is doing; the same on all ranks.
+        call: description of this rank's call, the same on all ranks.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Meetings:
     # Called by the rank
 
     def join(self) -> int:
-        """Let the other ranks know that this one has come; the number of this call among those of its name.
+        """Announce that this rank has reached the call. Return the number of this call among those of its name.
 
         Raises:
             RankLostError: the store is gone, or does not answer.
@@ -136,9 +136,9 @@ class Meetings:
         return self._ask(lambda _: int(self._joined().prefix.rpartition("/line")[2]))
 
     def meet(self, message: bytes, conclude: Callable[[dict[int, bytes]], bytes]) -> bytes:
-        """Wait for all ranks; the answer that the first rank concludes from the other ranks' messages, by rank.
+        """Wait for all ranks. Return the answer that the first rank derives from the messages of all ranks.
 
-        An empty message tells only that this rank has come. ``conclude`` is called on the first rank, on another
+        An empty message only announces this rank's arrival. ``conclude`` is called on the first rank, on another
         thread, and raises nothing, since the others wait for it.
 
         Raises:
@@ -159,12 +159,12 @@ class Meetings:
                 self._ask(self._await_others)
 
     def cut(self) -> None:
-        """Tell the other ranks that this one has failed and will say how at the next meeting."""
+        """Announce that this rank has failed and will report its error at the next meeting."""
         step = self._cut_step = self._step
         self._start(lambda keys: keys.put(f"{step}/cut", b""))
 
     def leave(self, cause: str) -> None:
-        """Tell the other ranks that this one leaves the call and will not come to another meeting."""
+        """Announce that this rank leaves the call and will not reach another meeting."""
         number = self.numbers[self.rank]
         text = f"rank {number} ({ProcessPlace.here()}) has left the call: {cause}"
         with contextlib.suppress(Exception):
@@ -183,13 +183,13 @@ class Meetings:
             self._ask(self._follow)
 
     def close(self) -> None:
-        """End a meeting that is going on. The heartbeat goes on."""
+        """End a meeting in progress. The heartbeat continues."""
         self._is_closed = True
         self._detector.remove(self)
 
     @property
     def others_progress(self) -> int:
-        """The sum of the progress of the ranks that this one watches, as last heard."""
+        """Return the last reported progress of the ranks that this one watches, summed."""
         signs = [self._detector.signs.get(number) for number in self._watched]
         return sum(sign.progress for sign in signs if sign is not None)
 
@@ -356,7 +356,7 @@ class Meetings:
 
 
 def waiting_for(ranks: Sequence[int], size: int, address: str) -> str:
-    """A message that names ranks that have not come to where all meet."""
+    """Return a message that names ranks that have not reached the call."""
     return f"waiting for rank{'s' * (len(ranks) > 1)} {shown_ranks(ranks)} of {size} at {address}"
 
 

@@ -1,4 +1,4 @@
-"""Memory and threads of a rank: memory for meta tensors, staging of what is read, free memory, workers.
+"""Memory and threads of a rank: memory for meta tensors, staging buffers, free memory, worker threads.
 
 Tensors get memory at every place where a model registers them. Workers stop together when one of them fails.
 """
@@ -31,7 +31,7 @@ from shardwise.tensors import Strided
 def home_of(held: Sequence[Held], default: torch.device | None) -> torch.device:
     """Return the device that a model computes on: that of its mesh, otherwise ``default``, otherwise the CPU.
 
-    What is not sharded (buffers, whole parameters) belongs there too.
+    Unsharded tensors (buffers, full parameters) belong there too.
     """
     for item in held:
         if isinstance(item.tensor, DTensor):
@@ -68,12 +68,11 @@ def devices_of(held: Sequence[Held], managers: Managers, home: torch.device) -> 
 
 
 def materialize(held: Sequence[Held], managers: Managers, home: torch.device) -> dict[str, torch.Tensor]:
-    """Give every meta tensor uninitialized memory for this rank's shard; tensors that are real stay.
+    """Allocate uninitialized memory of this rank's shard for every meta tensor. Real tensors are unchanged.
 
-    ``managers`` are of the model that holds them; a parameter that is not among them is in no group of FSDP2's.
-    Returns this rank's own tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with
-    their ``requires_grad`` and attributes.
-    Memory: this rank's shards.
+    ``managers`` belong to the model. A parameter that is not among them is in no FSDP2 group. Returns this rank's
+    own tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with their
+    ``requires_grad`` and attributes. Memory: this rank's shards.
     """
     found = {item.fqn: local_tensor(item.tensor) for item in held if not item.tensor.is_meta}
     wanted = [_WantedMemory.of(item, managers, home) for item in held if item.tensor.is_meta]
@@ -101,7 +100,7 @@ class _WantedMemory:
         return cls(item, manager, torch_words.padded_size(manager), device, is_pinned=pins)
 
     def fulfil(self) -> torch.Tensor:
-        """Install a tensor with memory; this rank's own part of it."""
+        """Install a tensor with memory, this rank's own part of it."""
         tensor = self.item.tensor
         if self.manager is not None:
             fresh = torch.empty(self.size, dtype=tensor.dtype, device=self.device, pin_memory=self.is_pinned)
@@ -136,7 +135,7 @@ class HostLanding:
         self._staging: torch.Tensor | None = None
 
     def begin(self) -> memoryview:
-        """The staging memory for the next request; what was staged before may still be on its way."""
+        """Return staging memory for the next request. Earlier copies may still be in progress."""
         if self._staging is None:
             self._staging = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
         return memory_of(self._staging)
@@ -156,11 +155,11 @@ class HostLanding:
 class DeviceLanding:
     """Staging for tensors on an accelerator: two pinned slabs in turn, and a stream of its own.
 
-    Made by the thread that made the tensors, or last wrote to them: what it has asked of the device comes first.
+    Created on the thread that made or last wrote the tensors, so that the device's queue is in order.
 
-    While one slab is on its way to the device, the next request is read into the other. What only has to be moved
-    is moved straight into the tensor; what must be cast or is strided goes to a slab on the device first, and is
-    cast there. Memory: two times ``nbytes``, pinned, and as much again on the device for what is cast or strided.
+    While one slab is on its way to the device, the next request is read into the other. Bytes that are only moved
+    are copied straight into the tensor. Those that are cast or strided go to a slab on the device first. Memory:
+    two times ``nbytes``, pinned, and as much again on the device for tensors that are cast or strided.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -239,10 +238,10 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def available_memory(home: torch.device) -> Available:
-    """Free memory of the host, and of the accelerator, in bytes; None where it cannot be known.
+    """Return free memory of the host and of the accelerator in bytes, or None if unknown.
 
-    Of an accelerator: with what torch has taken and not given to a tensor, which it gives to the next.
-    Of the host: what can be had without swapping, and not more than the control groups of this process allow.
+    For an accelerator, this includes memory that torch has reserved and not given to a tensor. For the host: memory
+    available without swapping, limited by the control groups of this process.
     """
     device_bytes = None
     if home.type != "cpu":
@@ -253,7 +252,7 @@ def available_memory(home: torch.device) -> Available:
 
 
 def host_memory(meminfo: Path = _MEMINFO, own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> int | None:
-    """Return free bytes of the machine, or of a control group that limits this process further; None if unknown."""
+    """Return free bytes of the machine, or of a control group that limits this process further. None if unknown."""
     found = [_room(group) for group in control_groups(own_group, groups)]
     for line in text_of(meminfo).splitlines():
         name, _, value = line.partition(":")
@@ -317,7 +316,7 @@ _LOOK_S = 0.1
 
 
 def computing(policy: ReadPolicy, processors: int) -> int:
-    """Return the number of workers that compute at once; if reads cross a network, as many as read."""
+    """Return the number of workers that compute at once: as many as read if reads cross a network."""
     return policy.concurrency if policy.is_remote else max(1, min(policy.concurrency, processors))
 
 
@@ -328,9 +327,9 @@ class Workers(Generic[Task, Tool]):
     The threads are daemons: one that hangs in a read of a dead file system does not keep the process alive.
 
     Args:
-        carry_out: what is done with a task, on a thread that has the tool.
+        carry_out: function of a task and a tool, run on a thread that has the tool.
         tools: one for each thread.
-        check: called by the waiting thread now and then; what it raises ends the work.
+        check: called periodically by the waiting thread. An exception of it ends the work.
     """
 
     carry_out: Callable[[Task, Tool], None]
@@ -345,7 +344,7 @@ class Workers(Generic[Task, Tool]):
         self._finished = threading.Condition(self._lock)
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Carry out all tasks. The first error of any is raised; the others' current tasks are waited for.
+        """Carry out all tasks. The first error is raised after the other workers have finished their current tasks.
 
         When ``check`` raises, nobody is waited for.
         """
@@ -397,7 +396,7 @@ class Ahead(Generic[Task]):
         self._thread.start()
 
     def value(self, check: Callable[[], None]) -> Task:
-        """Wait for the value, or raise what the function raised; ``check`` is called meanwhile."""
+        """Wait for the value, or raise the function's error. ``check`` is called meanwhile."""
         while self._thread.is_alive():
             self._thread.join(_LOOK_S)
             check()

@@ -1,10 +1,10 @@
-"""Moves tensors between ranks: gathers, scatters, reshards, and puts together what a checkpoint has.
+"""Movement of tensors between ranks: gathers, scatters, resharding, and assembling of a checkpoint's tensors.
 
-[Note: Rounds] All ranks go through the same rounds (:mod:`shardwise.planning.moves`). A rank packs what it gives,
-all ranks meet (see [Note: Nobody waits in a collective] in :mod:`shardwise.execution.meetings`), and one
-all-to-all moves the bytes. What can fail on one rank alone, packing and unpacking, lies before a meeting, so
-nothing can keep a rank away from a collective that others have entered. A round is on its way while the caller has
-the one before it.
+[Note: Rounds] All ranks go through the same rounds (:mod:`shardwise.planning.moves`). A rank packs the data that it
+sends, all ranks synchronize (see [Note: Nobody waits in a collective] in :mod:`shardwise.execution.meetings`), and
+one all-to-all moves the bytes. Packing and unpacking, which can fail on one rank alone, are before a meeting, so a
+failed rank never misses a collective that others have entered. A round is on its way while the caller has the one
+before it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ class Traffic:
 class _RankPart:
     """One rank's part of a round: pieces that it keeps, sends and receives, and the bytes by rank.
 
-    What is sent has the byte at which it begins in what goes to each target, what is received that in what comes
-    from its source.
+    Sent blocks have their offset in the data for their target, received blocks that in the data from their source.
     """
 
     sent: list[int]
@@ -90,8 +89,9 @@ class Exchange:
         world: the ranks.
         rounds: the same on every rank.
         share: this rank's shares.
-        room: memory for each block that this rank gets, asked for before the block's round is yielded.
-        dtype_of: by key, the dtype in which a tensor travels and arrives; what is given is cast.
+        room: function that returns memory for each block that this rank receives, called before the block's round
+            is yielded.
+        dtype_of: the dtype in which a tensor is sent, by key. Sources cast to it.
         device: where staging memory lies: of the kind that the process group's backend moves.
     """
 
@@ -137,7 +137,7 @@ class Exchange:
 
     @torch.no_grad()
     def _step(self, arriving: _RankPart | None, leaving: _RankPart | None) -> None:
-        """Unpack the round that has come, and pack the next; nobody is kept waiting meanwhile."""
+        """Unpack the round that has arrived and pack the next. No rank waits meanwhile."""
         if arriving is not None:
             for block, given in arriving.keeps:
                 self._put(block, given, self._given(block, given))
@@ -178,7 +178,7 @@ class Exchange:
             flat = flat[piece.target.numel :]
 
     def _send(self, part: _RankPart, is_needed: bool) -> None:  # noqa: FBT001
-        """Begin to move a round that all ranks have packed; what fails is raised by :meth:`_wait`."""
+        """Start moving a round that all ranks have packed. Errors are raised by :meth:`_wait`."""
         if not is_needed:  # on any rank
             return
         sent = sum(part.sent)
@@ -211,7 +211,7 @@ def _nbytes(block: moves.Block, given: Sequence[moves.Piece]) -> int:
 
 
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The elements of a box in its tensor, which is contiguous, where they follow each other."""
+    """Return the elements of a box in its contiguous tensor as a view, if they are adjacent."""
     start = sum(at * stride for at, stride in zip(box.offsets, tensor.stride(), strict=True))
     return tensor.view(-1)[start : start + box.numel]
 
@@ -246,10 +246,10 @@ class Handover:
         name: that of no other.
         shape: of all of it.
         dtype: in which it travels and arrives.
-        held: the boxes that each rank has, by rank; equal, or without overlap.
-        wanted: those that each rank is to have; a rank that has one itself takes its own values.
-        mine: where it lies on this rank; None where nothing is.
-        into: where it is to lie on this rank; None where nothing is.
+        held: boxes by rank that hold the tensor, equal or without overlap.
+        wanted: boxes by rank that need the tensor. A rank that holds its box uses its own values.
+        mine: source memory on this rank, or None.
+        into: target memory on this rank, or None.
     """
 
     name: str
@@ -274,7 +274,7 @@ class Handover:
         return moves.Move(self.name, Stored(self.name, tuple(self.shape), DType.U8), self.dtype.itemsize, lacking)
 
     def take_own(self, rank: int) -> int:
-        """Copy what this rank has itself; its bytes."""
+        """Copy this rank's own values. Return their bytes."""
         own = [box for box in self.wanted[rank] if box.numel and _is_held(box, self.held[rank])]
         for box in own:
             _there(self.into).view(box).copy_(_there(self.mine).view(box))
@@ -292,10 +292,9 @@ def _there(place: LocalTensor | None) -> LocalTensor:
 
 @torch.no_grad()
 def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, device: torch.device) -> Traffic:
-    """Bring all tensors from where they are to where they are to be. ``device`` is where staging lies.
+    """Move all tensors from their sources to their targets. ``device`` is where staging lies.
 
-    Collective: yes.
-    Memory: ``budget_bytes``; beside it, a share that does not lie in one run.
+    Collective: yes. Memory: ``budget_bytes``, and a share that is not one contiguous run.
 
     Raises:
         CheckpointError: (or a subclass) the same on every rank, when anything raised on any.
@@ -339,9 +338,8 @@ def distribute(
 ) -> Traffic:
     """Hand all tensors over, as many at once as are of ``budget_bytes``, or one that is larger.
 
-    Collective: yes.
-    Memory: ``budget_bytes``, in addition to what ``prepare`` makes. ``items`` is emptied: a source lets go of a
-    tensor that it has given.
+    Collective: yes. Memory: ``budget_bytes``, in addition to the tensors that ``prepare`` makes. ``items`` is
+    emptied: a source lets go of a tensor that it has given.
     """
     traffic = Traffic()
     items.reverse()
@@ -364,13 +362,12 @@ def gather(
     budget_bytes: int,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Whole tensors on the CPU, on the ranks that are to have them; on the others none.
+    """Return full tensors on the CPU on the target ranks, and none on the others.
 
-    ``tensors`` are of the same names on every rank, shards or whole, and not on meta. What several ranks hold has
-    the same values on them.
+    ``tensors`` are of the same names on every rank, shards or whole, and not on meta. Replicas must have equal
+    values.
 
-    Collective: yes.
-    Memory: ``budget_bytes``; and the whole tensors, on the ranks that get them.
+    Collective: yes. Memory: ``budget_bytes``, and the full tensors on the ranks that get them.
 
     Raises:
         DisagreementError: ranks have different tensors.

@@ -1,10 +1,10 @@
 """Starts ranks as processes of this machine, or joins those of a launcher.
 
-Imports no torch: the ranks do, once. They are forked from one process, which imports this module first and then
-what they need. Importing torch and transformers makes objects by the hundred thousand, all of which stay, and a
-fifth of the time would go to searches for unreachable cycles among them. So there are none until the ranks are
-there; each begins them again (``live_as_rank``). The process that ranks are forked from does not end by a SIGTERM
-or a Ctrl-C that is meant for all of a group, and imports nothing from the folder that it happens to be in.
+Imports no torch: the ranks do, once. They are forked from one process, which imports this module and then the
+modules that they need. Importing torch and transformers makes objects by the hundred thousand, all of which stay,
+and a fifth of the time would go to searches for unreachable cycles among them. So it has no threads until the ranks
+are forked. Each rank starts them again (``live_as_rank``). The process that ranks are forked from does not end by a
+SIGTERM or a Ctrl-C that is meant for all of a group, and imports nothing from the folder that it happens to be in.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _ORPHANED_S = 600.0
 
 
 class RankError(ShardwiseError):
-    """A rank raised an error that is not shardwise's own; the text has its traceback."""
+    """A rank raised an error other than shardwise's. The text has its traceback."""
 
 
 class RankEndedError(RankError):
@@ -64,7 +64,7 @@ class RankEndedError(RankError):
 
 
 class RanksLateError(RankError):
-    """Ranks did not come to their end in time, and none had failed."""
+    """Ranks did not finish in time, and none had failed."""
 
 
 def run_spawned(
@@ -75,15 +75,15 @@ def run_spawned(
     preloaded: Sequence[str] = ("torch",),
     timeout_s: float = math.inf,
 ) -> list[Any]:
-    """Call the function, of an importable module, on ``size`` new processes; its values (picklable) by rank.
+    """Call the function of an importable module on ``size`` new processes. Return its values (picklable) by rank.
 
-    Each has an accelerator of its own where there are enough, else all compute on the CPU. When this process is
-    interrupted or terminated, the ranks are ended; with ``asks_first`` they are sent SIGTERM, and have all the time
-    they want until a second signal. They are forked from one process that has imported ``preloaded``.
+    Each has its own accelerator if there are enough, otherwise all compute on the CPU. When this process is
+    interrupted or terminated, the ranks are ended. With ``asks_first`` they get SIGTERM, and unlimited time until a
+    second signal. They are forked from one process that has imported ``preloaded``.
 
     Raises:
-        ShardwiseError: as raised by the function, on the lowest rank where it was.
-        RanksLateError: after ``timeout_s`` seconds, imports included, ranks had not come to their end.
+        ShardwiseError: as raised by the function, from the lowest rank that raised it.
+        RanksLateError: ranks had not finished ``timeout_s`` seconds after the start, imports included.
         RankError: a rank failed otherwise, or ended.
     """
     context = start_server(preloaded)
@@ -131,13 +131,13 @@ class _Failed:
 
 
 def _priority(error: BaseException) -> int:
-    """The lowest for what a rank raised on purpose, rather than errors of ranks that then missed it."""
+    """Return the priority of an error: deliberate errors come before those of ranks that then lost their peer."""
     later = (RankEndedError, RankLostError, RankError)
     return 3 - next((place for place, kind in enumerate(later) if isinstance(error, kind)), 3)
 
 
 def _await_end(ranks: Sequence[BaseProcess], timeout_s: float) -> list[int]:
-    """Wait for all ranks, but only some seconds more once one has failed; those that still run."""
+    """Wait for all ranks, but only a few seconds more once one has failed. Return those that still run."""
     end, has_failed = time.monotonic() + timeout_s, False
     while running := [rank for rank, process in enumerate(ranks) if process.is_alive()]:
         left_s = None if end == math.inf else max(0.0, end - time.monotonic())
@@ -156,7 +156,10 @@ def _outcome(file: Path, rank: int, exit_code: int | None) -> Any:
 
 @contextmanager
 def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None]:
-    """With ``asks_first`` the first signal is passed on to the ranks as SIGTERM; the next one, or any, raises."""
+    """With ``asks_first`` the first signal is passed on to the ranks as SIGTERM.
+
+    The next one, or any otherwise, raises.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -208,7 +211,7 @@ def _live(rank: int, size: int, folder: str, function: Callable[..., Any], args:
 
 
 def live_as_rank() -> None:
-    """Prepare a forked process: it hears SIGTERM but not Ctrl-C, and ends with the process that started it."""
+    """Prepare a forked process: it receives SIGTERM but not Ctrl-C, and ends with its parent."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
@@ -239,7 +242,7 @@ def _join(rank: int, size: int, folder: str) -> None:
 
 
 def at_own_gpu(rank: int, size: int) -> str:
-    """Take this rank's accelerator, if there is one for each; the backends of its process group.
+    """Select this rank's accelerator, if there is one for each rank. Return the backends of its process group.
 
     Raises:
         PlacementError: a module that was imported before the ranks were forked has begun to use GPUs.
@@ -267,11 +270,11 @@ _RENDEZVOUS = timedelta(minutes=10)
 
 
 def run_launched(environment: Mapping[str, str], function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call the function as a rank that a launcher started; its values by rank on the first, none on the others.
+    """Call the function as a rank of a launcher. Return its values by rank on the first rank, none on the others.
 
-    Ranks meet by the ``environment`` of torchrun, as by ``env://``. Afterwards the process group is left
-    in order. When the function raises, it is left as it is: the other ranks may never come to its end. Collective:
-    yes, over all ranks.
+    Ranks meet by the ``environment`` of torchrun, as by ``env://``. Afterwards the process group is left in order.
+    If the function raises, the process group is left as it is, because the other ranks may never finish.
+    Collective: yes, over all ranks.
 
     Raises:
         RankLostError: ranks have not come within ten minutes, or could not connect to each other.
@@ -306,7 +309,7 @@ def run_launched(environment: Mapping[str, str], function: Callable[..., Any], *
 def _store_of_launched(environment: Mapping[str, str]) -> tuple[Store, int, int]:
     """Return the store of the ranks that a launcher started, once all have come, and this rank and their number.
 
-    It is the store of torch's ``env://``, which waits in silence; here, ranks that have not come are logged.
+    It is the store of torch's ``env://``, which waits without output. Here, missing ranks are logged.
     """
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 

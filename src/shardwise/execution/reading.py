@@ -35,7 +35,7 @@ from shardwise.tensors import Box, Strided
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A tensor to fill on this rank: what it is made of, the boxes it holds, its dtype, and where it is to be."""
+    """A tensor to fill on this rank: its expression, the boxes that this rank holds, its dtype, and its memory."""
 
     fqn: str
     expression: Expression
@@ -75,7 +75,8 @@ def arrange(
         index: of the checkpoint.
         policy: of its storage.
         budget_bytes: for the staging of all workers together.
-        start_at: with which fraction of the requests to begin, where all ranks ask the same remote storage.
+        start_at: fraction of the requests to start with, so that ranks do not all request the same part of a remote
+            storage.
     """
     items = tuple(item for item in destinations if item.boxes)
     leaves = (leaf for item in items for leaf in stored_leaves(item.expression))
@@ -244,7 +245,10 @@ class Placer:
     # What is computed
 
     def _compute(self, made: Sequence[ComputeTask], filling: FilledTensors, budget_bytes: int) -> None:
-        """Blocks that fit beside each other are made by workers, each its own; larger ones alone, read by all."""
+        """Blocks that fit into the budget together are computed by separate workers.
+
+        Larger ones are computed alone and read by all workers.
+        """
         policy = self.reader.policy
         share = load_memory.ComputingShare.of(budget_bytes, policy.concurrency)
         small = [item for item in made if item.block.nbytes <= share.most_bytes]
@@ -290,7 +294,10 @@ def _inputs_of(item: ComputeTask) -> list[tuple[Expression, Box, torch.dtype]]:
 
 
 def identities_of(reader: StorageReader, files: Sequence[str], check: Callable[[], None]) -> dict[str, str]:
-    """The identity of each file, as many asked for at once as the storage allows. ``check`` is called meanwhile."""
+    """Return the identity of each file, requested as concurrently as the storage allows.
+
+    ``check`` is called meanwhile.
+    """
     found: dict[str, str] = {}
 
     def identify(file: str, _: None) -> None:
@@ -331,7 +338,7 @@ def evaluate(item: ComputeTask, values: Sequence[torch.Tensor]) -> Mapping[str, 
 
 
 def move(moves: Sequence[OutputMove], outputs: Mapping[str, torch.Tensor], filling: FilledTensors) -> None:
-    """Copy what a block has given to its places."""
+    """Copy the outputs of a block to their places."""
     for part in moves:
         found = strided_view(outputs[part.output].contiguous(), part.source)
         strided_view(filling.tensors[part.target], part.place).copy_(found)

@@ -1,6 +1,6 @@
-"""Carries out lists of renames, by which several files count at once, and removes what a killed save leaves.
+"""Rename journals, by which several files are committed at once, and removal of remains of killed saves.
 
-Readers see a folder as its list says and change nothing; the next save in the folder carries the list out
+Readers see a folder as its journal states and change nothing. The next save in the folder carries the journal out
 ([Note: A list of renames] in ``planning/commit_plan.py``).
 """
 
@@ -46,7 +46,7 @@ def work_folder(folder: str | os.PathLike[str], token: str) -> Path:
 
 
 def tidy(marked: Marked) -> None:
-    """Carry out what is left to be renamed, and remove what saves of accelerate's files have left besides.
+    """Finish pending renames, and remove the remains of saves of accelerate's files.
 
     Raises:
         FormatError: a list of renames makes no sense.
@@ -69,7 +69,7 @@ def tidy(marked: Marked) -> None:
 
 
 def undo(marked: Marked, also: Collection[str] = ()) -> None:
-    """Remove what this save has made, unless it counts by now. ``also`` are further folders that it wrote into."""
+    """Remove the files of this save unless it is committed. ``also`` are further folders that it wrote into."""
     root = marked.writer.root
     folders = distributed_folders(root)
     also = [folder for folder in also if not is_through_link(root, folder)]
@@ -110,10 +110,11 @@ def remove_empty(root: str, folders: Collection[str]) -> None:
 
 
 def finish(root: str, file: str, held: HeldMark) -> None:
-    """Give the files that are listed their names, and remove those that are older; when marked.
+    """Rename the listed files and remove older ones, while holding the lock.
 
-    Whoever has taken the folder over does the same meanwhile, and may be done first. Then new files are not there
-    to be renamed any more; before a name is removed that others may have given, it is asked whose the mark is.
+    Whoever has taken the folder over does the same meanwhile, and may be done first. Then new files do not exist
+    under their temporary names any more. Before a name is removed that another save may have written, the lock is
+    checked.
     """
     renames = read_list(Path(root), file)
     if renames is None:
@@ -149,10 +150,10 @@ _MAX_LIST_BYTES = 1 << 24
 
 
 def read_list(folder: Path, file: str) -> commit_plan.Renames | None:
-    """A list of renames; None where it is not there any more.
+    """Return a rename journal, or None if it does not exist any more.
 
     Raises:
-        FormatError: it makes no sense, or names what is not in the folder itself.
+        FormatError: it is invalid, or has names outside of the folder.
         StorageError: it cannot be read.
     """
     with LocalReader(folder) as reader:
@@ -175,7 +176,7 @@ def read_list(folder: Path, file: str) -> commit_plan.Renames | None:
 
 
 def _folders_of(folder: Path, renames: commit_plan.Renames) -> list[str]:
-    """Folders that listed names lead into, as far as they are there, each before what lies in it."""
+    """Return the existing folders that listed names are in, parents first."""
     found: set[str] = set()
     for around in {name.rpartition("/")[0] for name in (*renames.names, *renames.older)} - {""}:
         for way in accumulate(around.split("/"), "{}/{}".format):
@@ -207,8 +208,8 @@ def lists_in(folder: Path) -> list[commit_plan.Renames]:
 def as_renamed(folder: Path) -> Iterator[Path]:
     """A folder as it is once the renames that are listed in it have been carried out. Nothing in it is changed.
 
-    It is the folder itself where nothing is listed, else a temporary one of links, for the time of the block. Links
-    lead nowhere once somebody carries the list out: see :func:`leads_nowhere`.
+    Yield the folder itself if it has no journal, otherwise a temporary folder of links. Links lead nowhere once
+    somebody carries the list out: see :func:`leads_nowhere`.
 
     Collective: no.
 
@@ -241,7 +242,7 @@ def leads_nowhere(place: Path) -> bool:
 
 
 def _link(folder: Path, pending: Sequence[commit_plan.Renames], place: Path) -> list[str]:
-    """Make links to what is in a folder, by the names that files are to have; the listed names that are gone."""
+    """Link the files of a folder under their final names. Return the listed names that are missing."""
     inner = {way for renames in pending for way in _folders_of(folder, renames)}
     links: dict[str, str] = {}
     for way in ("", *sorted(inner)):
@@ -273,13 +274,13 @@ def number_of(token: str) -> int:
 
 
 def older_in(folder: Path, files: Collection[str]) -> list[str]:
-    """Data of older checkpoints in a folder, beside these files."""
+    """Return data files of older checkpoints in a folder, other than these files."""
     with open_writer(folder) as writer:
         return [name for name in writer.list() if _DATA_FILE.fullmatch(name) and name not in files]
 
 
 def left_in(folder: Path, of: str = "") -> list[str]:
-    """Data of saves of ours that ``.metadata`` does not tell of; of the save with this token, or of any."""
+    """Return data files of our saves that ``.metadata`` does not list, of the save with this token, or of any."""
     with open_writer(folder) as writer:
         names = writer.list()
     ours = [name for name in names if (found := _DATA_FILE.fullmatch(name)) and int(found[1]) >= _FIRST_NUMBER]

@@ -1,10 +1,9 @@
 """Compares the values of replicas before anything is taken out of a model.
 
-[Note: Patchworks] Of what several ranks hold each gives a part (:mod:`shardwise.planning.moves`).
-Where their values differ, what is put together is on no rank. Parameters, and what optimizers hold of them, are
-equal where gradients are averaged; if they are not, something is wrong, and the ranks say so. Buffers may differ
-for good reasons, as the running statistics of BatchNorm do: those of the first rank that holds them count, all of
-them, so that they belong together.
+[Note: Patchworks] Each holder of replicated data sends a part of it (:mod:`shardwise.planning.moves`). If the
+replicas differ, the assembled tensor exists on no rank. Parameters and their optimizer state are equal if gradients
+are averaged. If they are not, that is an error. Buffers may differ for good reasons, as the running statistics of
+BatchNorm do: those of the first rank that holds them count, all of them, so that they belong together.
 
 Then decides which part of a model's tensors each rank gives, each element once, and takes out its values.
 """
@@ -93,21 +92,21 @@ OddCircles: TypeAlias = frozenset[CircleName]
 
 
 def settle_replicas(world: World, replicas: Replicas, on_differing_buffers: OnDiffering) -> tuple[str, ...]:
-    """Compare what several ranks hold; the names of the buffers that differ, of which the first rank's count.
+    """Compare replicas. Return the names of differing buffers, for which the first rank's values are used.
 
-    Collective: yes. Two meetings at most; the second only where something differs.
-    Memory: that of :func:`~shardwise.execution.checksums.checksums`.
+    Collective: yes. At most two meetings. The second only if something differs. Memory: that of
+    :func:`~shardwise.execution.checksums.checksums`.
 
     Raises:
         ConfigError: ``on_differing_buffers`` is no such mode.
-        DisagreementError: naming parameters, or state of optimizers, that differ; buffers that may not.
+        DisagreementError: parameters or optimizer state differ, or buffers that must not. The message names them.
     """
     odd = world.all_reduce(lambda: tell(replicas, on_differing_buffers), odd_circles)
     return settle_odd(world, replicas, odd, on_differing_buffers)
 
 
 def odd_circles(asked: Sequence[DigestWords]) -> OddCircles:
-    """The circles whose values differ, where all ranks have had this to :func:`tell`.
+    """Return the circles with differing values, after all ranks have sent the results of :func:`tell`.
 
     Raises:
         DisagreementError: ``on_differing_buffers`` is not the same on all ranks.
@@ -133,9 +132,9 @@ def _by_circle(told: Sequence[Mapping[CircleName, T]]) -> dict[CircleName, dict[
 def settle_odd(
     world: World, replicas: Replicas, odd: OddCircles, on_differing_buffers: OnDiffering
 ) -> tuple[str, ...]:
-    """The same as :func:`settle_replicas`, where the ranks know the circles whose values differ.
+    """The same as :func:`settle_replicas`, if the circles with differing values are known.
 
-    Collective: yes, where there are such.
+    Collective: yes, if there are any.
     """
     if not odd:
         return ()
@@ -169,7 +168,7 @@ def _settled(
 
 
 def require_mode(on_differing_buffers: object) -> None:
-    """Raises ConfigError for what is no such mode."""
+    """Raises ConfigError for an invalid value."""
     if on_differing_buffers not in ("first_rank", "error"):
         raise ConfigError(f"on_differing_buffers={on_differing_buffers!r}: pass 'first_rank' or 'error'")
 
@@ -199,13 +198,13 @@ def equal_on_all(
     budget_bytes: int,
     device: torch.device,
 ) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """The tensors, those buffers that differ as copies of the first rank's; and their names.
+    """Return the tensors, with copies of the first rank's for differing buffers, and their names.
 
     Collective: yes.
     Memory: the copies, and ``budget_bytes`` for staging, on ``device``.
 
     Raises:
-        DisagreementError: as of :func:`settle_replicas`; ranks have different tensors.
+        DisagreementError: as in :func:`settle_replicas`, or ranks have different tensors.
     """
     told = world.each(lambda: {name: facts_of(tensor, name).boxes for name, tensor in tensors.items()})
     held = {name: tuple(found.get(name, ()) for found in told) for name in tensors}
@@ -268,18 +267,17 @@ class Shares:
 
 
 def agree_on_shares(world: World, held: Sequence[Held], on_differing_buffers: OnDiffering) -> Shares:
-    """Find out what each rank gives, and that values that several ranks hold are equal.
+    """Determine the part that each rank sends, and check that replicas are equal.
 
-    Every rank tells what it holds: a mesh that is a part of the world (the data-parallel axis, for what is not
-    sharded by tensor parallelism) knows only the ranks that are in it. Of what several ranks hold each gives a
-    part; but buffers come from the first rank that holds them, see [Note: Patchworks].
+    Every rank reports the tensors that it holds, because a mesh that is a part of the world (the data-parallel
+    axis, for tensors that are not sharded by tensor parallelism) has only its own ranks. Each holder of replicated
+    data sends a part of it, but buffers come from the first rank that holds them, see [Note: Patchworks].
 
     Collective: yes.
 
     Raises:
-        PlacementError: a tensor has no values, or a placement that holds none of its own; or the ranks together do
-            not hold all of it.
-        DisagreementError: the ranks hold different tensors, or different values of what they hold together.
+        PlacementError: a tensor has no values, an unsupported placement, or elements that no rank holds.
+        DisagreementError: the ranks hold different tensors, or different values of replicas.
     """
     require_alike_models(world, held, ())
     saved = [item for item in held if item.kind.is_saved]
@@ -316,12 +314,12 @@ def _dealt(saved: Sequence[Held], held: Mapping[str, tuple[Boxes, ...]]) -> dict
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows of a weight in four bits that this rank holds, and what they stand for.
+    """Rows of a 4-bit weight on this rank, and their dequantization.
 
     Attributes:
         weight: packed bytes.
         scales: of the same rows: bytes of float32, or codes.
-        layer: the layer, which knows how.
+        layer: the layer that dequantizes.
     """
 
     weight: Held
@@ -350,7 +348,7 @@ def in_numbers(boxes: Boxes) -> Boxes:
 class Giver:
     """This rank's shares of a model's tensors. Both ``held`` and ``shares`` are by name.
 
-    ``packed`` are weights in four bits that are given as numbers, by name; their shares are boxes of numbers.
+    ``packed`` are 4-bit weights that are sent dequantized, by name. Their shares are boxes of dequantized values.
     """
 
     def __init__(
@@ -371,9 +369,9 @@ class Giver:
         return self.shares[name][self._rank][number]
 
     def share(self, name: str, number: int) -> torch.Tensor:
-        """A share as a row-major tensor. The last one is kept: blocks ask for parts of it in turn.
+        """A share as a row-major tensor. The last one is kept, because consecutive blocks are parts of it.
 
-        Memory: none where it lies like that in its tensor, else the share.
+        Memory: none if it is a view of its tensor, otherwise the share.
         """
         if self._last is None or self._last[0] != (name, number):
             self._last = None
@@ -389,7 +387,7 @@ class Giver:
 
 
 class MergingGiver(Giver):
-    """Shares of the base's tensors, with what the adapter adds to them.
+    """Shares of the base's tensors plus the adapter's delta.
 
     Args:
         held: by name in the base.
@@ -399,7 +397,7 @@ class MergingGiver(Giver):
         matrices: all matrices of the adapter, whole, by FQN.
         packed: as of :class:`Giver`.
 
-    Memory: beside ``matrices`` twice the largest share, and that in float32 where the adapter is.
+    Memory: ``matrices`` and twice the largest share, in float32 for adapted weights.
     """
 
     def __init__(

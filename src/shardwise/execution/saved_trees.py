@@ -84,7 +84,8 @@ def read_file_tree(reader: StorageReader, file: str) -> SavedTree:
     """Return the tree of a ``torch.save`` file.
 
     Raises:
-        FormatError, StorageError: as of :func:`~shardwise.formats.open_state`; the file holds more than data.
+        FormatError, StorageError: as in :func:`~shardwise.formats.open_state`, or the file holds objects other than
+            data.
     """
     index = open_state(reader, file)
     keys: dict[Levels, str] = {}

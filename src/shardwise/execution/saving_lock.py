@@ -1,28 +1,28 @@
 """Marks a folder, so that at most one save at a time writes into it.
 
-[Note: The mark of a save] A save marks its folder with a file. The mark says who made it, so that one left by a
-process that is gone can be told and taken over.
+[Note: The mark of a save] A save marks its folder with a file. The lock file identifies its holder, so that one
+left by a dead process can be detected and taken over.
 
 On a file system it is a file of one name, which only one process can create. It is filled just after: one that
 cannot be read yet is looked at again for a moment, then it was left by whoever died in between. Taking over is a
-rename, of which only one of several succeeds. An object store may have no file that only one can create (it
-depends on the store, its age, and the client), and removes whatever has a name. There every save has a mark of a
-name of its own: it makes it, and then lists the folder. Of two that begin at once the later one, at least, sees
-the other and gives up; and a mark that is taken over is removed by its own name, so nobody's by mistake. A store
-must list what was written, as S3, Google's, Azure's, HDFS and SFTP do; where one does not, the mark is advice.
+rename, of which only one of several succeeds. An object store may have no file that only one can create (it depends
+on the store, its age, and the client), and removes whatever has a name. There every save has a mark of a name of
+its own: it makes it, and then lists the folder. Of two saves that begin at once, at least the later one sees the
+other and gives up. A lock that is taken over is removed by its own name, so never another's by mistake. The store
+must list written files consistently, as S3, Google's, Azure's, HDFS and SFTP do. Otherwise the lock is advisory.
 
-Whether the process lives can be told of those whose numbers mean the same here: of one kernel and one namespace
-(containers may share a name, and even a folder, and do not). Of others nobody can tell. So a mark is renewed
-while its save goes on, and says how often: on a file system its time of modification changes, on a store that of
-a small file beside it. Where that does not change for as long as a patient watcher looks, the mark was left.
-Clocks are not compared.
+Liveness of a process can be checked if its id has the same meaning here: same kernel and same PID namespace
+(containers may share a host name, and even a folder, but not these). For other processes it is unknown. So a lock
+is renewed during its save, and contains the interval. On a file system its modification time changes, on a store
+that of a small companion file. If it does not change for a multiple of that interval, the lock is stale. Clocks are
+not compared.
 
-A process knows which of its own saves are going on. A mark of its own whose save is not was left, as when a disk
-that failed did not let it be removed; any later save of this process takes it over.
+A process has a list of its own saves in progress. A lock of its own for another save is stale, for example if a
+disk error prevented its removal. Any later save of this process takes it over.
 
 A mark is no fence by itself: it may be removed by hand, too early, or its process may have been stopped for long.
-So whoever made it looks again before the commit, and after it; and the file that is given its name by the last step
-is removed by the next save before that looks what counts, so that the step fails ([Note: Asked again] in
+So the holder checks it again before and after the commit. The file that the last step renames is removed by the
+next save before that reads the folder's state, so that the step fails ([Note: Asked again] in
 ``execution/committing.py``).
 """
 
@@ -100,7 +100,7 @@ class HeldMark:
         require_lock(self._writer, self.token)
 
     def release(self) -> None:
-        """Take the mark away, if it is there; not durable before the names are synced. May be called again.
+        """Remove the lock, if it exists. Not durable before the names are synced. May be called again.
 
         Raises:
             StorageError: the mark cannot be removed. The save is over all the same, and the mark counts as left.
@@ -128,11 +128,12 @@ class HeldMark:
 def take_lock(writer: StorageWriter, token: str) -> HeldMark:
     """Mark the folder as being saved to by this process, for the save that ``token`` (8 hex digits) names.
 
-    A mark left by a process of this machine that is gone is taken over, or by a save of this process that is over,
-    and one of another machine or container that is not renewed as it says (which takes half a minute to find out).
+    A lock is taken over if its process on this machine is dead, if it belongs to a finished save of this process,
+    or if it comes from another machine or container and is not renewed at its interval (which takes half a minute
+    to detect).
 
     Raises:
-        StorageError: another save is going on, or its process died on another machine that does not renew.
+        StorageError: another save is in progress, or its process died on another machine that does not renew locks.
     """
     _GOING_ON.add(token)
     try:
@@ -206,7 +207,7 @@ def _marks(files: Collection[str]) -> set[str]:
 class _SaverMark:
     """Record of a lease: host, process, start time of the process, and id of the save.
 
-    ``space`` tells whose processes it is one of, "" for a mark of an older version. ``renewed_s`` is 0 for never.
+    ``space`` identifies the PID namespace, "" for a lock of an older version. ``renewed_s`` is 0 for never.
     """
 
     host: str
@@ -237,12 +238,12 @@ class _SaverMark:
 
     @property
     def is_from_here(self) -> bool:
-        """True if the number of its process means here what it means there."""
+        """True if its process id has the same meaning here."""
         return self.space == process_space() if self.space else self.host == socket.gethostname()
 
     @property
     def is_left(self) -> bool:
-        """True if the process is known to be gone, or to have ended this save."""
+        """True if the process has certainly ended, or has finished this save."""
         if not self.is_from_here or self.process <= 0:
             return False
         is_over = self.process == os.getpid() and self.token not in _GOING_ON
@@ -299,7 +300,10 @@ def _take_over(writer: StorageWriter) -> None:
 
 
 def _list_own(writer: StorageWriter, token: str) -> None:
-    """A mark of its own name, once all others there are known to be left, and no further one has come."""
+    """Create a lock under its own name.
+
+    Return it after all others are found stale, and no further one has appeared.
+    """
     left = _marks(writer.list())
     for file in sorted(left):
         _require_left(writer, file)

@@ -1,4 +1,4 @@
-"""Reads once what several ranks hold: each of them a share, which it sends to the others."""
+"""Single reads of replicated data: each holder reads a share and sends it to the others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Values of a state, on ranks or in files, and how they get into tensors of a model.
 
-A state is brought by ranks (:class:`BroughtValues`) or read from files (:class:`StoredValues`), and resharded to
-where it belongs.
+The values come from ranks (:class:`BroughtValues`) or from files (:class:`StoredValues`), and are resharded to
+their targets.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,7 +34,7 @@ class StateOptions:
 
     Attributes:
         budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
-        process_group: the ranks that act together; None is the default group, or this process alone.
+        process_group: the ranks that act together. None is the default group, or this process alone.
         patience: how long ranks wait for each other.
     """
 
@@ -47,7 +47,7 @@ class StateOptions:
 
 
 def require_same_call(world: World, *modes: object, options: StateOptions) -> None:
-    """Raise when ranks ask for different things. Collective: yes.
+    """Raise if ranks pass different arguments. Collective: yes.
 
     Raises:
         DisagreementError: naming the ranks.
@@ -56,7 +56,7 @@ def require_same_call(world: World, *modes: object, options: StateOptions) -> No
 
 
 def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
-    """A rank's part of a state under names without wrappers; nothing for None.
+    """Return a rank's part of a state under names without wrapper prefixes. Empty for None.
 
     Raises:
         ConfigError: it is no mapping, or two names become one.
@@ -137,7 +137,7 @@ class BroughtValues:
         budget_bytes: int,
         device: torch.device,
     ) -> moving.Traffic:
-        """Bring what has been matched into ``targets``, which are by the first names of the places.
+        """Move matched values into ``targets``, by the first names of the places.
 
         Collective: yes.
         Memory: ``budget_bytes``.
@@ -194,9 +194,9 @@ class StoredValues:
     Attributes:
         reader: of the files, which every rank sees.
         index: the same on every rank.
-        expressions: what each tensor is made of, by the name that it is to have.
+        expressions: expression of each tensor, by its target name.
         budget_bytes: for staging.
-        read_bytes: what this rank has read.
+        read_bytes: bytes read by this rank.
     """
 
     reader: StorageReader

@@ -1,4 +1,4 @@
-"""Writes a save in one process, block after block, and commits it; folds adapters into its tensors.
+"""Single-process writing of a save block by block, with its commit, and merging of adapters into its tensors.
 
 [Note: One rounding] Everything is computed in float32 (float64 for tensors of that dtype), from the stored values
 of the base and the adapter, and rounded once, to the dtype that is written. PEFT rounds a delta of low precision
@@ -53,16 +53,15 @@ def stream_out(
     Args:
         writer: to the folder of the save.
         plan: its files.
-        values: the boxes asked for, each in the dtype of the plan, contiguous, on the CPU.
+        values: returns the requested boxes, each in the dtype of the plan, contiguous, on the CPU.
         companions: small files that belong to the save.
-        check: called when all is written and nothing counts yet; what it raises gives the save up.
-        advance: told of bytes as they are handed to the writer.
-        block_bytes: of what is asked for, and written, at once.
+        check: called after everything is written and before the commit. An exception of it cancels the save.
+        advance: called with the number of bytes handed to the writer.
+        block_bytes: bytes requested and written at once.
 
-    What was there before counts until the commit ([Note: One commit]); a save that fails removes what it has
-    written.
+    The older checkpoint stays valid until the commit ([Note: One commit]). A save that fails removes its files.
 
-    Memory: four blocks, and what ``values`` takes.
+    Memory: four blocks, and that of ``values``.
 
     Raises:
         StorageError: something could not be written.
@@ -126,8 +125,8 @@ COMPUTED_BYTES = 512 << 20
 class Outgoing:
     """The tensors of a save, box by box.
 
-    ``made`` has the dtype of each, and what it is made of, by key, in the order of the save; leaves are what
-    ``placer`` reads.
+    ``made`` has the dtype and the expression of each, by key, in the order of the save. ``placer`` reads the
+    leaves.
     """
 
     made: Mapping[str, tuple[DType, Expression]]
@@ -303,7 +302,7 @@ def _boxes_of(edit: Edit, box: Box, shape: tuple[int, ...]) -> list[Box]:
 def _applied(
     edit: Edit, value: torch.Tensor, given: Iterator[torch.Tensor], box: Box, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """A box of the weight after an edit, whose leaves' boxes are next; of DoRA before its magnitude."""
+    """Return a box of the weight after an edit, given its leaves' boxes. For DoRA, before its magnitude."""
     match edit:
         case Replaced():
             return next(given).to(value.dtype)

@@ -29,7 +29,7 @@ class Supply:
 
     Attributes:
         keys: names of optimizers' tensors, which follow the model's in ``source_of``.
-        live: this rank's values; what is handed over is taken out of it.
+        live: this rank's values, which are removed as they are sent.
         source_of: by rank, the rank that gives it the values.
         dtypes: on which the ranks have settled.
         cast: ("dtype before", "dtype then") of tensors whose dtype changes.
@@ -53,7 +53,7 @@ def agree_on_supply(
     values_from: matching.ValuesFrom,
     trained_dtype: wrap.TrainedDtype,
 ) -> Supply:
-    """Find out which rank has values of what, compare those that several have, and decide. Collective: yes.
+    """Determine the ranks that have values of each tensor, compare replicas, and choose sources. Collective: yes.
 
     Raises:
         DisagreementError: ranks that ``values_from`` relies on have no values, values differ that it takes to be
@@ -144,7 +144,7 @@ def _state_keys(world: World, bounds: Sequence[Bound]) -> dict[str, Key]:
 
 
 def _filled(dtypes_by_rank: Sequence[Sequence[str]], chosen: Sequence[tuple[int, ...]]) -> list[list[str]]:
-    """Ranks that know nothing of an optimizer's state have no dtype for it: the source's is as good as any."""
+    """Ranks without an optimizer's state have no dtype for it, so the source's is used."""
     return [
         [
             dtype or (dtypes_by_rank[source_of[rank]][index] if source_of else "")
@@ -237,7 +237,10 @@ class Arrivals:
         return self.state[key]
 
     def finish(self, bounds: Sequence[Bound], sharding: Sharding) -> list[str]:
-        """Bind the optimizers, and what else needs parameters that stay; names of those without values yet."""
+        """Bind the optimizers, and others that need the final parameters.
+
+        Return the names of tensors without values.
+        """
         bound_names = {name for bound in bounds for names in bound.groups for name in names}
         awaiting = [
             item

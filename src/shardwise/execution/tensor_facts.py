@@ -51,7 +51,7 @@ def require_same_tensors(told: Sequence[Mapping[str, TensorFacts]]) -> None:
 
 
 def held_by_rank(told: Sequence[Mapping[str, TensorFacts]]) -> dict[str, tuple[moves.Boxes, ...]]:
-    """The boxes with elements of every tensor by rank; one value for all tensors that lie alike.
+    """Return the nonempty boxes of every tensor by rank, one value for all tensors with the same layout.
 
     Raises:
         DisagreementError: ranks have different tensors.

@@ -60,8 +60,8 @@ def write_whole_file(
 ) -> tuple[int, WrittenFiles]:
     """Gather tensors on the first rank, which writes them and other values into one file with ``torch.save``.
 
-    ``tensors`` are the same on every rank; a tensor with several names is written once. ``objects`` are the
-    first rank's. ``device`` holds staging memory. Return the bytes of the tensors, and the file.
+    ``tensors`` are the same on every rank. A tensor with several names is written once. ``objects`` are the first
+    rank's. ``device`` holds staging memory. Return the bytes of the tensors, and the file.
 
     Collective: yes.
     Memory: on the first rank all tensors, on others ``budget_bytes``.
@@ -106,7 +106,7 @@ def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: 
 
 
 def write_torch_file(saving: Saving, name: str, state: Any) -> int:
-    """Write and sync a file under its fresh name, with ``torch.save``; return its bytes. Collective: no.
+    """Write and sync a file under its temporary name, with ``torch.save``. Return its bytes. Collective: no.
 
     Raises:
         StorageError: it could not be written, or the folder is marked by another save.
@@ -133,7 +133,7 @@ def write_torch_file(saving: Saving, name: str, state: Any) -> int:
 
 
 def _size_of(state: Any) -> int:
-    """The bytes of the file that ``torch.save`` makes. Memory: none; it writes a file of holes."""
+    """The bytes of the file that ``torch.save`` makes. Memory: none, because it writes a sparse file."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         place = Path(folder, "archive")  # the name that torch gives to archives without one
         with torch.serialization.skip_data():
@@ -173,7 +173,7 @@ def nested(values: Nest) -> object:
 
 
 def flattened(value: Any, way: Levels = (), *, as_text: bool = False) -> Iterator[tuple[Levels, Any]]:
-    """The values in nested dicts and lists, by the way to each; the inverse of :func:`nested`.
+    """Return the values in nested dicts and lists by their paths. Inverse of :func:`nested`.
 
     Empty dicts, and lists without tensors or dicts, are values. ``as_text`` makes texts of the keys of dicts.
     """
@@ -213,7 +213,7 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
     Collective: yes.
 
     Raises:
-        PlacementError: there are not as many files as ranks; tensors contradict their placement.
+        PlacementError: the number of files is not that of ranks, or tensors contradict their placement.
         FormatError: a file holds more than data, or comes from FSDP1.
         StorageError: a file could not be read.
     """
@@ -247,9 +247,9 @@ _OF_ANOTHER = (
 
 
 def load_plain(file: Path, also: Sequence[Any] = ()) -> Any:
-    """The object in a file of ``torch.save``; tensors in host memory, read from the file as they are used.
+    """Return the object in a ``torch.save`` file. Tensors are in host memory, read from the file as they are used.
 
-    ``also`` are functions and classes that it may name beside torch's own.
+    ``also`` are functions and classes that are allowed in addition to torch's own.
 
     Raises:
         FormatError: it is no such file, is damaged, or holds more than data.
@@ -277,7 +277,7 @@ def load_plain(file: Path, also: Sequence[Any] = ()) -> Any:
 
 
 def _require_sound(tensor: torch.Tensor, what: str) -> None:
-    """A DTensor has the local tensor that its placement says."""
+    """Check that a DTensor has the local tensor of its placement."""
     if not isinstance(tensor, DTensor):
         return
     try:
@@ -305,15 +305,15 @@ def write_distributed_folder(
     """Write a nest of dicts with DTensors, whole tensors and other values into a folder of this name.
 
     It is in the folder that is marked, which every rank sees. The new files have other names than an older
-    checkpoint's, which counts until ``.metadata`` takes the place of its own. What is no tensor is the first
-    rank's.
+    checkpoint's, which counts until ``.metadata`` takes the place of its own. Values that are not tensors are the
+    first rank's.
 
     Collective: yes.
     Memory: ``budget_bytes``, and that only for tensors that are strided, or on an accelerator.
 
     Raises:
         DisagreementError: ranks have different tensors.
-        PlacementError: together they do not hold all of one; two have one name.
+        PlacementError: the ranks together do not hold all of a tensor, or two tensors have one name.
         StorageError: the folder could not be written to, or somebody else writes there, or has since.
     """
     tensors: dict[Levels, torch.Tensor] = {}

@@ -1,8 +1,8 @@
 """Lets the ranks of a call act together, and fail together when one of them fails.
 
-[Note: Together or not at all] A phase runs on every rank without communication; each rank catches what it raises.
-At the end of the phase all ranks exchange their outcomes, and if any of them failed, all raise the same error. So
-no rank is left waiting for another that is gone, and what a user reads does not depend on the rank.
+[Note: Together or not at all] A phase runs on every rank without communication, and each rank catches its
+exceptions. At the end of the phase all ranks exchange their outcomes, and if any of them failed, all raise the same
+error. So no rank waits for a lost one, and error messages do not depend on the rank.
 
 Also the progress bar of a call, on the first rank, and the times of its phases.
 """
@@ -92,12 +92,13 @@ class World:
         """The given group, else the default group, else this process alone. Collective: no.
 
         Args:
-            group: a process group; None for the default one.
+            group: a process group, or None for the default one.
             patience: how long ranks wait for each other.
             around: a larger world, in a phase of which the ranks of the group act: they leave their work when that
                 one does.
-            purpose: tells meetings apart that the same ranks have in two threads at once.
-            call: what users call it. Ranks that meet in different calls all raise one DisagreementError.
+            purpose: separates meetings that the same ranks hold in two threads at once.
+            call: name of the public function, for messages. Ranks that meet in different calls all raise one
+                DisagreementError.
         """
         if not dist.is_initialized():
             return cls(0, 1, call=call)
@@ -134,7 +135,7 @@ class World:
         self.meetings.close()
 
     def together(self, function: Callable[[], T]) -> T:
-        """Run ``function`` on every rank; returns its value if it succeeded everywhere.
+        """Run ``function`` on every rank. Return its value if it succeeded everywhere.
 
         Collective: yes.
 
@@ -148,10 +149,12 @@ class World:
         return values[0]
 
     def all_reduce(self, tell: Callable[[], T], conclude: Callable[[list[T]], R]) -> R:
-        """Run ``tell`` on every rank, and ``conclude`` on the first with what all told; its value, on every rank.
+        """Run ``tell`` on every rank, and ``conclude`` on the first rank with all results.
 
-        Values are picklable; those told that are equal may be one object. An error that ``conclude`` raises is
-        everybody's. The store carries each value once, and the conclusion for each rank.
+        Return its value on every rank.
+
+        Values are picklable. Equal results may be one object. An error that ``conclude`` raises is everybody's. The
+        store carries each value once, and the conclusion for each rank.
 
         Collective: yes.
 
@@ -161,7 +164,9 @@ class World:
         return self._meet(tell, conclude)
 
     def each(self, function: Callable[[], T]) -> list[T]:
-        """Run ``function`` on every rank; every rank's value (picklable), by rank, if it succeeded everywhere.
+        """Run ``function`` on every rank.
+
+        Return every rank's value (picklable) by rank, if it succeeded everywhere.
 
         Collective: yes.
 
@@ -176,7 +181,9 @@ class World:
         return self._meet(lambda: function() if self.rank == 0 else None, lambda told: cast(T, told[0]), asked=1)
 
     def to_first(self, function: Callable[[], T]) -> list[T]:
-        """Run ``function`` on every rank; on the first rank every rank's value (picklable), by rank; else nothing.
+        """Run ``function`` on every rank.
+
+        Return all values (picklable) by rank on the first rank, and an empty list elsewhere.
 
         Collective: yes.
         """
@@ -192,7 +199,8 @@ class World:
         """Raise on every rank when a value (picklable) differs between ranks. Collective: yes.
 
         Raises:
-            DisagreementError: naming what differs and the ranks that do not have the first rank's value.
+            DisagreementError: a value differs. The message has the difference and the ranks without the first
+                rank's value.
         """
         if odd := self.all_reduce(lambda: value, OddRanks.among):
             raise DisagreementError(f"{what} on rank {odd.shown} is not that of rank 0")
@@ -214,7 +222,7 @@ class World:
     # While working
 
     def check(self) -> None:
-        """Leave a long phase when another rank has failed; to be called now and then.
+        """Leave a long phase if another rank has failed. Call it periodically.
 
         Raises:
             Stopped: another rank has failed.
@@ -225,7 +233,7 @@ class World:
             self._around.check()
 
     def cut(self) -> None:
-        """Let the other ranks know that this one has failed, before it says how at the next meeting."""
+        """Announce that this rank has failed, before it reports its error at the next meeting."""
         if self.meetings is not None:
             self.meetings.cut()
 
@@ -253,19 +261,19 @@ class World:
             self.meetings.while_waiting = function
 
     def tell_progress(self, total: int) -> None:
-        """Let the first rank know how much this one has done so far."""
+        """Report this rank's progress to the first rank."""
         if self.meetings is not None:
             self.meetings.tell_progress(total)
 
     def heard_progress(self, own: int) -> int:
-        """The sum of what all ranks have done, as far as the first rank has heard; on the others, their own."""
+        """Return the last reported sum of all ranks' progress on the first rank, and this rank's own elsewhere."""
         return own if self.meetings is None or self.rank else own + self.meetings.others_progress
 
     def _meet(self, tell: Callable[[], T], conclude: Callable[[list[T]], R], asked: int | None = None) -> R:
-        """The first rank's conclusion from what all tell; ``asked`` ranks (default: all) could have failed.
+        """Return the first rank's conclusion from all messages. ``asked`` ranks (default: all) could have failed.
 
         Raises:
-            CheckpointError: (or a subclass) the same on every rank, when ``tell`` failed on any, or ``conclude``.
+            CheckpointError: (or a subclass) the same on every rank, if ``tell`` failed on any, or ``conclude``.
         """
         meetings = self.meetings
         if meetings is None:
@@ -348,21 +356,20 @@ class OddRanks:
 
 
 def digest_of(value: object) -> bytes:
-    """SHA-256 of what a value is printed as, for ranks to compare in its place."""
+    """Return the SHA-256 of a value's ``repr``, for comparison between ranks."""
     return hashlib.sha256(repr(value).encode(errors="surrogatepass")).digest()
 
 
 class Progress(Protocol):
-    """Told of bytes as they arrive."""
+    """Receiver of byte counts as they arrive."""
 
     def advance(self, nbytes: int) -> None: ...
 
 
 class ProgressBar:
-    """A bar of bytes with rate and time left; silent where there is no terminal or transformers' bars are off.
+    """A bar of bytes with rate and time left. No output if there is no terminal or transformers' bars are off.
 
-    Every rank has one and tells it what it has done itself; the first rank's shows what all have done, as far as it
-    has heard.
+    Every rank has one and adds its own bytes. The first rank's shows the last reported sum of all ranks.
     """
 
     def __init__(self, label: str, world: World, total_bytes: int, *, enabled: bool) -> None:

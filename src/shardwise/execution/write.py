@@ -33,7 +33,7 @@ _READ_BACK_BYTES = 4 << 20
 
 @dataclass
 class Emitter:
-    """Writes what this rank holds, and adds up fingerprints by key (see [Note: Fingerprints]).
+    """Writing of this rank's tensors, with fingerprints by key (see [Note: Fingerprints]).
 
     ``tensors`` are this rank's own, by the numbers that segments have. ``written_bytes`` counts by file.
     """
@@ -49,7 +49,7 @@ class Emitter:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self, requests: Sequence[ReadRequest]) -> None:
-        """Carry out these requests; what they wrote is not durable yet. Memory: the staging.
+        """Carry out these requests, without making them durable. Memory: the staging.
 
         Raises:
             StorageError: bytes could not be written.
@@ -67,7 +67,7 @@ class Emitter:
         Workers(carry_out, self._desks(), self.world.check).run(requests)
 
     def finish(self, requests: Sequence[ReadRequest], created: Collection[str] = ()) -> None:
-        """Make what these requests wrote durable.
+        """Make the bytes of these requests durable.
 
         Files that this rank ``created`` are synced in any case: their sizes are not durable before.
         """
@@ -80,7 +80,7 @@ class Emitter:
         Ahead(sync).value(self.world.check)
 
     def require_same(self, reader: StorageReader, requests: Sequence[ReadRequest]) -> list[str]:
-        """Read everything back; the keys of tensors of which other bytes came than memory holds.
+        """Read everything back. Return the keys of tensors whose bytes differ from memory.
 
         Memory: the staging, and 4 MiB for each of its workers.
         """
@@ -128,7 +128,7 @@ class Emitter:
 
 
 class _WorkerStaging:
-    """One worker's staging memory. Memory: ``nbytes``, from the first use on; pinned for tensors of a GPU."""
+    """One worker's staging memory. Memory: ``nbytes`` from the first use on, pinned for tensors of a GPU."""
 
     def __init__(self, nbytes: int, *, is_pinned: bool) -> None:
         self._nbytes = nbytes
@@ -160,7 +160,7 @@ class WrittenTensors:
 
 
 class Sink:
-    """Writes runs of bytes into files of a folder; what is in a run is looked at while it is written.
+    """Writer of runs of bytes into files of a folder. The bytes are checksummed as they are written.
 
     One thread writes at a time.
 
@@ -168,7 +168,7 @@ class Sink:
         writer: to the folder.
         seen: is shown the bytes of tensors in the order of a run: a tensor's name, the byte of it at which they
             begin, and they themselves. Perhaps on a thread of its own.
-        check: called before a run and after; what it raises ends the writing.
+        check: called before and after each run. An exception of it ends the writing.
         bytes_by_file: in which bytes of tensors are counted.
     """
 
@@ -186,7 +186,9 @@ class Sink:
         self._bytes_by_file = {} if bytes_by_file is None else bytes_by_file
 
     def write(self, file: str, start: int, run: Sequence[tuple[str | None, int, memoryview]]) -> None:
-        """Put these bytes at byte ``start`` of a file, one after the other; those without a name are no tensor's.
+        """Write these bytes from byte ``start`` of a file on, one after the other.
+
+        Those without a name belong to no tensor.
 
         Raises:
             StorageError: they could not be written.
@@ -222,7 +224,7 @@ def write_by_owners(
     device: torch.device,
     progress: Progress,
 ) -> WrittenTensors:
-    """Create, write and sync every file, each by one rank that gets what the others hold of it.
+    """Create, write and sync every file, each on one rank that receives the other ranks' parts.
 
     For storages that take a file from one writer only. A file is written without a gap, its header first, and is
     complete when it has been synced. Files of different ranks are written side by side.
@@ -230,20 +232,20 @@ def write_by_owners(
     Args:
         world: the ranks.
         writer: this rank's own, of the same folder on every rank.
-        files: as laid out; the same on every rank. None of them is there yet.
+        files: the planned files, the same on every rank. None of them is there yet.
         expressions: by key, over the model's tensors.
         giver: this rank's shares.
         shares: those of all ranks, by name of the model's tensors.
         budget_bytes: of memory that a rank may use.
         device: where buffers lie that are sent: of the kind that the process group's backend moves.
-        progress: told of the bytes that this rank writes.
+        progress: called with the bytes that this rank writes.
 
     Collective: yes.
     Memory: ``budget_bytes``.
 
     Raises:
-        StorageError: bytes could not be written; files may have been left in part.
-        CheckpointError: (or a subclass) what befell one rank.
+        StorageError: bytes could not be written. Files may be incomplete.
+        CheckpointError: (or a subclass) the failure of one rank.
 
     Every error is the same on every rank.
     """
@@ -287,7 +289,7 @@ class OwnFiles:
         self._advance = advance
 
     def write(self, blocks: Sequence[tuple[str, Box, memoryview]]) -> None:
-        """Boxes of tensors, which follow what has been written."""
+        """Write boxes of tensors that continue the previous ones."""
         step = self._writer.policy.request_bytes
         for key, box, data in blocks:
             entry = self._entries[key]

@@ -1,8 +1,8 @@
 """Names of the files and folders that accelerate saves models and optimizers under.
 
-accelerate saves models and optimizers in such folders, and in files; several in one folder, told apart by numbers.
-Each is in one of three forms: one file of whole tensors, a folder of ``torch.distributed.checkpoint``, or a file
-for every rank. Source of the names: accelerate's ``utils/fsdp_utils.py`` and ``utils/constants.py``.
+accelerate saves models and optimizers in such folders, and in files. Several in one folder are numbered. Each is in
+one of three forms: one file of whole tensors, a folder of ``torch.distributed.checkpoint``, or a file for every
+rank. Source of the names: accelerate's ``utils/fsdp_utils.py`` and ``utils/constants.py``.
 """
 
 import os
@@ -39,7 +39,10 @@ class SavedKind:
         return f"{self.stem}_{number}_rank{rank}.bin"
 
     def rank_of(self, name: str, number: int) -> int | None:
-        """The rank whose file has this name; None for other files. FSDP1 leaves out the number of the first."""
+        """Return the rank whose file has this name, or None for other files.
+
+        FSDP1 leaves out the number of the first.
+        """
         middle = f"(?:_{number})?" if number == 0 else f"_{number}"
         match = re.fullmatch(rf"{re.escape(self.stem)}{middle}_rank(\d{{1,9}})\.bin", name)
         return int(match[1]) if match else None

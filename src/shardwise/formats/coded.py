@@ -1,10 +1,10 @@
-"""Describes what quantized forms make of entries, and finds those of bitsandbytes.
+"""Quantized forms as nodes over stored entries, and the form of bitsandbytes.
 
-bitsandbytes: beside ``weight``, packed bytes (n, 1), there are ``weight.absmax``, one scale for each block;
-``weight.quant_map``, the sixteen numbers; and ``weight.quant_state.bitsandbytes__nf4`` (or ``__fp4``), JSON with
-the shape, the dtype and the size of a block. Nested scales are bytes, and have ``weight.nested_absmax``, one for
-256 of them, ``weight.nested_quant_map``, and an offset in the JSON. (``QuantState.as_dict`` of bitsandbytes.) The
-small ones are read, and held against what is known: a map that is another one would make other numbers.
+bitsandbytes: in addition to ``weight``, packed bytes (n, 1), there are ``weight.absmax``, one scale for each block,
+``weight.quant_map``, the sixteen values, and ``weight.quant_state.bitsandbytes__nf4`` (or ``__fp4``), JSON with the
+shape, the dtype and the block size. Nested scales are bytes, and have ``weight.nested_absmax``, one for 256 of
+them, ``weight.nested_quant_map``, and an offset in the JSON. (``QuantState.as_dict`` of bitsandbytes.) The small
+ones are read and validated, because another map would give other values.
 """
 
 import struct
@@ -24,7 +24,7 @@ class Zeros:
     """Zero points, one for each scale.
 
     Attributes:
-        values: the zero points; as numbers, or bytes of words.
+        values: the zero points, as numbers or bytes of words.
         in_a_word: 0, or so many of a column of them, in the code of the elements, are in a word of 32 bits.
     """
 
@@ -37,16 +37,16 @@ class Scaled:
     """Elements that are stored in few bits, less their zero points, times the scales of their blocks.
 
     Attributes:
-        values: the elements, row by row; rows may have further bytes at their end.
+        values: the elements, row by row. Rows may have further bytes at their end.
         scales: one for each block.
         shape: of the elements.
-        unit: sizes of a block, by dimension; those at an end may be smaller.
-        code: what the stored bytes stand for.
+        unit: sizes of a block, by dimension. Those at an end may be smaller.
+        code: values of the stored bytes.
         has_exponents: scales are exponents of 2, counted from -127.
         overall: one number, and 1 or -1: all scales are multiplied by it, or divided.
         swaps: the last two dimensions are exchanged in the end.
         zeros: a zero point for each block.
-        groups: which block of a row each column belongs to, where this is not told by its place.
+        groups: the block of a row that each column belongs to, if it does not follow from its position.
     """
 
     values: contract.Whole
@@ -68,7 +68,7 @@ class Nested:
     """Nested scales: the code table and the scales of 8-bit scales.
 
     Attributes:
-        scales: what 256 of them are scaled by.
+        scales: the scale of each 256 of them.
         offset: is added to all.
         numbers: of the 256 bytes.
     """
@@ -86,10 +86,10 @@ class FourBits:
         values: the packed bytes, row by row.
         scales: one for each block.
         shape: of the elements.
-        block: elements in a row with one scale; blocks go on from row to row, and the last may be smaller.
-        form: what four bits stand for.
+        block: elements in a row with one scale. Blocks continue from row to row, and the last may be smaller.
+        form: 4-bit data type.
         dtype: that numbers had before they were packed.
-        nested: where scales are bytes, what these stand for.
+        nested: the second level of scales, if scales are bytes.
     """
 
     values: contract.Whole
@@ -108,8 +108,8 @@ class GroupedIntegers:
     """A weight (out, in) of integers in words of 32 bits, less zero points, times scales of groups of inputs.
 
     Attributes:
-        values: bytes of words: of eight outputs each, in AWQ's order (in, out / 8); or, with ``in_rows``, of
-            inputs (in * bits / 32, out).
+        values: bytes of words: of eight outputs each in AWQ's order (in, out / 8), or with ``in_rows`` of inputs
+            (in * bits / 32, out).
         zeros: bytes of words (groups, out * bits / 32).
         scales: (groups, out).
         shape: of the weight.
@@ -118,7 +118,7 @@ class GroupedIntegers:
         bits: of an integer.
         in_rows: words go along the inputs.
         is_less_one: zero points are stored less 1.
-        numbers: the group of each input, where it is another than its place says.
+        numbers: the group of each input, if it does not follow from its position.
     """
 
     values: contract.Whole
@@ -158,7 +158,7 @@ class _Companions:
     """Entries that accompany packed bytes (scales, maps, states).
 
     Attributes:
-        form: what four bits stand for, by the name of the JSON.
+        form: 4-bit data type, from the name of the JSON.
         state: the JSON.
         entries: by the end of their keys.
     """
@@ -186,7 +186,7 @@ class _Companions:
 
 @dataclass(frozen=True, slots=True)
 class _PackedFourBits:
-    """Four bits as bitsandbytes packs them; each weight says how."""
+    """4-bit weights in bitsandbytes' packing, which each weight describes itself."""
 
     is_kept: bool = True
 
@@ -228,7 +228,7 @@ def _composed(values: contract.TensorEntry, beside: _Companions, texts: Mapping[
     """The numbers that packed bytes stand for.
 
     Raises:
-        FormatError: what lies beside them makes no sense.
+        FormatError: their companion entries are invalid.
     """
     if beside.state.key not in texts:
         raise FormatError(f"its quant_state has {beside.state.nbytes} bytes, more than any")

@@ -1,14 +1,14 @@
-"""Defines what a checkpoint stores, as plain data, and what a format is that reads it.
+"""Stored content of a checkpoint as plain data, and the interface of formats that read it.
 
-What is stored row-major in one run is an entry by itself. Any other tensor is made of entries, by a small tree
-whose leaves are entries, whole or seen through strides, and whose nodes put parts one after the other.
+A tensor that is stored row-major in one run is an entry. Any other tensor is made of entries, by a small tree whose
+leaves are entries, whole or seen through strides, and whose nodes put parts one after the other.
 
-A format is one object that answers :class:`CheckpointFormat`, and a line in the table of
-:mod:`shardwise.formats.opening`, which asks the formats one after the other. What is read goes into an
-:class:`IndexSoFar`; :mod:`shardwise.formats.joining` puts there what is made of views and chunks.
+A format is one object that implements :class:`CheckpointFormat`, and a line in the table of
+:mod:`shardwise.formats.opening`, which tries the formats in order. Entries that are read go into an
+:class:`IndexSoFar`. :mod:`shardwise.formats.joining` adds tensors made of views and chunks.
 
-A checkpoint of any format may be quantized. Which of its tensors belong together then is told by a
-:class:`QuantizedForm`, and a line in the table of :mod:`shardwise.formats.opening`.
+A checkpoint of any format may be quantized. A :class:`QuantizedForm` then groups its tensors. It is registered by a
+line in the table of :mod:`shardwise.formats.opening`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FormatFaults:
         self.by_kind[kind].append(fault)
 
     def add_error(self, kind: str, error: FormatError | StorageError) -> None:
-        """A file's own error; bytes that exist but could not be read are no fault of the checkpoint."""
+        """Add a file's error. Bytes that exist but could not be read are not a fault of the checkpoint."""
         if isinstance(error, StorageError) and isinstance(error.__cause__, OSError):
             if not isinstance(error.__cause__, FileNotFoundError):
                 self.unread.append(str(error))
@@ -79,14 +79,14 @@ def listed(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class FileSelection:
-    """The files to open, and what the index file says about them.
+    """The files to open, and the content of the index file.
 
     Attributes:
         layout: how they are laid out, in words for whoever looks at the checkpoint.
         files: relative to the root.
-        weight_map: the file of each key, where an index says so.
+        weight_map: the file of each key, from an index.
         metadata: of the index.
-        folder: where they lie, with "/" at its end, for a format that names no files.
+        folder: their folder, ending with "/", for a format that names no files.
     """
 
     layout: str
@@ -110,13 +110,13 @@ class IndexSoFar:
 
 
 class CheckpointFormat(Protocol):
-    """One kind of checkpoint. Files are strangers': what contradicts the format is a fault, or a FormatError.
+    """One kind of checkpoint. Files are untrusted: contradictions to the format are faults, or a FormatError.
 
     Attributes:
         usual: names that mean a checkpoint wherever they are, first choice first: of a single file, of an index.
         probed: names that are tried besides, after the usual ones of all formats, where a storage does not list.
-        endings: of the names of files that may be asked for by name, for messages.
-        looked_for: what :meth:`find` looks for, for messages.
+        endings: suffixes of file names that may be passed, for messages.
+        looked_for: the files that :meth:`find` searches, for messages.
     """
 
     usual: ClassVar[tuple[str, ...]] = ()
@@ -129,11 +129,11 @@ class CheckpointFormat(Protocol):
         ...
 
     def select(self, reader: StorageReader, name: str, faults: FormatFaults) -> FileSelection:
-        """The files of a checkpoint that is asked for by the name of one, which is there."""
+        """Return the files of a checkpoint that is requested by the name of an existing one."""
         ...
 
     def find(self, _reader: StorageReader, _names: Sequence[str], _faults: FormatFaults) -> FileSelection | None:
-        """The files of a checkpoint among the names, where there is no usual one; None where there are none.
+        """Return the files of a checkpoint among the names, if there is no usual one, or None.
 
         Raises:
             FormatError: there are some, and they cannot be chosen from, or are only a part.
@@ -147,7 +147,7 @@ class CheckpointFormat(Protocol):
     def read(
         self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
     ) -> None:
-        """Add what the files say of their tensors; none of a tensor's bytes is read.
+        """Add the entries of the files, without reading bytes of tensors.
 
         Raises:
             FormatError: it is no model at all.
@@ -164,11 +164,11 @@ class QuantizedForm(Protocol):
         ...
 
     def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
-        """The same checkpoint with numbers in place of what is stored of them: with parts that are ``Coded``.
+        """Return the same checkpoint with dequantized tensors, whose parts are ``Coded``.
 
         Raises:
-            FormatError: naming what does not belong together.
-            StorageError: what is small, and tells how, cannot be read.
+            FormatError: entries do not belong together. The message names them.
+            StorageError: small entries that determine the form cannot be read.
         """
         ...
 
@@ -187,7 +187,7 @@ _OF_CODES: Final = re.compile(
 
 
 def names_beside(key: str, suffixes: tuple[str, ...], of_weights: tuple[str, ...]) -> list[str]:
-    """A key with each suffix; and of a ``weight``, these names in its place."""
+    """Return a key with each suffix, and for a ``weight`` also with these names instead."""
     names = [f"{key}{suffix}" for suffix in suffixes]
     return names + [f"{key.removesuffix('weight')}{name}" for name in of_weights if key.endswith(".weight")]
 
@@ -204,12 +204,12 @@ def packed_names(key: str) -> list[str]:
 
 
 def belongs_to_codes(key: str) -> bool:
-    """Return whether a key is one that quantizers have for codes, or for what lies beside them."""
+    """Return whether a key is one that quantizers use for codes or their companions."""
     return _OF_CODES.fullmatch(key) is not None
 
 
 def unknown_form(what: str) -> ConfigError:
-    """The weights are stored in a way that nobody knows."""
+    """The error for weights that are stored in an unsupported form."""
     return ConfigError(
         f"the checkpoint is quantized in a way that is not known here ({what}); use one in a floating dtype, in "
         "FP8, MXFP4 or NVFP4, or of compressed-tensors, bitsandbytes (4 bits), AWQ or GPTQ"
@@ -278,7 +278,7 @@ class Coded(Protocol):
     """Numbers that are stored in few bits, with scales: plain data of a quantized form, a dataclass.
 
     The entries that it is made of are fields, or in fields, as :class:`Whole`. ``planning.load_memory`` has a table
-    of what makes an expression of it, by ``kind``.
+    of the functions that make an expression of it, by ``kind``.
     """
 
     @property
@@ -320,13 +320,13 @@ class StoredTensor:
 class CheckpointIndex:
     """All that a checkpoint stores, without a byte of its tensors. Plain data: ranks send it to each other.
 
-    ``files`` are the files with tensors in name order, with their sizes in bytes; ``entries`` what lies in one run,
-    by key, file by file in the order of their bytes; ``metadata`` that of the files' headers and of the index file,
-    whose values count where both have one. ``composed`` are the tensors that are made of several entries, or of
-    parts of one; these entries are no tensors by themselves. ``wrapper`` is where in a nest of dicts the model was
-    found, as in "model"; ``ignored`` is what else was there, which is not loaded. ``quantized`` is the
-    ``quant_method`` of a checkpoint that is. ``spare`` are entries that are loaded into a model that has a tensor
-    of that name, and ignored otherwise.
+    ``files`` are the files with tensors in name order, with their sizes in bytes. ``entries`` are contiguous
+    tensors by key, file by file in the order of their bytes. ``metadata`` is that of the files' headers and of the
+    index file, which takes precedence. ``composed`` are the tensors made of several entries, or of parts of one.
+    These entries are not tensors by themselves. ``wrapper`` is the path of the model in nested dicts, as in
+    "model". ``ignored`` are the other values there, which are not loaded. ``quantized`` is the ``quant_method`` of
+    a checkpoint that is. ``spare`` are entries that are loaded into a model that has a tensor of that name, and
+    ignored otherwise.
     """
 
     root: str
@@ -353,7 +353,7 @@ class CheckpointIndex:
         return key in self.composed and not isinstance(self.composed[key].part, Whole | View | Joined)
 
     def tensors(self) -> list[StoredTensor]:
-        """Every tensor, in the order of the entries; composed ones last."""
+        """Return every tensor in the order of the entries, composed ones last."""
         parts = {key for item in self.composed.values() for key in entries_of(item.part)}
         simple = [
             StoredTensor(key, entry.dtype, entry.shape, (entry,))
@@ -407,7 +407,7 @@ def contents(reader: StorageReader, entries: Sequence[TensorEntry]) -> dict[str,
 
 
 def parse_object(text: bytes, *, what: str) -> dict[str, object]:
-    """The JSON object in ``text``; ``what`` names it in messages (file and part of it).
+    """Return the JSON object in ``text``. ``what`` names it in messages (file and part of it).
 
     Stricter than :func:`json.loads`: UTF-8 only, no key twice in one object, no NaN or Infinity, no lone
     surrogates in names. A :class:`FormatError` for all else, never another exception.

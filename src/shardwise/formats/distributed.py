@@ -1,8 +1,8 @@
 """A folder written by ``torch.distributed.checkpoint``: which chunk of which tensor lies at which bytes.
 
-``.metadata`` is a pickle that tells the chunks of every tensor and, for each, a file and a range of bytes, in which
-lies what ``torch.save`` made of the chunk. Source of the layout: torch's ``distributed/checkpoint/metadata.py`` and
-``filesystem.py``.
+``.metadata`` is a pickle that lists the chunks of every tensor, and for each a file and a byte range, which
+contains the chunk in ``torch.save``'s format. Source of the layout: torch's ``distributed/checkpoint/metadata.py``
+and ``filesystem.py``.
 """
 
 from collections import defaultdict
@@ -43,7 +43,7 @@ class ChunkPlace:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor as the metadata tells of it."""
+    """A tensor as listed in the metadata."""
 
     key: str
     dtype: DType
@@ -57,8 +57,8 @@ class DistributedMetadata:
 
     A tensor under several names, all of the same bytes, is there once, under the first of them.
 
-    ``objects`` are where values lie that are no tensors, as ``torch.save`` writes them; ``levels`` the keys as they
-    were, with numbers where there were lists, of all that is there.
+    ``objects`` are the places of values that are not tensors, in ``torch.save``'s format. ``levels`` are all
+    original keys, with numbers for positions in lists.
     """
 
     tensors: Mapping[joining.KeyPath, SavedTensor]
@@ -78,7 +78,7 @@ class DistributedFiles:
 
 
 def read_metadata(reader: StorageReader, folder: str = "") -> DistributedMetadata:
-    """Read ``.metadata`` in ``folder``; see :func:`parse_metadata`."""
+    """Read ``.metadata`` in ``folder``. See :func:`parse_metadata`."""
     file = f"{folder}{joining.METADATA}"
     what = f"{shown(file)} in {reader.root}"
     nbytes = reader.size(file)
@@ -93,12 +93,12 @@ def read_distributed(
     choose: Callable[[Collection[joining.KeyPath]], joining.WrapperChoice | None] = joining.choose_model,
     metadata: DistributedMetadata | None = None,
 ) -> DistributedFiles | None:
-    """The model in ``folder`` (empty, or ending in a slash) of a storage; None where it holds an optimizer only.
+    """Read the model in ``folder`` (empty, or ending in a slash) of a storage. None if it has an optimizer only.
 
     Read are the metadata, unless they are given, and of every chunk the directory of its archive.
 
-    Raises :class:`FormatError` for what contradicts itself or holds what is no data,
-    :class:`~shardwise.errors.StorageError` for bytes that do not come.
+    Raises :class:`FormatError` for contradictions or objects that are not data,
+    :class:`~shardwise.errors.StorageError` for bytes that cannot be read.
     """
     file = f"{folder}{joining.METADATA}"
     what = f"{shown(file)} in {reader.root}"
@@ -134,14 +134,14 @@ def read_distributed(
 def parse_metadata(content: bytes, folder: str, *, what: str) -> DistributedMetadata:
     """Parse the pickle ``.metadata``. ``what`` names it in messages.
 
-    Raises :class:`FormatError` for the first fault found. What is returned is consistent: every chunk lies in its
-    tensor, has a place, and names a file below ``folder``.
+    Raises :class:`FormatError` for the first fault found. The result is consistent: every chunk lies in its tensor,
+    has a place, and names a file below ``folder``.
     """
     return _Parser(folder, what).parse(read_pickle(content, DISTRIBUTED_METADATA, what=what))
 
 
 def _sizes(reader: StorageReader, tensors: Iterable[SavedTensor], what: str) -> dict[str, int]:
-    """The files that the chunks lie in, by name; every chunk ends within its file."""
+    """Return the files of the chunks by name, and check that every chunk ends within its file."""
     ends: dict[str, int] = {}
     for tensor in tensors:
         for _, place in tensor.chunks:
@@ -303,7 +303,9 @@ class _Parser:
         return dtype
 
     def path(self, key: str, given: object) -> joining.KeyPath:
-        """The keys that lead to a tensor: told by the planner, which flattens nested dicts; else the key alone.
+        """Return the path of keys to a tensor.
+
+        Recorded by the planner, which flattens nested dicts, otherwise the key alone.
 
         Joined by dots they are ``key``, so that no two tensors have one path.
         """
@@ -383,8 +385,8 @@ def open_state(
 ) -> CheckpointIndex:
     """All tensors of a folder of ``torch.distributed.checkpoint``, an optimizer's too, under whole paths.
 
-    Or those of one ``file`` of ``torch.save``. The folder's ``metadata`` are read where they are not given.
-    Raises as :func:`open_checkpoint`.
+    Or those of one ``file`` of ``torch.save``. The folder's ``metadata`` are read unless passed. Raises as
+    :func:`open_checkpoint`.
     """
     faults, found = FormatFaults(reader.root), IndexSoFar()
     if file is not None:

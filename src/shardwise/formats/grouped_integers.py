@@ -1,12 +1,13 @@
 """Layers that AWQ and GPTQ have stored: integers packed in words, with scales and zero points by group.
 
 AWQ and GPTQ: a linear layer (out, in) has ``qweight`` and ``qzeros`` (I32), ``scales`` (groups, out) and, of GPTQ,
-``g_idx`` (in,), the group of each input, in place of ``weight``. Words of AWQ are of eight outputs (``version:
-gemm``; of AutoAWQ ``awq/modules/linear/gemm.py``): ``qweight`` is (in, out / 8). Of GPTQ they are of inputs: (in *
+``g_idx`` (in,), the group of each input, in place of ``weight``. Words of AWQ contain eight outputs (``version:
+gemm``, AutoAWQ's ``awq/modules/linear/gemm.py``): ``qweight`` is (in, out / 8). Of GPTQ they are of inputs: (in *
 bits / 32, out). ``qzeros`` is (groups, out * bits / 32) of both. A layer that is not quantized has its ``weight``.
 
-``g_idx`` is read, since most of them say no more than the size of a group does. One that is all zeros counts as
-absent, as in ExLlama's kernels. Where ``dynamic`` of GPTQModel gives some layers other sizes, shapes tell which.
+``g_idx`` is read, because most of them follow from the group size and need no table. One that is all zeros counts
+as absent, as in ExLlama's kernels. If ``dynamic`` of GPTQModel gives some layers other sizes, they follow from the
+shapes.
 """
 
 import struct
@@ -96,7 +97,7 @@ class _LayersInWords:
         return replace(index, entries=entries, composed=composed)
 
     def _part(self, parts: Mapping[str, contract.TensorEntry], groups: Mapping[str, bytes]) -> GroupedIntegers:
-        """Raises FormatError where what is stored of a layer makes no sense."""
+        """Raises FormatError if the stored entries of a layer are inconsistent."""
         if _WEIGHT in parts:
             raise FormatError(f"{_WEIGHT} is stored, too")
         for name, dtypes in ((_VALUES, (DType.I32,)), (_ZEROS, (DType.I32,)), (_SCALES, _SCALE_DTYPES)):
@@ -131,7 +132,7 @@ class _LayersInWords:
     def _fitting(
         self, values: tuple[int, ...], zeros: tuple[int, ...], scales: tuple[int, ...], bits: int, size: int
     ) -> tuple[int, int, tuple[int, int]] | None:
-        """Bits, the inputs of a group, and the shape (out, in) of a layer; None where it is not of these sizes."""
+        """Return bits, group size, and the shape (out, in) of a layer, or None if it does not have these sizes."""
         per_word = _WORD // bits
         out, columns = (values[1], values[0] * per_word) if self.in_rows else (values[1] * per_word, values[0])
         group = columns if size == _ALL else size
@@ -142,7 +143,7 @@ class _LayersInWords:
     def _numbers(
         self, entry: contract.TensorEntry | None, texts: Mapping[str, bytes], columns: int, group: int
     ) -> contract.Whole | None:
-        """The group of each input, where it is stored and is another than its place says.
+        """Return the stored group of each input, or None if it follows from its position.
 
         Raises:
             FormatError: it makes no sense.
@@ -182,10 +183,10 @@ def _by_place(columns: int, group: int) -> bytes:
 
 
 def _sizes(config: Mapping[str, Any], what: str, known: Collection[int]) -> tuple[int, int]:
-    """Bits and inputs of a group, as a config says.
+    """Return bits and group size of a config.
 
     Raises:
-        ConfigError: there are none, or these are not known.
+        ConfigError: they are missing or not supported.
     """
     bits = config.get("bits", config.get("w_bit"))
     size = config.get("group_size", config.get("q_group_size", 128))
@@ -200,7 +201,7 @@ def awq(config: Mapping[str, Any]) -> contract.QuantizedForm:
     """The form of AWQ's ``quantization_config``.
 
     Raises:
-        ConfigError: it is one that is not known here: not of 4 bits, or not ``version: gemm``.
+        ConfigError: it is not supported: not of 4 bits, or not ``version: gemm``.
     """
     version = config.get("version") or config.get("format") or config.get("checkpoint_format") or "gemm"
     if str(version).lower() != "gemm" or config.get("backend") == "llm-awq":
@@ -212,7 +213,7 @@ def gptq(config: Mapping[str, Any]) -> contract.QuantizedForm:
     """The form of GPTQ's ``quantization_config``.
 
     Raises:
-        ConfigError: it is one that is not known here: not of 4 or 8 bits, or not ``gptq`` or ``gptq_v2``.
+        ConfigError: it is not supported: not of 4 or 8 bits, or not ``gptq`` or ``gptq_v2``.
     """
     version = config.get("checkpoint_format") or config.get("format") or "gptq"
     if version not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):

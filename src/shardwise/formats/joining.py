@@ -1,4 +1,4 @@
-"""Provides what formats share when they read: many files at once, their index, tensors put together of parts.
+"""Shared parts of readers: concurrent reads of files, their index, tensors assembled from parts.
 
 Tensors lie in a nest of dicts: this module finds where in it the model is, and joins views and chunks to wholes.
 """
@@ -58,7 +58,7 @@ def read_each(
 
 
 def add_ignored(others: Iterable[tuple[KeyPath, str]], choice: WrapperChoice, found: IndexSoFar) -> None:
-    """Note what is not loaded: an optimizer as a whole, all else one by one."""
+    """Record entries that are not loaded: an optimizer as one, all others individually."""
     ignored = [f"{'.'.join(path)} (an optimizer's state)" for path in choice.others]
     ignored += [f"{'.'.join(path)} ({kind})" for path, kind in others if choice.key_of(path) is not None]
     found.ignored = list(dict.fromkeys([*found.ignored, *ignored]))
@@ -67,7 +67,7 @@ def add_ignored(others: Iterable[tuple[KeyPath, str]], choice: WrapperChoice, fo
 def add_tensors(
     tensors: Iterable[FoundTensor], choice: WrapperChoice, found: IndexSoFar, faults: FormatFaults
 ) -> set[str]:
-    """Add entries and what is composed of them; the keys of the tensors."""
+    """Add entries and their composed tensors. Return the keys of the tensors."""
     found.wrapper = ".".join(choice.wrapper)
     keys: set[str] = set()
     for tensor in tensors:
@@ -167,7 +167,7 @@ def select_indexed(
 def _weight_map(
     reader: StorageReader, name: str, value: object, suffix: str, faults: FormatFaults
 ) -> dict[str, str]:
-    """The index's map of keys to files, without the files that must not be opened; those are faults."""
+    """Return the index's map of keys to files, without files that must not be opened, which are faults."""
     if not isinstance(value, dict):
         _refuse_index(reader, name, "it has no object named weight_map")
     if not value:
@@ -204,14 +204,14 @@ _OPTIMIZER_STATE = frozenset({"state", "param_groups"})
 class WrapperChoice:
     """Choice of the model's tensors: paths that begin with ``wrapper``, except the optimizer's.
 
-    ``others`` are the paths of the optimizers beside the model.
+    ``others`` are the paths of the optimizers.
     """
 
     wrapper: KeyPath
     others: tuple[KeyPath, ...]
 
     def key_of(self, path: KeyPath) -> str | None:
-        """The key of a tensor of the model; None for another's."""
+        """Return the key of a tensor of the model, or None for others."""
         if any(path[: len(other)] == other for other in self.others):
             return None
         return ".".join(path[len(self.wrapper) :])
@@ -220,8 +220,8 @@ class WrapperChoice:
 def choose_model(paths: Collection[KeyPath]) -> WrapperChoice | None:
     """Return the choice of the model's tensors, or None if all belong to an optimizer.
 
-    A dict is entered where everything but optimizers is in it. Where there are several, none is chosen: all
-    tensors keep their whole paths as keys.
+    A dict is entered where everything but optimizers is in it. If there are several, none is chosen: all tensors
+    keep their full paths as keys.
     """
     wrapper: KeyPath = ()
     others: list[KeyPath] = []
@@ -287,7 +287,7 @@ class FoundTensor:
 
 
 def why_not_strided(strided: Strided, available: int) -> str | None:
-    """Why a view cannot be one of ``available`` elements, each of which it sees once; None when it can."""
+    """Return the reason why a view cannot consist of distinct elements among ``available`` ones, or None."""
     if strided.numel == 0:
         return None
     if strided.stop > available:
@@ -302,7 +302,7 @@ def why_not_strided(strided: Strided, available: int) -> str | None:
 
 
 def tiling(shape: Sequence[int], boxes: Sequence[tuple[Box, ComposedPart]]) -> ComposedPart | None:
-    """The tree that puts boxes together to a whole of this shape; None when they do not tile it.
+    """Return the tree that assembles boxes to a tensor of this shape, or None if they do not tile it.
 
     The boxes are those of a grid, or of a grid in a box of a grid, and so on: some cut through the whole leaves
     each box on one side. So are all that come from sharding one dimension after the other. More than 32 cuts
@@ -332,7 +332,7 @@ def _tiling(whole: Box, boxes: list[tuple[Box, ComposedPart]], cuts: int) -> Com
 def _cut(
     whole: Box, dim: int, boxes: list[tuple[Box, ComposedPart]]
 ) -> list[tuple[Box, list[tuple[Box, ComposedPart]]]] | None:
-    """The boxes in groups, cut along ``dim`` wherever no box is cut in two; None where there is a hole."""
+    """Return the boxes in groups along ``dim``, divided wherever no box is split, or None if there is a hole."""
     ordered = sorted(boxes, key=lambda item: item[0].offsets[dim])
     groups: list[tuple[Box, list[tuple[Box, ComposedPart]]]] = []
     start = stop = whole.offsets[dim]
@@ -374,7 +374,7 @@ def distributed_folders(names: Iterable[str]) -> list[str]:
 
 
 def where_models_are(reader: StorageReader, names: Iterable[str] = ()) -> str:
-    """A sentence on the distributed checkpoints inside the folder and beside it; empty when there are none."""
+    """Return a sentence on the distributed checkpoints in the folder and next to it. Empty if there are none."""
     folders = [f"{reader.root}/{folder}" for folder in distributed_folders(names)] + _beside(reader)
     optimizers = [folder for folder in folders if fnmatchcase(Path(folder).name, _OPTIMIZER_FOLDERS)]
     models = [folder for folder in folders if folder not in optimizers]
@@ -390,7 +390,7 @@ def where_models_are(reader: StorageReader, names: Iterable[str] = ()) -> str:
 
 
 def _beside(reader: StorageReader) -> list[str]:
-    """Folders beside a local one that hold a distributed checkpoint."""
+    """Return the sibling folders of a local one that have a distributed checkpoint."""
     if not isinstance(reader, FilePlaces):
         return []
     root = Path(reader.root).absolute()

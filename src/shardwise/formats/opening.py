@@ -1,6 +1,6 @@
-"""Opens a checkpoint of any format: files are chosen, what they say of their tensors is read, all of it checked.
+"""Opening of a checkpoint in any format: choose files, read and validate their entries.
 
-Where a ``quantization_config`` says so, tensors are those of the model, in place of those that are stored.
+If there is a ``quantization_config``, the stored tensors are replaced by those of the model.
 """
 
 import itertools
@@ -39,20 +39,20 @@ def open_checkpoint(
     extra_files: Sequence[str] = (),
     variant: str | None = None,
 ) -> contract.CheckpointIndex:
-    """Find the files of a checkpoint and read what they say about their tensors.
+    """Find the files of a checkpoint and read their entries.
 
     ``path`` is a folder, a file of tensors, an index file, the URL of one of these, or a reader. In a folder the
     first of these counts: ``weights_name`` (from ``config.transformers_weights``), ``model.safetensors``,
     ``model.safetensors.index.json``, ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, the only other index
     of safetensors files, all safetensors files, ``.metadata`` of ``torch.distributed.checkpoint``, here or in the
-    only folder that accelerate names for a model. Where the storage does not tell which files there are, the usual
-    names are tried. ``variant`` takes the weights of that variant instead. ``extra_files`` are safetensors files,
-    read in addition where they are there. Files named by an index are relative to the folder, as in transformers.
+    only folder that accelerate names for a model. If the storage cannot list files, the usual names are tried.
+    ``variant`` takes the weights of that variant instead. ``extra_files`` are safetensors files that are read as
+    well, if they exist. Files named by an index are relative to the folder, as in transformers.
 
     Pickles are read without running anything: see :mod:`shardwise.formats.pickles`.
 
-    Raises :class:`FormatError` with all faults of all files at once; :class:`StorageError` when nothing is
-    wrong but that bytes could not be read.
+    Raises :class:`FormatError` with all faults of all files, or :class:`StorageError` if the only fault is that
+    bytes could not be read.
     """
     if isinstance(path, StorageReader):
         return _open(path, weights_name if variant is None else _variant_in(path, variant), extra_files)
@@ -69,7 +69,7 @@ def open_checkpoint(
 
 
 def _formats() -> Iterator[contract.CheckpointFormat]:
-    """One after the other, as far as anybody asks."""
+    """Yield the formats lazily."""
     for place in FORMATS:
         found: contract.CheckpointFormat = found_at(place)
         yield found
@@ -116,7 +116,10 @@ def _may_be_read(reader: StorageReader, name: str) -> bool:
 def _check_weight_map(
     weight_map: Mapping[str, str], held: Mapping[str, set[str]], faults: contract.FormatFaults
 ) -> None:
-    """Every key is where the index says. Keys of an opened file that the index leaves out are welcome."""
+    """Check that every key is in the file of the index.
+
+    Keys of an opened file that the index leaves out are welcome.
+    """
     for key, file in weight_map.items():
         if file in held and key not in held[file]:
             faults.add("keys not in the file the index names", f"{shown(key)}: not in {shown(file)}")
@@ -128,7 +131,7 @@ def _check_weight_map(
 def _variant_in(reader: StorageReader, variant: str) -> str:
     """The file, or the index, of a variant: ``model.fp16.safetensors``, ``model.safetensors.index.fp16.json``, ...
 
-    Raises :class:`FormatError` where there is none.
+    Raises :class:`FormatError` if there is none.
     """
     names = [f"{stem}.{variant}{dot}{end}" for stem, dot, end in (name.rpartition(".") for name in _usual())]
     for name in names:
@@ -154,7 +157,7 @@ def _select(
 ) -> tuple[contract.CheckpointFormat, contract.FileSelection]:
     """Choose a format and its files, in the order of :func:`open_checkpoint`.
 
-    Raises :class:`FormatError` where nothing can be chosen; what is wrong with the choice is added to ``faults``.
+    Raises :class:`FormatError` if nothing can be chosen. Faults of the choice are added to ``faults``.
     """
     if weights_name is not None:
         return _select_named(reader, weights_name, faults)
@@ -262,7 +265,7 @@ def form_of(config: Mapping[str, Any]) -> contract.QuantizedForm:
     """Return the storage form of a ``quantization_config``.
 
     Raises:
-        ConfigError: it is a kind that is not known here, or makes no sense.
+        ConfigError: the kind is not supported, or the config is invalid.
     """
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in QUANTIZED:
@@ -272,7 +275,7 @@ def form_of(config: Mapping[str, Any]) -> contract.QuantizedForm:
 
 
 def quantization_config_of(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The ``quantization_config`` of a model's config, or of a part of it, such as ``text_config``; None without.
+    """Return the ``quantization_config`` of a model's config, or of a part such as ``text_config``, or None.
 
     Raises:
         ConfigError: several parts have different ones.

@@ -1,9 +1,9 @@
-"""Files of an adapter beside its tensors: ``adapter_config.json`` of PEFT, and the state of its training.
+"""Files of an adapter other than its tensors: ``adapter_config.json`` of PEFT, and the training state.
 
 [Note: Named by the adapter] An adapter counts by one file, ``adapter_model.safetensors``. The metadata in the
-header of that file name the one with the training, which has a name that no other save has. So the step after
-which the adapter counts is that after which its training does; whatever else replaces the adapter names no
-training, or its own.
+header of that file name the one with the training, which has a name that no other save has. So the adapter and its
+training state are committed in the same step. Another program that replaces the adapter names no training state, or
+its own.
 """
 
 import contextlib
@@ -71,12 +71,12 @@ class LoraConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def saves_module(self, name: str) -> bool:
-        """Return whether the module of this name was trained whole, as a copy beside the base's own."""
+        """Return whether the module of this name was trained as a full copy of the base's own."""
         return any(name.endswith(module) for module in self.modules_to_save)
 
 
 def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
-    """The config in ``text``; ``what`` names the file in messages.
+    """Return the config in ``text``. ``what`` names the file in messages.
 
     Raises:
         FormatError: it is not such a file, or a value makes no sense.
@@ -178,7 +178,7 @@ def is_training_file(name: str) -> bool:
 
 
 def named_training(adapter: FileHeader) -> str | None:
-    """The file of the training that an adapter's file names; None where it names none.
+    """Return the training file that an adapter's file names, or None.
 
     Raises:
         FormatError: it names something else.
@@ -193,7 +193,7 @@ def named_training(adapter: FileHeader) -> str | None:
 
 
 def training_beside(reader: StorageReader, adapter: str) -> str | None:
-    """The file with the training of an adapter, which is in the file of this name; None where there is none.
+    """Return the existing training file of the adapter in the file of this name, or None.
 
     Raises:
         FormatError: the adapter's file is none, or names a training that is not there.

@@ -1,10 +1,10 @@
 """Pickles written by strangers, read without running anything.
 
-A pickle is a program for a small machine: Python's own imports what the program names, and calls it. Here it
-runs on a subclass of the pure Python unpickler, with those operations alone that torch writes, and a closed
-vocabulary of globals: each stands for a plain value, a record of ours, or a pure function of ours. All else
-is refused by name. There is no option to widen it. The unpickler in C with a ``find_class`` would not do:
-nests of tuples as keys crash it, indexes of its memo take all memory, and states change what it has found.
+A pickle is a program for a small machine: Python's own imports and calls any names in it. Here it runs on a
+subclass of the pure Python unpickler, with those operations alone that torch writes, and a closed vocabulary of
+globals: each stands for a plain value, a record of ours, or a pure function of ours. All else is refused by name.
+There is no option to widen it. The C unpickler with a ``find_class`` is not enough: nested tuples as keys crash it,
+memo indexes use all memory, and states change objects that were found.
 """
 
 import io
@@ -55,7 +55,7 @@ class Vocabulary:
         values: those that stand for themselves.
         functions: those that may be called: each takes the tuple of arguments, checks it, and raises a ValueError
             (whose text is shown) for those it does not like.
-        records: classes of which objects may be made; they become :class:`Record`.
+        records: classes that objects may have. They become :class:`Record`.
         persistent: the function of a persistent id, which checks it likewise.
     """
 
@@ -66,10 +66,10 @@ class Vocabulary:
 
 
 def read_pickle(content: bytes, vocabulary: Vocabulary, *, what: str) -> object:
-    """The object that a pickle describes; ``what`` names it in messages (file and part of it).
+    """Return the object of a pickle. ``what`` names it in messages (file and part of it).
 
-    Dicts, lists, tuples, strings and numbers are themselves; dict keys that are neither are replaced by an
-    :class:`Other`. What is returned may refer to itself, and be nested as deeply as the pickle is long.
+    Dicts, lists, tuples, strings and numbers are unchanged. Other dict keys are replaced by an :class:`Other`. The
+    result may refer to itself, and be nested as deeply as the pickle is long.
 
     Raises :class:`FormatError` for all that is not sound or not in the vocabulary, never another exception.
     """
@@ -241,7 +241,7 @@ _STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class StorageType:
-    """A class of torch's storages; without a dtype it counts bytes."""
+    """A class of torch's storages. Without a dtype it counts bytes."""
 
     dtype: DType | None
 
@@ -304,7 +304,7 @@ def _tensor(storage: object, offset: object, size: object, stride: object, dtype
 
 
 def _rebuild(arguments: tuple[object, ...], count: int) -> object:
-    """A tensor by ``count`` arguments, and what follows them, which must be empty."""
+    """Return a tensor from ``count`` arguments. The arguments after them must be empty."""
     if not count <= len(arguments) <= count + 1:
         raise ValueError(f"it takes {count} arguments")
     if any(arguments[count:]):

@@ -1,11 +1,11 @@
 """Quantized checkpoints: which of their tensors are the elements, the scales and the rest of one that a model has.
 
-[Note: Pairs by name] What a ``quantization_config`` says of blocks counts, never what the shapes would allow: 160
-rows in blocks of 128 have two scales, as 128 rows in blocks of 80 would. The names of scales are those in use:
-``weight_scale_inv`` (DeepSeek, Qwen, GLM), ``weight_scale`` (compressed-tensors, modelopt), ``scale`` and
-``qscale_weight`` (Mistral) beside ``weight``; of stacked experts the parameter's name with ``_scale_inv`` or
-``_scale``, and ``_blocks`` and ``_scales`` for MXFP4. compressed-tensors has a zero point for each scale in
-``weight_zero_point``, and a group for each column in ``weight_g_idx``: both count wherever they are stored.
+[Note: Pairs by name] Block sizes come from the ``quantization_config``, never from shapes: 160 rows in blocks of
+128 have two scales, as 128 rows in blocks of 80 would. The names of scales are those in use: ``weight_scale_inv``
+(DeepSeek, Qwen, GLM), ``weight_scale`` (compressed-tensors, modelopt), ``scale`` and ``qscale_weight`` (Mistral)
+next to ``weight``. For stacked experts they are the parameter's name with ``_scale_inv`` or ``_scale``, and
+``_blocks`` and ``_scales`` for MXFP4. compressed-tensors stores a zero point for each scale in
+``weight_zero_point``, and a group for each column in ``weight_g_idx``. Both are used wherever they are stored.
 """
 
 import re
@@ -35,16 +35,16 @@ _FAULTS: Final = "quantized weights that do not go with their scales"
 
 @dataclass(frozen=True, slots=True)
 class _WithScales:
-    """Elements and scales that lie beside each other.
+    """Elements and scales in separate tensors.
 
     Attributes:
-        kind: floats of 8 bits; MXFP4, two in a byte with an exponent for 32, stored (.., out, in) and used as
-            (.., in, out); NVFP4, two in a byte with a scale for 16 and one for the whole; integers in words of 32
-            bits; integers of 8 bits as they are.
-        block: sizes of a block, of the last dimensions; empty: there are as many scales as there are, of a tensor,
-            of rows.
+        kind: 8-bit floats, MXFP4 (two in a byte with an exponent for 32, stored (.., out, in) and used as (.., in,
+            out)), NVFP4 (two in a byte with a scale for 16 and one for the tensor), integers in words of 32 bits,
+            or 8-bit integers.
+        block: sizes of a block, of the last dimensions. If empty, the number of stored scales decides: one of a
+            tensor, or one of each row.
         bits: of an integer.
-        needs: names of what is stored beside each, but for elements and scales.
+        needs: names of required companion tensors, except for elements and scales.
     """
 
     kind: Literal["float8", "mxfp4", "nvfp4", "words", "bytes"]
@@ -84,7 +84,7 @@ def form_of(config: Mapping[str, Any]) -> contract.QuantizedForm:
     """Return the form of a ``quantization_config`` with elements and scales as separate tensors.
 
     Raises:
-        ConfigError: it is a kind that is not known here, or makes no sense.
+        ConfigError: the kind is not supported, or the config is invalid.
     """
     method = config.get("quant_method")
     match method:
@@ -169,7 +169,7 @@ _ScaledParts: TypeAlias = tuple[
 
 @dataclass
 class _Pairing:
-    """``shapes`` are those of the elements by key, where they are stored beside them."""
+    """``shapes`` are the stored shapes of the elements by key."""
 
     index: contract.CheckpointIndex
     form: _WithScales
@@ -210,7 +210,7 @@ class _Pairing:
         return None
 
     def _made_of(self, entry: contract.TensorEntry) -> _ScaledParts | None:
-        """The key of what an entry is the elements of, with its scales; None where it is no such elements."""
+        """Return the key of the tensor whose elements an entry has, with its scales, or None."""
         key, entries = entry.key, self.index.entries
         if key.endswith(f"_{_ZERO_POINT}"):
             return None

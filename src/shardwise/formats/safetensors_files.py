@@ -2,16 +2,15 @@
 
 A checkpoint is one file, several with an index or by their names, or chunks, a file for each rank.
 ``HuggingFaceStorageWriter`` of torch writes them with ``save_distributed=True``, as transformers' distributed
-checkpoints do: the metadata of each header tell where the file's part of each tensor begins. Nothing tells the size
-of the whole, so that it is what the parts reach to.
+checkpoints do: the metadata of each header has the offset of the file's part of each tensor. The size of the full
+tensor is not stored, so it is the end of its last part.
 
-Source of the rules: the safetensors format, and its Rust library (``Metadata::validate``), which refuses what
-is refused here. Two things are stricter here: a key that occurs twice is refused even when both say the same,
-and a tensor's description must be an object (the library also takes ``["F32", [1], [0, 4]]``).
+Source of the rules: the safetensors format, and its Rust library (``Metadata::validate``), which rejects the same
+files. Two rules are stricter here: a key that occurs twice is rejected even if both are equal, and a tensor's
+description must be an object (the library also accepts ``["F32", [1], [0, 4]]``).
 
-Source: ``prepare`` and ``Metadata``'s serialization in the library. Tensors lie in the order of their dtypes,
-widest first, then of their names as UTF-8; nothing lies between them; the header is padded with spaces to eight
-bytes.
+Source: ``prepare`` and ``Metadata``'s serialization in the library. Tensors are in the order of their dtypes,
+widest first, then of their names as UTF-8, without gaps. The header is padded with spaces to eight bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _OFFSETS = "saved_offsets"
 def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
     """Return the offset of the file's chunk of each tensor, or an empty mapping for a file of full tensors.
 
-    Raises :class:`FormatError` where that contradicts the file's tensors.
+    Raises :class:`FormatError` if it contradicts the file's tensors.
     """
     text = header.metadata.get(KEY)
     if text is None:
@@ -71,7 +70,7 @@ def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
 def from_chunks(key: str, chunks: list[tuple[tuple[int, ...], contract.TensorEntry]]) -> joining.FoundTensor:
     """The tensor that parts of the same dtype, each beginning at its offsets, make up.
 
-    Raises :class:`FormatError` where they cannot belong together.
+    Raises :class:`FormatError` if they cannot belong together.
     """
     first = chunks[0][1]
     for _, entry in chunks:
@@ -143,7 +142,7 @@ FORMAT: Final[contract.CheckpointFormat] = _SafetensorsFiles()
 
 
 def _without_side_files(names: Iterable[str]) -> list[str]:
-    """Without adapters, and without "consolidated" files where they are a second copy of the weights."""
+    """Return the files without adapters, and without "consolidated" files that are a second copy of the weights."""
     kept = [name for name in names if not fnmatchcase(name, "adapter_model*")]
     return [name for name in kept if not fnmatchcase(name, "consolidated*")] or kept
 
@@ -249,8 +248,8 @@ def read_header(reader: StorageReader, file: str) -> FileHeader:
 def parse_header(file: str, file_nbytes: int, header: bytes) -> FileHeader:
     """The header whose JSON is ``header`` (without its length) of a file of ``file_nbytes`` bytes.
 
-    Raises :class:`FormatError` for the first fault found. What is returned is consistent: every entry lies in
-    the file, fits its dtype and shape, and no two share a byte.
+    Raises :class:`FormatError` for the first fault found. The result is consistent: every entry lies in the file,
+    fits its dtype and shape, and no two share a byte.
     """
     _check_header_length(file, file_nbytes, len(header))
     fields = contract.parse_object(header, what=f"{shown(file)}: header")
@@ -285,7 +284,7 @@ def _metadata(value: object) -> dict[str, str]:
 
 
 def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int) -> contract.TensorEntry:
-    """The tensor that a field of the header describes. Raises ValueError for what it cannot be."""
+    """The tensor that a field of the header describes. Raises ValueError if it is invalid."""
     name = f"tensor {shown(key)}"
     if not isinstance(field, dict):
         raise ValueError(f"{name} is described by a {type(field).__name__}, not an object")
@@ -364,7 +363,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """A safetensors file that is to be: what it begins with, where its tensors will be, and its size in bytes."""
+    """A safetensors file to write: its header, the places of its tensors, and its size in bytes."""
 
     name: str
     header: bytes

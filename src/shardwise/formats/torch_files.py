@@ -4,7 +4,7 @@ It is a zip archive: ``data.pkl`` is a pickle of the object, with a persistent i
 ``data/<id>`` is that storage's memory, as it is. The pickle is read by :mod:`shardwise.formats.pickles`, so nothing
 is run. Source of the layout: torch's ``serialization.py`` and ``caffe2/serialize/inline_container.cc``.
 
-``zipfile`` reads the directory; where the bytes of a member lie, which it does not tell, is found out here. The
+``zipfile`` reads the directory. It does not report the offset of a member's bytes, which is computed here. The
 archive may be a part of a larger file.
 """
 
@@ -90,7 +90,7 @@ _LIES = (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, Over
 
 
 class FileWindow(io.RawIOBase):
-    """A range of a file, as a file; its beginning and end are kept, since most questions are about those."""
+    """A range of a file as a file object. Its beginning and end are cached, because most reads are there."""
 
     def __init__(self, reader: StorageReader, file: str, start: int, stop: int) -> None:
         self._reader = reader
@@ -103,7 +103,7 @@ class FileWindow(io.RawIOBase):
         self._kept = [(first, reader.read(file, start + first, start + last)) for first, last in kept]
 
     def read_range(self, start: int, stop: int) -> bytes:
-        """Bytes counted from the beginning of the part; the caller has checked that they are in it."""
+        """Read bytes counted from the start of the part. The caller has checked that they are in it."""
         for kept_from, kept in self._kept:
             if kept_from <= start and stop <= kept_from + len(kept):
                 return kept[start - kept_from : stop - kept_from]
@@ -143,7 +143,7 @@ class Archive:
     def bytes_of(self, name: str) -> ByteRange:
         """Return the byte range of a member's content in the archive.
 
-        Raises :class:`FormatError` where there is none, or it is packed, encrypted, or runs into another.
+        Raises :class:`FormatError` if it does not exist, is compressed or encrypted, or overlaps another.
         """
         member = self.members.get(name)
         if member is None:
@@ -218,10 +218,10 @@ class TorchFileContents:
 
 
 def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
-    """The tensors of ``file``, from its directory and its pickle; no element is read.
+    """Return the tensors of ``file``, from its directory and its pickle, without reading elements.
 
-    Raises :class:`FormatError` for a file that is not a sound one or holds what is no data,
-    :class:`~shardwise.errors.StorageError` for bytes that do not come.
+    Raises :class:`FormatError` for an invalid file or objects that are not data,
+    :class:`~shardwise.errors.StorageError` for bytes that cannot be read.
     """
     what = shown(file)
     file_nbytes = reader.size(file)
@@ -245,7 +245,7 @@ def read_torch_tensor(
 ) -> joining.StoredView:
     """The one tensor that was saved by itself in a range of a file.
 
-    ``known`` are the pickles that have been read before: chunks of equal shapes have equal ones.
+    ``known`` are pickles that have been read before, because chunks of equal shapes have equal ones.
     """
     archive = TorchArchive(FileWindow(reader, file, where.start, where.stop), what, known)
     tensor = archive.value
@@ -255,7 +255,10 @@ def read_torch_tensor(
 
 
 class TorchArchive(Archive):
-    """The archive that ``torch.save`` makes of an object; ``value`` is that object, also kept in ``known``."""
+    """The archive that ``torch.save`` makes of an object.
+
+    ``value`` is that object, which is also cached in ``known``.
+    """
 
     def __init__(self, part: FileWindow, what: str, known: dict[bytes, object]) -> None:
         super().__init__(part, what)
@@ -284,7 +287,7 @@ class TorchArchive(Archive):
         return where
 
     def view_of(self, tensor: PickledTensor, place: ByteRange, name: str) -> joining.StoredView:
-        """A tensor as bytes of the file: only its own where they are one run, else its storage's."""
+        """Return a tensor as bytes of the file: only its own if they are one run, otherwise its storage's."""
         if tensor.storage.nbytes != place.nbytes:
             self.refuse(f"{shown(name)}: two sizes are told of its storage")
         strided, itemsize = tensor.strided, tensor.dtype.itemsize
@@ -300,12 +303,12 @@ class TorchArchive(Archive):
 
 
 def refuse_others(reader: StorageReader, file: str) -> None:
-    """Raise :class:`FormatError` for files that are well known and no archives of ``torch.save``."""
+    """Raise :class:`FormatError` for common files that are not archives of ``torch.save``."""
     _refuse_others(FileWindow(reader, file, 0, reader.size(file)), shown(file))
 
 
 def _refuse_others(part: FileWindow, what: str) -> None:
-    """Refuse what is well known and no archive."""
+    """Reject common files that are not archives."""
     first = part.read_range(0, min(part.nbytes, len(_LFS)))
     if first.startswith(_LEGACY):
         raise FormatError(
@@ -319,7 +322,7 @@ def _refuse_others(part: FileWindow, what: str) -> None:
 def _walk(
     value: object, most: int, what: str
 ) -> tuple[list[tuple[joining.KeyPath, PickledTensor]], list[tuple[joining.KeyPath, str]]]:
-    """Every tensor with the keys that lead to it, and what else there is; ``most`` bounds the items there can be.
+    """Yield every tensor with its path of keys, and all other values. ``most`` bounds the number of items.
 
     A pickle spends more than a byte on every item, unless its dicts hold each other again and again.
     """

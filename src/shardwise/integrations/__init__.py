@@ -1,4 +1,4 @@
-"""Models that are sharded here, in other libraries' ways of training and serving: stated in the stub beside."""
+"""Sharded models in other libraries' training and serving. The stub file lists the names."""
 
 from shardwise._face import face_of
 from shardwise.errors import require_versions

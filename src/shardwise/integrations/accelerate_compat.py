@@ -1,6 +1,6 @@
-"""The one file that knows accelerate's unexported names, and the functions that are replaced in it.
+"""Unexported names of accelerate, and the functions that are replaced in it. No other module uses them.
 
-Checked with accelerate 1.13 and 1.15. A name that is gone is one error when the switch is first used; arguments and
+Checked with accelerate 1.13 and 1.15. A missing name is one error when the switch is first used. Arguments and
 meanings are asserted by ``tests/canary``.
 """
 
@@ -31,7 +31,7 @@ __all__ = ["Accelerator", "AcceleratorState", "DistributedType", "accelerator_mo
 
 
 def plugin_of(accelerator: Any) -> Any:
-    """An accelerator's FSDP plugin; None where it has none."""
+    """Return an accelerator's FSDP plugin, or None."""
     return getattr(accelerator.state, "fsdp_plugin", None)
 
 
@@ -45,7 +45,7 @@ def become_fsdp2(state: Any, plugin: Any) -> None:
 
 
 def fsdp2_plugin() -> Any:
-    """A plugin for a model that is sharded already: what it says of sharding is not asked for."""
+    """Return a plugin for a model that is already sharded. Its sharding settings are not used."""
     return FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="NO_WRAP", cpu_ram_efficient_loading=False
     )
@@ -84,7 +84,7 @@ def how_many(accelerator: Any) -> tuple[int, int]:
 
 @contextmanager
 def without_models(accelerator: Any) -> Iterator[tuple[list[nn.Module], list[Any]]]:
-    """Take the models and optimizers from an accelerator within the block; yields them."""
+    """Remove the models and optimizers from an accelerator within the block. Yields them."""
     models, optimizers = accelerator._models, accelerator._optimizers
     accelerator._models, accelerator._optimizers = [], []
     try:

@@ -124,7 +124,7 @@ def _value_of(found: T | Exception) -> T:
 
 
 def _all_done(call: str, function: Callable[[], T]) -> T:
-    """Call a function of accelerate on each rank; if one of them fails, all do. Collective: yes."""
+    """Call a function of accelerate on each rank. If one fails, all raise. Collective: yes."""
     found = _attempted(function)
     with World.current(call=call) as world:
         return world.together(lambda: _value_of(found))

@@ -1,9 +1,9 @@
 """The switch under which accelerate treats sharded models as they are, and saves their states.
 
 [Note: Doors] accelerate has no interface for models that are sharded already. So a handful of its functions is
-replaced while the switch is on, and never by an import. Each replacement passes on what is none of its business, so
-that accelerate is as ever for DDP, DeepSpeed and FSDP1. When the switch goes off, the functions are put back; one
-that somebody else has wrapped meanwhile is left in place, and passes everything on.
+replaced while the switch is on, and never by an import. Each replacement delegates all other calls, so accelerate's
+DDP, DeepSpeed and FSDP1 are unaffected. When the switch is turned off, the functions are restored. One that
+somebody else has wrapped meanwhile stays, and delegates everything.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def accelerate() -> AccelerateSwitch:
 
     While it is on, in this process:
 
-    - ``Accelerator.prepare`` leaves models alone that ``fully_shard`` has sharded, and the parameters of their
-      optimizers, also inside of PEFT's, and also on CPUs, where accelerate would take DDP;
-    - models that accelerate is to shard by FSDP2 with ``cpu_ram_efficient_loading`` are left on meta by
-      ``from_pretrained`` on every rank, and filled by ``prepare`` from the files, each rank reading its own bytes;
+    - ``Accelerator.prepare`` leaves models unchanged that ``fully_shard`` has sharded, and the parameters of their
+      optimizers. This includes models inside of PEFT's, and CPUs, where accelerate would use DDP.
+    - models that accelerate will shard by FSDP2 with ``cpu_ram_efficient_loading`` are left on meta by
+      ``from_pretrained`` on every rank, and filled by ``prepare`` from the files, each rank reading its own bytes.
     - ``save_state`` and ``load_state`` write and read in parallel, commit in one step, and resume on any number of
-      ranks; ``get_state_dict`` and ``clip_grad_norm_`` know parameters that stay whole.
+      ranks. ``get_state_dict`` and ``clip_grad_norm_`` support unsharded parameters.
 
     Raises:
-        ConfigError: accelerate is not installed, or lacks functions that are known here.
+        ConfigError: accelerate is not installed, or has no function that is replaced here.
     """
     return AccelerateSwitch()
 
@@ -67,7 +67,7 @@ class AccelerateSwitch:
         self._is_on = False
 
     def install(self) -> None:
-        """Turn it on, until :meth:`remove`; once more does nothing."""
+        """Turn it on, until :meth:`remove`. Repeated calls do nothing."""
         if self._is_on:
             return
         if AccelerateSwitch._installed == 0:
@@ -82,7 +82,7 @@ class AccelerateSwitch:
         AccelerateSwitch._installed += 1
 
     def remove(self) -> None:
-        """Turn it off; accelerate is as it was, if nobody else has it on."""
+        """Turn it off. accelerate is restored unless another switch is on."""
         if not self._is_on:
             return
         self._is_on = False
@@ -124,7 +124,7 @@ def _doors() -> list[tuple[Any, str, Replacing]]:
 
 
 def _replace(owner: Any, name: str, replacing: Replacing) -> Callable[[], None]:
-    """Put a function in the place of another; what puts the other back, where nobody has come in between."""
+    """Replace a function. Return a callable that restores it, unless it has been replaced again."""
     original, before = getattr(owner, name), vars(owner)[name]
 
     @functools.wraps(original)
@@ -166,7 +166,7 @@ def prepare_objects(
 
 
 def begin_state(original: Callable[..., Any], state: Any, *args: Any, **keywords: Any) -> None:
-    """Replace the initializer of accelerate's state: FSDP2 is known on CPUs, too."""
+    """Replace the initializer of accelerate's state, to support FSDP2 on CPUs."""
     plugin = keywords.get("fsdp_plugin")
     wanted = plugin is not None and plugin.fsdp_version == 2
     if wanted and pending.launched_ranks() and not compat.is_begun() and not torch.accelerator.is_available():
@@ -188,7 +188,7 @@ def is_left_alone(model: nn.Module) -> bool:
     Unsharded parameters are allowed.
 
     Raises:
-        PlacementError: it has sharded a part of it; or somebody else has sharded it.
+        PlacementError: it has sharded a part of the model, or something else has sharded it.
     """
     plain = without_compile(model)
     for module in plain.modules():
@@ -250,7 +250,7 @@ def _leave_alone(
 
 
 def _mesh_of(model: nn.Module) -> Any:
-    """The mesh that a model's parameters are sharded on; None where none of them is."""
+    """Return the mesh of a model's sharded parameters, or None."""
     found = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
     return next((mesh for mesh in found if mesh is not None), None)
 

@@ -37,7 +37,7 @@ class AgreedEvents:
         call_event: the handler's own.
         world: the ranks.
         device: where sums are made.
-        is_training: whether ranks are in a training now; at other times they may not all be here.
+        is_training: whether a training is in progress. At other times ranks may be elsewhere.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AgreedEvents:
         """Collective: yes, for events at which ranks meet, while they train.
 
         Raises:
-            Exception: on the rank whose callback raised it, that; on the others a CheckpointError that tells it.
+            Exception: on the rank whose callback raised it, and a CheckpointError with its message on the others.
         """
         if event == "on_train_begin" and self.best is not None:
             state.best_model_checkpoint = self.best
@@ -86,7 +86,7 @@ class AgreedEvents:
 
 
 def raise_together(world: World, failure: Exception | None) -> None:
-    """Raise on all ranks a failure that one has met with; on that one, as it was. Collective: yes."""
+    """Raise on all ranks a failure of one rank. That rank raises it unchanged. Collective: yes."""
 
     def fail() -> None:
         if failure is not None:

@@ -1,15 +1,15 @@
 """Leaves models on meta in ``from_pretrained``, and fills them shard by shard once accelerate has sharded them.
 
-[Note: Pending] Under FSDP a script calls ``from_pretrained`` on every rank, perhaps PEFT, makes an optimizer, and
-only then ``prepare``, where it is settled how the model is sharded. So nothing is read before that.
-``from_pretrained`` leaves the model on meta, ties what the files say is tied, initializes what they lack, and notes
-for each parameter which expression over the files it is. Parameters are known again by identity: what PEFT puts in
-gives them other names, and whatever replaces one (a resized vocabulary, a merge) has no values, which ``prepare``
-tells. Nothing of this is collective: a rank may come to it before the others (``with main_process_first()``).
+[Note: Pending] Under FSDP a script calls ``from_pretrained`` on every rank, perhaps adds PEFT, creates an
+optimizer, and only then calls ``prepare``, which determines the sharding. So nothing is read before that.
+``from_pretrained`` leaves the model on meta, ties the tensors that the files tie, initializes missing ones, and
+records the expression of each parameter over the files. Parameters are recognized by identity, because PEFT renames
+them. A replaced parameter (a resized vocabulary, a merge) has no values, which is an error of ``prepare``. None of
+this is collective, because a rank may reach it before the others (``with main_process_first()``).
 
-[Note: Filling] accelerate has the first rank read a model whole, and broadcast each tensor whole. Here what
-``from_pretrained`` has left on meta (see [Note: Pending]) is read by every rank for itself, and what has values on
-the first rank (an adapter, a new head, a model from elsewhere) is handed over in shards.
+[Note: Filling] accelerate has the first rank read a model whole, and broadcast each tensor whole. Tensors that
+``from_pretrained`` has left on meta (see [Note: Pending]) are read by every rank for itself. Those with values on
+the first rank (an adapter, a new head, a model from elsewhere) are sent in shards.
 """
 
 import os
@@ -52,9 +52,8 @@ class Pending:
 
     Attributes:
         folder: of the files, on this machine.
-        index: what their headers say.
-        tensors: parameters and persistent buffers as they were left, by identity: each with what it is made of, and
-            how often it had been written to.
+        index: index of their headers.
+        tensors: parameters and persistent buffers by identity: the expression of each, and its version counter.
         transforms: the conversions of keys.
     """
 
@@ -64,7 +63,7 @@ class Pending:
     transforms: list[Any]
 
     def expression_of(self, tensor: torch.Tensor) -> Expression | None:
-        """Return the expression of a tensor; None if it is not one of those that were left, as it was left."""
+        """Return the expression of a tensor, or None if it is not an unchanged pending one."""
         left, expression, writes = self.tensors.get(id(tensor), (None, None, 0))
         if left is not tensor or expression is None or not tensor.is_meta:
             return None
@@ -103,7 +102,7 @@ def awaited_in(model: nn.Module) -> list[Awaited]:
 
 
 def settle(model: nn.Module) -> None:
-    """Note that a model has got its values, and what saving has to know of how it got them."""
+    """Record that a model has got its values, and facts that saves need."""
     for module in model.modules():
         pending = _pending.pop(module, None)
         if pending is not None:
@@ -163,7 +162,7 @@ def place_missing(original: Callable[..., Any], model: nn.Module, *given: Any, *
 
 
 def keep_adapter(original: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
-    """Replace PEFT's moving of a new adapter to its layer: beside one that is pending, it stays.
+    """Replace PEFT's move of a new adapter to its layer: the adapter of a pending layer stays in place.
 
     (Its values are the first rank's, which on meta it would lose.)
     """
@@ -189,7 +188,7 @@ def keep_adapter(original: Callable[..., Any], *given: Any, **keywords: Any) -> 
 
 
 def _registered(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Each module in a model with the name and the tensor of what is registered in it."""
+    """Yield each module in a model with the name and the tensor of its registered tensors."""
     for module in model.modules():
         for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
             if tensor is not None:
@@ -197,7 +196,7 @@ def _registered(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor
 
 
 def _left(model: Any, folder: Path, drawn: Outline, index: CheckpointIndex) -> Any:
-    """Note what is pending; what transformers is to go on with."""
+    """Record the pending tensors. Return the loading info for transformers."""
     offers = drawn.bindings_less_ties().offers
     held = look_inside(model)
     missing: set[str] = set()
@@ -227,7 +226,7 @@ _set_here: set[str] = set()
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Have transformers and accelerate load for FSDP; an ``ACCELERATE_USE_FSDP`` of the user's own is kept."""
+    """Have transformers and accelerate load for FSDP. The user's own ``ACCELERATE_USE_FSDP`` is kept."""
     if USE not in os.environ:
         os.environ[USE] = "True"
         _set_here.add(USE)
@@ -235,7 +234,7 @@ def enable_fsdp_ram_efficient_loading() -> None:
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """The opposite; an ``ACCELERATE_USE_FSDP`` that was set by :func:`enable_fsdp_ram_efficient_loading` goes."""
+    """Undo :func:`enable_fsdp_ram_efficient_loading`, including the ``ACCELERATE_USE_FSDP`` that it set."""
     if USE in _set_here:
         _set_here.discard(USE)
         os.environ.pop(USE, None)
@@ -244,7 +243,7 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 @contextmanager
 def fsdp_ram_efficient_loading() -> Iterator[None]:
-    """Turn both on within the block; afterwards both are as they were, also when it raises or is nested."""
+    """Turn both on within the block, and restore them afterwards, also if it raises or is nested."""
     was_set_here = set(_set_here)
     with _set_to({USE: "True", EFFICIENT: "True"}):
         try:
@@ -269,7 +268,7 @@ def _set_to(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def launched_ranks() -> int:
-    """Count the ranks that a launcher has started, of which this process is one; 0 without a launcher."""
+    """Return the number of ranks of the launcher that started this process, or 0 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 0
 
 
@@ -282,12 +281,12 @@ _FILLING_BUDGET_BYTES = 256 << 20
 def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *objects: Any) -> Any:
     """Replace accelerate's sharding: its own, around which the optimizers are bound by identity.
 
-    (accelerate knows parameters by the address of their memory, which on meta they have none of.)
+    (accelerate identifies parameters by their data pointer, which meta tensors do not have.)
 
     Collective: yes, over all ranks.
 
     Raises:
-        PlacementError: an optimizer holds what are no parameters of the model, or has stepped already.
+        PlacementError: an optimizer holds tensors that are not parameters of the model, or has stepped already.
         ConfigError: the model is on meta, and the plugin does not load it.
         DisagreementError: it is so on some ranks only.
     """
@@ -378,7 +377,7 @@ def _live(full_sd: Mapping[str, torch.Tensor], in_files: set[str]) -> dict[str, 
 
 
 def _refuse_lost(full_sd: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor], in_files: set[str]) -> bool:
-    """Raise for what has no values anywhere; whether something has some here."""
+    """Raise for tensors without values anywhere. Return whether some have values here."""
     on_meta = {name: value for name, value in full_sd.items() if value.is_meta}
     lost = [name for name in by_canonical_names(on_meta, "the model") if name not in in_files and name not in live]
     if lost:

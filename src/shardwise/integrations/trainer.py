@@ -1,19 +1,17 @@
 """``ShardwiseTrainer``: the Hugging Face Trainer, or one of TRL's, whose checkpoints are ours.
 
-[Note: A rank that fails alone] Within a step ranks work by themselves in two places: while the batches are
-made, and in the loss, once the model has run. One that raises there leaves the training, and tells why ([Note:
-Nobody waits in a collective] in ``execution/meetings.py``); the others would go on into a collective, and
-wait for it. So they meet first, over the store, which takes about a millisecond. On an accelerator not behind
-the loss: what a loss raises of numbers is known there only when the device has been waited for, and to wait in
-each step costs more than that.
+[Note: A rank that fails alone] Within a step ranks work by themselves in two places: while the batches are made,
+and in the loss, once the model has run. A rank that raises there leaves the training and announces its error
+([Note: Nobody waits in a collective] in ``execution/meetings.py``). The others would enter a collective and wait
+for it. So they meet first, over the store, which takes about a millisecond. On an accelerator, not after the loss:
+numerical errors of a loss appear only after synchronizing with the device, which is too slow for each step.
 
-Whatever a rank raises elsewhere finds the others in a collective already. Those cannot be called back; a rank
-that is still in one a quarter of a minute after another has left says so, and ends.
+Whatever a rank raises elsewhere finds the others in a collective already. Those cannot be interrupted. A rank that
+is still in one a quarter of a minute after another has left reports it and exits.
 
-A tracker on the first rank fails, or a callback stops the training by what only its own rank sees: the others
-go on into a collective, and wait. So what callbacks raise is kept until ranks meet anyway, at the end of each
-step, of each evaluation and of each save, and what they have set in ``control`` is set on all ranks there. A
-step costs one sum of a few numbers.
+If a tracker on the first rank fails, or a callback stops the training because of local data, the others would enter
+a collective and wait. So exceptions of callbacks are kept until the next synchronization (the end of each step,
+evaluation and save), and changes of ``control`` are set on all ranks there. A step costs one sum of a few numbers.
 """
 
 import logging
@@ -55,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 class ShardwiseTrainer(_Trainer):
-    """Put before a Trainer class; its checkpoints then are resumable, on any number of ranks.
+    """Mixin for a Trainer class whose checkpoints resume on any number of ranks. List it before the Trainer.
 
     ::
 
@@ -64,10 +62,10 @@ class ShardwiseTrainer(_Trainer):
         trainer = MyTrainer(model=for_trainer(model), args=SFTConfig(...), ...)
         trainer.train(resume_from_checkpoint=True)
 
-    What arguments mean stays as it is (``save_steps``, ``save_total_limit``, ``save_only_model``,
-    ``load_best_model_at_end``). What is new, see docs/trainer.md: every rank writes its own bytes; a checkpoint
-    counts from one step on, and nothing that counts is lost by a kill; an output folder of another run is an error;
-    what a callback raises on one rank is raised on all.
+    Arguments keep their meaning (``save_steps``, ``save_total_limit``, ``save_only_model``,
+    ``load_best_model_at_end``). Differences, see docs/trainer.md: every rank writes its own bytes. A checkpoint is
+    committed in one step, and a kill loses no committed one. An output folder of another run is an error. An
+    exception of a callback on one rank is raised on all.
 
     Raises:
         ConfigError: the model has not been to :func:`~shardwise.integrations.trainer_doors.for_trainer`, or the
@@ -135,19 +133,19 @@ class ShardwiseTrainer(_Trainer):
         """Train like the Trainer. Collective: yes.
 
         Args:
-            resume_from_checkpoint: True goes on from the newest checkpoint in ``output_dir`` that was completed.
+            resume_from_checkpoint: True resumes from the newest complete checkpoint in ``output_dir``.
             *others: as of the Trainer's.
-            on_other_base: ``Ignore()`` where an adapter may go on on another base than it was saved with; see
+            on_other_base: ``Ignore()`` allows an adapter to resume on a base other than its own. See
                 :meth:`~shardwise.checkpoints.checkpointer.Checkpointer.restore`.
             **keywords: as of the Trainer's.
 
         Raises:
-            ConfigError: there is nothing to go on from; checkpoints of another run are in the way; the checkpoint
-                is of another kind of tuning, or of steps with another number of rows.
+            ConfigError: there is no checkpoint, checkpoints of another run are in the folder, or the checkpoint is
+                of another kind of tuning or another number of rows per step.
             RankLostError: a rank is lost, or has run out of memory.
 
-        These are the same on every rank. What one rank alone raises otherwise, in its data loader or its loss, is
-        raised there; on the others it is a RankLostError that names that rank and tells it.
+        These are the same on every rank. Other errors of one rank, in its data loader or its loss, are raised
+        there. The others raise a RankLostError with its message.
         """
         run, asked = self._run, _checkpoint_asked_for(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
@@ -172,7 +170,7 @@ class ShardwiseTrainer(_Trainer):
             self.is_in_train = False
 
     def _meeting(self, world: World) -> ExitStack:
-        """Have ranks meet within the block where each has worked by itself; see [Note: A rank that fails alone]."""
+        """Synchronize the ranks around a block in which each works alone. See [Note: A rank that fails alone]."""
         stack = ExitStack()
 
         def meet() -> None:
@@ -254,7 +252,10 @@ class ShardwiseTrainer(_Trainer):
 
     @contextmanager
     def _keeping_all(self) -> Iterator[int | None]:
-        """The Trainer removes no checkpoints meanwhile: what makes one count has to go first. The limit."""
+        """The Trainer removes no checkpoints meanwhile, because the file that commits one must be removed first.
+
+        The limit.
+        """
         limit = self.args.save_total_limit
         self.args.save_total_limit = None
         try:
@@ -263,7 +264,7 @@ class ShardwiseTrainer(_Trainer):
             self.args.save_total_limit = limit
 
     def _end_save(self, run: Path, limit: int | None, marked: Marked) -> None:
-        """Remove what is above the limit, and take the mark away."""
+        """Remove checkpoints above the limit, and release the lock."""
         kinds = folders.checkpoints_in(run)
         complete = [step for step, kind in kinds.items() if kind is folders.FolderKind.COMPLETE]
         kept = folders.step_in(run, self.state.best_model_checkpoint)
@@ -271,7 +272,7 @@ class ShardwiseTrainer(_Trainer):
         marked.release()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Save the model by all ranks, what is beside it by the first. Collective: yes, for adapters as well."""
+        """Save the model on all ranks, and the other files on the first. Collective: yes, for adapters as well."""
         self._save(output_dir or self.args.output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -326,7 +327,7 @@ class ShardwiseTrainer(_Trainer):
     # What of the training is kept
 
     def _adapter(self) -> str | None:
-        """The adapter that is trained, where there is one."""
+        """Return the trained adapter, if there is one."""
         model: Any = self._trained
         return str(model.active_adapters[0]) if has_adapters(model) else None
 

@@ -1,8 +1,7 @@
-"""The one file that knows the unexported names of transformers' Trainer, and of TRL's trainers.
+"""Unexported names of transformers' Trainer and of TRL's trainers. No other module uses them.
 
 Checked with transformers 5.19 to 5.23 (5.17 and 5.18 have no door for a model that is sharded already) and TRL
-1.16. A name that is gone is one error when this file is imported; what each means is asserted by
-``tests/canary``.
+1.16. A missing name is one error when this file is imported. Their meanings are asserted by ``tests/canary``.
 """
 
 import inspect

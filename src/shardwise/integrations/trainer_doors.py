@@ -1,19 +1,18 @@
-"""``for_trainer``: what the Hugging Face Trainer, and TRL's with their references, look for at a sharded model.
+"""``for_trainer``: attributes that the Hugging Face Trainer and TRL's trainers expect of a sharded model.
 
 [Note: References] DPO, GRPO and their kin put a second adapter "ref" into a PEFT model and copy the first one's
-values into it, parameter by parameter: ``model.get_parameter(name).data.copy_(value)``. What PEFT adds to a
-model that is sharded is whole on every rank, in no group of FSDP2's, and stays so: it is small, and never
-trained. Where the first adapter is sharded, its values are DTensors, and copying one into a whole tensor is an
-error. So for these names ``get_parameter`` answers with a stand-in that gathers the value first. TRL asks for
-all of them in one order on all ranks, so gathering is safe.
+values into it, parameter by parameter: ``model.get_parameter(name).data.copy_(value)``. Modules that PEFT adds to a
+sharded model are unsharded on every rank, in no FSDP2 group. They are small and never trained. Where the first
+adapter is sharded, its values are DTensors, and copying one into a whole tensor is an error. So for these names
+``get_parameter`` answers with a stand-in that gathers the value first. TRL reads all of them in one order on all
+ranks, so gathering is safe.
 
-[Note: Doors] The Trainer leaves a model alone that transformers itself has sharded while loading: it neither
-moves nor wraps it, and puts gradients off between micro-batches by FSDP2's own switch. It tells such a model by
-a mark. A model of ours has the same properties, so it gets the same mark, and three things more, which are
-attributes of the one object that the Trainer is given and hide the methods of its class: ``save_pretrained``,
-which would gather, and which PEFT has copy tensors that are elsewhere; for an adapter that is sharded
-``get_parameter``, by which TRL fills the frozen copy that it compares with ([Note: References]);
-and on each whole parameter whose gradient ranks average already, the mark that the Trainer need not.
+[Note: Doors] The Trainer leaves a model alone that transformers itself has sharded while loading: it neither moves
+nor wraps it, and puts gradients off between micro-batches by FSDP2's own switch. It recognizes such a model by a
+mark. A model of ours has the same properties, so it gets the same mark and three attributes on the instance that
+override methods of its class: ``save_pretrained``, which would gather, and for which PEFT copies tensors. For a
+sharded adapter ``get_parameter``, by which TRL fills the frozen copy that it compares with ([Note: References]). On
+each unsharded parameter whose gradient is already averaged, the mark that the Trainer must not average it.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ _REPLACED = ("save_pretrained", "get_parameter", _CAST_ADAPTERS)
 def for_trainer(model: ModelT) -> ModelT:
     """Have the Hugging Face ``Trainer``, and TRL's trainers, take a sharded model as it is.
 
-    The same model is returned, with marks that :func:`undo_for_trainer` removes; see docs/trainer.md. To have the
+    The same model is returned, with marks that :func:`undo_for_trainer` removes. See docs/trainer.md. To have the
     Trainer's checkpoints resumable, use :class:`~shardwise.integrations.trainer.ShardwiseTrainer` as well.
 
     From then on ``model.save_pretrained(folder)`` is a collective of all ranks, and writes as ``shardwise.save``
@@ -75,12 +74,12 @@ def for_trainer(model: ModelT) -> ModelT:
     Collective: yes, over the default process group, whose ranks are those of the model's mesh.
 
     Args:
-        model: of transformers, or PEFT's around one; brought up by ``from_pretrained``, ``shard`` or by
-            ``fully_shard`` alone. In one process without a process group, any model.
+        model: a transformers model, or PEFT's around one, sharded by ``from_pretrained``, ``shard`` or
+            ``fully_shard``. In one process without a process group, any model.
 
     Raises:
-        ConfigError: it is no such model, is what ``torch.compile`` returns, is not sharded, or has parameters that
-            each rank would train for itself.
+        ConfigError: it is not such a model, is the result of ``torch.compile``, is not sharded, or has parameters
+            that each rank would train for itself.
         PlacementError: it has tensors on meta.
 
     Every error is the same on every rank.
@@ -106,7 +105,7 @@ def for_trainer(model: ModelT) -> ModelT:
 
 
 def undo_for_trainer(model: ModelT) -> ModelT:
-    """Remove what :func:`for_trainer` has put on a model; the same model. Collective: no."""
+    """Remove the marks of :func:`for_trainer` from a model. Return the same model. Collective: no."""
     compat.close_door(_inner(model))
     for name in _REPLACED:
         vars(model).pop(name, None)
@@ -229,7 +228,7 @@ def given_arguments(
 
 
 def require_trainable(kind: type, given: Mapping[str, Any], world: World) -> None:
-    """Refuse what cannot work, before anything is made.
+    """Reject unsupported settings before anything is created.
 
     Raises:
         ConfigError: naming it.

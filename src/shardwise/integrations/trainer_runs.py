@@ -1,12 +1,11 @@
 """Checkpoints in an output folder of the Trainer: found, committed and removed.
 
-[Note: A checkpoint of the Trainer's] ``checkpoint-N`` holds the model as ``save_pretrained`` would write it,
-the state of the training under ``state`` (a checkpoint of
-:class:`~shardwise.checkpoints.checkpointer.Checkpointer`), and ``trainer_state.json``. It counts once
-``shardwise.trainer.json`` is there, which is put in place in one step when all else is durable
-([Note: One commit]). A folder is begun by ``shardwise.begun``, so that what a kill has left is told
-from what somebody else has put there: the first is removed by whoever saves or goes on there next, the second is an
-error. Removing goes the other way round: first what makes it count.
+[Note: A checkpoint of the Trainer's] ``checkpoint-N`` holds the model as ``save_pretrained`` would write it, the
+state of the training under ``state`` (a checkpoint of :class:`~shardwise.checkpoints.checkpointer.Checkpointer`),
+and ``trainer_state.json``. It counts once ``shardwise.trainer.json`` is there, which is put in place in one step
+when all else is durable ([Note: One commit]). A folder is started by writing ``shardwise.begun``, which
+distinguishes remains of a kill from files of others: the next save or resume removes the former, the latter are an
+error. Removal is in reverse order: the file that commits it first.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class TrainerFacts:
 
     @classmethod
     def from_bytes(cls, content: bytes, what: str) -> TrainerFacts:
-        """Raises FormatError where it is none."""
+        """Raises FormatError if it is not one."""
         told: dict[str, Any] = parse_object(content, what=what)
         if told.pop("version", None) != _VERSION:
             raise FormatError(f"{what}: is of another version of shardwise; take another one")
@@ -193,10 +192,10 @@ def whole_facts_of(folder: Path) -> TrainerFacts:
 def beginning_of(run: Path, asked: Path | Literal["newest"] | None) -> tuple[Path | None, bool]:
     """Find the checkpoint that a training starts from, which puts its own into ``run``.
 
-    ``asked`` is the newest one there, a folder, or none. Returns it, and whether leftovers have to be removed.
+    ``asked`` is the newest folder there, or None. Returns it, and whether leftovers have to be removed.
 
     Raises:
-        ConfigError: there is nothing to go on from; or checkpoints that it would overwrite.
+        ConfigError: there is no checkpoint to resume from, or there are checkpoints that it would overwrite.
         FormatError, StorageError: folders that cannot be read.
     """
     found = checkpoints_in(run)
@@ -229,7 +228,7 @@ def _those(before: str, steps: Sequence[int], after: str) -> str:
 
 
 def steps_to_remove(complete: Sequence[int], limit: int | None, best: int | None) -> list[int]:
-    """The oldest of more checkpoints than ``save_total_limit`` says; never the newest, nor the best."""
+    """Return the oldest checkpoints above ``save_total_limit``, never the newest or the best."""
     if limit is None or limit <= 0 or not complete:
         return []
     kept = {max(complete), *([best] if best in complete else [])}
@@ -238,12 +237,12 @@ def steps_to_remove(complete: Sequence[int], limit: int | None, best: int | None
 
 
 def marked_for(world: World, run: Path, step: int) -> AbstractContextManager[Saving]:
-    """Mark an output folder while the checkpoint of this step is saved there; what was left there is removed.
+    """Lock an output folder while the checkpoint of this step is saved there, and remove remains.
 
     Collective: yes, at the beginning.
 
     Raises:
-        StorageError: another save is going on there, or has been of this step; or somebody else's files are there.
+        StorageError: another save is in progress there or has saved this step, or files of others are in the way.
     """
     return marked_by_first(world, run, partial(_begin, run, step), partial(_undo, run, step))
 
@@ -262,7 +261,7 @@ def _begin(run: Path, step: int, marked: Marked) -> None:
 
 
 def _undo(run: Path, step: int, marked: Marked) -> None:
-    """Remove what was written for the step, unless it counts by now or the folder is another's."""
+    """Remove the files written for the step, unless it is committed or the folder belongs to another save."""
     folder = folder_of(run, step)
     if not folder.is_dir():
         return
@@ -284,7 +283,7 @@ def complete(marked: Marked, folder: Path, facts: TrainerFacts) -> None:
     """Have a checkpoint count, once all that is in it lasts.
 
     Raises:
-        StorageError: the disk refuses; or the folder is not the one any more that was begun.
+        StorageError: the files could not be written, or the folder is not the one that was started.
     """
     marked.held.require()
     with FoldersWriter(folder, folders_in(folder)) as writer:
@@ -312,7 +311,7 @@ def _lasting(writer: FoldersWriter) -> set[str]:
 
 
 def remove_under(marked: Marked, run: Path, steps: Sequence[int]) -> None:
-    """Remove checkpoints of an output folder that is marked; what makes one count goes first.
+    """Remove checkpoints of a locked output folder, the file that commits each one first.
 
     Raises:
         StorageError: something cannot be removed.
@@ -328,10 +327,10 @@ def remove_under(marked: Marked, run: Path, steps: Sequence[int]) -> None:
 
 
 def remove_left(run: Path) -> None:
-    """Remove what saves have left that never counted.
+    """Remove the remains of saves that were never committed.
 
     Raises:
-        StorageError: another save is going on there, or something cannot be removed.
+        StorageError: another save is in progress there, or a file cannot be removed.
     """
     with marked_here(run):
         _remove_left(run)
@@ -341,7 +340,7 @@ def remove_but(run: Path, best: int) -> None:
     """Remove all checkpoints of a run but that of one step.
 
     Raises:
-        StorageError: another save is going on there, or something cannot be removed.
+        StorageError: another save is in progress there, or a file cannot be removed.
     """
     with marked_here(run) as marked:
         complete = [step for step, kind in checkpoints_in(run).items() if kind is FolderKind.COMPLETE]
@@ -355,7 +354,7 @@ def _remove_left(run: Path) -> None:
 
 
 def _remove_unless_it_counts(folder: Path) -> None:
-    """First goes what would make it count, if whoever left it went on after all; one that counts by then stays."""
+    """The file that could still commit it is removed first, in case its writer resumes. A committed one stays."""
     with FoldersWriter(folder, folders_in(folder)) as writer:
         remove_unnamed(writer, [name for name in writer.list() if name.startswith(f".{FACTS_FILE}.")])
         if FACTS_FILE not in writer.list():
@@ -372,7 +371,7 @@ def _remove(folder: Path) -> None:
 
 
 def _empty(writer: FoldersWriter, folder: Path) -> None:
-    """All but what says that it was begun, then that."""
+    """Remove everything except for the start marker, then the marker."""
     remove_files(writer, [name for name in writer.list() if name != BEGUN_FILE])
     writer.sync_names()
     writer.remove(BEGUN_FILE)

@@ -1,11 +1,10 @@
 """Hands the weights of a sharded model to vLLM's engines.
 
-[Note: What vLLM asks for] Its engines load tensors under the names and in the shapes of the checkpoint, whole,
-one after the other: what ``iter_hf_tensors`` goes through. ``model.named_parameters()``
-of a model that FSDP2 shards has other names and shapes where transformers converts a checkpoint (stacked experts,
-fused projections), and those of PEFT's layers where it is adapted. In one process an engine's model has
-``load_weights``, which takes pairs of a name and a tensor. Over its interface for weight updates (NCCL, CUDA IPC)
-the trainer's side takes a ``WeightSource``.
+[Note: What vLLM asks for] Its engines load unsharded tensors one after the other, under the names and in the shapes
+of the checkpoint, as ``iter_hf_tensors`` yields them. ``model.named_parameters()`` of a model that FSDP2 shards has
+other names and shapes if transformers converts a checkpoint (stacked experts, fused projections), and those of
+PEFT's layers if it is adapted. In one process an engine's model has ``load_weights``, which takes pairs of a name
+and a tensor. Over its interface for weight updates (NCCL, CUDA IPC) the trainer's side takes a ``WeightSource``.
 """
 
 import contextlib
@@ -37,14 +36,14 @@ def weight_source(
 ) -> Any:
     """A sharded model as vLLM's ``WeightSource``, for ``WeightTransferTrainerFactory.trainer_init``.
 
-    Every pass goes through the tensors as the model has them then; every rank of the trainer makes it, in step, as
-    vLLM's engines do. Nothing is gathered for ``metadata``.
+    Every pass yields the current tensors of the model. All ranks of the trainer iterate in step, as vLLM's engines
+    do. Nothing is gathered for ``metadata``.
 
     Args:
-        model: sharded or not; in the same state on every rank.
-        only: ``None``; or ``MergedAdapter()``: the base with a LoRA merged in, under the base's names.
-        dtype: of floating-point tensors; None leaves every tensor its own.
-        to: ``"all_ranks"``; or ``"first_rank"`` where rank 0 alone sends (NCCL): others get tensors on meta.
+        model: sharded or not, in the same state on every rank.
+        only: ``None``, or ``MergedAdapter()``: the base with a LoRA merged in, under the base's names.
+        dtype: of floating-point tensors. None keeps each tensor's dtype.
+        to: ``"all_ranks"``, or ``"first_rank"`` if only rank 0 sends (NCCL). The others get tensors on meta.
         options: bucket, device, process group, patience.
 
     Raises:
@@ -87,7 +86,7 @@ def load_into(
     dtype: torch.dtype | None = None,
     options: StreamOptions = StreamOptions(),  # noqa: B008
 ) -> int:
-    """Hand a sharded model's tensors to an engine in the same process, on every rank; how many there were.
+    """Load a sharded model's tensors into an engine in the same process, on every rank. Return their number.
 
     ::
 
@@ -97,11 +96,11 @@ def load_into(
     weights and some of the old, and must be loaded again.
 
     Args:
-        load_weights: takes pairs of a name and a tensor, each of which it must be done with before the next: what
-            vLLM's models call so. It goes through all of them.
-        model: sharded or not; in the same state on every rank.
-        only: ``None``; or ``MergedAdapter()``: the base with a LoRA merged in, under the base's names.
-        dtype: of floating-point tensors; None leaves every tensor its own.
+        load_weights: takes pairs of a name and a tensor, and must finish with each before the next, like the method
+            of vLLM's models. It goes through all of them.
+        model: sharded or not, in the same state on every rank.
+        only: ``None``, or ``MergedAdapter()``: the base with a LoRA merged in, under the base's names.
+        dtype: of floating-point tensors. None keeps each tensor's dtype.
         options: bucket, device, process group, patience.
 
     Raises:

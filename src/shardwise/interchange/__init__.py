@@ -1,4 +1,7 @@
-"""Files of other programs: accelerate's, the Trainer's, checkpoints in parts; written, read, made the hub's."""
+"""Files of other programs.
+
+Reading and writing those of accelerate and the Trainer, and merging sharded checkpoints.
+"""
 
 from shardwise.errors import require_versions
 

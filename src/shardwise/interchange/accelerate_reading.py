@@ -47,7 +47,7 @@ class FilesSource:
     options: state_values.StateOptions
 
     def agree(self, world: World, mode: object) -> None:
-        """Raise when ranks ask for different things. Collective: yes.
+        """Raise if ranks pass different arguments. Collective: yes.
 
         Raises:
             DisagreementError: naming the ranks.
@@ -71,29 +71,28 @@ def load_accelerate_model(
 ) -> StateReport:
     """Give a model the values that accelerate saved under FSDP, of version 1 or 2, in any of its forms.
 
-    Every rank reads its own bytes, on as many ranks as there are, whoever saved; but files of ranks are read by as
-    many ranks as wrote them. Values are cast as ``set_model_state`` does. Nothing that a
-    file says is run.
+    Every rank reads its own bytes, on any number of ranks. Only per-rank files need as many ranks as wrote them.
+    Values are cast as ``set_model_state`` does. No code in a file is run.
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: ``options.budget_bytes``.
 
     Args:
-        model: any module, sharded or not; what is on meta gets memory.
+        model: any module, sharded or not. Tensors on meta get memory.
         path: the folder that holds models and optimizers, or the model's own file or folder in it.
         number: of the model among those in the folder.
         only: ``AdapterOnly()`` for an adapter of PEFT's, by PEFT's names or the model's.
         on_missing: ``Ignore(only=...)`` for tensors that may keep their values.
-        on_unexpected: ``Ignore(only=...)`` for names that the model does not know.
+        on_unexpected: ``Ignore(only=...)`` for names that the model does not have.
         on_mismatched: ``Ignore(only=...)`` for tensors that may keep their values where the shape differs.
         options: budget, process group, patience.
 
     Raises:
-        ConfigError: an argument cannot be honored; the model is there in several forms.
+        ConfigError: an argument is not supported, or the model is stored in several forms.
         CoverageError: missing, unexpected or mismatched tensors, all at once.
         DisagreementError: ranks have different models, or files of ranks that do not fit together.
-        FormatError: what is there is not accelerate's, was not completed, holds more than data, or is of a form
-            that cannot be read (LOCAL_STATE_DICT of FSDP1).
+        FormatError: the files are not accelerate's, are incomplete, contain objects other than data, or are in an
+            unsupported form (LOCAL_STATE_DICT of FSDP1).
         PlacementError: files of ranks are of another number of ranks.
         StorageError: bytes could not be read.
         RankLostError: a rank has been lost.
@@ -122,7 +121,7 @@ def load_accelerate_optimizer(
     on_mismatched: OnFault = "error",
     options: state_values.StateOptions = state_values.StateOptions(),  # noqa: B008
 ) -> StateReport:
-    """Give an optimizer what accelerate saved of one, in any of its forms, or a file of ``optimizer.state_dict()``.
+    """Set an optimizer's state from accelerate's files in any form, or from a file of ``optimizer.state_dict()``.
 
     As :func:`~shardwise.engines.optimizer_states.set_optimizer_state`, with the reading of
     :func:`load_accelerate_model`, whose errors it has, too.
@@ -132,14 +131,14 @@ def load_accelerate_optimizer(
         optimizer: needs no state, and takes no step.
         path: the folder that holds models and optimizers, or the optimizer's own file or folder in it.
         number: of the optimizer among those in the folder.
-        order: ``"name"``; or ``"position"`` for a state that has numbers for parameters and does not name them.
+        order: ``"name"``, or ``"position"`` for a state that identifies parameters by numbers without names.
         on_missing: as of :func:`~shardwise.engines.optimizer_states.set_optimizer_state`.
         on_unexpected: likewise.
         on_mismatched: likewise.
         options: budget, process group, patience.
 
     Raises:
-        ConfigError: the state has numbers in place of names, and ``order`` does not say what they are.
+        ConfigError: the state has numbers instead of names, and ``order`` does not map them.
     """
     model = without_compile(model)
     clock = Clock()
@@ -225,7 +224,7 @@ def _state_of_optimizer(
     options: state_values.StateOptions,
     stack: ExitStack,
 ) -> tuple[Given, state_values.Values]:
-    """This rank's part of what was saved, and the values of its tensors. Collective: yes."""
+    """Return this rank's part of the stored state, and the values of its tensors. Collective: yes."""
     if isinstance(found, accelerate_saves.OfRanks):
         state = read_rank_file(world, Path(found.folder), found.files)
         given = world.together(lambda: _read(state, ours, order)[0])
@@ -269,7 +268,7 @@ def _read(state: Any, ours: Ours, order: ParameterOrder) -> tuple[Given, dict[st
     """A state taken apart, and the way to each of its values, by label.
 
     Raises:
-        ConfigError, CoverageError: it has another layout; its parameters are not known.
+        ConfigError, CoverageError: it has another layout, or unknown parameters.
     """
     if isinstance(state, Mapping) and "param_groups" in state:
         state = {"state": {}, **state}  # a folder has no room for an empty dict

@@ -57,10 +57,10 @@ class FilesPlace:
     part_of: PartOf | None = None
 
     def agree(self, world: World, *modes: object, options: StateOptions) -> None:
-        """Raise when it cannot be honored, or ranks ask for different things. Collective: yes.
+        """Raise if it is not supported, or if ranks pass different arguments. Collective: yes.
 
         Raises:
-            ConfigError, DisagreementError: naming what.
+            ConfigError, DisagreementError: the message has the argument.
         """
 
         def check() -> None:
@@ -86,17 +86,16 @@ def save_accelerate_model(
 ) -> FilesReport:
     """Write a model as accelerate does under FSDP2, which ``accelerator.load_state`` reads.
 
-    ``"full"`` is ``pytorch_model_fsdp.bin`` (``_1.bin`` for number 1), ``"sharded"``
-    ``pytorch_model_fsdp_0/``, ``"local"`` ``pytorch_model_fsdp_0_rank0.bin`` and so on. Names are those of the
-    plain model. Of an adapter they are PEFT's; in one file, as accelerate has it, those of the model, and of what
-    is trained alone.
+    ``"full"`` is ``pytorch_model_fsdp.bin`` (``_1.bin`` for number 1), ``"sharded"`` ``pytorch_model_fsdp_0/``,
+    ``"local"`` ``pytorch_model_fsdp_0_rank0.bin`` and so on. Names are those of the plain model. For an adapter
+    they are PEFT's. In one file, as accelerate writes it, those of the model, restricted to trained parameters.
 
-    Collective: yes, over ``options.process_group`` (default: all ranks).
-    Memory: ``options.budget_bytes``; with ``"full"`` the first rank holds all that is saved.
+    Collective: yes, over ``options.process_group`` (default: all ranks). Memory: ``options.budget_bytes``. With
+    ``"full"`` the first rank holds the full state.
 
     Args:
         model: any module, sharded or not.
-        directory: the folder that holds models and optimizers; made where it is not there, seen by every rank.
+        directory: the folder of models and optimizers, created if missing, visible to every rank.
         form: in which form.
         number: of the model among those in the folder.
         only: ``None``, or ``AdapterOnly()`` for an adapter of PEFT's.
@@ -107,8 +106,8 @@ def save_accelerate_model(
     Raises:
         ConfigError: an argument cannot be honored.
         PlacementError: tensors are on meta, or are placed neither as shards nor as replicas.
-        DisagreementError: ranks have different models or arguments, or different values of what several hold.
-        StorageError: files could not be written; the older ones are as they were.
+        DisagreementError: ranks have different models or arguments, or different values of replicas.
+        StorageError: files could not be written. The older ones are unchanged.
         RankLostError: a rank has been lost.
 
     Every error is the same on every rank.
@@ -131,12 +130,12 @@ def save_accelerate_optimizer(
     ``"local"`` are ``optimizer_0_rank0.bin`` and so on. The layout inside is that of
     :func:`~shardwise.engines.optimizer_states.optimizer_state`.
 
-    Collective, Memory, Raises: as of :func:`save_accelerate_model`; state that nobody knows how to deal is a
+    Collective, Memory, Raises: as for :func:`save_accelerate_model`. State that cannot be sharded is a
     PlacementError.
 
     Args:
         model: whose parameters the optimizer holds.
-        optimizer: with state or without. (accelerate loads only what has all state: after a step.)
+        optimizer: with state or without. (accelerate loads only complete state, from after a step.)
         directory: the folder that holds models and optimizers.
         form: in which form.
         number: of the optimizer among those in the folder.
@@ -149,7 +148,7 @@ def save_accelerate_optimizer(
 def save_model(
     model: nn.Module, place: FilesPlace, only: Selection, on_differing_buffers: OnDiffering, options: StateOptions
 ) -> FilesReport:
-    """Compare what several ranks hold of a model, and write it as accelerate does. Collective: yes.
+    """Compare replicas of a model between ranks, and write it in accelerate's format. Collective: yes.
 
     Memory, errors: as of :func:`save_accelerate_model`.
     """
@@ -169,7 +168,7 @@ def save_model(
 
 @torch.no_grad()
 def save_optimizer(model: nn.Module, optimizer: Optimizer, place: FilesPlace, options: StateOptions) -> FilesReport:
-    """Compare what several ranks hold of an optimizer, and write it as accelerate does. Collective: yes.
+    """Compare replicas of an optimizer's state between ranks, and write it in accelerate's format. Collective: yes.
 
     Memory, errors: as of :func:`save_accelerate_optimizer`.
     """
@@ -271,7 +270,7 @@ _ALWAYS_THERE = "random_states_0.pkl"
 
 
 class LinkedFolder(str):
-    """The path of a folder of links that accelerate is told to load from, and the folder that it stands for."""
+    """The path of a folder of links that accelerate loads from, and the folder that it represents."""
 
     folder: Path
 
@@ -283,7 +282,7 @@ class LinkedFolder(str):
 
 
 class WorkFolder(str):
-    """The path of a folder that accelerate is told to save into, and what models and optimizers are a part of."""
+    """The path of a folder that accelerate saves into, and the state that models and optimizers there belong to."""
 
     part: PartOf
     folder: Path
@@ -300,15 +299,15 @@ class WorkFolder(str):
 def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFolder]:
     """Mark a folder for the time of the block, in which accelerate saves into the folder that is given.
 
-    After the block all that was written counts, and takes the place of the older state; other files stay. With
+    The files written in the block are committed at its end and replace the older state. Other files stay. With
     ``is_new`` nothing may be in the folder.
 
     Collective: yes, at the beginning and the end.
     Memory: a block of a file.
 
     Raises:
-        StorageError: another save is writing there, or has since; a file could not be written; the folder is not
-            new.
+        StorageError: another save is in progress or has taken over, a file could not be written, or the folder is
+            not new.
     """
     carried: set[str] = set()
 
@@ -331,9 +330,10 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
 
 
 def newest_in(place: Path) -> Path | None:
-    """The folder ``checkpoint_N`` of the greatest number whose state counts; None where there is none.
+    """Return the folder ``checkpoint_N`` with the highest number whose state is committed, or None.
 
-    One that counts by a list of renames that a killed save has left is one; one that never counted is passed over.
+    One that is committed by the rename journal of a killed save is included. One that was never committed is
+    skipped.
     """
     for _, folder in sorted(_numbered(place), reverse=True):
         with rename_journal.as_renamed(folder) as seen:
@@ -343,7 +343,7 @@ def newest_in(place: Path) -> Path | None:
 
 
 def keep_newest(place: Path, newest: Path, limit: int | None) -> None:
-    """Remove all but so many of the states ``checkpoint_N`` that count, the least numbers first; never the newest.
+    """Remove all but this number of committed states ``checkpoint_N``, lowest numbers first, never the newest.
 
     Raises:
         StorageError: something cannot be removed, or is being saved.
@@ -380,7 +380,7 @@ def _names_in(work: str) -> list[str]:
 
 
 def _commit_state(marked: Marked, work: WorkFolder, names: list[str]) -> None:
-    """Copy what accelerate has written, and let all count."""
+    """Copy accelerate's files and commit everything."""
     written = WrittenFiles()
     for part in work.part.parts:
         written = written.with_more(part)

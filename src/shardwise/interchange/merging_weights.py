@@ -67,7 +67,7 @@ _OF_AN_ADAPTER = ".lora_"
 class NamedOutputs:
     """Outputs by name, and the folder of the config that determined the names.
 
-    Of a file of ``torch.save``: its name, where in it the tensors are, and what else is in it.
+    For a ``torch.save`` file: its name, the path of the tensors in it, and its other content.
     """
 
     outgoing: Outgoing
@@ -80,7 +80,7 @@ class NamedOutputs:
     objects: Mapping[Levels, object] = field(default_factory=dict)
 
     def places(self) -> dict[Levels, Saved]:
-        """The tensors, by where they are in a file of ``torch.save``."""
+        """Return the tensors by their paths in a ``torch.save`` file."""
         return {self.nest.get(item[0], (item[0],)): item for item in self.outgoing.tensors()}
 
 
@@ -102,22 +102,21 @@ def merge_weights(
 
     Args:
         checkpoint: a folder or a file.
-        out: a folder, made where it is not there. A model in it is replaced once all is written.
-        base: a folder, or hub id in the cache, with the model's config; by default the nearest ``config.json`` in
-            the checkpoint's folder and the two above it. Its names are those of the outcome, if it has weights.
-        dtype: of the outcome; by default each tensor keeps its own.
+        out: a folder, created if missing. A model in it is replaced once all is written.
+        base: a folder, or hub id in the cache, with the model's config. Default: the nearest ``config.json`` in the
+            checkpoint's folder and the two above it. Its names are those of the outcome, if it has weights.
+        dtype: of the output. By default each tensor keeps its own.
         max_shard_size: as in ``"5GB"``: of one file's tensors.
         file_format: ``"bin"`` writes ``pytorch_model.bin``.
         remove_source: remove the checkpoint's files once the outcome has been read back and is the same.
 
-    Collective: no.
-    Memory: about half a GiB beyond what importing torch and transformers takes, however large the model is.
+    Collective: no. Memory: about half a GiB in addition to importing torch and transformers, for any model size.
 
     Raises:
         ConfigError: an argument or the config cannot be honored.
         CoverageError: the checkpoint and the model of the config do not cover each other.
-        FormatError, StorageError: a file contradicts its format, or cannot be read or written; or the outcome,
-            read back, is not what was written.
+        FormatError, StorageError: a file contradicts its format or cannot be read or written, or the output read
+            back differs.
     """
     require_meant(hints_of(merge_weights), {"file_format": file_format, "remove_source": remove_source})
     checkpoint, out, max_shard_bytes = Path(checkpoint).expanduser(), Path(out), in_bytes_of(max_shard_size)
@@ -162,7 +161,7 @@ def merge_weights(
 
 
 def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, CheckpointIndex, bool]:
-    """Open a checkpoint; the last tells whether it is the state of an optimizer."""
+    """Open a checkpoint. The last value is True for the state of an optimizer."""
     if not checkpoint.exists():
         raise StorageError(f"{checkpoint}: no such file or folder; check the path")
     if lists_in(home := home_of(checkpoint)):
@@ -178,7 +177,7 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
 
 
 def _companions(named: NamedOutputs, folder: Path, dtype: str | None) -> dict[str, bytes]:
-    """The small files beside the outcome; none if the model is not known."""
+    """Return the small files of the output. Empty if the model is unknown."""
     if named.folder is None:
         return {}
     config = config_content(named.folder, dtype=offline.written_dtype(named.outgoing, dtype), untied=False)
@@ -188,7 +187,7 @@ def _companions(named: NamedOutputs, folder: Path, dtype: str | None) -> dict[st
 def _write(
     named: NamedOutputs, companions: Mapping[str, bytes], file_format: Format, out: Path, max_shard_bytes: int
 ) -> tuple[WrittenTensors, tuple[str, ...]]:
-    """Write the files, and let them count; also their names."""
+    """Write and commit the files. Return also their names."""
     with LocalWriter(out) as writer:
         if file_format == "bin":
             return _write_torch_file(writer, named, max_shard_bytes, companions), (named.torch_file,)
@@ -245,7 +244,7 @@ def _write_torch_file(
 
 
 def _write_around_tensors(writer: LocalWriter, file: str, named: NamedOutputs) -> TorchFileContents:
-    """Create the file with all that ``torch.save`` writes but the elements of tensors; return where these belong.
+    """Create the file with all of ``torch.save``'s content except for the elements of tensors. Return their places.
 
     ``torch.save`` writes a sparse file of its own, of memory that nobody touches, in a temporary folder.
     """
@@ -276,7 +275,7 @@ def _folders_of(folder: Path, index: CheckpointIndex) -> list[Path]:
 
 
 def _remove(folder: Path, index: CheckpointIndex) -> str:
-    """Remove the checkpoint's own files, and its folders where nothing else is in them."""
+    """Remove the checkpoint's own files, and its folders if they are then empty."""
     folders = _folders_of(folder, index)
     files = [folder / file for file in index.files]
     files += [place / METADATA for place in folders if (place / METADATA).is_file()]
@@ -299,7 +298,7 @@ def _read_back(out: Path, streamed: WrittenTensors, named: NamedOutputs, file_fo
     """Read everything that was written, as a stranger would.
 
     Raises:
-        StorageError: naming what is not as it was written.
+        StorageError: bytes differ from those written. The message names the tensor.
     """
     if file_format == "bin":
         damaged = _damaged_in(out / named.torch_file, streamed, named)
@@ -330,7 +329,7 @@ def _damaged_in(file: Path, streamed: WrittenTensors, named: NamedOutputs) -> li
 def named_outputs(
     folder: Path, index: CheckpointIndex, placer: Placer, *, base: str | os.PathLike[str] | None, dtype: str | None
 ) -> NamedOutputs:
-    """The hub's names where the model is known; else those of the checkpoint, with the reason."""
+    """Return the hub's names if the model is known, otherwise those of the checkpoint, with the reason."""
     config_folder = _config_folder(folder, base)
     if config_folder is None:
         return _as_named(
@@ -383,7 +382,7 @@ def optimizer_outputs(
     """The state of an optimizer in dicts and lists, as it was saved.
 
     Raises:
-        ConfigError: it is asked to be something else.
+        ConfigError: another output is requested.
     """
     if base is not None or dtype is not None:
         raise ConfigError("the state of an optimizer is written as it is stored; leave out base and dtype")
@@ -438,7 +437,7 @@ def _as_on_hub(
 
 
 def _used_for(folder: Path, config: PreTrainedConfig, source: offline.OfflineModel) -> list[Any]:
-    """The conversions that loading the base's own weights takes; none where it has no weights under such names."""
+    """Return the conversions used for the base's own weights. Empty if it has no weights under such names."""
     try:
         with LocalReader(folder) as reader:
             keys = [item.key for item in offline.index_of(OpenStorage(reader, None), config).tensors()]

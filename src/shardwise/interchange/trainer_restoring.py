@@ -59,8 +59,8 @@ def load_trainer_checkpoint(
 ) -> TrainerReport:
     """Restore model, optimizer, schedule and random numbers from a ``checkpoint-N`` of the Trainer's.
 
-    The model's weights are taken from ``pytorch_model_fsdp*`` where there are such, else from the files of
-    ``save_pretrained``; those of a PEFT model are its adapter's. The optimizer is ``optimizer.bin``,
+    The model's weights are read from ``pytorch_model_fsdp*`` if it exists, otherwise from the files of
+    ``save_pretrained``. Those of a PEFT model are its adapter's. The optimizer is ``optimizer.bin``,
     ``optimizer_0/`` or files of ranks, as
     :func:`~shardwise.interchange.accelerate_reading.load_accelerate_optimizer` reads them, or ``optimizer.pt``,
     which has numbers for parameters: see ``order``. Every rank reads its own bytes, on any number of ranks but for
@@ -69,27 +69,27 @@ def load_trainer_checkpoint(
     Whether everything is there and sound is looked at before anything is changed, but for the tensors of the
     optimizer.
 
-    Collective: yes, over ``options.process_group`` (default: all ranks).
-    Memory: ``options.budget_bytes``; reading files of ``save_pretrained``, that of a load.
+    Collective: yes, over ``options.process_group`` (default: all ranks). Memory: ``options.budget_bytes``. For
+    files of ``save_pretrained``, that of a load.
 
     Args:
-        model: any module, sharded or not; what is on meta gets memory.
+        model: any module, sharded or not. Tensors on meta get memory.
         checkpoint: the folder.
-        optimizer: to be restored; made as when it was saved, needs no state.
+        optimizer: to restore, created as when it was saved. It needs no state.
         scheduler: to be restored, after the optimizer.
         load_rng_state: restore the state of this rank's generators of random numbers, on as many ranks as there
             were.
         adapter: of a PEFT model, which one.
         order: ``"position"`` where ``optimizer.pt`` does not name parameters, and the optimizer was made alike.
-        on_unexpected: ``Ignore(only=...)`` for tensors of the checkpoint that the model does not know.
+        on_unexpected: ``Ignore(only=...)`` for tensors of the checkpoint that the model does not have.
         options: budget, process group, patience.
 
     Returns:
-        The step to go on from, what was restored, and what was not, with the reasons.
+        The step to resume from, the restored parts, and the others with reasons.
 
     Raises:
-        ConfigError, CoverageError, FormatError, StorageError and others: as of the functions named above; a
-            schedule of another kind; a folder without ``trainer_state.json``.
+        ConfigError, CoverageError, FormatError, StorageError and others: as in the functions named above, for a
+            schedule of another class, or for a folder without ``trainer_state.json``.
 
     Every error is the same on every rank.
     """
@@ -176,7 +176,7 @@ class TrainerFolder:
 
     Attributes:
         path: of the folder.
-        names: what lies in it.
+        names: names of the files in it.
         state: ``trainer_state.json``, whose ``global_step`` is a count.
     """
 
@@ -186,7 +186,7 @@ class TrainerFolder:
 
     @classmethod
     def of(cls, path: Path) -> TrainerFolder:
-        """Raises StorageError where it cannot be listed, FormatError where it is no such folder."""
+        """Raises StorageError if it cannot be listed, FormatError if it is not such a folder."""
         return cls(path, _names_in(path), _read_state(path))
 
     @property
@@ -327,7 +327,7 @@ def restore_schedule(folder: TrainerFolder, scheduler: Scheduler, state: dict[st
 def numbers_in(
     folder: TrainerFolder, world: World, not_restored: dict[str, str], *, wanted: bool
 ) -> dict[str, Any] | None:
-    """Return the checked states of this rank's generators of random numbers; None if they are not restored.
+    """Return the checked states of this rank's random generators, or None if they are not restored.
 
     Raises:
         FormatError: the file is no state of random number generators.
@@ -360,7 +360,7 @@ def numbers_in(
 
 
 def _set_numbers(state: dict[str, Any]) -> None:
-    """Restore the states of generators; of one CUDA device alone, that of the present one."""
+    """Restore the states of generators. A state of one CUDA device is set on the current one."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.random.set_rng_state(state["cpu"].clone())

@@ -2,7 +2,7 @@
 
 Three things are read: the YAML of ``accelerate config`` (``fsdp_config`` with the prefix ``fsdp_``, mixed
 precision, ``parallelism_config``), the Trainer's ``fsdp`` and ``fsdp_config`` (without a prefix), and an
-``fsdp_config`` alone. Keys of FSDP1 are taken for what they mean under FSDP2, with a note, or are refused.
+``fsdp_config`` alone. Keys of FSDP1 are translated to FSDP2 with a note, or rejected.
 """
 
 import difflib
@@ -63,8 +63,8 @@ def read_accelerate_config(
     """Read a file (YAML or JSON), or the values of one.
 
     Returns:
-        Fields of a :class:`~shardwise.models.wrap.Sharding` but for its mesh; the number of replicas; and
-        notes on what has no meaning here, or another one.
+        Return fields of a :class:`~shardwise.models.wrap.Sharding` except for its mesh, the number of replicas, and
+        notes on keys that have no meaning here, or another one.
 
     Raises:
         ConfigError: it cannot be read, or naming every key that is unknown, contradicts another, or cannot be
@@ -231,7 +231,7 @@ class _Reading:
         return MinSize(count) if count > 0 else "whole_model"
 
     def _dtype(self) -> torch.dtype | None:
-        """Return the dtype that is computed, reduced and returned in; None for float32."""
+        """Return the dtype of computation, reduction and outputs. None for float32."""
         given = {
             "mixed_precision": self.values.get("mixed_precision"),
             "mixed_precision_policy": self.fsdp.get("mixed_precision_policy"),

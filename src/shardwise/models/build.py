@@ -89,7 +89,7 @@ def resolve_class(
 
 
 def _config_class(model_class: Any) -> type[PreTrainedConfig] | None:
-    """Return the config class of a model class; None where ``AutoConfig`` is to find it."""
+    """Return the config class of a model class, or None to let ``AutoConfig`` find it."""
     is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
     kind = model_class.config_class if is_model else None
     return None if kind is PreTrainedConfig else kind
@@ -125,7 +125,7 @@ def _class_from_config(
 def resolve_dtype(
     dtype: str | torch.dtype, config: PreTrainedConfig, stored: Iterable[DType], named: str | None = None
 ) -> torch.dtype:
-    """The dtype of the model: the one given, or for "auto" what ``from_pretrained`` of transformers finds.
+    """Return the dtype of the model: the given one, or for "auto" that of transformers' ``from_pretrained``.
 
     That is the dtype of the config, else the one ``named`` by the checkpoint's index, else the first floating one
     of ``stored`` that a model can be built in. It is also set on the config and its sub-configs.
@@ -179,7 +179,7 @@ def build_on_meta(
 
 
 def _generation_config(directory: Path) -> GenerationConfig | None:
-    """The checkpoint's own; else what its model config says of generating, as checkpoints of old have it.
+    """Return the checkpoint's own, otherwise the generation fields of its model config, as in old checkpoints.
 
     Raises:
         FormatError: it cannot be read.
@@ -240,10 +240,10 @@ def set_vocab_size(config: PreTrainedConfig, size: int) -> None:
 
 
 def vocabulary_tensors(model: PreTrainedModel, held: list[Held]) -> set[str]:
-    """Names of what has a row for each token: the embedding of the input, the head, and the head's bias.
+    """Return the names of tensors with a row for each token: the input embedding, the head, and the head's bias.
 
     Raises:
-        ConfigError: the model's class does not tell its embedding.
+        ConfigError: the model's class does not return its embedding.
     """
     try:
         modules = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -282,7 +282,7 @@ def auto_model_class(config: PreTrainedConfig, auto_class: Any) -> tuple[Any, Pr
     """The class an Auto class stands for with this config, and the config that class takes (as Auto does it).
 
     Raises:
-        ConfigError: when the Auto class does not know the config.
+        ConfigError: the Auto class does not have the config.
     """
     mapping = auto_class._model_mapping
     if type(config) not in mapping:
@@ -304,7 +304,7 @@ def remote_model_class(reference: str, name_or_path: str, **hub: Any) -> Any:
 def choose_implementations(
     config: PreTrainedConfig, attention: str | Mapping[str, str] | None, experts: str | Mapping[str, str] | None
 ) -> None:
-    """Have a config, and those in it, name how attention and experts are computed; None leaves it to the model."""
+    """Set the attention and expert implementations in a config and its parts. None keeps the model's default."""
     if attention is not None:
         config._attn_implementation = attention  # type: ignore[assignment]
     if experts is not None:
@@ -320,16 +320,16 @@ def loading_door() -> tuple[Any, str]:
 
 
 def placing_door() -> tuple[Any, str]:
-    """The class and the name of the function by which what no file has gets memory, to be initialized.
+    """Return the class and the name of transformers' function that allocates missing tensors for initialization.
 
-    It is given the model, the names of what is missing, and more. Under FSDP it treats the first rank and others
-    apart, and in transformers 5.17 gives all of a model memory on the others.
+    Its arguments begin with the model and the names of missing tensors. Under FSDP it treats the first rank and
+    others apart, and in transformers 5.17 gives all of a model memory on the others.
     """
     return PreTrainedModel, "_move_missing_keys_from_meta_to_device"
 
 
 def loads_for_fsdp() -> bool:
-    """Return whether the environment asks ``from_pretrained`` to leave other ranks without weights for FSDP."""
+    """Return whether the environment requests ``from_pretrained`` to leave other ranks without weights for FSDP."""
     return bool(is_fsdp_enabled())
 
 

@@ -1,8 +1,7 @@
 """Groups and per-rank layouts that ``wrap`` would create on any mesh, computed without a mesh.
 
-Which parameters are grouped, which stay whole and which dimension is split is asked of
-:mod:`shardwise.models.policies`, which indices a rank then holds of torch's own placements. So nothing here
-knows how a tensor is sharded, and a forecast is as true as what is carried out.
+Groups, unsharded parameters and split dimensions come from :mod:`shardwise.models.policies`, the indices of a rank
+from torch's own placements. So this module has no sharding logic of its own, and the estimate matches the load.
 """
 
 import inspect
@@ -43,14 +42,14 @@ def foresee(
     root: nn.Module | None = None,
     kept_whole: Mapping[nn.Parameter, str] = MappingProxyType({}),
 ) -> WorldLayout:
-    """A model as :func:`~shardwise.models.wrap.wrap` would leave it on a mesh; it is not sharded yet.
+    """Return the layout that :func:`~shardwise.models.wrap.wrap` would give a model that is not sharded yet.
 
-    ``root`` is what is wrapped of it, by default all; the names of groups are those in it.
+    ``root`` is the wrapped module, by default the model. Names of groups are relative to it.
 
     Pure: needs no process group, and leaves the model as it is.
 
     Raises:
-        PlacementError: when the policy matches nothing, or the model holds what ``fully_shard`` refuses.
+        PlacementError: the policy matches nothing, or ``fully_shard`` would reject a parameter.
     """
     held = look_inside(model)
     grouping = group_parameters(root or model, policy, kept_whole)
@@ -136,11 +135,11 @@ def trace_activations(
     Logits are computed for one token of each row if the model can do so.
 
     Args:
-        model: what is trained; PEFT's model if there is an adapter.
+        model: the trained model, PEFT's model if there is an adapter.
         base: the model of transformers in it.
         blocks: names of the repeated blocks in ``base``.
         size: rows and tokens of a row.
-        param_dtype: dtype that parameters are gathered in; None for their own.
+        param_dtype: dtype of gathered parameters. None for their own.
         autocast: dtype of autocast, if it is used.
         in_root: names of parameters whose gradients are kept until the end of the backward pass.
 
@@ -176,7 +175,7 @@ def _needs_gradient(leaf: object) -> bool:
 
 
 def _make_fake(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Replace tensors on meta by fake ones on the CPU; tied ones stay tied."""
+    """Replace tensors on meta by fake ones on the CPU. Tied ones stay tied."""
     for item in look_inside(model):
         tensor = item.tensor
         is_parameter = item.kind is TensorKind.PARAMETER

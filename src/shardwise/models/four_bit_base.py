@@ -1,4 +1,4 @@
-"""Puts a base into four bits, on meta: which layers, what is offered for them, what the model then says."""
+"""Conversion of a base on meta to 4 bits: choice of layers, bindings for them, and marks on the model."""
 
 import re
 from collections import Counter
@@ -57,13 +57,13 @@ def _choose(
     *,
     must_match: bool,
 ) -> Chosen:
-    """Choose what of a model on meta, tied, is put into four bits: of the weights in ``wanted``, those that can be.
+    """Choose the weights in ``wanted`` of a tied model on meta that can be put into 4 bits.
 
-    What computes logits stays, whatever is tied, routers, experts that are not computed one by one, and what is
-    named. ``stored`` are stacks of experts that are taken as they are stored.
+    The output layer, tied weights, routers, experts that are not computed one by one, and named modules are not
+    converted. ``stored`` are stacks of experts that are taken as they are stored.
 
     Raises:
-        ConfigError: something named matches nothing, or nothing is left; not without ``must_match``.
+        ConfigError: a name matches nothing, or nothing is left, unless ``must_match`` is False.
     """
     uses = Counter(
         id(parameter)
@@ -142,11 +142,11 @@ def put_base_into_four_bits(
     must_match: bool = True,
     config: Mapping[str, Any] | None = None,
 ) -> tuple[Bindings, tuple[str, ...]]:
-    """Put the layers of a base on meta into four bits; what the checkpoint offers then, and notes for the report.
+    """Put the layers of a base on meta into 4 bits. Return the new bindings, and notes for the report.
 
     Args:
         model: the base.
-        bindings: what the checkpoint offers.
+        bindings: the checkpoint's bindings.
         quantization: how layers are packed that are not stored packed.
         keeps_experts: experts that are stored packed stay so.
         must_match: names of modules that stay are the user's, and not those of the checkpoint's config.
@@ -241,7 +241,7 @@ class _Quantizer:
 
 
 def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None:
-    """Let PEFT, accelerate and the Trainer see a quantized model; ``config`` goes into the model's config."""
+    """Mark a model as quantized for PEFT, accelerate and the Trainer. ``config`` goes into the model's config."""
     told: Any = model
     if has_bitsandbytes() and not is_mxfp4(config):  # whoever asks for this goes on to import it
         told.is_loaded_in_4bit = True
@@ -281,7 +281,7 @@ def offered_in_four_bits(model: nn.Module, bindings: Bindings) -> Bindings:
 
 
 def _are_packed(module: nn.Module, local: str, claims: Sequence[Expression]) -> bool:
-    """Return whether what is stored are the model's own bytes, as ``"internal"`` have them."""
+    """Return whether the stored bytes are the model's own, as saved with ``"internal"`` names."""
     shape = tuple(module.get_parameter(local).shape)
     return all(item.dtype is DType.U8 and item.shape == shape for item in claims)
 

@@ -1,9 +1,9 @@
 """Layers in four bits as files of bitsandbytes have them: which tensors, under which keys, of which shapes.
 
-Beside ``weight``, packed bytes (n, 1), there are ``weight.absmax``, a float32 for each block; ``weight.quant_map``,
-what the sixteen codes stand for; and ``weight.quant_state.bitsandbytes__nf4``, JSON with the shape, the dtype and
-the size of a block. Nested scales are bytes, with ``weight.nested_absmax`` and ``weight.nested_quant_map``, and
-their offset in the JSON. (``QuantState.as_dict`` of bitsandbytes.)
+In addition to ``weight``, packed bytes (n, 1), there are ``weight.absmax``, a float32 for each block,
+``weight.quant_map``, the values of the sixteen codes, and ``weight.quant_state.bitsandbytes__nf4``, JSON with the
+shape, the dtype and the block size. Nested scales are bytes, with ``weight.nested_absmax`` and
+``weight.nested_quant_map``, and their offset in the JSON. (``QuantState.as_dict`` of bitsandbytes.)
 """
 
 import json
@@ -68,7 +68,7 @@ def held_in_files(held: Sequence[Held]) -> list[Held]:
 
 
 def held_as_stored(held: Sequence[Held]) -> list[Held]:
-    """The same, with packed bytes of MXFP4 under the names by which a checkpoint's are known: ``.._blocks``."""
+    """Return the same, with packed bytes of MXFP4 under their names in checkpoints: ``.._blocks``."""
     return [
         _renamed(item, item.tensor, item.kind, item.slots[0].name, f"{item.slots[0].name}{BLOCKS}")
         if _is_mxfp4(item.slots[0].module, item.slots[0].name)
@@ -118,7 +118,7 @@ def _constants(layer: Any, weight: Held) -> Iterator[Held]:
 def constants_of(packing: Packing, shape: Sequence[int], offset: float | None) -> dict[str, torch.Tensor]:
     """Return the small constant tensors stored with a packed weight, by the suffix after ``weight.`` in their keys.
 
-    ``shape`` is that of the numbers; ``offset`` that of nested scales, None for plain ones.
+    ``shape`` is that of the dequantized weight, ``offset`` that of nested scales, None for plain ones.
     """
     form = packing.form
     told: dict[str, Any] = {
@@ -141,7 +141,7 @@ def _renamed(item: Held, tensor: torch.Tensor, kind: TensorKind, old: str, new: 
 
 
 def _as_floats(raw: torch.Tensor) -> torch.Tensor:
-    """The float32 that bytes (rows, 4 n) are, in the same memory; placed alike."""
+    """Return bytes (rows, 4 n) as a float32 view, with the same placement."""
     if not isinstance(raw, DTensor):
         return raw.detach().view(torch.float32)
     rows, columns = raw.shape[0], raw.shape[1] // 4
@@ -185,7 +185,7 @@ def layout_in_numbers(layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
 
 
 def in_shapes_of_files(held: Sequence[Held], outputs: Mapping[str, Output]) -> dict[str, Output]:
-    """Outputs with weights (n, 1), and scales (n,), where ``held`` is what files have; others as they are.
+    """Return outputs with weights (n, 1) and scales (n,) if ``held`` is in the files' form. Others are unchanged.
 
     Packed bytes of MXFP4 (experts, out, in / 32, 16).
     """

@@ -1,29 +1,29 @@
-"""Linear layers and fused experts whose weights are in four bits: made of those on meta, and known again.
+"""Linear layers and fused experts with 4-bit weights: conversion on meta, and detection.
 
-[Note: A layer in four bits] The layer keeps its place, its name and its class's methods; its weight is a uint8
-parameter (out, in / 2), beside which its scales are, as the bytes of float32: a parameter ``weight_scales`` (out, 4
+[Note: A layer in four bits] The layer keeps its place, its name and its class's methods. Its weight is a uint8
+parameter (out, in / 2). Its scales are the bytes of float32: a parameter ``weight_scales`` (out, 4
 * in / block) of uint8. Both are frozen, and sharded by rows in the group of the layer's block. FSDP2 casts floats
-to the dtype of the mixed precision, and leaves integers alone: that is why scales are bytes. Where bitsandbytes is
-installed the layer is one of its ``Linear4bit``, by which PEFT chooses its own 4-bit layers; what that class does
-with a ``quant_state`` is not used.
+to the dtype of the mixed precision, and leaves integers alone: that is why scales are bytes. If bitsandbytes is
+installed, the layer is one of its ``Linear4bit``, by which PEFT chooses its own 4-bit layers. That class's handling
+of ``quant_state`` is not used.
 
-Nested scales are codes, a uint8 parameter ``weight_scales`` (out, in / block); what they are scaled by is whole on
+Nested scales are codes, a uint8 parameter ``weight_scales`` (out, in / block). Their own scales are unsharded on
 every rank: the buffers ``weight_nested_scales`` (float32, one for 256) and ``weight_nested_offset`` (float32, one).
 While such a layer is loaded, its scales are there as they are for a moment, as ``weight_whole_scales``
 (``engines/nesting.py``).
 
 [Note: Experts in four bits] The module keeps its place, its name and its class's methods. A stack of weights
-(experts, out, in) is a uint8 parameter (experts, out, in / 2) of the same name, with its scales beside it, as the
-bytes of float32: ``<name>_scales`` (experts, out, 4 * in / block). Both are frozen, and sharded in the group of the
-module's block as other parameters are. What computes is the class's own forward pass, expert by expert: instead of
-the module it is given what looks like it, whose stacks give the weight of one expert at a time; and that is bytes,
-until ``linear`` multiplies by it. So of all experts one is there as numbers, and nothing of it is kept for the way
-back but its bytes. Products of all experts at once (``experts_implementation``) would need all of their numbers;
-they are not used here, whatever the config says.
+(experts, out, in) is a uint8 parameter (experts, out, in / 2) of the same name. Its scales are the bytes of
+float32: ``<name>_scales`` (experts, out, 4 * in / block). Both are frozen, and sharded in the group of the module's
+block as other parameters are. The class's own forward pass computes expert by expert. It gets a stand-in for the
+module, whose stacks return the weight of one expert at a time, which is packed until ``linear`` multiplies by it.
+So of all experts one is there as numbers, and nothing of it is kept for the way back but its bytes. Products of all
+experts at once (``experts_implementation``) would need all weights dequantized. They are not used here, whatever
+the config requests.
 
 Scales are plain ones, also where those of linear layers are nested. Stacks that are stored as MXFP4 have their
-exponents as scales, (experts, out, in / 32). A stack that the model has as (experts, in, out) is kept as
-(experts, out, in / 2), too, as it is stored: blocks run along what comes in.
+exponents as scales, (experts, out, in / 32). A stack that the model has as (experts, in, out) is also kept as
+(experts, out, in / 2), as it is stored: blocks run along the input dimension.
 
 A LoRA of PEFT's on a stack has its product added to that of the weight, instead of its matrices to the weight.
 """
@@ -64,12 +64,12 @@ _SUFFIX = "InFourBits"
 
 
 class InFourBits:
-    """Mixin of linear layers in 4 bits; see [Note: A layer in four bits].
+    """Mixin of linear layers in 4 bits. See [Note: A layer in four bits].
 
     Attributes:
         packing: how its weight is kept.
-        quantization: what was asked for.
-        whole_scales: while it is loaded, what its scales are read from before they are nested.
+        quantization: the requested form.
+        whole_scales: during a load, the full scales before they are nested.
     """
 
     kept_as: ClassVar[str] = "four bits"
@@ -87,7 +87,7 @@ class InFourBits:
     whole_scales: tuple[Expression, ...]
 
     def numbers(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The weight (out, in), of gathered parameters; in the dtype it had, if no other is given."""
+        """Return the weight (out, in) of gathered parameters, by default in its original dtype."""
         return self.packing.numbers(self.weight, self.scales(), dtype or self.packing.dtype)
 
     def scales(self) -> torch.Tensor:
@@ -114,7 +114,7 @@ class InFourBits:
         return product(rows.to(dtype), self.weight, self._kept_scales(), bias, self.packing).to(rows.dtype)
 
     def tell_peft(self) -> None:
-        """Put down what PEFT asks the weight of a 4-bit layer for, before it is sharded."""
+        """Set the attributes that PEFT reads from the weight of a 4-bit layer, before it is sharded."""
         self.weight.compress_statistics = self.is_nested  # type: ignore[attr-defined]
         self.weight.quant_type = form_name(self.packing.form).lower()  # type: ignore[attr-defined]
 
@@ -124,7 +124,7 @@ class InFourBits:
         self.tell_peft()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Its class is made anew where it is read: of bitsandbytes there, if that is installed there."""
+        """Its class is created again on unpickling: that of bitsandbytes if it is installed there."""
         kind: type = type(self)
         if kind is not _class():  # with FSDP2's in front
             return super().__reduce_ex__(protocol)
@@ -152,7 +152,7 @@ class InFourBits:
 
 @cache
 def _class() -> type[nn.Linear]:
-    """The class of the layers: of bitsandbytes where that is installed, which PEFT asks for."""
+    """Return the class of the layers: that of bitsandbytes if it is installed, because PEFT checks for it."""
     if has_bitsandbytes():
         from bitsandbytes.nn import Linear4bit
 
@@ -171,7 +171,7 @@ def is_in_four_bits(module: nn.Module) -> TypeGuard[Any]:
 
 
 def why_it_stays(module: nn.Linear, quantization: KeptForm) -> str | None:
-    """Why a linear layer cannot be kept in four bits; None where it can."""
+    """Return the reason why a linear layer cannot be kept in 4 bits, or None."""
     return _why_unpacked(module.weight.dtype, module.in_features, quantization)
 
 
@@ -184,7 +184,7 @@ def _why_unpacked(dtype: torch.dtype, columns: int, quantization: KeptForm) -> s
 
 
 def put_into_four_bits(module: nn.Linear, quantization: KeptForm) -> None:
-    """Make a linear layer on meta one whose weight is in four bits; in place, so that hooks and names stay."""
+    """Convert a linear layer on meta to 4 bits, in place, so that hooks and names stay."""
     form, block, dtype = quantization.form, quantization.block_size, module.weight.dtype
     rows, columns = module.weight.shape
     is_nested = quantization.double_quant
@@ -217,11 +217,11 @@ _SCALES = "_scales"
 
 
 class ExpertsInFourBits(nn.Module):
-    """Mixin of fused experts in 4 bits; see [Note: Experts in four bits].
+    """Mixin of fused experts in 4 bits. See [Note: Experts in four bits].
 
     Attributes:
         packings: how each stack in four bits is kept, by its local name.
-        compute_dtype: of the products; None for that of what comes in.
+        compute_dtype: of the products. None for that of the input.
         deltas: LoRAs while the module is called with them, each the local name of a stack and two matrices for
             each expert, (experts, in, r) and (experts, r, out).
     """
@@ -236,7 +236,7 @@ class ExpertsInFourBits(nn.Module):
     """Of the class; computes expert by expert."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Its class is made anew where it is read."""
+        """Its class is created again on unpickling."""
         _, _, kind, *_ = type(self).__mro__
         if type(self) is not _class_of_experts(kind):  # with FSDP2's in front
             return super().__reduce_ex__(protocol)
@@ -281,7 +281,7 @@ class _WeightsOfExperts:
 
 @dataclass(frozen=True, slots=True)
 class _WeightOfOne:
-    """The weight of one expert: ``torch.nn.functional.linear`` takes it, or ``@`` where it is transposed."""
+    """Weight of one expert, for ``torch.nn.functional.linear``, or for ``@`` if it is transposed."""
 
     packed: torch.Tensor
     scales: KeptScales
@@ -335,7 +335,10 @@ def shown_as_numbers(model: nn.Module) -> Iterator[None]:
 
 
 def weight_of_expert(module: nn.Module, name: str, expert: int) -> Any:
-    """The weight of one expert, of gathered parameters: a tensor, or what is multiplied like one."""
+    """Return the weight of one expert of gathered parameters.
+
+    A tensor, or an object that can be multiplied like one.
+    """
     if are_experts_in_four_bits(module) and name in module.packings:
         return _WeightsOfExperts(module, name)[expert]
     return getattr(module, name)[expert]
@@ -352,7 +355,7 @@ def are_experts_in_four_bits(module: nn.Module) -> TypeGuard[ExpertsInFourBits]:
 
 
 def stacks_of(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The stacked weights of a mixture's experts, by local name; none of any other module."""
+    """Return the stacked weights of a mixture's experts by local name. Empty for other modules."""
     if not are_fused_experts(module) and fqn.rpartition(".")[2] != "experts":
         return
     for name, parameter in parameters_of(module).items():
@@ -361,7 +364,7 @@ def stacks_of(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
 
 
 def why_they_stay(module: nn.Module, stack: nn.Parameter, quantization: KeptForm, *, is_stored: bool) -> str | None:
-    """Why a stack of weights cannot be kept in four bits; None where it can.
+    """Return the reason why a stack of weights cannot be kept in 4 bits, or None.
 
     ``is_stored``: the checkpoint has it in this very form.
     """
@@ -375,7 +378,7 @@ def why_they_stay(module: nn.Module, stack: nn.Parameter, quantization: KeptForm
 
 
 def put_experts_into_four_bits(module: nn.Module, names: Mapping[str, KeptForm]) -> None:
-    """Keep stacks of a module on meta in four bits; in place, so that hooks and names stay.
+    """Convert stacks of a module on meta to 4 bits, in place, so that hooks and names stay.
 
     ``names`` are those of the stacks, each with how it is to be kept.
     """

@@ -1,6 +1,6 @@
-"""Gradients of a sharded model: clipped by one norm, averaged where parameters are whole; FSDP2's passes.
+"""Gradients of a sharded model: clipping by one norm, averaging of unsharded parameters, and FSDP2's passes.
 
-The second file, beside ``torch_words``, that uses torch's unexported names: those of FSDP2's groups.
+Unexported names of FSDP2's groups are used here. All others of torch are in ``torch_words``.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from shardwise.models.view import canonical, few, local_tensor
 def clip_gradients(
     parameters: Sequence[nn.Parameter], max_norm: float, *, group: dist.ProcessGroup | None = None
 ) -> float:
-    """Scale gradients down to a global 2-norm of at most ``max_norm``; return the norm before.
+    """Scale gradients down to a global 2-norm of at most ``max_norm``. Return the norm before.
 
     Parameters may be whole, sharded, or on several meshes: each rank adds its share of the squares, and one sum
     over all ranks counts every element once, so the norm is equal on all ranks. Gradients whose norm is not finite
@@ -73,10 +73,9 @@ def _own_gradient(parameter: nn.Parameter) -> torch.Tensor:
 def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give whole parameters of a sharded model the mean gradient of all ranks, as sharded ones have it.
 
-    To be called once the parameters are materialized (the hooks belong to the parameter objects); again does no
-    harm. Afterwards every backward pass is a collective for each of them that is trained, except where FSDP2 has
-    been told not to exchange gradients (``set_requires_gradient_sync(False)``): they add up on each rank then,
-    until it does.
+    Call it after the parameters are materialized (the hooks belong to the parameter objects). Repeated calls have
+    no effect. Afterwards every backward pass is a collective for each trained one, unless FSDP2 does not
+    synchronize gradients (``set_requires_gradient_sync(False)``). They then accumulate on each rank until it does.
     """
     average = Averaging(mesh, exchanges_gradients(model))
     for parameter in model.parameters():
@@ -88,8 +87,8 @@ def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 class Averaging:
     """A hook that averages a gradient over all ranks of a mesh.
 
-    What an earlier pass has averaged is the same on every rank, and so is its mean: a gradient that is added to it
-    may be averaged together with it.
+    A gradient averaged in an earlier pass is equal on every rank, and so is its mean. So a new gradient may be
+    added to it before averaging.
     """
 
     def __init__(self, mesh: DeviceMesh, exchanges: Callable[[], bool]) -> None:
@@ -116,7 +115,7 @@ def require_synchronized(model: nn.Module, ranks: int) -> None:
     :func:`average_replicated_gradients` looks after, and those in torch's
     DistributedDataParallel.
 
-    Collective: no; the same on every rank where models are.
+    Collective: no. The result is the same on every rank if the models are.
 
     Args:
         model: sharded or in DistributedDataParallel.
@@ -182,7 +181,7 @@ class Gather:
 def seeing_gathers(model: nn.Module, see: Callable[[Gather], None]) -> Iterator[None]:
     """In the block ``see`` is called before FSDP2 gathers a group of parameters.
 
-    What it raises breaks off the pass that wanted the group, which is then as before.
+    An exception of it aborts the pass that requested the group, which is then unchanged.
     """
     groups = list(param_groups(model))
     before = [group._all_gather_comm for group in groups]
@@ -196,7 +195,7 @@ def seeing_gathers(model: nn.Module, see: Callable[[Gather], None]) -> Iterator[
 
 
 class _SeenGathers:
-    """In place of what gathers a group of parameters; torch's protocol ``AllGather``."""
+    """Replaces the all-gather of a group of parameters. Implements torch's protocol ``AllGather``."""
 
     def __init__(self, group: Any, number: int, see: Callable[[Gather], None]) -> None:
         self._comm, self._all = group._all_gather_comm, group.mesh_info.shard_process_group
@@ -211,7 +210,7 @@ class _SeenGathers:
 
 
 def gather_zeros(model: nn.Module, gathers: Sequence[Gather]) -> None:
-    """Take part in gathers, as a pass would, giving zeros; what comes is thrown away. Collective: yes."""
+    """Take part in gathers like a pass, with zeros. The results are discarded. Collective: yes."""
     groups = list(param_groups(model))
     for each in gathers:
         group = groups[each.group]
@@ -223,7 +222,7 @@ def gather_zeros(model: nn.Module, gathers: Sequence[Gather]) -> None:
 
 
 def forget_pass(root: Any) -> None:
-    """Have FSDP2 forget a pass that was broken off: what is gathered, and what it waits for. Collective: no.
+    """Clear FSDP2's state of an aborted pass: gathered parameters, and pending waits. Collective: no.
 
     ``FSDPModule.reset_iter_state`` does it from torch 2.13 on.
 

@@ -1,4 +1,4 @@
-"""Initializers as programs: what they do to a tensor, recorded, and replayed block by block on any ranks.
+"""Initializers as programs: recorded operations on a tensor, replayed block by block on any number of ranks.
 
 See [Note: Initializers are traced] in ``models/initialize.py``.
 """
@@ -138,7 +138,7 @@ _UPDATES = {
 
 
 def _take_rows(target: Programmed, func: Any, *args: Any) -> Any:
-    """A view of some rows, where it is one; recorded steps on it count from its first row."""
+    """Return a view of some rows, if it is one. Recorded steps on it count from its first row."""
     dim = args[0] if args else 0
     first, last = target.rows
     if dim == 0 and func is aten.select.int:
@@ -243,7 +243,7 @@ def program_of(whole: torch.Tensor) -> Program:
 def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Another model of the same class and config: parameters on meta, all else as the constructor computes it.
 
-    Memory: buffers, and the address space of one parameter at a time; no parameter's memory is touched.
+    Memory: buffers, and the address space of one parameter at a time, without touching its pages.
     """
     register = nn.Module.register_parameter
 

@@ -5,9 +5,8 @@ model whose tensors are stand-ins: a recording one for each that is missing (:mo
 real one on the CPU for each buffer to recompute, and a meta tensor, which no initializer can harm, for everything
 else. A recording tensor notes the in-place operations done to it. They are replayed on fixed blocks of the flat
 global tensor, each with a generator seeded by (seed, FQN, block), so that every rank of every world size computes
-the same values
-and no rank holds the tensor whole. An initializer that is not element by element (orthogonal, say) runs on the
-whole tensor instead, one tensor at a time, within the budget.
+the same values and no rank holds the tensor whole. An initializer that is not elementwise (orthogonal, for example)
+runs on the full tensor instead, one tensor at a time, within the budget.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ NewRows: TypeAlias = Literal["initialized", "mean"]
 class RowNorms:
     """A vector that begins as the norm of each row of a matrix (the magnitude of DoRA).
 
-    ``of`` maps some whole rows to their values; any rows give what all of them would give there.
+    ``of`` maps full rows to their values. Each row's value depends on that row only.
     """
 
     matrix: str
@@ -60,15 +59,15 @@ class Additions:
     """Modules added to a model. Default: none.
 
     Attributes:
-        base: the model of transformers inside, whose class's rules count; None for the model itself.
-        known_as: names in the model to those in the base, by which users and the base's class know the tensors. A
-            copy is known as what it is a copy of. What was added has no such name.
-        initialized: names of what ``initialize`` writes.
-        initialize: runs the initializers of what was added, on whatever tensors are in its place.
+        base: the transformers model inside, whose class's rules apply. None for the model itself.
+        known_as: names in the model to those in the base, which users and the base's class use. A copy has the name
+            of its original. Added tensors have no such name.
+        initialized: names of the tensors that ``initialize`` writes.
+        initialize: runs the initializers of added modules, on the tensors currently in place.
         copies: names of parameters that begin with the values of others, to the others' names.
         norms: names of vectors that begin as the norms of a matrix' rows.
         new_rows: how rows begin that the checkpoint lacks, of tensors of which it has the others.
-        nested: names of what scales of weights in four bits become, once these have been read whole.
+        nested: names of full scales of 4-bit weights to their nested form, created after reading.
     """
 
     base: nn.Module | None = None
@@ -86,7 +85,7 @@ class Additions:
         return self.initialized.union(self.norms, self.nested)
 
     def begun_elsewhere(self) -> Additions:
-        """The same, where all values of what was added come from a checkpoint."""
+        """Return the same additions for the case that all their values come from a checkpoint."""
         return replace(self, initialized=frozenset(), norms={})
 
 
@@ -97,7 +96,7 @@ NOTHING_ADDED = Additions()
 def stand_ins(held: Sequence[Held], chosen: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """For the time of the block, ``chosen`` tensors by FQN, and for all others harmless ones on meta.
 
-    What is computed meanwhile is computed on the host, whatever the user's default device.
+    Computations within the block are on the host, whatever the user's default device.
     """
     originals = [item.tensor for item in held]
     try:
@@ -130,9 +129,9 @@ class Initializers:
     """Initializers of a model: those of transformers, ``reset_parameters`` of modules, and those of a tuning.
 
     Attributes:
-        model: the model; nothing of it is changed but what :meth:`compute_attributes` says.
+        model: the model, which is changed by :meth:`compute_attributes` only.
         held: all tensors of it.
-        additions: what a tuning has added.
+        additions: modules added by a tuning.
     """
 
     model: nn.Module
@@ -152,7 +151,10 @@ class Initializers:
         return Origin.NOWHERE
 
     def programs(self, names: Collection[str]) -> dict[str, Program]:
-        """The programs of the tensors to initialize, by FQN; vectors of norms have none, see ``RowNorms``."""
+        """Return the programs of the tensors to initialize, by FQN.
+
+        Vectors of norms have none, see ``RowNorms``.
+        """
         added = self.additions.initialized.intersection(names)
         others = [name for name in names if name not in self.additions.begun]
         return {**self._traced(others, lambda: self._run(others)), **self._traced(added, self.additions.initialize)}
@@ -160,10 +162,10 @@ class Initializers:
     def whole(self, item: Held, *, seed: int) -> torch.Tensor:
         """One tensor initialized whole on the CPU, for initializers that are not element by element.
 
-        Memory: the tensor, whole; see :func:`unfit_programs`.
+        Memory: the full tensor. See :func:`unfit_programs`.
 
         Raises:
-            CoverageError: when no initializer writes it, which cannot be foreseen where one could not be traced.
+            CoverageError: no initializer writes it, which is not known in advance if one could not be traced.
         """
         from shardwise.models.initial_programs import seed_of
 
@@ -178,8 +180,8 @@ class Initializers:
     def buffers(self, rules: BufferRules, *, seed: int) -> dict[str, ComputedBuffer]:
         """The non-persistent buffers, by FQN.
 
-        For a model of transformers this is what ``from_pretrained`` does: its initializers write the buffers. Of
-        other modules real buffers are kept, and ``reset_parameters`` computes those on meta.
+        For a transformers model this equals ``from_pretrained``: its initializers write the buffers. Of other
+        modules real buffers are kept, and ``reset_parameters`` computes those on meta.
         """
         buffers = [item for item in self.held if item.kind is TensorKind.BUFFER]
         outcome = {
@@ -197,7 +199,7 @@ class Initializers:
         return outcome
 
     def compute_attributes(self, device: torch.device) -> tuple[str, ...]:
-        """Compute tensors that a transformers model keeps as plain attributes again, where they are on meta.
+        """Recompute tensors that a transformers model keeps as plain attributes, if they are on meta.
 
         transformers leaves them there. They are taken from a second model whose constructor ran outside of meta.
         Returns their names.
@@ -229,10 +231,10 @@ class Initializers:
         }
 
     def _run(self, names: Collection[str]) -> None:
-        """Run what initializes these tensors.
+        """Run the initializers of these tensors.
 
-        Of transformers' initializers, those of the modules that hold them, and of the modules around: an
-        initializer writes into its module, or into what is in it.
+        Of transformers' initializers, those of the modules that hold them and of their parents are run, because an
+        initializer writes into its module or its descendants.
         """
         owners = {slot.module: None for item in self.held if item.fqn in names for slot in item.slots}
         around = _with_all_around(self.model, owners)

@@ -1,4 +1,4 @@
-"""The state of optimizers by the names of parameters: what they hold written out, and what is given read.
+"""Optimizer state by parameter names: writing it out, and parsing a given state.
 
 The layout is that of ``torch.distributed.checkpoint.state_dict``: ``{"state": {fqn: {entry: value}},
 "param_groups": [{"params": [fqn, ...], "lr": ...}, ...]}``, the groups of several optimizers one after the other.
@@ -42,7 +42,7 @@ def written_out(bounds: Sequence[Bound], values: Mapping[str, Any]) -> dict[str,
 
 
 def copied(value: Any) -> Any:
-    """A value of its own, on the CPU where it is a tensor."""
+    """Return an independent copy, on the CPU if it is a tensor."""
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
@@ -53,7 +53,7 @@ class Given:
     Attributes:
         groups: parameters, by group.
         settings: of each group.
-        tensors: state that is brought to where it belongs, by label.
+        tensors: state tensors to reshard, by label.
         scalars: the rest of the state, by label.
         keys: (parameter, entry), by label.
     """
@@ -74,7 +74,7 @@ def read(
     """Take a state apart. ``first_names`` has those of all names of a parameter, ``shapes`` is by first name.
 
     Raises:
-        ConfigError: it has another layout, or holds what cannot be set.
+        ConfigError: it has another layout, or values that cannot be set.
     """
     given = Given()
     whole: object = state or {}
@@ -113,12 +113,12 @@ def with_names(
     shapes: Mapping[str, torch.Size],
     order: ParameterOrder,
 ) -> dict[str | int, str]:
-    """The parameters of a state by the numbers that it has for them; nothing where it has names.
+    """Return the parameters of a state by its numbers for them. Empty if it has names.
 
     ``groups`` are the present parameters, ``shapes`` theirs.
 
     Raises:
-        ConfigError: numbers have no names, and it is not known which they are.
+        ConfigError: the numbers have no names, and their order is unknown.
         CoverageError: groups or shapes are not those of the present parameters.
     """
     given = [group for group in state.get("param_groups", ()) if isinstance(group, Mapping)]
@@ -205,7 +205,7 @@ def _sort_in(given: Given, parameter: str, entry: str, value: Any, shape: torch.
 
 
 def set_group(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Give a parameter group its settings. A tensor among them, which kernels may know, stays the same one."""
+    """Give a parameter group its settings. A tensor among them is updated in place, because kernels may hold it."""
     for name, value in settings.items():
         present = group.get(name)
         if isinstance(present, torch.Tensor):
@@ -225,7 +225,7 @@ _DECIDING = _SWITCHES | {"alpha", "betas", "dampening", "etas", "lambd", "lr_dec
 
 
 def class_name(optimizer: Optimizer) -> str:
-    """The class of an optimizer, by the name that users know: "torch.optim.AdamW"."""
+    """Return the public name of an optimizer's class: "torch.optim.AdamW"."""
     kind = type(optimizer)
     is_torch = getattr(torch.optim, kind.__name__, None) is kind
     return f"torch.optim.{kind.__name__}" if is_torch else f"{kind.__module__}.{kind.__qualname__}"
@@ -244,9 +244,9 @@ def by_parameter(bounds: Sequence[Bound]) -> dict[str, tuple[str, dict[str, Any]
 def unlike(
     present: Mapping[str, tuple[str, Mapping[str, Any]]], stored: Mapping[str, tuple[str, Mapping[str, Any]]]
 ) -> list[str]:
-    """Why a state is of other optimizers than those there are, in sentences; nothing where it is of such.
+    """Return sentences on the differences between a state and the current optimizers. Empty if it fits.
 
-    Both are by parameter: a class ("" where it is not known), and settings.
+    Both are by parameter: a class ("" if unknown), and settings.
     """
     found: dict[str, list[str]] = {}
     for name in present.keys() & stored.keys():
@@ -307,9 +307,9 @@ _OF_VERSIONS = frozenset({"verbose", "_is_initial", "_get_lr_called_within_step"
 
 
 def why_unlike(present: Mapping[str, Any], stored: object) -> str | None:
-    """Return why ``stored`` is no state of the scheduler whose state is ``present``; None if it is one.
+    """Return the reason why ``stored`` is not a state of the scheduler whose state is ``present``, or None.
 
-    torch takes any state: what does not fit shows steps later, or never.
+    torch accepts any state, and a mismatch appears steps later, or never.
     """
     if not isinstance(stored, dict):
         return f"it is a {type(stored).__name__}, and no state"

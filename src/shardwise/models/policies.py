@@ -33,7 +33,7 @@ class Classes:
 class MinSize:
     """The innermost modules with at least ``numel`` elements that no smaller group has, as of ``fully_shard``.
 
-    What is too small goes to the module around it, and counts there; what is left, to the root group.
+    A module that is too small counts as a part of its parent. The remainder goes to the root group.
     """
 
     numel: int
@@ -45,7 +45,7 @@ class MinSize:
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """The modules for which a function answers True: of the module alone, or as FSDP1 asks its policies.
+    """Modules for which a function of the module returns True, or one with the signature of FSDP1's policies.
 
     FSDP1 calls ``function(module=, recurse=False, nonwrapped_numel=)`` with the module's number of elements.
     """
@@ -65,7 +65,7 @@ whose class the model declares in ``_no_split_modules``. ``"module_list"``: the 
 
 
 def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
-    """Names of the modules that become groups of their own; blocks may lie inside of blocks.
+    """Return the names of the modules that become groups. Blocks may lie inside of blocks.
 
     Raises:
         PlacementError: when there are none.
@@ -143,7 +143,10 @@ def _matching(model: nn.Module, policy: WrapPolicy) -> list[str]:
 
 
 def _planned(model: nn.Module) -> list[str]:
-    """Modules the plan frees after use; those it keeps gathered stay in the root group, which is kept too."""
+    """Return modules that the plan frees after use.
+
+    Those that it keeps gathered stay in the root group, which is also kept.
+    """
     freed = {rule for rule, style in pretrained.fsdp_plan(model).items() if style == "free_full_weight"}
     names = [
         name
@@ -293,8 +296,8 @@ class _Inside:
 def _merge_tied(inside: _Inside, blocks: Sequence[str]) -> list[list[str]]:
     """Blocks as groups, such that no parameter is seen by two groups.
 
-    Blocks that share a parameter become one group. A block that shares one with what is outside of all blocks is
-    left to the root group, where the shared parameter then is.
+    Blocks that share a parameter become one group. A block that shares a parameter with a module outside of all
+    blocks is left to the root group.
     """
     owner = _group_finder(inside, blocks)
     places = [[owner(name) for name in names] for names in inside.places.values()]
@@ -365,7 +368,7 @@ def _islands(
     """Return parameters whose dtype differs from their group's (float32 norms), as groups of their own if possible.
 
     A module can be a group of its own when all that it holds outside of other groups has that one dtype and is
-    shared with nobody. Otherwise its parameters of that dtype have to stay whole; they are the second value.
+    shared with nobody. Otherwise its parameters of that dtype stay unsharded. They are the second value.
     """
     owner = _group_finder(inside, [name for names in groups for name in names])
     leader = {name: names[0] for names in groups for name in names} | {"": ""}

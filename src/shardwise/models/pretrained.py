@@ -1,11 +1,11 @@
-"""Facts about a model that transformers knows, and the expressions that its renames make of a checkpoint's keys.
+"""Facts about a transformers model, and expressions for its renamed keys.
 
-This file, ``build`` and ``revert`` use transformers' unexported names (checked with 5.17 and 5.23). One that is
-gone is an error when its file is imported; what each means is asserted by ``tests/canary``.
+This file, ``build`` and ``revert`` use transformers' unexported names (checked with 5.17 and 5.23). A missing name
+is an error when its file is imported. Their meanings are asserted by ``tests/canary``.
 
 [Note: Keys] The order of steps is that of transformers' own loader (``convert_and_load_state_dict_in_model``): keys
 in natural order, all renames, at most one converter, the retry for keys that already are the model's, the
-base-model prefix. What differs: nothing is decided silently. Two keys for one tensor, gaps in a list of experts,
+base-model prefix. The difference: nothing is decided silently. Two keys for one tensor, gaps in a list of experts,
 and conversions that fail are reported.
 """
 
@@ -53,7 +53,7 @@ with KnownNames("transformers", "5.17 to 5.23"):
 
 
 def declared_ties(model: nn.Module) -> dict[str, str]:
-    """Name to name it is tied to, as the class and config declare; empty for other modules."""
+    """Return the declared ties of the class and config: name to the name it is tied to. Empty for other modules."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
@@ -73,7 +73,7 @@ def text_layers(model: nn.Module) -> int | None:
 
 
 def has_other_parts(model: nn.Module) -> bool:
-    """Return whether the config has parts beside the text, such as that of a vision tower."""
+    """Return whether the config has parts other than the text model, such as a vision tower."""
     return _text_config(model) is not getattr(model, "config", None)
 
 
@@ -83,7 +83,7 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def _text_config(model: nn.Module) -> object:
-    """The config of the text part; None where there are several."""
+    """Return the config of the text part, or None if there are several."""
     config = getattr(model, "config", None)
     try:
         return config.get_text_config() if isinstance(config, PreTrainedConfig) else config
@@ -92,7 +92,9 @@ def _text_config(model: nn.Module) -> object:
 
 
 def kept_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
-    """Return a function of a name: the dtype that it is kept in, in a model of ``dtype``; None where any will do.
+    """Return a function from a name to the dtype that it is kept in, in a model of ``dtype``.
+
+    None if any is allowed.
 
     The matching is transformers' own (``build_glob_alternation``: a search, ``*`` standing for anything).
     """
@@ -109,7 +111,7 @@ def kept_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], t
 
 
 def mark_loaded(model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
-    """Leave the marks by which a later ``initialize_weights`` passes over what is loaded."""
+    """Set the marks that make a later ``initialize_weights`` skip loaded tensors."""
     if outermost_pretrained(model):
         for tensor in tensors:
             mark_initialized(tensor)
@@ -130,7 +132,7 @@ def conversion_transforms(model: nn.Module, key_mapping: Mapping[str, str] | Non
 
 
 def models_of(auto_class: Any) -> Any:
-    """The mapping from config classes to model classes of an Auto class; None for anything else."""
+    """Return the mapping from config classes to model classes of an Auto class, or None for others."""
     return getattr(auto_class, "_model_mapping", None)
 
 
@@ -155,7 +157,7 @@ def ignore_patterns(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def tie(model: PreTrainedModel, missing: set[str], untied: set[str]) -> None:
-    """Tie as ``from_pretrained`` does once it knows which names the checkpoint lacks.
+    """Tie like ``from_pretrained`` after it has the names that are missing in the checkpoint.
 
     ``untied`` are declared targets that the checkpoint holds with values of their own: they stay untied.
     """
@@ -165,7 +167,7 @@ def tie(model: PreTrainedModel, missing: set[str], untied: set[str]) -> None:
 
 
 def record_conversions(model: nn.Module, transforms: Sequence[Any]) -> None:
-    """Leave on the model what saving reads: the conversions that matched a key."""
+    """Record on the model the conversions that matched a key, which saving uses."""
     if isinstance(model, PreTrainedModel):
         model._weight_conversions = [item for item in transforms if item.was_used()]  # type: ignore[assignment]
 
@@ -183,7 +185,7 @@ def quantized_parts(config: Any) -> list[Any]:
 
 
 def fsdp_plan(model: nn.Module) -> dict[str, str]:
-    """The model's own FSDP plan: module name (with ``*`` for numbers) to style; empty when it has none."""
+    """Return the model's own FSDP plan: module name (with ``*`` for numbers) to style. Empty if it has none."""
     return dict(getattr(model, "_fsdp_plan", None) or {})
 
 
@@ -223,7 +225,7 @@ def run_initializers(model: PreTrainedModel, modules: Collection[nn.Module]) -> 
 
 @contextlib.contextmanager
 def init_function(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Have transformers' initializers call ``function`` where they would call torch's of this name."""
+    """Have transformers' initializers call ``function`` instead of torch's initializer of this name."""
     original = hf_init.TORCH_INIT_FUNCTIONS[name]
     hf_init.TORCH_INIT_FUNCTIONS[name] = function
     try:
@@ -233,7 +235,7 @@ def init_function(name: str, function: Callable[..., Any]) -> Iterator[None]:
 
 
 def not_initializing() -> contextlib.AbstractContextManager[None]:
-    """For the time of the block, torch's functions that initialize do nothing: what is on meta has no values."""
+    """Disable torch's initializers within the block, because meta tensors have no values."""
     return hf_init.no_init_weights()
 
 
@@ -252,7 +254,7 @@ class Assignment:
 def assign_keys(
     model: nn.Module, keys: Sequence[str], names: Mapping[str, object], transforms: Sequence[Any]
 ) -> Assignment:
-    """Apply the renames to every key; ``names`` are the tensors the model saves."""
+    """Apply the renames to every key. ``names`` are the tensors that the model saves."""
     prefix = model.base_model_prefix if isinstance(model, PreTrainedModel) else None
     renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
     converters = [item for item in transforms if isinstance(item, WeightConverter)]
@@ -285,10 +287,9 @@ def bind(
 ) -> Bindings:
     """Every expression the checkpoint offers for the model's tensors, under ``transforms``.
 
-    ``stored`` are the checkpoint's tensors by key: leaves, or what is composed of leaves; ``spare`` are further
-    ones, which are taken where they lead to a tensor of the model, and passed over where not.
-    ``dtype_of`` tells the dtype in which a conversion that computes is to run, by the first tensor it makes; the
-    default is that tensor's dtype in ``layout``.
+    ``stored`` are the checkpoint's tensors by key: leaves, or compositions of leaves. ``spare`` are further ones,
+    which are used if they match a tensor of the model, and skipped otherwise. ``dtype_of`` returns the dtype of a
+    conversion that computes, from its first output tensor. The default is that tensor's dtype in ``layout``.
     """
     names = {name: tensor for tensor in layout.saved() for name in tensor.names}
     assignment = assign_keys(model, list(stored), names, transforms)

@@ -1,4 +1,4 @@
-"""Weights in four bits: what is asked for, how numbers are packed, and products with packed ones."""
+"""4-bit weights: requested forms, packing, and products with packed weights."""
 
 import importlib.util
 import warnings
@@ -61,9 +61,9 @@ class Nf4(_FourBit):
 
     Attributes:
         block_size: so many elements of a row have one scale, their largest magnitude. scales: how these are kept.
-        compute_dtype: of the products; None for the dtype of what comes in. stay: modules that keep their weights
-        as they are, by name: from the beginning, at the end, or as a regex, as
-            ``llm_int8_skip_modules`` of transformers has it. What computes logits stays in any case.
+        compute_dtype: of the products. None for the dtype of the input. stay: modules that keep their weights
+        as they are, by name: from the beginning, at the end, or as a regex, as ``llm_int8_skip_modules`` of
+            transformers has it. The output layer is never quantized.
     """
 
     form: ClassVar[Form4] = Form4.NF4
@@ -166,7 +166,7 @@ def of_transformers(config: Any) -> Quantization:
 def to_transformers(quantization: KeptForm, stay: tuple[str, ...], dtype: torch.dtype) -> dict[str, Any]:
     """The ``quantization_config`` of a model's config, as transformers writes it.
 
-    ``stay`` are modules, by name; ``dtype`` is the model's, in which its layers compute if nothing else is said.
+    ``stay`` are modules, by name. ``dtype`` is the model's, which its layers compute in by default.
     """
     dtype = quantization.compute_dtype or dtype
     return {
@@ -191,7 +191,7 @@ class Packing:
     """Packed form of a matrix.
 
     Attributes:
-        form: what four bits stand for.
+        form: 4-bit data type.
         block_size: elements of a row with one scale.
         dtype: that the numbers had before they were packed.
         is_transposed: the model has the matrix as (in, out).
@@ -265,8 +265,8 @@ class KeptScales:
     """The scales of a gathered matrix as they are kept.
 
     Attributes:
-        kept: uint8 (out, 4 * in / block), the bytes of float32; or codes, or exponents (out, in / block).
-        nested: what codes are scaled by, float32, one for 256; None where there are none.
+        kept: uint8 (out, 4 * in / block), the bytes of float32, or codes, or exponents (out, in / block).
+        nested: the scales of the codes, float32, one for 256, or None.
         offset: of codes, float32 (1,).
     """
 
@@ -275,7 +275,7 @@ class KeptScales:
     offset: torch.Tensor | None = None
 
     def floats(self, form: FourBitForm, start: int = 0) -> torch.Tensor:
-        """Float32 (out, in / block); of bytes of float32, in the same memory. The first is ``start``."""
+        """Return float32 (out, in / block). For bytes of float32, a view. The first is ``start``."""
         if isinstance(form, Code):
             powers = torch.tensor(POWERS, dtype=torch.float32, device=self.kept.device)
             return powers[self.kept.int()]
@@ -286,7 +286,7 @@ class KeptScales:
 
 
 class FourBitProduct(torch.autograd.Function):
-    """``rows @ weight.T + bias``; the weight is frozen, and is made of its bytes whenever it is needed.
+    """``rows @ weight.T + bias``. The weight is frozen, and dequantized whenever it is needed.
 
     As bitsandbytes has it: numbers are in the dtype of the rows on the way forward, and on the way back are first
     rounded to the dtype that they had before they were packed. Between the two nothing is kept that the model has

@@ -1,4 +1,4 @@
-"""Optimizers of a model whose parameters are replaced: what they hold, as data, and binding them again.
+"""Optimizers of a model whose parameters are replaced: their state as data, and binding them again.
 
 Everything goes by the identity of parameters. (Addresses of memory, by which others do it, are all 0 on meta.)
 """
@@ -33,7 +33,7 @@ class Key:
 
     @property
     def label(self) -> str:
-        """Told from all others, as long as a parameter is in one optimizer only."""
+        """Unique as long as a parameter is in one optimizer only."""
         return label(self.parameter, self.entry)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ def label(parameter: str, entry: str) -> str:
 
 @dataclass(slots=True)
 class Bound:
-    """An optimizer and what it holds, by the names of the parameters.
+    """An optimizer and its state, by parameter names.
 
     Attributes:
         groups: FQNs, by parameter group.
@@ -134,14 +134,14 @@ def look_at(
 
     Args:
         optimizers: of the model.
-        held: what the model holds.
-        way_out: what to do about state that has no shards that follow the parameter's.
+        held: tensors of the model.
+        way_out: advice for state that has no shards like the parameter's.
         by_rank: whether reduced state is looked at, too: as that of this rank.
 
     Raises:
-        ConfigError: for what is no optimizer.
-        PlacementError: for parameters that are not the model's or are in two groups, for optimizers that do not
-            step shards, and for state that cannot be sharded; all of it by name.
+        ConfigError: it is not an optimizer.
+        PlacementError: parameters are not the model's or are in two groups, an optimizer does not step shards, or
+            state cannot be sharded. The message names all of them.
     """
     given: object = optimizers
     if not isinstance(given, Sequence) or not all(isinstance(item, Optimizer) for item in optimizers):
@@ -248,7 +248,7 @@ _log = logging.getLogger(__name__)
 
 
 def _library(kind: type[Optimizer]) -> str:
-    """The library that a class, or one that it extends, comes from; "" where its state is not reduced."""
+    """Return the library that a class, or one of its bases, comes from. "" if its state is not reduced."""
     for each in kind.__mro__:
         home = each.__module__.partition(".")[0]
         if home in ("bitsandbytes", "torchao") or (
@@ -264,7 +264,7 @@ def keeps_reduced(optimizer: Optimizer) -> bool:
 
 
 def why_whole(kind: type[Optimizer]) -> str | None:
-    """Return why a class cannot step sharded parameters, as an error says it; None for any that may."""
+    """Return the reason, for an error, why a class cannot step sharded parameters, or None."""
     library = _library(kind)
     if library in ("", "torchao"):
         return None
@@ -280,9 +280,9 @@ def require_steps_shards(optimizers: Iterable[Optimizer]) -> None:
 
 
 def require_made_for_shards(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Check an optimizer that has been made of these parameters; warn of those that torchao keeps in 32 bits.
+    """Check an optimizer that has been made of these parameters. Warn about those that torchao keeps in 32 bits.
 
-    Collective: no; the same on every rank.
+    Collective: no. The result is the same on every rank.
 
     Raises:
         PlacementError: it does not step shards, or (torchao's) not shards of several sizes.

@@ -31,7 +31,7 @@ with KnownNames("transformers", "5.17 to 5.23"):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor of the checkpoint, and what it is made of: leaves are the model's tensors, by name."""
+    """A tensor of the checkpoint and its expression, whose leaves are the model's tensors by name."""
 
     key: str
     dtype: DType
@@ -140,7 +140,7 @@ def _outputs_of(made: Mapping[str, torch.Tensor]) -> dict[str, Output]:
 
 
 class _Followed(torch.Tensor):
-    """A tensor without data that knows which of the model's tensors it depends on, whatever was done to them."""
+    """A tensor without data that records the tensors of the model that it depends on, through any operation."""
 
     sources: frozenset[str]
 
@@ -217,7 +217,7 @@ def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) 
 
     Config, generation config, and the model's own code.
 
-    ``dtype`` is what the config is to name. A quantized checkpoint's ``quantization_config`` is left out where a
+    ``dtype`` is the dtype for the config. A quantized checkpoint's ``quantization_config`` is left out where a
     model has been made of its numbers. The model's own config is not touched. Nothing for other modules.
     """
     if not isinstance(model, PreTrainedModel):

@@ -1,4 +1,4 @@
-"""Tensors of a model's state, by the names that files have; what an adapter of PEFT's adds to its weights."""
+"""Tensors of a model's state by their names in files, and the deltas of PEFT adapters."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from shardwise.models.view import Held, canonical, saved_names
 class AdapterOnly:
     """One adapter of a PEFT model, by the names that PEFT's files have, in which the adapter's own is left out.
 
-    What belongs to it is PEFT's decision: LoRA matrices, ``modules_to_save``, embeddings that were resized.
+    PEFT decides which tensors belong to it: LoRA matrices, ``modules_to_save``, resized embeddings.
     """
 
     adapter: str = "default"
@@ -34,7 +34,7 @@ _IN_PEFT_MODEL = "base_model.model."
 def names_outside(model: nn.Module, held: Sequence[Held], selection: Selection) -> dict[str, str]:
     """Every name of the state, to the canonical FQN of its tensor, in order.
 
-    ``AdapterOnly`` may have PEFT ask the hub whether the base model's vocabulary had another size.
+    ``AdapterOnly`` may have PEFT query the hub for the vocabulary size of the base model.
 
     Raises:
         ConfigError: the model has no such adapter.
@@ -47,7 +47,7 @@ def names_outside(model: nn.Module, held: Sequence[Held], selection: Selection) 
 
 
 def _as_peft_names_them(model: nn.Module, inside: Mapping[str, Held], adapter: str) -> dict[str, str]:
-    """PEFT is asked with stand-ins, and what it returns is known again by identity."""
+    """PEFT is called with stand-ins, which are recognized in its result by identity."""
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, Mapping) or adapter not in adapters:
         has = f"the model has {', '.join(adapters) or 'none'}" if isinstance(adapters, Mapping) else "it has none"
@@ -73,7 +73,7 @@ def _plain(names: Mapping[str, str]) -> dict[str, str]:
     """The same by canonical names.
 
     Raises:
-        PlacementError: two names are one without what wrappers put in.
+        PlacementError: two names are equal without wrapper prefixes.
     """
     found: dict[str, str] = {}
     for name, fqn in names.items():
@@ -161,10 +161,10 @@ class Adapted:
 
 
 def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
-    """The base of a PEFT model, and what its LoRA adds. ``names`` are all of the model's tensors.
+    """Return the base of a PEFT model, and the delta of its LoRA. ``names`` are all of the model's tensors.
 
     Raises:
-        ConfigError: there is no such adapter; or it is not made of LoRA matrices of linear layers alone.
+        ConfigError: there is no such adapter, or it has parts other than LoRA matrices of linear layers.
     """
     from peft.tuners.lora import Linear  # optional, and slow to import
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -213,7 +213,7 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
 
 
 def _why_not(layer: Any, adapter: str, linear: Any) -> str:
-    """Why a layer's adapter is no plain LoRA of a linear layer; "" where it is one."""
+    """Return the reason why a layer's adapter is not a plain LoRA of a linear layer, or ""."""
     from shardwise.models.four_bit_layers import is_in_four_bits  # for a base in four bits alone
 
     base = layer.get_base_layer()

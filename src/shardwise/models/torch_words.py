@@ -1,10 +1,10 @@
 """torch's unexported names, accelerators and dtypes (of FSDP2's passes: ``gradients``).
 
-Checked with torch 2.11, 2.13 and 2.15. What each unexported name means is asserted by ``tests/canary``; one that is
-gone is an error when this file is imported.
+Checked with torch 2.11, 2.13 and 2.15. The meaning of each unexported name is asserted by ``tests/canary``. A
+missing one is an error when this file is imported.
 
 Accelerators are CUDA's and ROCm's, Intel's (xpu), Huawei's (npu), through ``torch.get_device_module``. Other kinds
-(mps, say) are refused; without an accelerator of a known kind, tensors stay on the CPU.
+(mps, for example) are rejected. Without an accelerator of a supported kind, tensors stay on the CPU.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ KINDS = ("cuda", "xpu", "npu")
 
 
 def accelerator() -> torch.device | None:
-    """The kind of accelerator that is here; None where there is none, or none of a known kind."""
+    """Return the kind of the available accelerator, or None if there is none of a supported kind."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found if found is not None and found.type in KINDS else None
 
@@ -66,7 +66,7 @@ def module_of(device: torch.device) -> Any:
     """torch's module for a kind of accelerator.
 
     Raises:
-        PlacementError: it is not of a known kind.
+        PlacementError: it is not of a supported kind.
     """
     if device.type not in KINDS:
         raise PlacementError(
@@ -142,7 +142,7 @@ _FROM_TORCH = {torch_dtype: dtype for dtype, torch_dtype in _TO_TORCH.items()}
 
 
 def to_torch(dtype: DType) -> torch.dtype:
-    """The torch dtype of a stored dtype of whole bytes; a :class:`KeyError` for the smaller ones."""
+    """Return the torch dtype of a stored dtype of whole bytes. Raises :class:`KeyError` for smaller ones."""
     return _TO_TORCH[dtype]
 
 
@@ -165,7 +165,7 @@ def from_torch(dtype: torch.dtype, fqn: str) -> DType:
 def saved_dtype(dtype: DType, target: torch.dtype | None) -> DType:
     """Return the dtype that a tensor is saved in if ``target`` is requested.
 
-    Floating-point numbers of at least 16 bits follow it; narrower ones, integers and bools stay what they are.
+    Floating-point numbers of at least 16 bits are cast to it. Narrower ones, integers and bools are unchanged.
     """
     is_cast = target is not None and dtype.kind == "float" and dtype.bits >= 16
     return from_torch(target, "dtype") if is_cast and target is not None else dtype
@@ -176,7 +176,7 @@ SHARDS_INTEGERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
-    """A module's own registry of parameters; what is put in goes past ``nn.Module``'s checks."""
+    """Return a module's own registry of parameters. Insertions bypass ``nn.Module``'s checks."""
     registry: dict[str, Any] = module._parameters
     return registry
 
@@ -190,13 +190,13 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
 def sets_grad_dtype(parameter: nn.Parameter) -> bool:
     """Return whether a parameter's gradients have been given a dtype, or leave to have any.
 
-    (Before torch 2.15 the dtype that the parameter has itself is not told from none.)
+    (Before torch 2.15 the parameter's own dtype cannot be distinguished from none.)
     """
     return bool(getattr(parameter, "_has_grad_dtype_override", parameter.grad_dtype != parameter.dtype))
 
 
 def take_after(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Give a new parameter what another has beside values and ``requires_grad``: attributes, a ``grad_dtype``."""
+    """Copy to a new parameter the Python attributes and the ``grad_dtype`` of another."""
     vars(parameter).update(vars(other))
     if sets_grad_dtype(other):
         parameter.grad_dtype = other.grad_dtype
@@ -208,7 +208,7 @@ def is_forked_from_cuda() -> bool:
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """``copy_`` of each, by one call; copies from accelerators may be under way when this returns."""
+    """``copy_`` each tensor by one call. Copies from accelerators may be in progress when this returns."""
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
@@ -229,7 +229,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def save_without_data(make: Callable[[], object], file: Path) -> None:
-    """``torch.save`` of what ``make`` makes, with room for the bytes of its tensors, which take no memory."""
+    """``torch.save`` the result of ``make``, with space for the bytes of its tensors, which take no memory."""
     with FakeTensorMode():
         hollow = make()
     with torch.serialization.skip_data(materialize_fake_tensors=True):
@@ -237,7 +237,7 @@ def save_without_data(make: Callable[[], object], file: Path) -> None:
 
 
 def stored_at(file: str, start: int, nbytes: int) -> object:
-    """The entry, in the metadata of a distributed checkpoint, that says where a chunk lies."""
+    """Return the entry of a distributed checkpoint's metadata with the place of a chunk."""
     from torch.distributed.checkpoint import filesystem  # slow to import, and needed for checkpoints alone
 
     return filesystem._StorageInfo(file, start, nbytes)
@@ -260,7 +260,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class a module had before ``fully_shard`` put one of its own in front: what follows ``FSDPModule``."""
+    """Return the class of a module before ``fully_shard``: the one after ``FSDPModule``."""
     kinds = type(module).__mro__
     return kinds[kinds.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else type(module)
 
@@ -301,7 +301,7 @@ def object_device(group: Any) -> torch.device:
 def keep_forever(group: Any) -> None:
     """Never destroy a process group (None: the default one), in which a collective was left that cannot end.
 
-    Destroying it, as leaving the interpreter does, waits for what is going on in it: with gloo, half an hour.
+    Destroying it, also at exit, waits for its pending operations: with gloo, half an hour.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group or distributed_c10d._get_default_group()))
 
@@ -400,7 +400,7 @@ def held_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tupl
 
 @lru_cache(maxsize=1024)
 def _runs_of_all(size: int, placement: Placement, chunks: int) -> tuple[tuple[Run, ...], ...]:
-    """For one split, the runs at every coordinate: a plan for a thousand ranks asks for each of them."""
+    """Return the runs at every coordinate of one split, because a plan for a thousand ranks needs all of them."""
     return tuple(_runs(indices) for indices in _split(torch.arange(size, device="cpu"), placement, chunks))
 
 
@@ -422,7 +422,7 @@ def _runs(indices: torch.Tensor) -> tuple[Run, ...]:
 
 
 def splitting_dim(placement: Placement) -> int | None:
-    """The dimension a placement splits; None when it replicates."""
+    """Return the dimension that a placement splits, or None if it replicates."""
     if isinstance(placement, (Shard, _StridedShard)):
         return int(placement.dim)
     return None

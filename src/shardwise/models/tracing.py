@@ -1,9 +1,8 @@
 """Transformers' conversions, run on recorded tensors.
 
-[Note: Memo] A model has a few kinds of layers, repeated many times. A converter is traced once for each
-combination of converter, name with the numbers masked, and source shapes; equal layers get the same expression
-with their own keys in it. The shapes of the outcome are compared with the model's, and a layer that does not fit
-is traced by itself.
+[Note: Memo] A model has a few kinds of layers, repeated many times. A converter is traced once for each combination
+of converter, name with masked numbers, and source shapes. Equal layers get the same expression with their own keys.
+The shapes of the outcome are compared with the model's, and a layer that does not fit is traced by itself.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def trace_conversions(
 
 
 def _index_gap(conversion: Conversion) -> str | None:
-    """A sentence when the keys of a list (experts, say) are not numbered 0, 1, 2, ... without gaps."""
+    """Return a sentence if the keys of a list (experts, for example) are not numbered 0, 1, 2, ... without gaps."""
     for keys in conversion.sources.values():
         if len(keys) < 2:
             continue
@@ -187,7 +186,7 @@ def computed_whole(
     function: Callable[[Sequence[torch.Tensor]], Mapping[str, torch.Tensor]],
     nbytes: int,
 ) -> dict[str, Expression]:
-    """Return the results of a function of whole tensors, by name; ``made`` has their shapes and dtypes."""
+    """Return the results of a function of full tensors, by name. ``made`` has their shapes and dtypes."""
     shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
     operation = WholeOperation(label, tuple(item.shape for item in inputs), shapes, function, nbytes)
     return {
@@ -387,7 +386,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 def convert(converter: Any, target: str, sources: Mapping[str, list[torch.Tensor]], model: Any) -> dict[str, Any]:
-    """Run a converter on whole tensors, by source pattern; the outcome by full name."""
+    """Run a converter on full tensors, by source pattern. Return the results by full name."""
     fresh = deepcopy(converter)
     for pattern, tensors in sources.items():
         for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Looking into a model: every tensor once, where it sits, and which boxes of it this rank holds."""
+"""Tensors of a model: each once, with its place in the module tree and its boxes on this rank."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,12 +24,12 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def canonical(fqn: str) -> str:
-    """A name of a tensor or module without what wrappers put in (compile, activation checkpointing, FSDP1)."""
+    """Return a name of a tensor or module without wrapper prefixes (compile, activation checkpointing, FSDP1)."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 def without_compile(model: nn.Module) -> nn.Module:
-    """The module inside of what ``torch.compile`` returns; any other module itself."""
+    """Return the module inside of a ``torch.compile`` result, or the module itself."""
     inner = getattr(model, "_orig_mod", None)
     return without_compile(inner) if isinstance(inner, nn.Module) else model
 
@@ -65,7 +65,7 @@ class Held:
         return local_tensor(self.tensor)
 
     def install(self, tensor: torch.Tensor) -> None:
-        """Register another tensor at every place, and let modules with a ``__setattr__`` of their own know.
+        """Register another tensor at every place, and notify modules with their own ``__setattr__``.
 
         (``nn.LSTM``, for one, keeps its weights in a list as well.)
         """
@@ -91,7 +91,7 @@ class Held:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's local tensor; any other tensor itself. Without autograd."""
+    """Return a DTensor's local tensor, or the tensor itself. Without autograd."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             return tensor.to_local()
@@ -205,13 +205,13 @@ def describe_placement(tensor: torch.Tensor) -> str:
 
 
 def placement_in_words(placements: Sequence[Placement], names: Sequence[str], sizes: Sequence[int]) -> str:
-    """``Replicate() on replicate=2, Shard(dim=0) on shard=4``, as torch words it; one of each for every axis."""
+    """``Replicate() on replicate=2, Shard(dim=0) on shard=4``, in torch's words, one for every axis."""
     pairs = zip(placements, names, sizes, strict=True)
     return ", ".join(f"{placement} on {name}={size}" for placement, name, size in pairs)
 
 
 def local_boxes(tensor: torch.Tensor, fqn: str) -> tuple[LocalBox, ...]:
-    """The boxes of a tensor that this rank holds, and where they lie in its local tensor."""
+    """Return the boxes of a tensor on this rank, and their layout in its local tensor."""
     if not isinstance(tensor, DTensor):
         whole = Box.whole(tuple(tensor.shape))
         return (LocalBox(whole, Strided(0, whole.sizes, tuple(tensor.stride()))),) if whole.numel else ()
@@ -229,7 +229,7 @@ def local_boxes(tensor: torch.Tensor, fqn: str) -> tuple[LocalBox, ...]:
 
 
 def boxes_of_ranks(tensor: torch.Tensor, fqn: str, ranks: Sequence[int]) -> tuple[tuple[Box, ...], ...]:
-    """The boxes of a tensor that each of these (global) ranks holds; all of it where it is not sharded."""
+    """Return the boxes of a tensor on each of these (global) ranks. If it is not sharded, all of it."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return ((Box.whole(shape),),) * len(ranks)
@@ -273,7 +273,7 @@ def _boxes_at(
     coordinate: tuple[int, ...],
     local_strides: tuple[int, ...],
 ) -> tuple[LocalBox, ...]:
-    """Asked for once a layer, of tensors that are alike in all layers."""
+    """Called once for each layer with equal arguments."""
     splits: list[list[tuple[Placement, int, int]]] = [[] for _ in shape]
     for placement, size, position in zip(placements, mesh_shape, coordinate, strict=True):
         dim = torch_words.splitting_dim(placement)
@@ -321,12 +321,12 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
 def is_sharded(model: nn.Module, held: Sequence[Held]) -> bool:
     """Return whether ``fully_shard`` has been applied to all of a model (True), or to nothing of it (False).
 
-    A root that is sharded, or the model inside of PEFT's, has taken what it was meant to; without one that holds
-    all parameters, every parameter has to be in some group.
+    A sharded root, or model inside of PEFT's, is enough. Without a root that holds all parameters, every parameter
+    must be in some group.
 
     Raises:
-        PlacementError: naming the modules, when it has been applied to some of them; or the parameters, when they
-            are distributed, but not by ``fully_shard``.
+        PlacementError: only some modules are sharded, or parameters are distributed, but not by ``fully_shard``.
+            The message names them.
     """
     groups = [canonical(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
@@ -350,7 +350,7 @@ def is_sharded(model: nn.Module, held: Sequence[Held]) -> bool:
 
 
 def root_of(model: nn.Module) -> FSDPModule | None:
-    """The outermost module that ``fully_shard`` has been applied to; None where it has been to none.
+    """Return the outermost module that ``fully_shard`` has been applied to, or None.
 
     That is the model, or the model of transformers inside of PEFT's.
     """
@@ -366,7 +366,7 @@ def computing_device(parameter: torch.Tensor) -> torch.device:
 
 
 def refuse_subclasses(held: Sequence[Held]) -> None:
-    """Raise for tensors on meta that are of a subclass: what gets memory is a plain tensor, without its hooks.
+    """Raise for meta tensors of a subclass, because materialized tensors are plain, without its hooks.
 
     Raises:
         PlacementError: naming them.
@@ -385,7 +385,7 @@ def refuse_subclasses(held: Sequence[Held]) -> None:
 
 
 def few(names: Sequence[str]) -> str:
-    """Return the first few of many names, what is alike in one pattern."""
+    """Return the first few of many names, with equal patterns collapsed."""
     return few_names((name or "the root" for name in names), most=8)
 
 

@@ -1,4 +1,4 @@
-"""Wrapping a model in FSDP2 groups, and what is checked before."""
+"""Wrapping of a model in FSDP2 groups, and its checks."""
 
 from __future__ import annotations
 
@@ -45,11 +45,10 @@ from shardwise.models.view import Held, canonical, few
 class Sharding:
     """Sharding of a model: mesh, groups, FSDP2's policies, and how blocks are run.
 
-    ``mesh`` is one-dimensional (shard) or two-dimensional (replicate, shard); None means all ranks of the default
-    process group, or no sharding where there is none. ``reshard_after_forward`` is for the blocks; what is left in
-    the root group stays gathered until the backward pass, as in FSDP2. ``activation_checkpointing``
-    is for the blocks as :func:`~shardwise.models.policies.repeated_blocks` finds them,
-    whatever the groups are, and without a mesh too.
+    ``mesh`` is one-dimensional (shard) or two-dimensional (replicate, shard). None means all ranks of the default
+    process group, or no sharding without one. ``reshard_after_forward`` is for the blocks. The root group stays
+    gathered until the backward pass, as in FSDP2. ``activation_checkpointing`` is for the blocks as
+    :func:`~shardwise.models.policies.repeated_blocks` finds them, whatever the groups are, and without a mesh too.
 
     ``wrap`` may also be a class of modules or several, a policy of torch's for FSDP1 (or a partial of one), or a
     function of a module: see :func:`~shardwise.models.wrap.as_policy`.
@@ -74,15 +73,15 @@ class Sharding:
     def from_accelerate(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> Sharding:
         """Read a sharding from a config of accelerate or the Trainer. Ignored keys are one warning.
 
-        Collective: yes, over the default process group, where it asks for replicas.
+        Collective: yes, over the default process group, if it has replicas.
 
         Args:
-            source: the YAML file of ``accelerate config`` or its values; or the Trainer's, with ``fsdp`` and
-                ``fsdp_config``; or an ``fsdp_config`` alone. Keys with or without the prefix ``fsdp_``.
+            source: the YAML file of ``accelerate config`` or its values, the Trainer's with ``fsdp`` and
+                ``fsdp_config``, or an ``fsdp_config`` alone. Keys with or without the prefix ``fsdp_``.
 
         Raises:
-            ConfigError: it cannot be read; or naming every key that is unknown, contradicts another, or cannot be
-                honored.
+            ConfigError: it cannot be read, or keys are unknown, contradictory, or not supported. The message has
+                every such key.
         """
         from shardwise.models.accelerate_config import read_accelerate_config
 
@@ -110,7 +109,9 @@ def _told(value: object) -> str:
 
 
 def default_mesh(group: dist.ProcessGroup | None = None) -> DeviceMesh | None:
-    """All ranks of a process group (None: the default one) in one axis; None where there is no process group.
+    """Return a one-dimensional mesh of all ranks of a process group (None.
+
+    The default one), or None without a process group.
 
     Collective: yes, over the default group.
     """
@@ -124,7 +125,7 @@ def default_mesh(group: dist.ProcessGroup | None = None) -> DeviceMesh | None:
 
 
 def replicated_mesh(replicas: int) -> DeviceMesh | None:
-    """Deal all ranks to replicas of the sharded model (HSDP); None for one.
+    """Return a mesh with this number of replicas of the sharded model (HSDP), or None for one.
 
     Collective: yes, over the default group.
 
@@ -152,7 +153,7 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 def with_mesh(sharding: Sharding, group: dist.ProcessGroup | None) -> Sharding:
     """With a mesh, if there is to be one, that has the ranks of the process group (None: the default one).
 
-    Collective: yes, over the default group, where no mesh is given.
+    Collective: yes, over the default group, if no mesh is passed.
 
     Raises:
         PlacementError: when the given mesh has other ranks.
@@ -169,11 +170,11 @@ def with_mesh(sharding: Sharding, group: dist.ProcessGroup | None) -> Sharding:
 def wrap(
     model: nn.Module, sharding: Sharding, kept_whole: Mapping[nn.Parameter, str] = MappingProxyType({})
 ) -> tuple[str, ...]:
-    """Apply ``fully_shard`` to the blocks and then to the root; returns the blocks' names, nested ones first.
+    """Apply ``fully_shard`` to the blocks and then to the root. Returns the blocks' names, nested ones first.
 
     FSDP2 cannot shard parameters without dimensions or without elements, and wants one dtype per group. Such
     parameters, those of another dtype that no group of their own can hold, and those in ``kept_whole`` (with the
-    reason) stay whole on every rank; see :func:`~shardwise.models.gradients.average_replicated_gradients`.
+    reason) stay unsharded on every rank. See :func:`~shardwise.models.gradients.average_replicated_gradients`.
 
     Collective: yes (creates process groups the first time a mesh is used).
 
@@ -208,7 +209,7 @@ def wrap(
 
 
 def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:
-    """Recompute a model's blocks if the sharding says so; before or after :func:`wrap`, or without it.
+    """Recompute a model's blocks if the sharding requests it, before, after or without :func:`wrap`.
 
     Raises:
         ConfigError, PlacementError: as of :func:`blocks_to_prepare`.
@@ -224,7 +225,7 @@ def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
 
     Raises:
         ConfigError: the model recomputes activations by itself, or its blocks have been prepared already.
-        PlacementError: no blocks can be told.
+        PlacementError: the model has no recognizable blocks.
     """
     if not sharding.activation_checkpointing:
         return []
@@ -313,7 +314,7 @@ class Recomputed:
     def _without_cache(self, value: Any) -> Any:
         """None for a cache: the second pass would write its keys and values to it once more.
 
-        transformers makes an empty one for each forward pass unless it is told ``use_cache=False``.
+        transformers creates an empty one for each forward pass unless ``use_cache=False``.
         """
         if not isinstance(value, Cache):
             return value
@@ -365,7 +366,7 @@ def as_policy(given: Any) -> Any:
 
 
 def _as_classes(given: Any) -> Any:
-    """Convert classes of modules, in a fixed order, or a function; other values are returned as they are."""
+    """Convert classes of modules, in a fixed order, or a function. Other values are returned unchanged."""
     kinds = given if isinstance(given, (set, frozenset, list, tuple)) else (given,)
     if kinds and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
         return Classes(tuple(sorted(kind.__name__ for kind in kinds)))
@@ -376,8 +377,8 @@ def refuse_unmovable(held: Sequence[Held]) -> None:
     """Raise for parameters whose values cannot be handed over as they are.
 
     Raises:
-        PlacementError: naming parameters of subclasses, whose values are not all in the tensor; with gradients,
-            which would be lost; or that share memory without being one parameter, and would be one no more.
+        PlacementError: parameters are of a subclass with values outside of the tensor, have gradients, which would
+            be lost, or share memory without being one parameter, which would end. The message names them.
     """
     parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
     faults = [

@@ -1,4 +1,4 @@
-"""Numbers in few bits as expressions: they are made of what is stored while it is read."""
+"""Quantized weights as expressions, dequantized while they are read."""
 
 from collections.abc import Callable
 

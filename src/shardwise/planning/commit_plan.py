@@ -4,17 +4,16 @@
 ``model.safetensors.index.json`` next. A save to several files gives them names that no other save has, so that an
 older save in the same folder stays whole until the index is replaced (or, where the older one is a single file,
 until that file is set aside). A save to one file is written under another name and renamed. So at every moment
-there is one step after which the new save counts, and before which the old one does. An adapter of PEFT's is saved
-in the same way under a stem of its own, ``adapter_model``, and always to one file; where its config changes with
-it, the older one is set aside first, since a config of another scaling would make other values of it. The state of
-its training may lie in a file beside it, which counts when the adapter does: see [Note: Named by the adapter].
+there is one step after which the new save counts, and before which the old one does. A PEFT adapter is saved in the
+same way under a stem of its own, ``adapter_model``, and always to one file. If its config changes with it, the
+older file is set aside first, because a config of another scaling would change its meaning. Its training state may
+be in a file next to it, which is committed with the adapter. See [Note: Named by the adapter].
 
-[Note: A list of renames] Some files have given names, and no step renames several. They are written under names of
-the save's own, and what makes all of them count in one step is a small file that lists the renames. Before it is
-there the older files count, from then on the new ones: whoever saves there next carries out what a kill has left of
-the list, and whoever loads changes nothing, but reads each file by the name that it has until then
-(``execution/rename_journal.py``). Another program would see some files of either save until then. A single
-file needs no list.
+[Note: A list of renames] Some files have given names, and no step renames several. They are written under temporary
+names of this save. A small file that lists the renames commits all of them in one step. Before it exists the older
+files are valid, afterwards the new ones. The next save there finishes the renames of a killed one. A load changes
+nothing, and reads each file under its current name (``execution/rename_journal.py``). Another program would see
+some files of either save until then. A single file needs no list.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class FolderState:
     Attributes:
         files: all of them.
         weights: those that make up the weights that count.
-        named: those that the index names. Beside a single file they do not count, but may be about to. Of an
-            adapter, the file with its training.
+        named: those that the index names. Next to a single file they are not valid, but may be about to be
+            committed. Of an adapter, the file with its training.
     """
 
     files: frozenset[str]
@@ -101,10 +100,10 @@ class Commit:
         ready: small files that are written and synced before the steps, which publish them.
         steps: in their order, each durable before the next. After the last, and not before, the save counts.
         then: the files as they are called when it counts, with their sizes.
-        says: small files that have this content then.
+        says: small files with their content.
         without: names that are not there then: whoever had them would count in its place.
-        obsolete: what is removed once it counts.
-        carried_out: those of ``says`` that list what is left to do, which whoever has the folder next does.
+        obsolete: files to remove after the commit.
+        carried_out: those of ``says`` that are journals, which the next save in the folder finishes.
     """
 
     files: Mapping[str, int]
@@ -150,9 +149,9 @@ def commit_of(
 ) -> Commit:
     """The commit of a save in the hub's layout.
 
-    ``bound`` are small files, by name, beside which the older weights would be read as what they are not (the
-    config of an adapter has its scaling). Then there are no weights, rather than wrong ones, between the first step
-    and the last: the older ones are set aside. So is a single file that would count in place of an index.
+    ``bound`` are small files, by name, that would change the meaning of the older weights (an adapter's config has
+    its scaling). Then there are no weights, rather than wrong ones, between the first step and the last: the older
+    ones are set aside. So is a single file that would count in place of an index.
     """
     files = {file.name: file.nbytes for file in plan.files}
     then = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
@@ -175,7 +174,7 @@ def commit_of(
 
 
 def set_aside(plan: SavePlan) -> str:
-    """The name that older weights have while a save commits that cannot be told from them."""
+    """Return the name of older weights during the commit of a save that would otherwise be confused with them."""
     return f"{plan.stem}.{plan.token}{OLDER}"
 
 
@@ -198,12 +197,11 @@ _FRESH = re.compile(r"\.(.+)\.([0-9a-f]{8})\.new")
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """Files that a save has written and synced into a folder, as known by the first rank.
+    """Files that a save has written and synced into a folder, as known to the first rank.
 
     Attributes:
-        named: files that are to have these names, with their sizes; until then they are called as :func:`fresh`
-            says.
-        beside: files that have their names already, which nothing that counts tells of yet.
+        named: final names of files with their sizes. Until then they are called as :func:`fresh` returns.
+        beside: files with their final names, which no valid file refers to yet.
     """
 
     named: Mapping[str, int] = field(default_factory=dict)
@@ -280,7 +278,7 @@ def fresh(name: str, token: str) -> str:
 
 
 def token_of_fresh(file: str) -> str | None:
-    """The save that has given a file such a name; None for others."""
+    """Return the id of the save that has given a file such a name, or None."""
     found = _FRESH.fullmatch(file.rpartition("/")[2])
     return found[2] if found else None
 

@@ -1,4 +1,4 @@
-"""The small file beside the weights that has a fingerprint of every tensor in them.
+"""The small file of the fingerprints of all tensors of a save.
 
 Headers and small files have a digest, and so has the record itself: every byte of a save is compared with
 something. Records of earlier versions have fingerprints of tensors alone.
@@ -39,8 +39,8 @@ class RecordedSave:
     Attributes:
         files: of weights, with their sizes in bytes.
         tensors: the fingerprint of each, by key.
-        beside: sha256 of the small files (configs, tokenizers), by name; of earlier saves there are none.
-        headers: sha256 of what precedes the tensors in each of the files; of earlier saves there are none.
+        beside: sha256 of the small files (configs, tokenizers), by name. Empty for saves of older versions.
+        headers: sha256 of the bytes before the tensors in each file. Empty for saves of older versions.
     """
 
     files: Mapping[str, int]
@@ -55,7 +55,7 @@ def digest(content: bytes) -> str:
 
 
 def to_bytes(saves: Sequence[RecordedSave]) -> bytes:
-    """The content of the file. While a save is committed, it has what the older save and the new one recorded."""
+    """The content of the file. During a commit, it has the records of the older and the new save."""
     content = {
         "format": _FORMAT,
         "saves": [
@@ -141,7 +141,10 @@ def _mixed(number: Any) -> Any:
 
 @cache
 def lane_weights() -> Any:
-    """Weights of the words of a block; ``weight(i)`` is this, by the place of ``i``, times :func:`block_weight`."""
+    """Return weights of the words of a block.
+
+    ``weight(i)`` is this, at position ``i``, times :func:`block_weight`.
+    """
     return _mixed(np.arange(LANES, dtype=np.uint64)) | np.uint64(1)
 
 

@@ -1,8 +1,8 @@
 """Forecast of memory and bytes read, from shapes and the mesh alone.
 
 Parameters, gradients and optimizer states are exact. The peak of a step is the largest of a few moments in FSDP2's
-order: the root is gathered and stays; a block is gathered while the buffer of its neighbor is still there;
-whole gradients of a group live until its reduce-scatter; activations are greatest when the loss is computed.
+order: the root is gathered and stays. A block is gathered while the buffer of its neighbor still exists. Unsharded
+gradients of a group live until its reduce-scatter. Activations are largest when the loss is computed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def file_bytes(plan: LoadPlan, world: WorldLayout, index: CheckpointIndex) -> di
 
 
 def _files_of(expression: Expression, index: CheckpointIndex) -> Iterable[str]:
-    """The file of each stored tensor; of one that is composed of entries, the first one's."""
+    """Return the file of each stored tensor. For one composed of entries, the first one's."""
     for leaf in stored_leaves(expression):
         entry = index.entries.get(leaf.key)
         if entry is not None:
@@ -68,8 +68,8 @@ def forecast_groups(
 
     Args:
         world: layout of all ranks.
-        gathered_as: ``param_dtype`` of the mixed precision policy; None for each parameter's own.
-        summed_in: ``reduce_dtype``; None for the dtype that gradients are computed in.
+        gathered_as: ``param_dtype`` of the mixed precision policy, or None for each parameter's own.
+        summed_in: ``reduce_dtype``, or None for the dtype that gradients are computed in.
     """
     found: list[GroupForecast] = []
     for group in world.groups:
@@ -105,7 +105,7 @@ Any other optimizer is counted as AdamW, with two moments. Eight and four bits h
 
 
 def optimizer_bytes(world: WorldLayout, optim: str, position: int) -> int:
-    """Bytes of optimizer states at a position of the mesh; shards are not padded in them."""
+    """Return bytes of optimizer states at a position of the mesh, whose shards are not padded."""
     moments, more = _STATES.get(optim, (2, 0))
     if optim.endswith("_8bit") and optim not in _STATES:
         moments, more = (0, 1 + 4 / 256) if optim.startswith(("lion", "paged_lion")) else (0, 2 + 8 / 256)
@@ -153,7 +153,7 @@ def forecast_training(
     Args:
         world: layout of all ranks.
         groups: as of :func:`forecast_groups`.
-        step: what is trained with.
+        step: settings of the training.
         homes: where tensors are.
         param_dtype: whether shards are cast before they are gathered.
     """
@@ -186,7 +186,7 @@ def forecast_training(
 
 @dataclass(frozen=True, slots=True)
 class _GroupSizes:
-    """Bytes of the root group and of the largest block; all zero on one rank.
+    """Bytes of the root group and of the largest block. All zero on one rank.
 
     Attributes:
         root, block: gathered parameters.

@@ -1,7 +1,7 @@
-"""The requests and the memory of a load: ranges of files in order, and what they take on a rank. Pure.
+"""Requests and memory of a load: file ranges in order, and the memory of a rank. Pure.
 
-From the copies of a plan and the policy of a storage to a list of requests, which execution obeys; and a forecast,
-which refuses a load that does not fit.
+They are computed from the copies of a plan and the read policy of a storage. A forecast rejects a load that does
+not fit.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def local_numel(spread: Spread, position: int) -> int:
 
 
 def bytes_per_element(plan: LoadPlan) -> dict[str, float]:
-    """Stored bytes read for each element of a tensor. Outputs of one computation share what it reads."""
+    """Stored bytes read for each element of a tensor. Outputs of one computation share its input."""
     seen: set[object] = set()
     found: dict[str, float] = {}
     for name, read in plan.reads().items():
@@ -147,7 +147,7 @@ def is_sharded(tensor: TensorLayout) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """Free memory of a rank, in bytes; None if unknown.
+    """Free memory of a rank in bytes, None if unknown.
 
     Attributes:
         device_bytes: of its accelerator.
@@ -162,7 +162,8 @@ def require_fits(forecast: RankForecast, available: Available) -> None:
     """Refuse a load that does not fit, before anything is read.
 
     Raises:
-        PlacementError: naming the rank, what it needs, what is free, and what to do.
+        PlacementError: a rank has too little memory. The message has the rank, its need, its free memory, and
+            advice.
     """
     needs = (
         ("device", forecast.device_bytes, available.device_bytes),
@@ -193,7 +194,7 @@ NODES: Final[dict[str, str]] = {
 
 
 def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
-    """The checkpoint's tensors by key, in file order: a leaf for each, or what composes it of leaves.
+    """Return the checkpoint's tensors by key, in file order: a leaf for each, or its composition of leaves.
 
     Raises:
         ConfigError: numbers are coded in a way that has no line in :data:`NODES`.
@@ -246,8 +247,9 @@ def aligned(nbytes: int) -> int:
 class Segment:
     """One range of a file that a copy needs, from its first byte to its last.
 
-    ``target`` says which tensor the copy fills. A direct segment is one run of bytes that belongs as it is into one
-    run of the tensor's memory; any other is staged: read into a buffer, and copied (cast, strided) from there.
+    ``target`` is the number of the tensor that the copy fills. A direct segment is one run of bytes that is read
+    into one run of the tensor's memory. Any other is staged: read into a buffer, and copied (cast, strided) from
+    there.
     """
 
     bytes: ByteRange
@@ -264,7 +266,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """One range to ask a storage for, and the segments in it, in order and without overlap."""
+    """One range to request from a storage, and the segments in it, in order and without overlap."""
 
     file: str
     bytes: ByteRange
@@ -276,8 +278,8 @@ def segments_of(
 ) -> Iterator[Segment]:
     """The ranges that one copy is read by.
 
-    Runs that lie no further apart than ``policy.max_gap_bytes`` are read over; those that lie further apart are
-    segments of their own. Direct segments are as long as a request may be, staged ones at most ``block_bytes``.
+    Runs with gaps of at most ``policy.max_gap_bytes`` are joined. Others are segments of their own. Direct segments
+    are as long as a request may be, staged ones at most ``block_bytes``.
 
     Args:
         copy: from a stored tensor.
@@ -324,8 +326,8 @@ def schedule(
 ) -> list[ReadRequest]:
     """Requests, in the order of the files and of the bytes in them.
 
-    Neighbors are joined when the gap is at most ``policy.max_gap_bytes``, gaps are a small part of the whole,
-    nothing overlaps, and what must be staged (gaps included) fits ``staging_bytes``. Strided segments stay among
+    Adjacent ones are joined if the gap is at most ``policy.max_gap_bytes``, gaps are a small part of the total,
+    nothing overlaps, and the staged bytes (gaps included) fit ``staging_bytes``. Strided segments stay among
     themselves: they may be copied another way.
 
     Args:
@@ -404,8 +406,8 @@ def staging_within(budget_bytes: int, concurrency: int, *, on_device: bool) -> S
 class ComputingShare:
     """Division of a budget for computed values: half for blocks, half for staging their inputs.
 
-    ``most_bytes`` are those of a block that each worker can make beside the others; one that cannot be cut so small
-    is made alone.
+    ``most_bytes`` are those of a block that each worker can compute concurrently. A larger indivisible one is
+    computed alone.
     """
 
     staging_bytes: int

@@ -64,7 +64,10 @@ class Initialize(_Globs):
 
 @dataclass(frozen=True, slots=True)
 class Ignore(_Globs):
-    """Leave what matches one of the globs ``only`` (default: all): keys unread, tensors with their values."""
+    """Leave tensors and keys that match one of the globs ``only`` (default: all).
+
+    Keys are not read, tensors keep their values.
+    """
 
     only: tuple[str, ...] = ("*",)
 
@@ -82,7 +85,7 @@ def allows(consent: OnMissing | OnUnexpected, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Consent:
-    """All consents of one load; by default everything is refused.
+    """All consents of one load. By default everything is rejected.
 
     ``missing`` is for tensors of the model that the checkpoint lacks, ``mismatched`` for those it holds in another
     shape, ``unexpected`` for keys that lead to nothing in the model.
@@ -170,7 +173,10 @@ class LoadPlan:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """For each name a digest of what all ranks must have in common: the tensor and its fill, not the boxes."""
+        """Return for each name a digest of the properties that must be equal on all ranks.
+
+        The tensor and its fill, without the boxes.
+        """
         return {name: self._fingerprint(name, fill) for name, fill in self.fills.items()}
 
     @cached_property
@@ -282,7 +288,7 @@ class _LoadPlanner:
         return Read(offers[0])
 
     def known(self, name: str) -> str:
-        """The name by which users and the model's class know a tensor."""
+        """Return the name of a tensor for users and the model's class."""
         return self.known_as.get(name, name)
 
     def fill_missing(self, tensor: TensorLayout) -> Fill:
@@ -336,7 +342,7 @@ class _LoadPlanner:
         return None
 
     def misfit(self, tensor: TensorLayout, offer: Expression) -> str | None:
-        """Why an expression cannot be the values of a tensor; None when it can."""
+        """Return the reason why an expression cannot be the values of a tensor, or None."""
         if offer.shape != tensor.shape:
             return f"stored {self.describe(offer)}, model wants {tensor.shape}"
         for leaf in stored_leaves(offer):

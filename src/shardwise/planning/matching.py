@@ -1,7 +1,7 @@
-"""Matches tensors and parameter groups of a state with their places, or tells every fault at once.
+"""Matching of tensors and parameter groups of a state with their targets, or one error with all faults.
 
-A rank brings all of the state or none of it. What it brings is known by name, shape, dtype and boxes: whole tensors
-are one box, shards several. Pure, and the same on every rank.
+A rank brings all of the state or none of it. The state has names, shapes, dtypes and boxes: a full tensor is one
+box, shards are several. Pure, and the same on every rank.
 
 Also chooses the ranks whose values become a model's. A rank has a tensor *live*, with values, or on meta, without.
 Every tensor is decided for itself, so that a model that is live everywhere, on one rank, in part or nowhere is the
@@ -28,7 +28,7 @@ OnFault: TypeAlias = OnUnexpected
 class Tolerance:
     """Allowed mismatches. Ignored tensors keep their values.
 
-    ``base`` is asked about "config", "shapes" and "values" of what a checkpoint takes for granted.
+    ``base`` may allow "config", "shapes" and "values" of a checkpoint's base.
     """
 
     missing: OnFault = "error"
@@ -51,7 +51,7 @@ class Brought:
 
 @dataclass(frozen=True, slots=True)
 class StateSlot:
-    """A tensor that takes values; a state may have it under any of its names, or under several."""
+    """A tensor that takes values. A state may have it under any of its names, or under several."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -180,7 +180,7 @@ STATE_REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class GroupMatch:
-    """For each of the present groups, the position of the one that gives its settings; None where none does.
+    """For each of the current groups, the position of the one that provides its settings, or None.
 
     ``missing`` are parameters that no group of the state has, ``unexpected`` those of the state that no present
     group has.
@@ -194,14 +194,15 @@ class GroupMatch:
 def match_groups(
     present: Sequence[Sequence[str]], given: Sequence[Sequence[str]], stateful: Sequence[str], tolerance: Tolerance
 ) -> GroupMatch:
-    """Find the group of the same parameters for each present one; empty groups are paired in order.
+    """Find the group of the same parameters for each current one. Empty groups are paired in order.
 
     ``stateful`` are parameters that the state has values of, in a group or not.
 
     Parameters that may be missing or unexpected are left out of the comparison.
 
     Raises:
-        CoverageError: naming parameters that are missing, unexpected or in two groups; groups without their like.
+        CoverageError: parameters are missing, unexpected or in two groups, or groups have no counterpart. The
+            message names them.
     """
     here = {name for names in present for name in names}
     there = {name for names in given for name in names}
@@ -313,7 +314,7 @@ def require_alike(items_by_rank: Sequence[Sequence[Item]]) -> None:
     """Raise when a rank's items are not those of rank 0.
 
     Raises:
-        DisagreementError: naming tensors, and what they are on either rank.
+        DisagreementError: tensors differ. The message has their properties on both ranks.
     """
     first = {item.names[0]: item for item in items_by_rank[0]}
     for rank, items in enumerate(items_by_rank):
@@ -376,7 +377,7 @@ def settle_differences(
     most: Sequence[int],
     values_from: ValuesFrom,
 ) -> tuple[list[tuple[int, ...]], dict[str, int]]:
-    """The sources again, those of tensors whose values differ being one rank; and which rank that is, by name.
+    """Return the sources with one rank for each tensor whose values differ, and that rank by name.
 
     ``sums_by_rank`` has a checksum of every tensor that has several sources, on each of them.
 
@@ -404,8 +405,8 @@ def settle_dtypes(
 ) -> list[str]:
     """The dtype of every tensor on all ranks.
 
-    It is that of the ranks that receive the tensor, to which its source casts; but 8-bit floats, integers and
-    booleans mean what their bits say, and are never cast. dtypes are named as torch names them.
+    It is that of the ranks that receive the tensor, to which its source casts. 8-bit floats, integers and booleans
+    are never cast. dtypes have torch's names.
 
     Raises:
         DisagreementError: when ranks have a tensor in dtypes of which none can be everybody's.

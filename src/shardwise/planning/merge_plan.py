@@ -55,7 +55,10 @@ class WeightForm(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """``scaling * B @ A`` is added to a weight; with a magnitude (DoRA), rows, or columns, are then given that."""
+    """``scaling * B @ A`` is added to a weight.
+
+    With a magnitude (DoRA), its rows or columns are then scaled to it.
+    """
 
     module: str
     form: WeightForm
@@ -95,7 +98,7 @@ class MergeTargets:
         keys: shapes of the checkpoint's tensors that are no tensor of the model, by key.
         parameters: the names, in the order of the module, of the parameters that sit in a module itself.
         columns: modules that keep their weights as (in, out).
-        renamed: from a name that a checkpoint may use to the model's; None where there is none.
+        renamed: maps a name of a checkpoint to the model's, or to None.
     """
 
     tensors: Mapping[str, Shape]
@@ -124,14 +127,14 @@ _Parts: TypeAlias = dict[str, Stored]
 def plan_merge(
     config: LoraConfig, stored: Mapping[str, Stored], targets: MergeTargets, *, adapter_name: str, what: str
 ) -> MergePlan:
-    """Match every tensor of an adapter with what it changes.
+    """Match every tensor of an adapter with its target.
 
     Args:
         config: of the adapter.
         stored: its tensors, by key.
-        targets: what the base has.
+        targets: tensors of the base.
         adapter_name: whose tensors are meant where keys have the name of their adapter in them.
-        what: names the adapter and its base in the error.
+        what: name of the adapter and its base, for the error.
 
     Raises:
         CoverageError: with every tensor that is not used, every module that the base does not have, and every

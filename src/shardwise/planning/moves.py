@@ -1,8 +1,8 @@
 """Plans which rank sends which elements of tensors to which, in rounds of bounded staging memory. Pure.
 
-What is moved is an expression of tensors that ranks hold: one tensor as it is, or several put together as a
-checkpoint has them. A rank gives its shares, each element of a tensor once over all ranks. What a rank gets of a
-box follows from the shares of all, so the plan is the same on every rank, and only values travel.
+The unit is an expression of tensors on ranks: one tensor as it is, or several composed as in a checkpoint. A rank
+gives its shares, each element of a tensor once over all ranks. A rank's part of a box follows from the shares of
+all ranks, so the plan is equal on every rank, and only values are sent.
 """
 
 from bisect import bisect_right
@@ -54,10 +54,10 @@ def own_share(box: Box, replica: int, replicas: int, turn: int, itemsize: int) -
     """The part of a box that one of its holders gives: an even part of the rows, or all or nothing of a small box.
 
     Args:
-        box: what all of them hold.
+        box: the box that all of them hold.
         replica: which of the holders this is: 0 and up, below ``replicas``.
         replicas: how many hold the box.
-        turn: decides who gives a small box; successive numbers let the holders take turns.
+        turn: determines the sender of a small box. Successive numbers let the holders take turns.
         itemsize: bytes of an element.
     """
     if not box.numel:
@@ -86,7 +86,7 @@ def covers(shape: Sequence[int], held: Sequence[Boxes]) -> bool:
 
 
 def shares_by_rank(held: Sequence[Boxes], turn: int, itemsize: int) -> tuple[Boxes, ...]:
-    """The share of each rank of a tensor, from what each holds of it.
+    """Return the share of each rank of a tensor, from the boxes of each rank.
 
     Ranks hold the same box or boxes that do not overlap, as the ranks of a mesh do.
     """
@@ -184,7 +184,7 @@ class Block:
         return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def costs(self) -> Counter[int]:
-        """Bytes of staging memory by rank, of what it sends and receives."""
+        """Return bytes of staging memory by rank, for sending and receiving."""
         costs: Counter[int] = Counter()
         for source, given in self.given:
             nbytes = self.staged_bytes(given)
@@ -205,9 +205,9 @@ def plan_rounds(
     """The rounds in which all streams' tensors are moved, each stream's in order, one block of each in turn.
 
     Args:
-        streams: the tensors; of those without elements nothing is planned.
+        streams: the tensors. Those without elements are not planned.
         shares: by name of the tensors that ranks hold, the share of each rank.
-        bucket_bytes: the staging memory that a round takes on a rank; more for a single element, and for alignment.
+        bucket_bytes: staging memory of a round on a rank. A single element, and alignment, may exceed it.
     """
     cutter = _Cutter(shares)
     rounds: list[list[Block]] = [[]]
@@ -226,7 +226,7 @@ def plan_rounds(
 
 
 class _Cutter:
-    """Finds the pieces that ranks give of boxes; once for equal layers."""
+    """Finds the pieces of boxes that ranks send, once for equal layers."""
 
     def __init__(self, shares: Mapping[str, Sequence[Boxes]]) -> None:
         self._shares = shares

@@ -37,7 +37,7 @@ class SavedTraining:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Files to be written and the name each is to have in the end; the index, where there is one.
+    """Files to write with their final names, and the index, if there is one.
 
     ``token`` sets this save apart from any other.
     """
@@ -50,7 +50,7 @@ class SavePlan:
 
     @property
     def single_file(self) -> str:
-        """The name of the file of weights, where there is one only."""
+        """Name of the file of weights, if there is only one."""
         return f"{self.stem}.safetensors"
 
     @property
@@ -83,12 +83,12 @@ def plan_save(
 
     Args:
         tensors: in the order in which transformers saves them.
-        max_shard_bytes: of one file's tensors; a larger tensor has a file of its own.
+        max_shard_bytes: of one file's tensors. A larger tensor has a file of its own.
         parameters: of the model, for the index.
-        token: what sets the names of this save's files apart from those of any other.
-        can_rename: a file can take another's place in one step; otherwise one file has an index too.
-        stem: what the names of the files begin with.
-        training: of an adapter, what lies in a file beside the one that it is saved to; None for nothing.
+        token: id of this save, which makes its file names unique.
+        can_rename: a file can replace another in one step. Otherwise one file has an index, too.
+        stem: prefix of the file names.
+        training: for an adapter, the tensors of a second file, or None.
 
     Raises:
         FormatError: something that no safetensors file can hold.
@@ -153,8 +153,8 @@ def arrange_writes(
     In a segment, ``copy.source`` is the place in the saved tensor, and ``copy.target`` that in the rank's memory.
 
     Args:
-        saved: where each tensor is written, and what it is made of.
-        held: what this rank writes.
+        saved: place and expression of each tensor.
+        held: tensors that this rank writes.
         numbers: of the tensors whose memory is read, by name.
         staged: names of tensors that cannot be written as they lie in memory: cast, or on an accelerator.
         policy: of the storage.
@@ -188,7 +188,7 @@ def arrange_writes(
 def choose_owners(files: Sequence[NewFile], size: int) -> tuple[int, ...]:
     """Return the rank that writes each file: the largest file first, each to the rank with the fewest bytes so far.
 
-    Where there are fewer files than ranks, the owners are spread over all of these, and so over machines.
+    If there are fewer files than ranks, the owners are spread over all ranks, and so over machines.
     """
     count = min(len(files), size)
     load = {number * size // count: 0 for number in range(count)}

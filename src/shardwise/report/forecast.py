@@ -17,7 +17,7 @@ class GroupForecast:
     """A group of ``fully_shard``.
 
     Attributes:
-        modules: names of its modules; ``""`` is the root.
+        modules: names of its modules. ``""`` is the root.
         dtype: dtypes of its parameters, joined by ``+``.
         parameters: number of elements.
         gathered_bytes: output of its all-gather, padding included, in the dtype that is gathered.
@@ -56,8 +56,8 @@ class TrainingForecast:
 
     Attributes:
         optim: name of the optimizer, as in ``TrainingArguments.optim``.
-        batch_size: rows of a forward pass; 0 if activations are not included.
-        max_length: tokens of a row; 0 if activations are not included.
+        batch_size: rows of a forward pass, or 0 if activations are not included.
+        max_length: tokens of a row, or 0 if activations are not included.
         weight_bytes: parameters and buffers, padding included.
         gradient_bytes: sharded gradients of the trained parameters.
         optimizer_bytes: optimizer states, by rank.
@@ -151,13 +151,13 @@ class Forecast(Report):
 
     @property
     def node_host_bytes(self) -> int:
-        """Host memory of the node that needs the most during the load; ranks are assigned to nodes in order."""
+        """Host memory of the node that needs the most during the load. Ranks are assigned to nodes in order."""
         count = len(self.ranks) // self.nodes
         sizes = [rank.host_bytes for rank in self.ranks]
         return max(sum(sizes[start : start + count]) for start in range(0, len(sizes), count))
 
     def lacking_bytes(self, memory_bytes: int) -> int:
-        """Bytes that a rank lacks if it has ``memory_bytes`` for its shards and for what training adds."""
+        """Bytes missing on a rank that has ``memory_bytes`` for its shards and for the training."""
         on_host = self.device == "cpu"
         peaks = [rank.host_bytes if on_host else rank.device_bytes for rank in self.ranks]
         if self.training is not None:
@@ -210,7 +210,7 @@ def _terms(terms: Mapping[str, int]) -> str:
 
 
 def _table(ranks: Sequence[RankForecast]) -> list[str]:
-    """A line for each rank; of many ranks the least, the mean and the most."""
+    """Return a line for each rank. For many ranks, the minimum, the mean and the maximum."""
     columns = [
         [rank.shard_bytes for rank in ranks],
         [rank.device_bytes for rank in ranks],

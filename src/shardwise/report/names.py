@@ -76,7 +76,7 @@ def few_names(names: Iterable[str], most: int = _SHOWN) -> str:
 
 
 def listing(word: str, names: Iterable[str]) -> list[str]:
-    """Lines of a report for what ``word`` says of these names: collapsed, the first few."""
+    """Return lines of a report with these names under ``word``: collapsed, the first few."""
     return [f"  {word:<11} {line}" for line in few(names, _SHOWN)]
 
 
@@ -87,7 +87,7 @@ def trainable_in_words(trainable: int, parameters: int) -> str:
 
 
 def in_bytes(nbytes: int) -> str:
-    """Format a number of bytes ("1.50 GiB"; below a KiB exactly, "12 B")."""
+    """Format a number of bytes ("1.50 GiB", below a KiB exactly, "12 B")."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -97,7 +97,7 @@ def in_bytes(nbytes: int) -> str:
 
 
 def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> list[str]:
-    """Align rows under the names of columns; those in ``numbers`` to the right."""
+    """Align rows under the names of columns. Those in ``numbers`` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return [
         "  ".join(

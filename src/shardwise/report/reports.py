@@ -100,12 +100,11 @@ class RankForecast:
 class LoadReport(RankReport):
     """Facts of one load, as seen by one rank. Sizes in bytes, times in seconds.
 
-    ``tied`` maps each tied name to the name that holds the values; ``cast`` maps a name to
-    ("stored dtype", "dtype in the model"); ``ignored_keys`` are checkpoint keys that nothing was made of, with
-    consent or because the model ignores them on purpose; ``read_once`` are tensors that one rank read for all that
-    need them; ``replicated`` are parameters that are whole on all ranks of a sharded model. ``wrapper`` is where in
-    a nest of dicts the checkpoint has the model, as in "model"; ``not_loaded`` is what it has beside the model's
-    tensors.
+    ``tied`` maps each tied name to the name that holds the values. ``cast`` maps a name to ("stored dtype", "dtype
+    in the model"). ``ignored_keys`` are unused checkpoint keys, allowed by the caller or ignored by the model.
+    ``read_once`` are tensors that one rank read for all. ``replicated`` are parameters that are unsharded on all
+    ranks of a sharded model. ``wrapper`` is the path of the model in nested dicts, as in "model". ``not_loaded``
+    are the other values of the checkpoint.
     """
 
     checkpoint: str
@@ -182,11 +181,11 @@ class StateReport(MovedReport):
     """Facts of one state that was set, as seen by one rank. Sizes in bytes, times in seconds.
 
     Attributes:
-        set_names: tensors that got values; of an optimizer as in "layer.weight: exp_avg". Tied ones once.
-        missing: what the state lacks and has kept its values; of optimizers also parameters, which have kept the
-            settings of their group.
-        unexpected: what the state has beside, and has been left out.
-        mismatched: names in the state of another shape or kind of number; the tensors have kept their values.
+        set_names: tensors that got values. For an optimizer as in "layer.weight: exp_avg". Tied ones once.
+        missing: tensors that the state does not have, which have kept their values. For optimizers also parameters,
+            which have kept the settings of their group.
+        unexpected: additional entries of the state, which were left out.
+        mismatched: names in the state with another shape or kind of number. The tensors have kept their values.
         cast: name to ("dtype brought", "dtype now").
         afresh: of optimizers, parameters that are without state now, as before their first step.
         on_meta: of models, tensors that still have no values.
@@ -217,15 +216,15 @@ class ShardReport(MovedReport):
     """Facts of one sharding, as seen by one rank. Sizes in bytes, times in seconds.
 
     Attributes:
-        mesh: its axes and their sizes, as in "fsdp=8"; "" where nothing was sharded.
+        mesh: its axes and their sizes, as in "fsdp=8", or "" if nothing was sharded.
         was_sharded: the model was sharded before, and has been left alone.
         groups: modules that ``fully_shard`` was applied to, without the root.
         parameters: elements of all parameters, tied ones once.
         placed_bytes: of this rank's parameters and buffers that have values.
         on_meta: tensors without values on any rank, which ``load`` fills.
         awaiting_load: parameters that have memory, because an optimizer holds them, but no values (they are NaN).
-        cast: name to ("dtype before", "dtype now"); all of what was trained and upcast, and of what the source had
-            in another dtype than this rank's model.
+        cast: name to ("dtype before", "dtype now") of upcast trained parameters, and of tensors whose source had
+            another dtype than this rank's model.
         differed: name to the rank whose values were taken where ranks had different ones.
         replicated: parameters that are whole on every rank.
         tied: further names of shared parameters, with the first name.

@@ -23,8 +23,7 @@ class SaveReport(RankReport):
         dtypes: that were saved, with the number of tensors of each.
         cast: name of a tensor in the files to ("dtype in the model", "dtype saved").
         tied: names that are not saved, with the name under which their tensor is.
-        differing_buffers: that have other values on some ranks than on the first, whose values were saved; by their
-            names in the model.
+        differing_buffers: names of buffers with different values on some ranks. The first rank's values were saved.
         removed: files of the older save that are gone.
         is_verified: everything was read back and compared with memory.
         seconds: by phase, in order: plan, create, write, sync, verify, commit.
@@ -56,9 +55,9 @@ class FilesReport(Report):
     """Facts of one state that was written, as seen by one rank.
 
     Attributes:
-        path: the file or the folder; of files of ranks, this rank's.
+        path: the file or the folder. For per-rank files, this rank's.
         tensors: those written, tied ones once.
-        nbytes: of what is at ``path``.
+        nbytes: size of ``path``.
         seconds: in all.
         differing_buffers: that have other values on some ranks than on the first, whose values were written.
     """
@@ -109,7 +108,7 @@ class MergeAdapterReport(MergeReport):
 
 @dataclass(frozen=True, kw_only=True)
 class MergeWeightsReport(MergeReport):
-    """A checkpoint written as one. ``names`` says under which names its tensors are now."""
+    """A checkpoint written as one. ``names`` is the kind of names that its tensors have now."""
 
     checkpoint: str
     layout: str
@@ -132,11 +131,11 @@ class CheckpointReport(RankReport):
 
     Attributes:
         directory: of this checkpoint.
-        is_complete: whether it counts by now; one that is written in the background does not yet.
+        is_complete: whether it is committed. A background save is not yet.
         tensors: how many it holds, of the model and of optimizers.
         state_bytes: of these.
-        written_bytes: what this rank wrote; of tensors alone as long as it is not complete.
-        checkpoint_bytes: of all files with tensors; 0 as long as it is not complete.
+        written_bytes: bytes written by this rank. Those of tensors only until it is complete.
+        checkpoint_bytes: of all files with tensors, or 0 until it is complete.
         blocked_s: how long ``save`` kept the training waiting.
         removed: older steps that are not kept.
         differing_buffers: of the model, that have other values on some ranks than on the first, whose are stored.
@@ -176,16 +175,17 @@ class RestoreReport(RankReport):
         model: tensors of the model that got values, tied ones once.
         optimizers: values of optimizers that were set, as in "layer.weight: exp_avg".
         not_stored: tensors of the model that the checkpoint does not hold on purpose: those of an adapter's base.
-        missing: what the checkpoint lacks, and has stayed as it was.
-        unexpected: what it has beside, and has been left out.
-        mismatched: what it has in another form, and has stayed as it was.
+        missing: parts that the checkpoint does not have, which are unchanged.
+        unexpected: additional parts of the checkpoint, which were left out.
+        mismatched: parts in another form, which are unchanged.
         afresh: trained parameters that are without state in the optimizers, as before their first step.
-        base: how the base compares with the one it was saved with, in words; "" where the checkpoint holds all.
+        base: comparison of the base with that of the checkpoint, as a sentence. "" if the checkpoint has all
+            weights.
         cast: state of optimizers to ("dtype stored", "dtype now").
-        rng: what became of the generators of random numbers, in words.
-        data: what became of the position in the data, in words.
-        read_bytes: what this rank read.
-        checked_bytes: what this rank compared with the checksums of the files; 0 where these have none.
+        rng: outcome for the random generators, as a sentence.
+        data: outcome for the data position, as a sentence.
+        read_bytes: bytes read by this rank.
+        checked_bytes: bytes that this rank compared with checksums, or 0 if the files have none.
         seconds: by phase, in order: open, plan, read, finish.
     """
 
@@ -232,9 +232,9 @@ class TrainerReport(Report):
         checkpoint: the folder.
         step: optimizer steps done.
         epoch: done so far, in fractions.
-        model: what was set of the model.
-        optimizer: what was set of the optimizer; None where it was not.
-        restored: what was restored: "model", "optimizer", "scheduler", "random numbers".
+        model: report of the model's state.
+        optimizer: report of the optimizer's state, or None if it was not restored.
+        restored: restored parts: "model", "optimizer", "scheduler", "random numbers".
         not_restored: all else that the folder holds or a run needs, with the reason.
         told: the numbers and texts of ``trainer_state.json`` (best_metric, num_input_tokens_seen, max_steps, ...).
     """
@@ -264,16 +264,16 @@ class ReopenReport(Report):
         files: of weights.
         tensors: in them.
         nbytes: of these tensors.
-        model_class: whose tensors are all there, and no others; "" where there is no config to tell.
-        compared: tensors whose fingerprint was recorded when they were saved; of a training's checkpoint runs of
-            bytes: chunks of tensors, values, and what lies around them.
+        model_class: class whose tensors are all present, without others, or "" without a config.
+        compared: number of tensors with a recorded fingerprint. For a training checkpoint, runs of bytes: chunks of
+            tensors, values, and the bytes between them.
         damaged: those that have another one now.
         seconds: all of it took.
-        holds: what it is, where it is no model: a training's checkpoint, or an adapter.
-        changed: small files beside the weights (configs, tokenizers) that are not what was saved: edited since, or
-            damaged; weights are not affected.
-        damaged_files: headers of files, records of fingerprints, and configs of adapters, that are not what was
-            saved.
+        holds: kind of checkpoint if it is not a model: a training checkpoint, or an adapter.
+        changed: small files (configs, tokenizers) that differ from the record: edited or damaged. Weights are not
+            affected.
+        damaged_files: headers of files, records of fingerprints, and configs of adapters that differ from the
+            record.
     """
 
     checkpoint: str
@@ -290,7 +290,7 @@ class ReopenReport(Report):
 
     @property
     def is_sound(self) -> bool:
-        """True if nothing is known to be damaged. Small files may have been edited, and count for nothing here."""
+        """True if no damage was found. Small files may have been edited, and count for nothing here."""
         return not self.damaged and not self.damaged_files
 
     def to_dict(self) -> dict[str, Any]:

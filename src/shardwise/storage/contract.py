@@ -1,11 +1,11 @@
 """Defines the interfaces of storages (readers and writers of a folder of files) and the policies for using them.
 
 A *storage* is a folder of files, wherever it lies. A *reader* gives bytes of them by range, a *writer* takes them.
-A *policy* says how a storage likes that: a plan makes its requests by it, and knows no storage by name. A *request*
-is one range of one file: for a reader one call of :meth:`StorageReader.read_vectored`, whose buffers are where the
-bytes belong (:class:`shardwise.planning.load_memory.ReadRequest`); for a writer one of
-:meth:`StorageWriter.write`, whose buffers are where they lie. A storage of your own is a subclass of one of them,
-passed to a verb; ``tests/harness`` has their tests.
+A *policy* has the preferences of a storage. Plans depend on the policy, not on the storage. A *request* is one
+range of one file: for a reader one call of :meth:`StorageReader.read_vectored`, whose buffers are the targets of
+the bytes (:class:`shardwise.planning.load_memory.ReadRequest`). For a writer it is one of
+:meth:`StorageWriter.write`, whose buffers are their sources. A storage of your own is a subclass of one of them,
+passed to a public function. ``tests/harness`` has their tests.
 """
 
 import math
@@ -21,15 +21,15 @@ from shardwise.storage.names import shown
 class ReadPolicy:
     """Preferred request sizes and concurrency of a storage, used to schedule reads.
 
-    A policy never changes which bytes arrive, only how they are asked for. See [Note: Policies] in
+    A policy affects how bytes are requested, never which bytes arrive. See [Note: Policies] in
     ``storage/contract.py``.
 
     Attributes:
         max_gap_bytes: ranges of one file are joined across unwanted gaps up to this.
-        request_bytes: the most one request asks for.
+        request_bytes: the maximum size of a request.
         concurrency: requests one rank keeps in flight.
-        is_remote: every read crosses a network, and no page cache serves what another rank has read.
-        bytes_per_s: what one machine can expect to read, to weigh reading twice against sending.
+        is_remote: every read crosses a network, and there is no page cache shared by ranks.
+        bytes_per_s: expected read bandwidth of one machine, to compare reading twice with sending.
 
     Raises:
         ConfigError: for a number that is out of bounds.
@@ -52,19 +52,19 @@ class ReadPolicy:
 
 
 class CannotListError(StorageError):
-    """A storage gives files by name, but does not tell which there are."""
+    """The storage returns files by name, but cannot list them."""
 
 
 @runtime_checkable
 class StorageReader(Protocol):
-    """A folder of files whose bytes can be asked for by range.
+    """Interface of a folder of files that are read by byte ranges.
 
-    Files are named relative to the root, "/"-separated; a name that could lead out of the root is refused
-    with a :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.why_unsafe`). All sizes
-    and positions count bytes. Every method may be called from several threads at once.
+    Files are named relative to the root, "/"-separated. A name that could lead out of the root is rejected with a
+    :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.why_unsafe`). All sizes and
+    positions count bytes. Every method may be called from several threads at once.
 
-    A file that is not there is a StorageError whose ``__cause__`` is a :class:`FileNotFoundError`; every
-    other failure (permission, truncated file, I/O error, reader closed) is one with another cause or none.
+    A missing file is a StorageError whose ``__cause__`` is a :class:`FileNotFoundError`. Every other failure
+    (permission, truncated file, I/O error, closed reader) has another cause or none.
     """
 
     @property
@@ -81,7 +81,7 @@ class StorageReader(Protocol):
         """The names of all files below the root, sorted.
 
         Raises:
-            CannotListError: for a storage that does not tell; its files can be asked for by name.
+            CannotListError: the storage cannot list files. They can be read by name.
         """
         ...
 
@@ -103,8 +103,8 @@ class StorageReader(Protocol):
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         """Scatter the one contiguous range that begins at ``start`` into ``buffers``, in their order.
 
-        Buffers are writable and C-contiguous, of any format. A file that ends too early is a StorageError; what the
-        buffers hold then is undefined.
+        Buffers are writable and C-contiguous, of any format. A file that ends too early is a StorageError, and the
+        content of the buffers is undefined.
         """
         ...
 
@@ -123,7 +123,7 @@ class StorageReader(Protocol):
         return bytes(buffer)
 
     def close(self) -> None:
-        """Release what is held open. Reading afterwards is a StorageError; closing twice is not."""
+        """Release open resources. Reading afterwards is a StorageError. Closing twice is allowed."""
         ...
 
     def __enter__(self) -> Self:
@@ -152,7 +152,7 @@ class FilePlaces(Protocol):
     """Additional method of readers of local files."""
 
     def place(self, file: str) -> str:
-        """A text that two ranks have in common only where they open one file, and its state is the same."""
+        """Return a string that is equal on two ranks only if they open the same file in the same state."""
         ...
 
 
@@ -166,8 +166,8 @@ class WritePolicy:
         has_random_writes: several processes may write ranges of one file, in any order. Otherwise one process
             writes a file from its first byte to its last, and nobody sees it before :meth:`StorageWriter.sync`.
         can_rename: a file takes another's place in one step, in which either is seen whole.
-        block_bytes: two processes on different machines must not write to the same block of this size, aligned to
-            itself; 1 where nothing is lost.
+        block_bytes: two processes on different machines must not write to the same aligned block of this size. 1 if
+            there is no such limit.
         request_bytes: the most one write brings.
         concurrency: writes one rank keeps in flight.
         is_direct: large writes go around the system's page cache, so that a write waits for the disk, and a sync
@@ -198,15 +198,15 @@ INCOMPLETE: Final = ".incomplete"
 class StorageWriter(Protocol):
     """A folder whose files can be made, filled by range, and given a name.
 
-    Files lie directly in the root; a name that leads anywhere else is refused with a
+    Files lie directly in the root. A name that leads anywhere else is rejected with a
     :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.why_not_plain`). All sizes and
     positions count bytes. :meth:`write` and :meth:`sync` may be called from several threads at once, and, where
     ``policy.has_random_writes``, from several processes with a writer of their own for the same root.
 
     Every failure is a StorageError that names the file, the cause and the fix (a full disk, a folder that cannot be
     written to). Nothing is durable, nor sure to be in order, before it is synced: a machine that dies may keep any
-    subset of the effects since. What a process that dies leaves half made, beside the files it created, has a name
-    that ends in :data:`INCOMPLETE`.
+    subset of the effects since. Partial files left by a process that dies, other than those it created, have names
+    that end in :data:`INCOMPLETE`.
     """
 
     @property
@@ -220,19 +220,19 @@ class StorageWriter(Protocol):
         ...
 
     def list(self) -> list[str]:
-        """The names of all files in the root, sorted; none where there is no such folder yet."""
+        """Return the names of all files in the root, sorted. Empty if the folder does not exist yet."""
         return sorted(self.sizes())
 
     def sizes(self) -> dict[str, int]:
-        """The size in bytes of every file that :meth:`list` names; of a link, of what it leads to."""
+        """Return the size in bytes of every file that :meth:`list` names. For a link, that of its target."""
         ...
 
     def read(self, file: str) -> bytes | None:
-        """The content of a small file; None where there is none."""
+        """Return the content of a small file, or None if it does not exist."""
         ...
 
     def create(self, file: str, nbytes: int) -> None:
-        """Make a new file of this size, with space set aside for it where the storage can; its bytes are undefined.
+        """Create a file of this size, with allocated space if the storage supports it. Its bytes are undefined.
 
         The root is made if it is not there. One process does this, before any writes, and syncs the file later,
         whether it wrote to it or not: only then is the size durable. That the file exists is an error.
@@ -250,33 +250,33 @@ class StorageWriter(Protocol):
     def sync(self, file: str) -> None:
         """Make the written content of a file durable.
 
-        Without ``policy.has_random_writes`` the file is complete then, and seen by others: not earlier; that bytes
-        are missing is an error. There is nothing to do for a file to which nothing was written since the last time.
-        After a failure the file's content is unknown, and stays so: it must be created again.
+        Without ``policy.has_random_writes`` the file becomes complete and visible to others with this call, not
+        before. Missing bytes are an error. There is nothing to do for a file to which nothing was written since the
+        last time. After a failure the file's content is unknown, and stays so: it must be created again.
         """
         ...
 
     def rename(self, file: str, name: str) -> None:
-        """Give a synced file another name in the root, in place of whatever had it; durable when this returns.
+        """Rename a synced file in the root, replacing any file of that name. Durable when this returns.
 
         Where not ``policy.can_rename``, this is a StorageError.
         """
         ...
 
     def publish(self, file: str, name: str) -> None:
-        """Give a small file that is synced another name, in place of whatever had it; durable when this returns.
+        """Rename a small synced file, replacing any file of that name. Durable when this returns.
 
-        The file is gone then. The other name changes in one step, on every storage (a store copies within itself);
-        that the file has been removed meanwhile is a StorageError, and changes nothing.
+        The file is gone then. The replacement is atomic on every storage (a store copies within itself). If the
+        file has been removed meanwhile, this is a StorageError and changes nothing.
         """
         self.rename(file, name)
 
     def replace(self, file: str, content: bytes) -> None:
-        """Put a small file in place of whatever has its name, in one step; durable when this returns."""
+        """Write a small file, atomically replacing any file of its name. Durable when this returns."""
         ...
 
     def remove(self, file: str) -> None:
-        """Remove a file, or drop one that is not seen yet; that there is none is no error.
+        """Remove a file, or drop one that is not visible yet. A missing file is not an error.
 
         Not durable before :meth:`sync_names`.
         """
@@ -287,9 +287,9 @@ class StorageWriter(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what is held open; what was not synced may be lost, and what is not seen yet is dropped.
+        """Release open resources. Unsynced bytes may be lost, and files that are not visible yet are dropped.
 
-        Writing afterwards is a StorageError; closing twice is not.
+        Writing afterwards is a StorageError. Closing twice is allowed.
         """
         ...
 

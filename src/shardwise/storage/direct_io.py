@@ -42,7 +42,7 @@ FILE_SYSTEMS: Final = frozenset({"ext4", "xfs"})
 
 
 def open_direct(path: str) -> int | None:
-    """A descriptor that writes around the page cache; None where there is no such way to the file."""
+    """Return a descriptor that bypasses the page cache, or None if the file has no such path."""
     try:
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
     except OSError as error:

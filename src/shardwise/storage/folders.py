@@ -13,12 +13,12 @@ from shardwise.storage.writing import LocalWriter
 class FoldersWriter(LocalWriter):
     """A :class:`~shardwise.storage.contract.StorageWriter` whose names may have a folder in front.
 
-    ``folders`` are those whose files are listed beside the root's, by their way from it; one that a name of a file
-    leads to is added. The root may be a link, folders in it may not, so that nothing outside of the root is written
+    ``folders`` are subfolders whose files are listed with the root's, by relative paths. A folder in the name of a
+    new file is added. The root may be a link, folders in it may not, so that nothing outside of the root is written
     or removed.
 
     Raises:
-        StorageError: for a root, or a folder, that is none; for a folder that is a link.
+        StorageError: the root or a folder does not exist, or a folder is a link.
     """
 
     def __init__(self, root: str | os.PathLike[str], folders: Collection[str] = ()) -> None:
@@ -32,7 +32,7 @@ class FoldersWriter(LocalWriter):
         return sorted(self._folders - {""})
 
     def add_folder_of(self, file: str) -> None:
-        """Know of the folder that a file has in front."""
+        """Add the folder part of a file's name."""
         folder = file.rpartition("/")[0]
         if folder in self._folders:
             return
@@ -75,12 +75,12 @@ def folders_in(root: str | os.PathLike[str]) -> list[str]:
 
 
 def remove_files(writer: FoldersWriter, names: Collection[str]) -> None:
-    """Remove files of a folder, links to folders, which a writer does not list, and the folders that it knows of.
+    """Remove files of a folder, links to folders (which a writer does not list), and its known subfolders.
 
-    What is gone already is no error: another process may be removing the same.
+    Files that do not exist are skipped, because another process may be removing the same ones.
 
     Raises:
-        StorageError: something cannot be removed; a folder has other files in it.
+        StorageError: something cannot be removed, or a folder has other files in it.
     """
     try:
         for name in names:
@@ -98,7 +98,7 @@ def remove_files(writer: FoldersWriter, names: Collection[str]) -> None:
 
 
 def remove_folder(root: str | os.PathLike[str]) -> None:
-    """Remove a folder and all that is in it; that it is not there is no error.
+    """Remove a folder with its content. A missing folder is not an error.
 
     Raises:
         StorageError: something cannot be removed.

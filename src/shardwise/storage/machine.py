@@ -1,4 +1,4 @@
-"""Identifies this machine and the processes seen from here, and what control groups (containers) leave of it.
+"""Identity of this machine and of its processes, and resource limits of control groups (containers).
 
 Containers may share a host name.
 """
@@ -21,7 +21,7 @@ GROUPS = Path("/sys/fs/cgroup")
 def boot() -> str:
     """This run of this machine's kernel: equal for all containers on it, another after it has started again.
 
-    The host's name where the kernel does not say.
+    The host's name if the kernel does not provide it.
     """
     try:
         return _BOOT_ID.read_text().strip()
@@ -54,7 +54,7 @@ def control_groups(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> Iterat
 
 
 def number_in(file: Path) -> int | None:
-    """The number in a file of the kernel's; None where it is not there, or says that there is no limit."""
+    """Return the number in a kernel file, or None if it does not exist or states no limit."""
     text = text_of(file).strip()
     return int(text) if text.isdigit() else None
 

@@ -16,7 +16,7 @@ _SHOWN_CHARACTERS = 200
 
 
 def why_unsafe(name: str) -> str | None:
-    """Why ``name`` could leave the storage's root, or cannot be a file name; None when it is fine.
+    """Return the reason why ``name`` could leave the storage's root, or is not a file name, or None.
 
     Names come out of files that anyone may have written (``weight_map`` of an index), so the rule is the same
     on every system: relative, "/"-separated, no way up, no backslash, no drive letter.
@@ -40,7 +40,7 @@ def why_unsafe(name: str) -> str | None:
 
 
 def why_not_plain(name: str) -> str | None:
-    """Why ``name`` is not that of a file directly in the storage's root; None when it is."""
+    """Return the reason why ``name`` is not a file directly in the storage's root, or None."""
     return why_unsafe(name) or ("it has a folder in it" if "/" in name else None)
 
 
@@ -93,7 +93,7 @@ def scheme_of(url: str) -> str:
     """The URL's scheme, in small letters.
 
     Raises:
-        StorageError: for what is no URL.
+        StorageError: it is not a URL.
     """
     match = _SCHEME.match(url)
     if match is None:
@@ -114,7 +114,10 @@ def split_file(url: str) -> tuple[str, str | None]:
 
 
 def without_secrets(url: str) -> str:
-    """The URL as it may be shown: without user, password, query and fragment. What is no URL stays as it is."""
+    """The URL as it may be shown: without user, password, query and fragment.
+
+    Strings other than URLs are unchanged.
+    """
     if not is_url(url):
         return url
     parts = urlsplit(url)
@@ -148,10 +151,10 @@ def _secrets(options: Mapping[str, object], *, is_secret: bool = False) -> Itera
 class HubOptions:
     """Revision, cache and credentials of a hub repository.
 
-    ``revision`` is a branch, tag or commit; ``cache_dir`` replaces the cache of huggingface_hub; ``token`` is
-    a token, True for the stored one, False for none, None for the stored one if there is one. ``variant`` is that
-    in the names of the weights, as "fp16" in ``model.fp16.safetensors``. ``subfolder`` and ``variant`` apply to
-    local folders, too.
+    ``revision`` is a branch, tag or commit. ``cache_dir`` replaces the cache of huggingface_hub. ``token`` is a
+    token, True for the stored one, False for none, or None for the stored one if it exists. ``variant`` is that in
+    the names of the weights, as "fp16" in ``model.fp16.safetensors``. ``subfolder`` and ``variant`` apply to local
+    folders, too.
     """
 
     revision: str | None = None
@@ -168,7 +171,7 @@ class ModelFiles:
 
     Attributes:
         code: also the Python files, for a user who wants them run.
-        extra: further files of weights, where they are there.
+        extra: further weight files to read if they exist.
     """
 
     code: bool = False
@@ -197,7 +200,7 @@ def is_local(name_or_path: str | os.PathLike[str]) -> bool:
 
 
 def local_place(name_or_path: str | os.PathLike[str], options: HubOptions) -> Path | None:
-    """The folder (or file) of this machine that is named; None for the name of a repository.
+    """Return the local folder (or file) of this name, or None for the name of a repository.
 
     Raises:
         StorageError: for a URL, a path that is not there, and a subfolder that leads elsewhere.

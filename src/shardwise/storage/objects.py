@@ -1,6 +1,6 @@
 """Opens object stores, HTTP servers and memory by obstore, and writes files to them, each as one stream.
 
-Errors of obstore are told without credentials.
+Errors of obstore are shown without credentials.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ONE_CHUNK_BYTES: Final = 16 << 20
 
 
 def is_denied(error: Exception) -> bool:
-    """Return whether obstore says that a server refuses access."""
+    """Return whether obstore reports that a server denied access."""
     return type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
 
 
@@ -57,7 +57,7 @@ class Objects:
         doing: as in "reading", for errors.
 
     Raises:
-        StorageError: for a URL that cannot be opened. The network is not asked.
+        StorageError: for a URL that cannot be opened. There is no network access.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any], *, doing: str) -> None:
@@ -155,7 +155,7 @@ def _bucket(url: str, options: Mapping[str, Any]) -> Any:
 
 
 def http_store(url: str, options: Mapping[str, Any]) -> Any:
-    """An HTTP server as obstore opens it; a user and password in the URL become a header."""
+    """Open an HTTP server with obstore. A user and password in the URL become a header."""
     from obstore.store import HTTPStore
 
     parts, options = urlsplit(url), _patient(options)
@@ -175,7 +175,7 @@ def _patient(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fill(buffers: Iterable[memoryview], chunks: Iterable[Any]) -> bool:
-    """Copy the chunks into the buffers, one after the other; whether they are of the same size together."""
+    """Copy the chunks into the buffers in order. Return whether their total sizes are equal."""
     waiting: Iterator[memoryview] = iter(buffers)
     room = memoryview(b"")
     for chunk in chunks:
@@ -201,10 +201,10 @@ _PARTS_AT_ONCE = 4
 
 
 class ObjectWriter(StorageWriter):
-    """Writes files below a URL, each as one stream; see :class:`~shardwise.storage.contract.StorageWriter`.
+    """Writer of files below a URL, each as one stream. See :class:`~shardwise.storage.contract.StorageWriter`.
 
-    A file is seen when it is synced, whole. Until then a large one is a multipart upload, of which nothing is seen
-    where it is not completed. What it leaves in the store then is removed by the bucket's lifecycle rules.
+    A file is seen when it is synced, whole. Until then a large one is a multipart upload, which is invisible unless
+    it is completed. Its remains in the store are removed by the bucket's lifecycle rules.
 
     Memory: about five parts for each file that is being written. A part has 16 MiB, more for files above 156 GiB.
 
@@ -214,7 +214,7 @@ class ObjectWriter(StorageWriter):
         policy: how the storage is written to.
 
     Raises:
-        StorageError: for a URL that cannot be opened. The network is not asked before the first call.
+        StorageError: for a URL that cannot be opened. There is no network access before the first call.
         ConfigError: for a policy that promises more than streams can keep.
     """
 
@@ -377,7 +377,7 @@ class ObjectWriter(StorageWriter):
 
 
 class _Stream:
-    """One file on its way; one that is dropped is never seen."""
+    """One file during its upload. A dropped one is never visible."""
 
     def __init__(self, files: Objects, path: str, nbytes: int) -> None:
         from obstore import open_writer

@@ -40,15 +40,15 @@ class _Descriptor:
 
 
 class LocalReader(StorageReader):
-    """Reads files below ``root`` with ``preadv``; see :class:`~shardwise.storage.contract.StorageReader`.
+    """Reader of files below ``root`` with ``preadv``. See :class:`~shardwise.storage.contract.StorageReader`.
 
     Descriptors are kept open, the ``max_open_files`` last used ones. Symbolic links are followed wherever
     they lead: the cache of the Hugging Face hub is made of them.
 
-    The policy is that of a local disk, or of a network file system where the mount table says that ``root``
-    lies on one; ``policy`` replaces it.
+    The policy is that of a local disk, or of a network file system if the mount table has one at ``root``.
+    ``policy`` replaces it.
 
-    ``bytes_read``, ``reads`` (system calls) and ``files_opened`` count what has been done so far.
+    ``bytes_read``, ``reads`` (system calls) and ``files_opened`` are counters.
     """
 
     def __init__(
@@ -81,8 +81,7 @@ class LocalReader(StorageReader):
     def list(self) -> list[str]:
         """The names of all files below the root, sorted.
 
-        Hidden folders (``.git``, ``.cache``) and linked folders are not entered; links to files that are gone
-        are left out.
+        Hidden folders (``.git``, ``.cache``) and linked folders are not entered. Broken links are skipped.
         """
 
         def refuse(error: OSError) -> None:
@@ -102,7 +101,7 @@ class LocalReader(StorageReader):
         return os.fstat(opened.descriptor).st_size
 
     def identity(self, file: str) -> str:
-        """Size, time of change and, on a local disk, inode; and whether the name leads to another file by now.
+        """Size, modification time and, on a local disk, inode, and whether the name now refers to another file.
 
         A file rewritten in place, to the same size, within the resolution of the file system's clock (some
         milliseconds) is not noticed.
@@ -302,14 +301,14 @@ def open_storage(
     download: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> OpenStorage:
-    """Open a folder, a safetensors or index file, a hub id or a URL; whoever calls closes the reader.
+    """Open a folder, a safetensors or index file, a hub id or a URL. The caller closes the reader.
 
     URLs are read in place. A hub id is downloaded, or taken from the cache alone with ``download=False``.
     ``hub.subfolder`` holds for all of them.
     ``storage_options`` are those of :class:`~shardwise.storage.remote.RemoteReader`, for URLs only.
 
     Raises:
-        StorageError: for what is not there, or cannot be opened.
+        StorageError: it does not exist, or cannot be opened.
     """
     if is_url(name_or_path):
         return _open_url(os.fspath(name_or_path), hub, storage_options or {})
@@ -355,7 +354,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 def type_at(path: str) -> str | None:
-    """The type of the file system that a path, which need not exist, lies on; None where nobody tells."""
+    """Return the type of the file system of a path, which need not exist, or None if unknown."""
     try:
         with open(_TABLE, encoding="utf-8", errors="surrogateescape") as table:
             return file_system_type(os.path.realpath(path), table.read())
@@ -364,9 +363,9 @@ def type_at(path: str) -> str | None:
 
 
 def file_system_type(path: str, mountinfo: str) -> str | None:
-    """The type ("ext4", "nfs4", "fuse.gcsfuse") of the file system that holds ``path``; None where it is not told.
+    """Return the type ("ext4", "nfs4", "fuse.gcsfuse") of the file system that holds ``path``, or None if unknown.
 
-    ``path`` is absolute and free of links; ``mountinfo`` is the text of ``/proc/self/mountinfo`` (proc(5)).
+    ``path`` is absolute and free of links. ``mountinfo`` is the text of ``/proc/self/mountinfo`` (proc(5)).
     """
     found: str | None = None
     depth = -1

@@ -45,7 +45,7 @@ def weights(names: Collection[str], folder: Path, wanted: WantedFiles, variant: 
     """The files of weights that a load will read, of those that there are.
 
     Args:
-        names: what is in the folder of the repository.
+        names: names of files in the repository's folder.
         folder: where its small files are already.
         wanted: a model or an adapter.
         variant: as in the names of files.
@@ -99,12 +99,12 @@ def resolve(
     download: bool = True,
     wanted: WantedFiles = ModelFiles(),  # noqa: B008 - frozen
 ) -> Path:
-    """The local folder (or file) with the checkpoint, downloaded first where it is not there yet.
+    """Return the local folder (or file) with the checkpoint, downloaded first if it is missing.
 
-    Only what will be read is downloaded: the weights of ``options.variant``, or those without one (safetensors,
-    and where there are none, torch's), json, tokenizers; from the top of the repository, or of
-    ``options.subfolder``, alone; Python files only with ``ModelFiles(code=True)``. ``download=False`` takes what
-    the cache has: for the ranks of a node that come after the one that downloads.
+    Only files that will be read are downloaded: the weights of ``options.variant``, or those without one
+    (safetensors, otherwise torch's), json, tokenizers, only from the top of the repository or from
+    ``options.subfolder``, and Python files only with ``ModelFiles(code=True)``. ``download=False`` uses the cache
+    only, for the ranks of a node after the one that downloads.
 
     Raises :class:`StorageError` for a path that is not there, and for a repository that is not to be had.
     """
@@ -136,9 +136,9 @@ def resolve(
 
 
 def commit_of(repo_id: str, options: HubOptions) -> str:
-    """The commit that the revision names: asked of the hub, and where it cannot be reached, of the cache.
+    """Return the commit of the revision from the hub, or from the cache if the hub cannot be reached.
 
-    Raises :class:`StorageError` where neither knows it.
+    Raises :class:`StorageError` if neither has it.
     """
     if options.revision and _COMMIT.fullmatch(options.revision):
         return options.revision
@@ -147,7 +147,7 @@ def commit_of(repo_id: str, options: HubOptions) -> str:
 
 
 def note_commit(repo_id: str, options: HubOptions, commit: str) -> None:
-    """Leave in the cache what a revision named, as a download by it would, for whoever is offline later."""
+    """Record the commit of a revision in the cache, as its download would, for later offline use."""
     revision = options.revision or "main"
     folder = place_of_cache(options) / f"models--{repo_id.replace('/', '--')}"
     noted = folder / "refs" / revision
@@ -158,7 +158,7 @@ def note_commit(repo_id: str, options: HubOptions, commit: str) -> None:
 
 
 def _listing(repo_id: str, options: HubOptions) -> tuple[str, list[str]] | None:
-    """The commit, and the names of its files, that the hub tells of; None where the cache has to do."""
+    """Return the commit and its file names from the hub, or None if only the cache is available."""
     with hub_errors_named(repo_id, options):
         from huggingface_hub import HfApi, constants
         from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
@@ -226,7 +226,7 @@ _REMEDIES = {
 
 @contextmanager
 def hub_errors_named(repo_id: str, options: HubOptions) -> Iterator[None]:
-    """Turn what huggingface_hub raises into a StorageError that says what to do."""
+    """Turn exceptions of huggingface_hub into a StorageError with advice."""
     try:
         yield
     except Exception as error:
@@ -238,14 +238,14 @@ def hub_errors_named(repo_id: str, options: HubOptions) -> Iterator[None]:
 
 
 class RemoteReader(StorageReader):
-    """Reads files below a URL by range; see :class:`~shardwise.storage.contract.StorageReader`.
+    """Reader of files below a URL by range. See :class:`~shardwise.storage.contract.StorageReader`.
 
-    Nothing is written to disk, and no file is held in memory: each request in flight is held once (16 MiB at
-    most), and copied into the caller's buffers. At most ``policy.concurrency`` requests are in flight, however many
-    threads read. Failures that may pass are tried again by obstore. The version of every file is remembered when it
-    is first looked at; bytes of another version are a StorageError.
+    Nothing is written to disk, and no file is held in memory: each request in flight is held once (16 MiB at most),
+    and copied into the caller's buffers. At most ``policy.concurrency`` requests are in flight, however many
+    threads read. Failures that may pass are tried again by obstore. The version of every file is recorded at its
+    first use. Bytes of another version are a StorageError.
 
-    ``bytes_read``, ``reads`` (ranges asked for) and ``files_opened`` (files looked at) count what has been done.
+    ``bytes_read``, ``reads`` (requested ranges) and ``files_opened`` are counters.
 
     Args:
         url: a folder, as ``https://host/folder``, ``s3://bucket/folder``, ``gs://bucket/folder``, ``az://...`` or
@@ -256,7 +256,7 @@ class RemoteReader(StorageReader):
         policy: how the storage is read.
 
     Raises:
-        StorageError: for a URL that cannot be read. The network is not asked before the first read.
+        StorageError: for a URL that cannot be read. There is no network access before the first read.
     """
 
     def __init__(

@@ -43,9 +43,9 @@ _UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 class _OpenFile:
     """A file open for writing. It is closed with the last reference to it.
 
-    ``direct`` is a descriptor that writes around the page cache, from the first write that could use it; ``kept``
-    are places and bytes that wait for the sync. ``users`` are writes going on, ``writes`` those that have begun.
-    All change under the writer's lock.
+    ``direct`` is a descriptor that bypasses the page cache, opened by the first suitable write. ``kept`` are places
+    and bytes that wait for the sync. ``users`` are writes in progress, ``writes`` those that have started. All
+    change under the writer's lock.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -64,17 +64,17 @@ class _OpenFile:
 
 
 class LocalWriter(contract.StorageWriter):
-    """Writes files into ``root`` with ``pwritev``; see :class:`~shardwise.storage.contract.StorageWriter`.
+    """Writer of files into ``root`` with ``pwritev``. See :class:`~shardwise.storage.contract.StorageWriter`.
 
-    Space is set aside when a file is created (``fallocate``), so that a full disk is an error before anything is
-    written; file systems that cannot do so tell it later. Permissions are what the umask leaves of rw-rw-rw-.
-    Symbolic links in the root are never written through: a link is refused by :meth:`write`, and it is the link
-    that is renamed, replaced or removed, not the file it leads to. The root itself may be one.
+    Space is allocated when a file is created (``fallocate``), so that a full disk is an error before anything is
+    written. File systems without it report this later. Permissions are rw-rw-rw- minus the umask. Symbolic links in
+    the root are never written through: a link is refused by :meth:`write`, and it is the link that is renamed,
+    replaced or removed, not the file it leads to. The root itself may be one.
 
-    The policy is that of a disk (ext4, xfs), of a network file system, or of another local one, as the mount table
-    says of ``root``; ``policy`` replaces it. By a policy that ``is_direct``, large writes go around the page cache
-    (see [Note: Around the page cache]), where that can be done, and small ones may wait for the sync. A file keeps
-    its descriptors open until it is synced.
+    The policy is that of a disk (ext4, xfs), of a network file system, or of another local one, according to the
+    mount table. ``policy`` replaces it. With a policy that ``is_direct``, large writes bypass the page cache if
+    possible (see [Note: Around the page cache]), and small ones may wait for the sync. A file keeps its descriptors
+    open until it is synced.
 
     Raises:
         StorageError: for a root that is there and is no folder.
@@ -258,7 +258,7 @@ class LocalWriter(contract.StorageWriter):
         return opened
 
     def _write_direct(self, file: str, opened: _OpenFile, buffers: Sequence[memoryview], start: int) -> None:
-        """Whole blocks go around the page cache as far as the file system takes them so; the ends are kept."""
+        """Full blocks bypass the page cache as far as the file system allows it. The ends are kept."""
         with self._lock, self._failures(file, "opening it for writing"):
             if opened.direct is None:
                 opened.direct = open_direct(self._path(file))
@@ -286,7 +286,7 @@ class LocalWriter(contract.StorageWriter):
             return 0
 
     def _keep(self, file: str, opened: _OpenFile, small: Sequence[tuple[int, bytes]]) -> None:
-        """Put aside what does not go around the page cache until the sync, unless that is much."""
+        """Keep bytes that cannot bypass the page cache until the sync, unless there are many."""
         many: list[tuple[int, bytes]] = []
         with self._lock:
             opened.kept.extend(small)
@@ -401,7 +401,7 @@ def make_folder(path: str) -> None:
 
 
 def _sync_folder(folder: str) -> None:
-    """Make the names in a folder last, where the file system can or has to be asked for it."""
+    """Make the names in a folder durable, if the file system supports or requires it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -417,13 +417,13 @@ def open_writer(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> contract.StorageWriter:
-    """Open a folder, which need not be there, or a URL for writing; whoever calls closes the writer.
+    """Open a folder, which may be missing, or a URL for writing. The caller closes the writer.
 
     Nothing is made before the first file is. ``storage_options`` are those of
     :class:`~shardwise.storage.objects.ObjectWriter`, for URLs only.
 
     Raises:
-        StorageError: for what cannot be written to: the hub, an HTTP server, a path that is a file.
+        StorageError: it is not writable: the hub, an HTTP server, or a path that is a file.
     """
     if not is_url(target):
         if storage_options:

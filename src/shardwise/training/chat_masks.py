@@ -12,11 +12,11 @@ versions of 31 templates, compared byte by byte. This module finds the assistant
 - It ends behind the special token that ends the message. A template may end a whole chat with one more (Phi-3),
   which is not part of the answer. A message without one (GLM) is ended by the token that starts the next message,
   because the model stops there.
-- A template with ``{% generation %}`` marks says all this itself.
+- A template with ``{% generation %}`` marks defines the tokens itself.
 
-Templates may render an answer differently once more messages follow (most reasoning models drop earlier
-reasoning). Training on that rendering would train the model to skip its reasoning. Answers whose rendering is still
-a prefix of the whole chat share one example; every other one ends an example of its own.
+Templates may render an answer differently once more messages follow (most reasoning models drop earlier reasoning).
+Training on that rendering would train the model to skip its reasoning. Answers whose rendering is still a prefix of
+the whole chat share one example. Every other one ends an example of its own.
 """
 
 import itertools
@@ -82,7 +82,7 @@ class _RenderableChat:
     """Tools, and further variables of the template."""
 
     def render(self, messages: Sequence[ChatMessage], *, prompt: bool = False) -> str:
-        """Render messages as text, with the prompt for an answer if asked for.
+        """Render messages as text, with the generation prompt on request.
 
         Raises:
             ChatError: the template raises an error.
@@ -91,7 +91,7 @@ class _RenderableChat:
 
     @property
     def has_marks(self) -> bool:
-        """True if the template marks what the assistant generates."""
+        """True if the template marks the assistant's tokens."""
         return _MARK.search(self.template) is not None
 
     def marked(self, messages: Sequence[ChatMessage]) -> _MaskedText:
@@ -109,7 +109,7 @@ class _RenderableChat:
         return str(texts[0]), [(start, end) for start, end in (spans[0] if spans else ())]
 
     def attempt(self, messages: Sequence[ChatMessage], *, prompt: bool = False) -> str | None:
-        """Render messages; None if the template refuses them."""
+        """Render messages. None if the template rejects them."""
         try:
             return self.render(messages, prompt=prompt)
         except ChatError:
@@ -155,7 +155,7 @@ class AssistantMasks:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[dict[str, list[int]]]:
-        """Tokenize a chat; usually as one example, see [Note: Assistant masks].
+        """Tokenize a chat, usually as one example. See [Note: Assistant masks].
 
         Args:
             messages: with "role" and "content". An assistant message with a "weight" of 0 is not trained on.
@@ -271,7 +271,7 @@ class AssistantMasks:
         return changed
 
     def _opening(self, chat: _RenderableChat, role: str) -> str:
-        """The special token that starts the message behind an answer; "" if it starts with another text."""
+        """Return the special token that starts the message after an answer, or "" if it starts with other text."""
         if role not in self._openings:
             answer: ChatMessage = {"role": "assistant", "content": "x"}
             if role == "tool":
@@ -421,7 +421,7 @@ def _require_rendered(message: ChatMessage, text: str, name: str) -> None:
 
 
 def _require_complete(message: ChatMessage, answer: str, name: str) -> None:
-    """Check that what is trained on has the reasoning and the content of a message."""
+    """Check that the trained text contains the reasoning and the content of a message."""
     reasoning = message.get("reasoning_content")
     if isinstance(reasoning, str) and not _has(answer, reasoning):
         raise _left_out(f"{name}.reasoning_content")

@@ -55,11 +55,11 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
     Args:
         script: ``dataset_name``, ``dataset_config``, ``dataset_streaming``. A name may also be a local file.
         mixture: ``datasets``, which replaces ``dataset_name``, ``streaming``, ``test_split_size``.
-        weights: of the entries of ``datasets``, to interleave them; None to concatenate them as TRL does.
+        weights: of the entries of ``datasets``, to interleave them. None concatenates them as TRL does.
         seed: of the interleaving.
 
     Raises:
-        ConfigError: a data set cannot be loaded, or naming what contradicts.
+        ConfigError: a data set cannot be loaded, or settings contradict each other. The message names them.
     """
     if mixture.datasets:
         for entry in mixture.datasets:
@@ -89,7 +89,7 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
 
 
 def _builder_of(name: str) -> str | None:
-    """The builder for a local file; None for a folder or a name on the hub."""
+    """Return the builder for a local file, or None for a folder or a name on the hub."""
     file = Path(name)
     suffix = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
     return _BUILDERS.get(suffix) if file.is_file() else None
@@ -139,12 +139,12 @@ def _checked(name: str, read: Callable[[], T]) -> T:
 
 
 def as_messages(found: AnyDataset, *, num_proc: int | None) -> AnyDataset:
-    """Convert rows of ShareGPT and Alpaca to ``messages``; other data sets are returned as they are."""
+    """Convert rows of ShareGPT and Alpaca to ``messages``. Other data sets are returned unchanged."""
     return _mapped(found, lambda row: [to_messages(row)], num_proc) if is_foreign(columns_of(found)) else found
 
 
 def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None) -> AnyDataset:
-    """Tokenize chats to ``input_ids`` and ``assistant_masks``; see [Note: Assistant masks].
+    """Tokenize chats to ``input_ids`` and ``assistant_masks``. See [Note: Assistant masks].
 
     Rows have ``messages``, or ``prompt`` and ``completion`` as messages, of which the completion is trained on.
 
@@ -168,7 +168,7 @@ def columns_of(found: AnyDataset) -> list[str]:
 def _mapped(
     found: Any, examples_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]], num_proc: int | None
 ) -> AnyDataset:
-    """Replace each row by its examples; a row has one or several."""
+    """Replace each row by its one or more examples."""
     options: dict[str, Any] = {"num_proc": num_proc} if isinstance(found, datasets.Dataset) else {}
     mapped: AnyDataset = found.map(
         partial(_batch, examples_of), batched=True, with_indices=True, remove_columns=columns_of(found), **options
@@ -226,7 +226,7 @@ def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a row of ShareGPT, Alpaca or ``messages`` to ``messages``, with ``tools`` as function schemas.
 
     A key of None counts as absent. Other columns are kept. Arrow fills structs of one column with the keys of all
-    of them; what is None is removed at any depth, but for the content of a message with tool calls.
+    of them. None values are removed at any depth, except for the content of a message with tool calls.
 
     Raises:
         MalformedRowError: naming the key that is malformed.

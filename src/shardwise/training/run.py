@@ -48,7 +48,7 @@ class TrlOutcome:
         output_dir: the folder that has the model, or the checkpoints of a training that was stopped.
         steps: optimizer steps done.
         has_stopped: whether a signal ended it before its last step.
-        metrics: what TRL's ``train`` returned.
+        metrics: the metrics returned by TRL's ``train``.
         history: entries that the trainer logged.
         summary: lines to print.
     """
@@ -62,7 +62,7 @@ class TrlOutcome:
 
 
 def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
-    """Train as a configuration says. Collective: yes, over the default process group.
+    """Train from a configuration. Collective: yes, over the default process group.
 
     Raises:
         ShardwiseError: the same on every rank, if the configuration, the data or the model cannot be used.
@@ -159,7 +159,7 @@ def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*
 
 
 def _resume_from(training: Any, output: Path) -> Any:
-    """The checkpoint to resume from: the one asked for, else the newest in the output folder, if there is one."""
+    """Return the requested checkpoint, otherwise the newest in the output folder, or None."""
     if training.resume_from_checkpoint is not None:
         return training.resume_from_checkpoint
     with World.current(call="train") as world:
@@ -189,7 +189,7 @@ class StopOnSignal(TrainerCallback):
         """Whether the training ended before its last step."""
 
     def on_step_end(self, *positional: Any, **_: Any) -> TrainerControl:
-        """Ask for a checkpoint and the end."""
+        """Request a checkpoint and the end."""
         control: TrainerControl = positional[2]
         if self._request.is_made:
             control.should_save = True
@@ -241,7 +241,7 @@ ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
-    """True if somebody has asked this rank to stop. The ranks agree on it in each step."""
+    """True if this rank has been requested to stop. The ranks agree on it in each step."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -254,9 +254,9 @@ class StopRequest:
         return self.number is not None
 
     def has_come(self) -> bool:
-        """Return whether a signal has come, heard or not.
+        """Return whether a signal has arrived, handled or not.
 
-        The main thread hears none while it waits in a collective.
+        The main thread handles none while it waits in a collective.
         """
         if self._woken is not None:
             with suppress(OSError):  # there is nothing to read
@@ -281,11 +281,11 @@ class StopRequest:
 
 @contextmanager
 def stopping_on_signals() -> Iterator[StopRequest]:
-    """SIGTERM, SIGUSR1 and SIGINT ask to stop; a second one ends this process, as it would have without this.
+    """SIGTERM, SIGUSR1 and SIGINT request a stop. A second one ends this process with its default action.
 
-    SIGUSR1 is what Slurm is asked to send some time before the end (``--signal=USR1@120``).
+    Slurm can send SIGUSR1 some time before the end (``--signal=USR1@120``).
 
-    Signals are the main thread's affair: in any other one nothing is asked.
+    Signals are handled on the main thread only. On another thread this does nothing.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

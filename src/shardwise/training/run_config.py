@@ -142,7 +142,7 @@ def keys_of(method: TrainMethod) -> Mapping[str, Spec]:
 
 
 def faults_of(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
-    """Describe what is wrong with a key, if anything is."""
+    """Describe the fault of a key, if it has one."""
     specs = keys_of(method)
     if others := [name for name in METHODS if key not in specs and key in keys_of(name)]:
         yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method."

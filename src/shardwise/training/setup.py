@@ -116,7 +116,7 @@ def _require_consistent(arguments: TrlArguments, method: TrainMethod) -> None:
 
 
 def bring_up(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
-    """Load the model, sharded over all ranks, with what is trained of it. Collective: yes.
+    """Load the model, sharded over all ranks, with its trained parameters. Collective: yes.
 
     Raises:
         ConfigError: keys contradict each other.
@@ -141,7 +141,7 @@ def _without_secrets(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def bring_up_reference(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel | None:
-    """Load the reference model of a preference training, sharded; None if TRL needs none. Collective: yes.
+    """Load the reference model of a preference training, sharded. None if TRL needs none. Collective: yes.
 
     TRL would load it whole on each rank. The reference of a LoRA is the model without it.
     """
@@ -151,7 +151,7 @@ def bring_up_reference(arguments: TrlArguments, method: TrainMethod) -> PreTrain
 
 
 def bring_up_base(arguments: TrlArguments) -> PreTrainedModel:
-    """Load the base of many LoRAs, sharded and frozen; in bfloat16 if ``bf16`` is set. Collective: yes."""
+    """Load the base of many LoRAs, sharded and frozen, in bfloat16 if ``bf16`` is set. Collective: yes."""
     options = model_options(arguments, "sft")
     if arguments.training.bf16 and not arguments.model.dtype:
         options["dtype"] = "bfloat16"
@@ -223,7 +223,7 @@ def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
     """Load the processor of a vision-language model, or the tokenizer, as TRL does.
 
     Raises:
-        ConfigError: it cannot be loaded; ``chat_template_path`` would change a model that is sharded already.
+        ConfigError: it cannot be loaded, or ``chat_template_path`` would change a model that is already sharded.
     """
     own = arguments.own["tokenizer_name_or_path"]
     name, revision = own or arguments.model.model_name_or_path, None if own else arguments.model.model_revision
@@ -247,7 +247,7 @@ def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
 def load_data(
     arguments: TrlArguments, method: TrainMethod, processor: Any, local_rank: int
 ) -> tuple[AnyDataset, AnyDataset | None]:
-    """Load rows to train on and to evaluate on; tokenized if TRL has no masks for the chat template.
+    """Load rows for training and evaluation, tokenized if TRL has no masks for the chat template.
 
     Collective: yes.
 
@@ -332,7 +332,7 @@ def _reward_functions(script: Any) -> list[Callable[..., Any]]:
     """Resolve names of TRL's reward functions and import paths.
 
     Raises:
-        ConfigError: naming what cannot be found.
+        ConfigError: a function cannot be found. The message has its name.
     """
     if script.reward_model_name_or_path:
         raise ConfigError("reward_model_name_or_path: would be loaded whole on every rank. Use reward_funcs.")
@@ -370,7 +370,7 @@ def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
 def plan_run(config: RunConfig, *, ranks: int | None = None, nodes: int = 1, device: str = "cuda") -> Forecast:
     """Forecast a training by its configuration, with TRL's defaults. Rows are taken to have ``max_length`` tokens.
 
-    A pair of DPO is two rows. Generation of GRPO and reference models are not included; a note says so.
+    A pair of DPO is two rows. Generation of GRPO and reference models are not included, as a note states.
 
     Collective: no.
 

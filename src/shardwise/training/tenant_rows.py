@@ -39,7 +39,7 @@ class TokenizedRows:
         return len(self.lengths)
 
     def tensors(self, numbers: Sequence[int]) -> RowTensors:
-        """Collate rows, padded on the right; no rows give tensors of shape (0, 1)."""
+        """Collate rows, padded on the right. No rows give tensors of shape (0, 1)."""
         if not numbers:
             return {"input_ids": torch.zeros((0, 1), dtype=torch.int64)}
         collate = sft_trainer.DataCollatorForLanguageModeling(pad_token_id=0)
@@ -162,7 +162,7 @@ class StepOrder:
     Attributes:
         count: the number of rows.
         rows_per_step: of all ranks.
-        seed: of the order; each epoch has another.
+        seed: of the order. Each epoch has another.
         epoch: epochs that are over.
         offset: rows of this epoch that are over.
     """
@@ -175,7 +175,7 @@ class StepOrder:
     _of_epoch: tuple[int, list[int]] = field(default=(-1, []))
 
     def take_step(self) -> list[int]:
-        """Return the rows of the next step; the last step of an epoch may have fewer."""
+        """Return the rows of the next step. The last step of an epoch may have fewer."""
         if self._of_epoch[0] != self.epoch:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             self._of_epoch = self.epoch, torch.randperm(self.count, generator=generator).tolist()

@@ -40,10 +40,10 @@ _WEIGHTS: Final = ("*/*.safetensors", "*/checkpoint-*/*.safetensors")
 
 
 def train_tenants_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
-    """Train many LoRAs as a configuration says. Collective: yes, over the default process group.
+    """Train many LoRAs from a configuration. Collective: yes, over the default process group.
 
     Returns:
-        The outcome; its ``metrics`` are those of each tenant, by name, ranked by evaluation loss.
+        The outcome. Its ``metrics`` are those of each tenant, by name, ranked by evaluation loss.
 
     Raises:
         ShardwiseError: the same on every rank, if the configuration, the data or the base cannot be used.
@@ -124,7 +124,7 @@ def train_in_turns(tenants: Sequence[TenantTraining], budget: int, request: Any)
         Whether a signal ended it, and the failures by name.
 
     Raises:
-        ShardwiseError: a pass failed, or a rank is lost; the newest checkpoints are complete.
+        ShardwiseError: a pass failed, or a rank is lost. The newest checkpoints are complete.
     """
     queue, failures, has_stopped = list(tenants), dict[str, str](), False
     world = World.current(call="the tenants' passes")
@@ -204,7 +204,7 @@ class BankOfTenants:
 
 
 class TenantTraining:
-    """A tenant of a bank that is trained as its configuration says. Its methods raise the same on every rank.
+    """A tenant of a bank with its training configuration. Its methods raise the same on every rank.
 
     Args:
         name: of the tenant.
@@ -323,7 +323,7 @@ class TenantTraining:
         self._window.append(loss)
 
     def proceed(self) -> None:
-        """Take a step if all of its rows have passed; then log, evaluate and save if it is time. Collective: yes.
+        """Take a step if all of its rows have passed. Then log, evaluate and save if due. Collective: yes.
 
         Raises:
             TrainingError: the loss or the gradient is not finite.
@@ -416,7 +416,7 @@ def _complete_steps(folder: Path) -> list[int]:
 
 
 def _newest(folder: Path) -> tuple[int, TrainerState | None]:
-    """Find the newest complete checkpoint: its step and its state; None if there is none.
+    """Return the step and the state of the newest complete checkpoint, or None.
 
     Raises:
         FormatError: its state is damaged.

@@ -1,7 +1,7 @@
 """Selection of trained parameters, decided on meta before the model is sharded.
 
-``modes`` are the types that say what is wanted, ``tune`` carries them out on a model on meta, and
-``peft_compat`` is the one file that knows PEFT's unexported names.
+``modes`` has the types of tunings, ``tune`` applies them to a model on meta, and ``peft_compat`` has all uses of
+PEFT's unexported names.
 """
 
 from shardwise.errors import require_versions

@@ -1,4 +1,4 @@
-"""A LoRA of PEFT's in a model on meta, new or there already: what it adds, how that begins, what is offered."""
+"""LoRA of PEFT in a model on meta, new or loaded: its tensors, their initialization, and their bindings."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def match_adapter(
 
     Args:
         model: PEFT's model.
-        held: what is in it.
+        held: tensors of the model.
         name: the adapter's, in the model.
-        adapter: what its folder holds.
+        adapter: tensors of its folder.
         required: names of tensors that the folder must hold.
 
     Raises:
-        CoverageError: naming what is missing, what leads to nothing, and what has another shape, all at once.
+        CoverageError: tensors are missing, unexpected or of another shape. The message has all of them.
     """
     places = names_outside(model, held, AdapterOnly(name))
     by_name = {alias: item for item in held for alias in item.names}
@@ -81,7 +81,7 @@ def _shown(targets: object) -> str:
 def with_lora(
     base: PreTrainedModel, bindings: Bindings, config: LoraConfig, name: str, adapter: Adapter | None
 ) -> Tuned:
-    """Inject PEFT's modules. Tensors are known again by identity: of the module, and of the name in it."""
+    """Inject PEFT's modules. Tensors are recognized by identity: of the module, and of the name in it."""
     _require_numbers(base, config)
     before = look_inside(base)
     old_names = {(id(slot.module), slot.name): slot.fqn for item in before for slot in item.slots}
@@ -137,7 +137,7 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
 
 
 def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
-    """Raises ConfigError where a LoRA needs numbers of what is in four bits."""
+    """Raises ConfigError if a LoRA needs dequantized values of a 4-bit weight."""
     packed = [name for name, module in base.named_modules() if hasattr(module, "kept_as")]
     if packed and config.use_dora:
         raise ConfigError(
@@ -154,7 +154,7 @@ def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _originals(model: Any, adapter: str, names: Mapping[tuple[int, str], str]) -> dict[str, str]:
-    """Names of parameters and buffers in copied modules, to those of what they are copies of."""
+    """Return names of parameters and buffers in copied modules, mapped to those of their originals."""
     found: dict[str, str] = {}
     for original, copy in peft_compat.copies(model, adapter):
         ours = dict(original.named_modules(remove_duplicate=False))
@@ -239,7 +239,7 @@ def _require_all_matched(
 
 
 def replicated(made: Tuned) -> Tuned:
-    """The same, with what was added whole on every rank.
+    """Return the same with the added modules unsharded on every rank.
 
     Raises:
         ConfigError: it has magnitudes of DoRA, which need their rows.
@@ -266,13 +266,13 @@ def near(wanted: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A model on meta that is ready to be sharded, and what is known of how it will be filled.
+    """A model on meta that is ready to be sharded, and the sources of its values.
 
     Attributes:
-        model: what the user gets; PEFT's model, where there is an adapter.
+        model: the model for the user, PEFT's if there is an adapter.
         base: the model of transformers, to which ``fully_shard`` is applied.
-        bindings: what the checkpoint offers, under the names that tensors have in ``model``.
-        additions: what was put in.
+        bindings: the checkpoint's bindings, under the names in ``model``.
+        additions: the added modules.
         stays_whole: names of parameters that are to stay whole on every rank, with the reason.
         whole: these parameters themselves, once their dtypes are settled.
         notes: sentences for the report.

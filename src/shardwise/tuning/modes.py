@@ -1,4 +1,4 @@
-"""Tunings: all of a model is trained, some of its layers, or an adapter; which parameters that are."""
+"""Tunings: full, some layers, or an adapter, and the selection of trained parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Tuning:
-    """Base class: what is trained of a model, and what is added for it. By default all that its class trains.
+    """Base class: selection of trained parameters, and added modules. By default all that its class trains.
 
     A subclass of one's own may be passed as ``tuning``. It is carried out on meta, before the model is sharded.
     """
@@ -55,8 +55,8 @@ class Tuning:
         """Add modules, and let only that have gradients which is trained.
 
         Args:
-            base: on meta, tied, not sharded; it is changed.
-            bindings: what the checkpoint offers for it.
+            base: on meta, tied, not sharded. It is changed.
+            bindings: the checkpoint's bindings for it.
             adapters: those of :meth:`folders`, opened.
 
         Raises:
@@ -73,15 +73,15 @@ class Full(Tuning):
 
 @dataclass(frozen=True, slots=True)
 class Freeze(Tuning):
-    """Some layers, and modules outside of them; all else is frozen.
+    """Train some layers, and modules outside of them. Everything else is frozen.
 
     Attributes:
-        trainable_layers: the last n of the model's layers, or the first n as ``-n``; 0 for none. Of a
+        trainable_layers: the last n of the model's layers, or the first n as ``-n``. 0 for none. Of a
             vision-language model, the language model's layers.
-        trainable_modules: names of modules inside these layers, as in ``("self_attn", "mlp.down_proj")``; none for
-            the layers whole.
-        extra_modules: names of modules outside of the layers, as in ``("embed_tokens", "lm_head")``. What is tied
-            is trained under all of its names.
+        trainable_modules: names of modules inside these layers, as in ``("self_attn", "mlp.down_proj")``. Default:
+            entire layers.
+        extra_modules: names of modules outside of the layers, as in ``("embed_tokens", "lm_head")``. Tied
+            parameters are trained under all of their names.
     """
 
     trainable_layers: int = 0
@@ -121,7 +121,7 @@ hands at run time.
 
 
 class _LoraTuning(Tuning):
-    """A LoRA of PEFT's under the name ``adapter``, whose matrices are placed as ``adapters`` says."""
+    """A LoRA of PEFT under the name ``adapter``, whose matrices are placed according to ``adapters``."""
 
     __slots__ = ()
 
@@ -158,10 +158,10 @@ class _LoraTuning(Tuning):
 
 @dataclass(frozen=True, slots=True)
 class Lora(_LoraTuning):
-    """A new LoRA of PEFT's, and what its config trains beside it (``modules_to_save``, ``bias``).
+    """A new LoRA of PEFT, and the other trained modules of its config (``modules_to_save``, ``bias``).
 
     Attributes:
-        config: PEFT's own; it is copied, and not changed.
+        config: PEFT's config. It is copied, and not changed.
         adapter: the adapter's name.
         adapters: where its matrices are.
     """
@@ -196,7 +196,7 @@ def freeze(model: nn.Module, mode: Freeze) -> None:
     """Set ``requires_grad`` of every parameter.
 
     Raises:
-        ConfigError: a name that matches nothing, with the nearest that would; more layers than there are.
+        ConfigError: a name matches nothing (with the nearest match), or there are fewer layers.
     """
     blocks = _layers(model) if mode.trainable_layers else []
     count = abs(mode.trainable_layers)
@@ -292,15 +292,15 @@ def tune(
     adapters: Mapping[str, Adapter],
     casts_to: torch.dtype | None = None,
 ) -> Tuned:
-    """Make a model on meta ready to be trained as ``tuning`` says; it is tied already, and not yet sharded.
+    """Apply ``tuning`` to a model on meta that is already tied and not yet sharded.
 
     Args:
-        base: the model; it is changed.
-        bindings: what the checkpoint offers for it.
-        tuning: what is trained.
+        base: the model, which is changed.
+        bindings: the checkpoint's bindings for it.
+        tuning: the tuning to apply.
         trained: in which dtype that is kept.
         adapters: by name, those that the tuning starts from.
-        casts_to: the dtype in which everything computes; None for each parameter's own.
+        casts_to: the compute dtype of all modules, or None for each parameter's own.
 
     Raises:
         ConfigError: something named matches nothing, or cannot be honored.
@@ -320,7 +320,7 @@ def tune(
 
 
 def _recast(model: nn.Module, trained: TrainedDtype, casts_to: torch.dtype | None) -> None:
-    """Give what is trained the dtype it is to be kept in, still on meta.
+    """Set the dtype of trained parameters, on meta.
 
     Raises:
         ConfigError: a module would compute with parameters of two dtypes.

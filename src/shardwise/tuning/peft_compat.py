@@ -1,8 +1,7 @@
-"""The one file that knows PEFT's unexported names, and what of its layers is no public promise.
+"""All uses of PEFT's unexported names, and of behavior of its layers that is not documented.
 
-Checked with PEFT 0.20 and 0.21. PEFT is optional and slow to import, so that nothing here imports it before it is
-called; a name that is gone is an error when PEFT is first asked to inject. What each means is asserted by
-``tests/canary``.
+Checked with PEFT 0.20 and 0.21. PEFT is optional and slow to import, so nothing here imports it before a call. A
+missing name is an error when PEFT first injects. Their meanings are asserted by ``tests/canary``.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def _require_lora(config: object) -> None:
 
 
 def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
-    """Refuse what cannot be brought up on meta exactly as PEFT would.
+    """Reject configs that cannot be created on meta exactly as PEFT would.
 
     Raises:
         ConfigError: naming each option.
@@ -126,7 +125,7 @@ def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
 
 
 def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bool) -> PeftModel:
-    """PEFT's model around ``base``, in which its modules have taken their places; what it adds is on meta.
+    """Return PEFT's model around ``base`` with its modules in place. The added ones are on meta.
 
     ``config`` is copied. Unless the adapter ``starts_anew``, how it was initialized once plays no role.
 
@@ -187,13 +186,13 @@ def _with_products(layer: Any, adapters: Sequence[str]) -> Iterator[None]:
 
 
 def _merged(tuner: Any, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:  # noqa: FBT001, FBT002
-    """``BaseTuner.merge_adapter``, where it can be done."""
+    """Run ``BaseTuner.merge_adapter`` if it is supported."""
     _require_in_place(tuner, safe_merge=safe_merge)
     type(tuner).merge_adapter(tuner, adapter_names, safe_merge)
 
 
 def _unloaded(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = False, **options: Any) -> Any:  # noqa: FBT001, FBT002
-    """``BaseTuner._unload_and_optionally_merge``, where it can be done."""
+    """Run ``BaseTuner._unload_and_optionally_merge`` if it is supported."""
     if merge:
         _require_in_place(tuner, safe_merge=safe_merge)
     group = next((name for name, layer in layers(tuner) if isinstance(layer, FSDPModule)), None)
@@ -368,7 +367,7 @@ def adapter_doors() -> list[tuple[Any, str]]:
 
 
 def layer_among(given: Iterable[object]) -> nn.Module | None:
-    """The layer with adapters among what one of these functions is given."""
+    """Return the layer with adapters among the arguments of one of these functions."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return next((item for item in given if isinstance(item, BaseTunerLayer) and isinstance(item, nn.Module)), None)

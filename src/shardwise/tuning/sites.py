@@ -1,4 +1,4 @@
-"""Asks PEFT where a LoRA sits in a model, and how it begins: on a model on meta, which is thrown away."""
+"""Sites and initialization of a LoRA in a model, from PEFT on a temporary model on meta."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class AdaptedMatrix:
-    """A matrix of an adapter: its FQN beside an adapter named "default", and its shape."""
+    """A matrix of an adapter: its FQN in the case of an adapter named "default", and its shape."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class AdaptedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class LinearSite:
-    """A linear layer with an adapter: ``y + scaling * lora_B(lora_A(dropout(x)))``; A (r, in), B (out, r)."""
+    """A linear layer with an adapter: ``y + scaling * lora_B(lora_A(dropout(x)))``. A is (r, in), B is (out, r)."""
 
     module: str
     lora_A: AdaptedMatrix
@@ -55,7 +55,7 @@ class LinearSite:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSite:
-    """An embedding with one; A is (r, words), B (width, r)."""
+    """An embedding with one. A is (r, vocabulary), B is (width, r)."""
 
     module: str
     lora_A: AdaptedMatrix
@@ -66,7 +66,7 @@ class EmbeddingSite:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSite:
-    """A parameter of fused experts with one for each expert; A is (r * experts, in), B (out, r * experts)."""
+    """A parameter of fused experts with one for each expert. A is (r * experts, in), B is (out, r * experts)."""
 
     module: str
     parameter: str
@@ -122,7 +122,7 @@ def outline_adapter(base: PreTrainedModel, config: LoraConfig) -> AdapterOutline
     """Return the adapter that PEFT would add to a model.
 
     Args:
-        base: on meta, in float32; PEFT's modules are put into it.
+        base: on meta, in float32. PEFT's modules are added to it.
         config: of matrices alone.
 
     Raises:
@@ -150,7 +150,7 @@ def outline_adapter(base: PreTrainedModel, config: LoraConfig) -> AdapterOutline
 
 
 def _require_matrices(config: LoraConfig) -> None:
-    """Refuse what is no pair of matrices beside a weight.
+    """Reject anything other than a pair of matrices of a weight.
 
     Raises:
         ConfigError: naming each option.
