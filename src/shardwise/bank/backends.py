@@ -111,7 +111,7 @@ class SegmentLoop:
 
 
 class GroupedProducts(SegmentLoop):
-    """Neighbors with as many rows and one rank, by one batched product; others one after the other."""
+    """Computes adjacent parts with equally many rows and one rank by one batched product."""
 
     def add(self, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
         """Add the adapters to ``out``. Return the values saved for :meth:`lead_back`."""

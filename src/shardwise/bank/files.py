@@ -204,7 +204,7 @@ def _read(world: World, module: nn.Module, folder: Path, file: str, only: Adapte
 
 
 def _with_scratch(whole: nn.Module, own: set[str]) -> nn.Module:
-    """The same, with other memory for what PEFT takes for the adapter's and is the base's."""
+    """Return the same tensors with other memory for the base's tensors that PEFT saves with the adapter."""
     held = look_inside(whole)
     by_name = {name: item for item in held for name in item.names}
     for key, fqn in names_outside(whole, held, AdapterOnly()).items():

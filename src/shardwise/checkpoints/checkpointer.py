@@ -273,7 +273,7 @@ class Checkpointer:
 
     @contextmanager
     def _counting(self, step: int) -> Iterator[None]:
-        """Know of the checkpoint of this step, if the block makes it count, even where it then fails to tidy up."""
+        """Record that the checkpoint of this step is complete if the block commits it, even if cleanup fails."""
         try:
             yield
         except BaseException:

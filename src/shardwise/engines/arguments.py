@@ -104,9 +104,9 @@ def hints_of(described: Any) -> Mapping[str, Any]:
 
 
 def world_of(options: object, call: str) -> World:
-    """The ranks that options name; where these are of another kind, which will be told, the default ones.
+    """Return the ranks of the options, or the default ones if the options have the wrong type.
 
-    ``call`` is what users call what the ranks do.
+    ``call`` is the public name of the call.
     """
     if not _is_ours(type(options)):
         return World.current(call=call)

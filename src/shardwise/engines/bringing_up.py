@@ -299,7 +299,7 @@ def decide_ties(
     source: arguments.OpenSource,
     options: LoadOptions,
 ) -> tuple[set[str], int]:
-    """Names declared tied that stay untied, because they are stored with values of their own; bytes read for that.
+    """Return the declared ties that stay untied because their stored values differ, and the bytes read.
 
     Collective: yes.
     """

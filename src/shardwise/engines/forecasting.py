@@ -77,7 +77,7 @@ class PlanOptions(outlines.FilledOptions, total=False):
 
 
 def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[PlanOptions]) -> Forecast:
-    """Forecast what ``from_pretrained``, and a training with ``tuning``, takes on each of ``ranks`` ranks.
+    """Estimate memory and reads of ``from_pretrained``, and of a training with ``tuning``, on each rank.
 
     The checkpoint is a directory, a hub id in the cache, or a URL. Only its config and the headers of its files are
     read, and nothing is downloaded. Neither ranks nor a process group nor the accelerator are needed. Tied tensors
@@ -90,7 +90,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
 
     Raises:
         ConfigError: the config, the mesh or an argument cannot be used, or the model cannot run without data.
-        PlacementError: the wrap policy matches nothing, or the model holds what ``fully_shard`` refuses.
+        PlacementError: the wrap policy matches nothing, or the model has a parameter that ``fully_shard`` rejects.
         CoverageError: checkpoint and model do not cover each other, as for a load.
         FormatError, StorageError: the checkpoint's files contradict their format, or cannot be read.
     """

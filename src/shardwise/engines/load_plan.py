@@ -237,7 +237,7 @@ def destinations(
 
 
 def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> None:
-    """Tie what the model's class declares tied, where the checkpoint holds it once and the model not yet shares it.
+    """Tie declared ties that the checkpoint has once and the model does not share yet.
 
     Raises:
         PlacementError: when the model is already sharded, so that it is too late.

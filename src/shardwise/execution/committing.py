@@ -305,7 +305,7 @@ def undo_save(writer: StorageWriter, plan: save_plan.SavePlan, begun: Begun) -> 
 
 
 def _trainings_named(writer: StorageWriter, plan: save_plan.SavePlan) -> frozenset[str]:
-    """Files with the training of an adapter that counts, or is set aside; all that are there if none can tell."""
+    """Return the training files of the adapter that is valid or set aside, or all of them if that is unknown."""
     files = writer.list()
     there = frozenset(name for name in files if is_training_file(name))
     if plan.stem != save_plan.ADAPTER or not there:

@@ -222,7 +222,7 @@ def views_of(
 
 
 class ChunkStaging:
-    """Host memory for copies of all chunks of a rank, reused by the next checkpoint; pinned for an accelerator."""
+    """Host memory for copies of all chunks of a rank, reused between checkpoints, pinned for an accelerator."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -41,7 +41,7 @@ class Failure:
 
     @classmethod
     def among(cls, told: Sequence[object], asked: int, numbers: Sequence[int]) -> Failure | None:
-        """The first failure among what ranks told, with its rank unless all that were ``asked`` failed alike.
+        """Return the first failure of the ranks, with its rank unless all ``asked`` ranks failed alike.
 
         ``numbers`` are the ranks in the default group. A rank that only stopped because of another is passed over.
         """

@@ -289,12 +289,12 @@ def quantization_config_of(content: Mapping[str, Any]) -> Mapping[str, Any] | No
 
 
 def as_the_model_has_it(reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
-    """A checkpoint whose config says that it is quantized: with the tensors of its model; else as it is.
+    """Return a checkpoint with the model's dequantized tensors if its config has a quantization.
 
     That is ``config.json`` (see :func:`quantization_config_of`), or modelopt's ``hf_quant_config.json``.
 
     Raises:
-        ConfigError, FormatError: it is quantized in a way that is not known; tensors do not belong together.
+        ConfigError, FormatError: the quantization is not supported, or tensors do not belong together.
         StorageError: the config cannot be read.
     """
     if not any(entry.dtype in _ELEMENT_DTYPES for entry in index.entries.values()):

@@ -113,7 +113,7 @@ def folder_of(run: Path, step: int) -> Path:
 
 
 def step_in(run: Path, folder: str | None) -> int | None:
-    """The step of a checkpoint of this run; None of one elsewhere, as where another run was gone on from."""
+    """Return the step of a checkpoint of this run, or None if it is elsewhere."""
     found = None if folder is None else _FOLDER.fullmatch(Path(folder).name)
     if folder is None or found is None or Path(folder).parent.resolve() != run.resolve():
         return None
@@ -121,9 +121,9 @@ def step_in(run: Path, folder: str | None) -> int | None:
 
 
 def best_of(source: Path) -> str | None:
-    """The best checkpoint so far of a training that goes on from ``source``; None where none is known, or left.
+    """Return the best checkpoint so far of a training that resumes from ``source``, or None.
 
-    A run may have been moved since: what has the name that was written down, and lies beside ``source``, is meant.
+    A run may have been moved, so a sibling of ``source`` with the recorded name is used.
 
     Raises:
         FormatError, StorageError: the Trainer's state in ``source`` cannot be read.

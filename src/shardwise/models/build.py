@@ -1,4 +1,4 @@
-"""A transformers model on meta, as ``from_pretrained`` builds it; the functions by which transformers fills one."""
+"""A transformers model on meta, as ``from_pretrained`` builds it, and transformers' functions that fill it."""
 
 import contextlib
 from collections.abc import Collection, Iterable, Mapping

@@ -156,7 +156,7 @@ def require_synchronized(model: nn.Module, ranks: int) -> None:
 
 
 def exchanges_gradients(model: nn.Module) -> Callable[[], bool]:
-    """A function that tells whether FSDP2 will exchange gradients of a model in the backward pass that is going on.
+    """Return a function that returns whether FSDP2 will synchronize gradients in the current backward pass.
 
     (Of all ranks: with two axes also over the one that replicates.)
     """

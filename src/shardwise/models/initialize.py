@@ -265,7 +265,7 @@ class Initializers:
         return {name: tensor.program for name, tensor in chosen.items()}
 
     def _written_into(self, buffers: Sequence[Held], *, seed: int) -> dict[str, torch.Tensor]:
-        """The values that initializers give to ``buffers``, by FQN; those that none of them writes are left out."""
+        """Return the values that initializers write to ``buffers``, by FQN."""
         if not buffers:
             return {}
         fresh = {

@@ -238,7 +238,7 @@ def parameters_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def modules_of_columns(model: nn.Module) -> frozenset[str]:
-    """Modules whose weights are (in, out), or (experts, in, out), and not the other way round, as PEFT says."""
+    """Return the modules whose weights are (in, out) or (experts, in, out) instead of (out, in), for PEFT."""
     return frozenset(
         canonical(prefix)
         for prefix, module in model.named_modules(remove_duplicate=False)

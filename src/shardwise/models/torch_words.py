@@ -111,7 +111,7 @@ def memory_in_use(device: torch.device) -> tuple[int, int, int]:
 
 
 def settle(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait until these tensors have the values that this thread has asked for: other threads have other streams."""
+    """Synchronize so that other threads see the values of these tensors queued by this thread."""
     for device in {tensor.device for tensor in tensors}:
         if device.type not in ("cpu", "meta"):
             module_of(device).current_stream(device).synchronize()

@@ -324,10 +324,9 @@ class _LoadPlanner:
         return Recompute(tensor.origin)
 
     def undecoded(self, tensor: TensorLayout, offer: Expression) -> str | None:
-        """Why elements are codes, which mean nothing without their scales; None where they are numbers.
+        """Return the reason why elements are codes without meaning unless scaled, or None for plain values.
 
-        Narrow numbers that were stored as they are have no scales beside them, and no config that says that the
-        checkpoint is quantized.
+        Narrow numbers that were stored as they are have no scales, and no config with a quantization.
         """
         if tensor.dtype.kind != "float" and not computes(offer):
             return None

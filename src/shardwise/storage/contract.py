@@ -90,10 +90,10 @@ class StorageReader(Protocol):
         ...
 
     def identity(self, file: str) -> str:
-        """A text that changes when the file's content is replaced; asked of the storage anew at every call.
+        """Return a string that changes when the file's content is replaced. Not cached.
 
-        Ask before the first and after the last read, and compare: equal means that all reads saw one state. It
-        is as good as what the storage tells: an ETag or a version, else time of change and size.
+        Call it before the first and after the last read. If both are equal, all reads saw one state. Its
+        reliability is that of the storage: an ETag or a version, otherwise modification time and size.
 
         Where ``policy.is_remote``, every rank is given the same text for the same state, so ranks may compare
         theirs. Elsewhere it means something on this machine only.

@@ -104,9 +104,9 @@ def _space(namespace: str) -> str:
 
 
 def born(process: int) -> str:
-    """When a process of this process space began, in ticks since the machine did; "" where there is none.
+    """Return the start time of a process of this PID namespace in ticks since boot, or "" if there is none.
 
-    There is none any more once it has ended, even if its parent has not asked about it yet.
+    A process that has ended does not exist, even if its parent has not waited for it yet.
     """
     try:
         state, *numbers = _status(process)

@@ -225,7 +225,7 @@ def one_call(buffers: Sequence[memoryview], first: int) -> Sequence[memoryview]:
 
 
 def advance(buffers: list[memoryview], first: int, count: int) -> int:
-    """The first buffer not done with after ``count`` more bytes; what is done of it is cut off in place."""
+    """Return the first incomplete buffer after ``count`` more bytes, and cut it in place to its remainder."""
     while first < len(buffers) and count >= buffers[first].nbytes:
         count -= buffers[first].nbytes
         first += 1

@@ -84,7 +84,7 @@ def weights(names: Collection[str], folder: Path, wanted: WantedFiles, variant: 
 
 
 def _content(file: Path) -> dict[str, object]:
-    """The content of a JSON file; nothing where it cannot be read, which whoever opens it afterwards will tell."""
+    """Return the content of a JSON file, or an empty dict if it cannot be read."""
     try:
         content = json.loads(file.read_bytes()) if file.stat().st_size <= _MOST_JSON_BYTES else {}
     except (OSError, ValueError, RecursionError):
@@ -304,7 +304,7 @@ class RemoteReader(StorageReader):
         return self._state(file).nbytes
 
     def identity(self, file: str) -> str:
-        """The file's version (ETag or hash, else time of change) and size, asked of the server anew."""
+        """Return the file's version (ETag or hash, otherwise modification time) and size. Not cached."""
         return self._look_at(file).identity
 
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:

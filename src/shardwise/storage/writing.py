@@ -385,7 +385,7 @@ def _set_aside(descriptor: int, nbytes: int) -> None:
 
 
 def make_folder(path: str) -> None:
-    """Make the folder where it is not there, so that it lasts; also where whoever made it died before it did."""
+    """Create the folder durably if it is missing, also if a process that created it died before that."""
     parent = os.path.dirname(path)
     if not os.path.isdir(path):
         if parent != path:

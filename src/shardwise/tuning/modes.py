@@ -48,7 +48,7 @@ class Tuning:
         return None
 
     def in_words(self, _adapters: Mapping[str, Adapter]) -> str:
-        """Return what ranks must have in common, also what no plan shows, such as the scaling of a LoRA."""
+        """Return the settings that must be equal on all ranks, such as the scaling of a LoRA."""
         return repr(self)
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:

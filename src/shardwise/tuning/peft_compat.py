@@ -204,7 +204,7 @@ def _unloaded(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = Fal
 
 
 def _require_in_place(tuner: Any, *, safe_merge: bool) -> None:
-    """Refuse what would set a weight that FSDP2 keeps: it would go on with the old one.
+    """Reject operations that replace a weight, because FSDP2 would continue with the old one.
 
     Raises:
         ConfigError: naming the first such layer.
