@@ -114,7 +114,7 @@ def plan_once(wanted: Shape) -> dict[str, float]:
     with clock.phase("bind"):
         stored = stored_tensors(index)
         transforms = pretrained.conversion_transforms(model, None)
-        whole = layout_of(look_inside(model), lambda item: Origin.NOWHERE)
+        whole = layout_of(look_inside(model))
         bindings = bind(model, stored, whole, transforms)
     with clock.phase("wrap"):
         saved = {name for tensor in whole.saved() for name in tensor.names}

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +156,7 @@ def _of_run(label: str, run: RunRecord, number: int) -> PageSection:
     ranks = _fullest(run.ranks)[:_MAX_LINES]
     if len(ranks) < len(run.ranks):
         notes.append(f"{len(ranks)} of {len(run.ranks)} ranks are drawn, those with most memory")
-    ranks.sort(key=lambda rank: rank.rank)
+    ranks.sort(key=attrgetter("rank"))
     spans = [span for span in run.ranks[0].phases if len(span.path) == 1 and span.thread == 0]
     longest = sorted(spans, key=lambda span: span.start - span.stop)[:_MAX_SPANS]
     host = {f"rank {rank.rank}": (rank.samples["t"], rank.host_kib / _GIB) for rank in ranks}
@@ -189,7 +190,7 @@ def _ranks_table(ranks: Sequence[RankRecord]) -> Table:
 
 def _phases_table(ranks: Sequence[RankRecord]) -> Table:
     """Return seconds and the most memory of each phase, of the ranks with most memory."""
-    shown = sorted(_fullest(ranks)[:_MAX_RANKS], key=lambda rank: rank.rank)
+    shown = sorted(_fullest(ranks)[:_MAX_RANKS], key=attrgetter("rank"))
     by_path: defaultdict[tuple[str, ...], dict[int, list[PhaseSpan]]] = defaultdict(dict)
     for rank in shown:
         for span in rank.phases:

@@ -10,6 +10,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +114,7 @@ def read_run(path: Path) -> RunRecord:
             f"{path}: there is neither {FOLDER}/ with files of ranks, nor {_TRAINER_STATE}. "
             "Name the output folder of a training, or of shardwise.observe."
         )
-    first = min(found, key=lambda rank: rank.rank, default=None)
+    first = min(found, key=attrgetter("rank"), default=None)
     ranks = {rank.rank: rank for rank in found if first is not None and rank.run == first.run}
     ordered = [ranks[number] for number in sorted(ranks)]
     return RunRecord(path, ordered, curves, _notes(ordered))

@@ -23,7 +23,7 @@ def raise_on(ranks: tuple[int, ...], same: bool) -> tuple[str, str]:
         return world.rank
 
     try:
-        world.together(phase)
+        world.run_all(phase)
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -38,19 +38,19 @@ def first_fails() -> tuple[str, str, list[int]]:
         raise FormatError("the header lies")
 
     try:
-        world.from_first(read)
+        world.broadcast(read)
     except Exception as error:
-        return type(error).__name__, str(error), world.gather(world.rank)
+        return type(error).__name__, str(error), world.all_gather_object(world.rank)
     return "", "", []
 
 
 def first_shares() -> Any:
-    return World.current().from_first(lambda: {"rank": dist.get_rank()})
+    return World.current().broadcast(lambda: {"rank": dist.get_rank()})
 
 
 def foreign_error() -> tuple[str, str]:
     try:
-        World.current().together(lambda: {}["absent"])
+        World.current().run_all(lambda: {}["absent"])
     except CoverageError:
         raise
     except Exception as error:
@@ -119,7 +119,7 @@ def inner_group_missed() -> tuple[list[tuple[str, str]], list[list[int]]]:
 
         try:
             with World.current(patience=QUICK, call="load") as world:
-                told.append(world.together(meet))
+                told.append(world.run_all(meet))
         except Exception as error:
             errors.append((type(error).__name__, str(error)))
     return errors, told

@@ -11,7 +11,6 @@ from shardwise.errors import ShardwiseError, StorageError
 from shardwise.execution.replicas import Giver, agree_on_shares
 from shardwise.execution.world import World
 from shardwise.execution.write import write_by_owners
-from shardwise.layout import Origin
 from shardwise.models.revert import revert
 from shardwise.models.view import layout_of, look_inside
 from shardwise.planning.fingerprints import fingerprint
@@ -67,7 +66,7 @@ def write(
     held = look_inside(model)
     with World.current() as world:
         shares = agree_on_shares(world, held, "first_rank").by_name
-        made = revert(model, layout_of(held, lambda item: Origin.NOWHERE))
+        made = revert(model, layout_of(held))
         tensors = [(key, output.dtype, output.shape) for key, output in made.items()]
         plan = plan_save(tensors, max_shard_bytes=max_shard_bytes, parameters=1, token="t")
         expressions = {key: output.expression for key, output in made.items()}

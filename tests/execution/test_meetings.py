@@ -75,12 +75,12 @@ def test_ranks_agree_on_a_load_by_conclusions(size):
 def test_a_meeting_costs_what_was_said(size):
     """What each rank pays for each kind of meeting, beyond coming to the call."""
     ways = {
-        "together": lambda world: world.together(lambda: 5),
+        "together": lambda world: world.run_all(lambda: 5),
         "require_equal": lambda world: world.require_equal("a" * 80, "the text"),
-        "each, all the same": lambda world: world.each(lambda: b"x" * 100),
-        "from_first": lambda world: world.from_first(lambda: b"x" * 100),
+        "each, all the same": lambda world: world.all_gather(lambda: b"x" * 100),
+        "from_first": lambda world: world.broadcast(lambda: b"x" * 100),
         "is_first_of": lambda world: world.is_first_of("here"),
-        "to_first": lambda world: world.to_first(lambda: os.urandom(100)),
+        "to_first": lambda world: world.gather(os.urandom, 100),
     }
 
     def meet(rank: int) -> None:
@@ -147,8 +147,8 @@ def test_many_that_fail_or_differ_are_told_in_few_words(size):
         texts = []
         with World.current(patience=CALM) as world:
             for way in (
-                lambda: world.together(fail),
-                lambda: world.each(fail),
+                lambda: world.run_all(fail),
+                lambda: world.all_gather(fail),
                 lambda: world.require_equal(rank >= 3, "the number"),
                 lambda: world.require_equal(rank % 2, "the number"),
             ):
@@ -178,7 +178,7 @@ def test_many_in_another_call_are_told_so(size):
     def call(rank: int) -> None:
         came.wait(100)
         with World.current(patience=Patience(beat_s=1, silence_s=60), call=("load", "save")[rank % 2]) as world:
-            world.together(lambda: None)
+            world.run_all(lambda: None)
 
     with counted_ranks(size, CountedStore(0)) as ranks:
         errors = ranks.each(call)
@@ -198,7 +198,7 @@ def test_an_answer_larger_than_torch_s_store_takes_comes_through():
 
         def tell(rank: int) -> bool:
             with World.current(patience=Patience(beat_s=1, silence_s=60)) as world:
-                return world.gather(told[rank]) == told and world.from_first(lambda: 7) == 7
+                return world.all_gather_object(told[rank]) == told and world.broadcast(lambda: 7) == 7
 
         assert ranks.each(tell) == [True] * len(told)
 
@@ -214,7 +214,7 @@ def test_the_first_rank_beats_while_it_concludes():
 
     def add_up(rank: int) -> int:
         with World.current(patience=quick) as world:
-            return world.all_reduce(lambda: rank, conclude)
+            return world.all_reduce_object(rank, conclude)
 
     with counted_ranks(3, dist.HashStore()) as ranks:
         assert ranks.each(add_up) == [3] * 3
@@ -235,10 +235,10 @@ def test_what_the_first_rank_cannot_conclude_is_everybody_s_error_and_all_stay_i
         with World.current(patience=CALM) as world:
             for tell in (lambda: rank, lambda: fail(rank)):
                 try:
-                    world.all_reduce(tell, conclude)
+                    world.map_reduce(tell, conclude)
                 except (DisagreementError, StorageError) as error:
                     found.append(str(error))
-            found.append(world.to_first(lambda: rank))
+            found.append(world.gather(lambda: rank))
         return found
 
     with counted_ranks(3) as ranks:

@@ -53,9 +53,9 @@ def test_ranks_of_a_group_meet_again_after_a_call_in_which_not_all_of_them_came(
 def test_one_process_is_a_world_without_a_group():
     world = World.current()
     assert (world.rank, world.size) == (0, 1)
-    assert world.gather("x") == ["x"]
+    assert world.all_gather_object("x") == ["x"]
     with pytest.raises(StorageError, match="gone"):
-        world.together(lambda: (_ for _ in ()).throw(StorageError("gone")))
+        world.run_all(lambda: (_ for _ in ()).throw(StorageError("gone")))
 
 
 def test_a_fresh_world_answers_by_rank():

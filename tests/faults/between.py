@@ -87,9 +87,9 @@ def fail_alone(seat: Seat, patience: Patience, first: str) -> None:
     def conclude(said: list[int]) -> int:
         raise AssertionError(said)
 
-    world.together(lambda: None)
+    world.run_all(lambda: None)
     if seat.rank == 1:
         meetings._FIRST_POLL_S = meetings._LAST_POLL_S = 0.5
     if seat.rank == 0 and first == "untold":
         Failure.among = lambda *_: os._exit(1)  # type: ignore[method-assign, assignment]
-    world.all_reduce(tell, conclude)
+    world.map_reduce(tell, conclude)

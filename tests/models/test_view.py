@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import PlacementError
-from shardwise.layout import Origin, TensorKind
+from shardwise.layout import TensorKind
 from shardwise.models.selection import names_outside
 from shardwise.models.view import (
     boxes_at,
@@ -86,7 +86,7 @@ def test_temporary_buffers_have_an_order_that_their_registration_does_not_change
 
 def test_every_tensor_is_seen_once_with_all_its_names():
     found = look_inside(Model())
-    layout = layout_of(found, lambda item: Origin.NOWHERE)
+    layout = layout_of(found)
     assert [tensor.fqn for tensor in layout.tensors] == [
         "steps",
         "table",

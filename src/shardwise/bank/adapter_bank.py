@@ -68,7 +68,7 @@ class AdapterBank:
 
     def __init__(self, model: nn.Module, *, backend: BackendChoice = "auto", pad_to: int = 64) -> None:
         self._world = World.current(call="an AdapterBank")
-        self._model = self._world.together(lambda: rows.require_base(model, self._world.size))
+        self._model = self._world.run_all(rows.require_base, model, self._world.size)
         if pad_to < 1:
             raise ConfigError(f"pad_to={pad_to}: rows are padded to a multiple of 1 or more")
         if backend not in get_args(BackendChoice):
@@ -116,7 +116,7 @@ class AdapterBank:
 
     def _agreed(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> tenants.Tenant:
         """Return a tenant that all ranks have agreed on and that is not registered yet. Collective: yes."""
-        tenant = self._world.together(lambda: self._made(name, config, tenants.TenantOptions(**keywords)))
+        tenant = self._world.run_all(lambda: self._made(name, config, tenants.TenantOptions(**keywords)))
         optimizer, schedule, options = tenant.optimizer, tenant.schedule, tenant.options
         settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         kinds = [type(each).__qualname__ for each in (optimizer, schedule)]
@@ -219,7 +219,7 @@ class AdapterBank:
             tenants.summed(self._world, tenant.gradient)
             return tenant.step(1 / max(learned, 1) if is_mean else 1.0)
 
-        is_taken, norm = self._world.together(step)
+        is_taken, norm = self._world.run_all(step)
         return tenants.TenantStep(is_taken, norm, learned, learning_rate)
 
     # ── evaluation ────────────────────────────────────────────────────────────────────────────────
@@ -248,9 +248,7 @@ class AdapterBank:
         It is equal on every rank, and loads on any number of ranks. Collective: yes (a small exchange, and one of
         the gradient if a window is open).
         """
-        self._world.require_equal(
-            self._world.together(lambda: self._tenant(name)).name, "the tenant that is asked for"
-        )
+        self._world.require_equal(self._world.run_all(self._tenant, name).name, "the tenant that is asked for")
         tenant, base = self._tenant(name), tenant_facts.facts_of_base(self._world, self._model)
 
         def state() -> dict[str, Any]:
@@ -261,7 +259,7 @@ class AdapterBank:
                 "facts": tenant_facts.facts_of(tenant, base).to_dict(),
             }
 
-        return self._world.together(state)
+        return self._world.run_all(state)
 
     def load_state_dict(
         self,
@@ -291,7 +289,7 @@ class AdapterBank:
             FormatError: values are not finite. Nothing is changed.
             DisagreementError: ranks pass different values. Nothing is changed.
         """
-        tenant = self._world.together(lambda: self._asked(name, on_other_base, on_not_finite))
+        tenant = self._world.run_all(self._asked, name, on_other_base, on_not_finite)
         found = states.given_training(tenant, state, lambda: names_of_peft(self._model, tenant))
         base, allowed = (
             tenant_facts.facts_of_base(self._world, self._model),
@@ -345,10 +343,10 @@ class AdapterBank:
                 hold the files.
             DisagreementError, FormatError, StorageError, RankLostError: as of ``save_adapter``.
         """
-        tenant = self._world.together(lambda: self._tenant(name))
+        tenant = self._world.run_all(self._tenant, name)
         agree(self._world, name, training_state)
-        whole = self._world.together(lambda: lent(self._model, tenant))
-        cast = self._world.together(lambda: resolved_dtype(dtype))
+        whole = self._world.run_all(lent, self._model, tenant)
+        cast = self._world.run_all(resolved_dtype, dtype)
         training = None
         if training_state:
             training = beside(self._world, tenant, tenant_facts.facts_of_base(self._world, self._model), cast)
@@ -397,9 +395,9 @@ class AdapterBank:
             ConfigError, DisagreementError: as in :meth:`create`, or the training belongs to another adapter, base,
                 optimizer or schedule. The message has the differences.
         """
-        self._world.together(lambda: require_meant(_PERMISSION, {"on_other_base": on_other_base}))
+        self._world.run_all(require_meant, _PERMISSION, {"on_other_base": on_other_base})
         found = find_training(self._world, name, directory, on_not_finite, training_state=training_state)
-        config = self._world.together(lambda: config_of(directory))
+        config = self._world.run_all(config_of, directory)
         options: Any = keywords if isinstance(found, tenants.TenantStart) else {**found.facts.options(), **keywords}
         tenant = self._agreed(name, config, options)
         base, allowed = (

@@ -120,7 +120,7 @@ class RowCall:
         root: Any = root_of(base.model)
         try:
             with in_step(base.world, root, base.recover) as keeper:
-                return base.world.all_reduce(lambda: keeper.run(passes), conclude)
+                return base.world.map_reduce(keeper.run, conclude, passes)
         except BaseException as error:
             base.recover()
             if isinstance(error, ShardwiseError):
@@ -209,7 +209,7 @@ def open_call(
             rows.append(rows_of(who, batch, words=base.words, longest=base.longest, may_have_weights=takes_weights))
         return [facts_of(name, own) for (name, _), own in zip(batches, rows, strict=True)]
 
-    agreed = base.world.all_reduce(check, agreed_rows)
+    agreed = base.world.map_reduce(check, agreed_rows)
     return RowCall(base, rows, found, agreed)
 
 

@@ -98,7 +98,7 @@ def agree(world: World, name: str, training_state: object, on_not_finite: OnFaul
             states.require_on_fault(on_not_finite)
         return name, repr(training_state), repr(on_not_finite)
 
-    world.require_equal(world.together(check), "the adapter that is saved or loaded, or what of it,")
+    world.require_equal(world.run_all(check), "the adapter that is saved or loaded, or what of it,")
 
 
 def beside(world: World, tenant: Tenant, base: Mapping[str, str], dtype: torch.dtype | None) -> TrainingBeside:
@@ -107,7 +107,7 @@ def beside(world: World, tenant: Tenant, base: Mapping[str, str], dtype: torch.d
     Raises:
         ConfigError: the optimizer or the schedule has a value that is not plain data.
     """
-    gradient = world.together(lambda: states.window_gradient(tenant))
+    gradient = world.run_all(states.window_gradient, tenant)
 
     def made() -> TrainingBeside:
         tensors = states.training_tensors(tenant, gradient)
@@ -117,7 +117,7 @@ def beside(world: World, tenant: Tenant, base: Mapping[str, str], dtype: torch.d
             _module_of(tensors), tenant_facts.to_text(tenant_facts.facts_of(tenant, base), repr(tenant.name))
         )
 
-    return world.together(made)
+    return world.run_all(made)
 
 
 def _module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -151,7 +151,7 @@ def find_training(
         StorageError: it could not be read.
     """
     agree(world, name, training_state, on_not_finite)
-    return world.from_first(lambda: _found(Path(folder), training_state=training_state))
+    return world.broadcast(lambda: _found(Path(folder), training_state=training_state))
 
 
 def _found(folder: Path, *, training_state: bool) -> states.StoredTraining | TenantStart:
@@ -187,10 +187,10 @@ def read_tenant(
     """
 
     def fill(targets: Mapping[str, torch.Tensor]) -> None:
-        whole = world.together(lambda: _with_scratch(lent(model, tenant), set(tenant.shapes)))
-        _read(world, whole, folder, world.together(lambda: weights_in(folder)), AdapterOnly())
+        whole = world.run_all(lambda: _with_scratch(lent(model, tenant), set(tenant.shapes)))
+        _read(world, whole, folder, world.run_all(weights_in, folder), AdapterOnly())
         if isinstance(found, states.StoredTraining):
-            _read(world, world.together(lambda: _module_of(targets)), folder, Path(found.what).name, None)
+            _read(world, world.run_all(_module_of, targets), folder, Path(found.what).name, None)
 
     return fill
 

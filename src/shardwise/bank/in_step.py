@@ -97,7 +97,7 @@ class StepKeeper:
             self._is_stopping = True
         try:
             with World.current(self._world.group, self._world.patience, purpose="/in step") as beside:
-                self._longest = beside.all_reduce(lambda: self._gathered, longest)
+                self._longest = beside.all_reduce_object(self._gathered, longest)
         except Exception as error:
             self._fault = error
         self._is_settled.set()

@@ -134,8 +134,8 @@ def given_training(
         tensors = {key: (tuple(own.shape), in_memory(own.dtype)) for key, own in given["training"].items()}
         return StoredTraining(what, facts, tensors)
 
-    found = tenant.world.together(check)
-    told = tenant.world.together(lambda: digest_of(dict(state)))
+    found = tenant.world.run_all(check)
+    told = tenant.world.run_all(lambda: digest_of(dict(state)))
     tenant.world.require_equal(told, f"the state that {tenant.name!r} is given")
     return found
 
@@ -188,16 +188,16 @@ def go_on(
     """
     world, targets = tenant.world, dict[str, torch.Tensor]()
     if isinstance(found, StoredTraining):
-        targets = world.together(lambda: _targets(tenant, found, base, allowed.other_base))
+        targets = world.run_all(_targets, tenant, found, base, allowed.other_base)
     fill(targets)
     if world.rank:  # see [Note: An open window]
         tenant.gradient.zero_()
     moments = {key: values for key, values in targets.items() if key.startswith(_OPTIMIZER)}
-    world.together(lambda: _require_finite(what, {**tenant.matrices, **moments}, allowed.not_finite))
+    world.run_all(_require_finite, what, {**tenant.matrices, **moments}, allowed.not_finite)
     if isinstance(found, TenantStart):
         return found
     facts = found.facts
-    world.together(lambda: _take_facts(tenant, facts))
+    world.run_all(_take_facts, tenant, facts)
     if moments:
         tenant.optimizer.state[tenant.flat] = {key.removeprefix(_OPTIMIZER): own for key, own in moments.items()}
     told = _match_bases(facts.base, base, allowed.other_base).told

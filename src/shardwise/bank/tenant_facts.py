@@ -92,8 +92,8 @@ class TenantFacts:
 
 def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
     """Return the identity of a base. Collective: yes (two small exchanges)."""
-    samples = world.together(lambda: bases.BaseSamples.of(bases.base_of(look_inside(model), {})))
-    identity = world.all_reduce(samples.taken, lambda told: samples.identity(model, told))
+    samples = world.run_all(lambda: bases.BaseSamples.of(bases.base_of(look_inside(model), {})))
+    identity = world.map_reduce(samples.taken, lambda told: samples.identity(model, told))
     shapes = sorted((canonical(name), tuple(own.shape)) for name, own in model.named_parameters())
     return {
         "name": str(getattr(model, "name_or_path", "") or ""),

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any, Final, Self
 
 import numpy as np
@@ -210,7 +211,7 @@ class BaseSamples:
             (item for item in base if item.tensor.numel() and item.tensor.element_size() in _WORDS_BY_SIZE),
             key=lambda item: hashlib.sha256(item.fqn.encode()).digest(),
         )
-        chosen.sort(key=lambda item: item.fqn)
+        chosen.sort(key=attrgetter("fqn"))
         numels: dict[str, int] = {}
         parts: dict[tuple[str, Box], tuple[torch.Tensor, Any]] = {}
         for item in chosen:

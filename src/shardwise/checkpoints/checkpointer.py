@@ -36,7 +36,7 @@ from shardwise.execution.distributed_chunks import ChunkStaging, TensorsPlan, Vi
 from shardwise.execution.memory import collected_later
 from shardwise.execution.replicas import Replicas, settle_replicas
 from shardwise.execution.state_values import refuse_meta
-from shardwise.execution.tensor_facts import facts_of
+from shardwise.execution.tensor_facts import facts_by_name
 from shardwise.execution.world import Clock, OddRanks, World
 from shardwise.models.optimizer_state import class_name
 from shardwise.models.selection import AdapterOnly, Selection
@@ -110,7 +110,7 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """The steps of which there is a complete checkpoint, in order. Collective: yes."""
         with self._world("steps") as world:
-            return world.from_first(lambda: folder.steps_in(self._root))
+            return world.broadcast(folder.steps_in, self._root)
 
     def latest(self) -> int | None:
         """Return the step of the newest checkpoint with no missing or truncated file, or None.
@@ -118,7 +118,7 @@ class Checkpointer:
         Collective: yes.
         """
         with self._world("latest") as world:
-            return world.from_first(lambda: folder.newest_in(self._root))
+            return world.broadcast(folder.newest_in, self._root)
 
     @torch.no_grad()
     def save(self, step: int, state: TrainState) -> CheckpointReport:
@@ -229,11 +229,11 @@ class Checkpointer:
         given = {"on_missing": on_missing, "on_unexpected": on_unexpected}
         given |= {"on_mismatched": on_mismatched, "on_other_base": on_other_base}
         with self._world("restore") as world:
-            world.together(lambda: require_meant(hints_of(Checkpointer.restore), given))
+            world.run_all(lambda: require_meant(hints_of(Checkpointer.restore), given))
             asked = repr((step, tolerance, self._only))
             world.require_equal(asked, "what is asked to be restored (step, only, on_...)")
             report = restoring.restore(world, self._root, state, step, self._only, tolerance, self._options)
-            self._newest = world.from_first(lambda: folder.newest_in(self._root))
+            self._newest = world.broadcast(folder.newest_in, self._root)
         return report
 
     def discard_after(self, step: int) -> list[int]:
@@ -250,8 +250,8 @@ class Checkpointer:
             def discard() -> list[int]:
                 return folder.remove(self._root, [late for late in folder.steps_in(self._root) if late > step])
 
-            removed = world.from_first(discard)
-            self._newest = world.from_first(lambda: folder.newest_in(self._root))
+            removed = world.broadcast(discard)
+            self._newest = world.broadcast(folder.newest_in, self._root)
         return removed
 
     def close(self) -> None:
@@ -374,22 +374,22 @@ class Checkpointer:
                 bases.append(looked.base.identity(looked.model, [item.base for item in told]))
             return agreed
 
-        agreed = world.all_reduce(tell, conclude)
+        agreed = world.map_reduce(tell, conclude)
         return taken[0], *agreed, bases[0] if bases else None
 
 
 def _plan(world: World, looked: Looked) -> tuple[TensorsPlan, Views, Replicas]:
     """Plan the writes of all ranks. Return also this rank's chunks, and its replicated tensors. Collective: yes."""
     tensors = {key_of(path): tensor for path, tensor in looked.tensors.items()}
-    told = world.each(lambda: {key: facts_of(tensor, key) for key, tensor in tensors.items()})
+    told = world.all_gather(facts_by_name, tensors)
     shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in looked.tensors.items()}
-    plan = world.together(lambda: plan_tensors(shapes, told, looked.buffers, looked.others_of))
-    views = world.together(lambda: views_of(plan.by_rank[world.rank], tensors, looked.local))
+    plan = world.run_all(plan_tensors, shapes, told, looked.buffers, looked.others_of)
+    views = world.run_all(views_of, plan.by_rank[world.rank], tensors, looked.local)
     common = in_common({key: tuple(facts[key].boxes for facts in told) for key in tensors}, world.rank)
     numbers = {name: as_bytes(value) for name, value in looked.numbers.items()}
     if world.size > 1:  # every rank has the numbers of optimizers
         common |= {name: ((Box.whole(value.shape), tuple(range(world.size))),) for name, value in numbers.items()}
-    replicas = world.together(lambda: Replicas.among({**tensors, **numbers}, common, looked.buffers))
+    replicas = world.run_all(Replicas.among, {**tensors, **numbers}, common, looked.buffers)
     return plan, views, replicas
 
 

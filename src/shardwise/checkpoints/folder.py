@@ -431,5 +431,5 @@ def _damaged(opened: Opened) -> list[str]:
             if not reader.is_sound(*block):
                 found.append(block)
 
-        Workers(compare, [None] * reader.policy.concurrency, lambda: None).run(reader.blocks)
+        Workers(compare, [None] * reader.policy.concurrency).run(reader.blocks)
         return [reader.told(*block) for block in sorted(found)]

@@ -63,10 +63,10 @@ def restore(
     """Restore a checkpoint. Collective: yes."""
     clock = Clock()
     with clock.phase("open"):
-        step, passed_over = world.from_first(lambda: resolve(root, asked))
-        opened = world.from_first(lambda: open_checkpoint(root, step))
+        step, passed_over = world.broadcast(resolve, root, asked)
+        opened = world.broadcast(open_checkpoint, root, step)
     bar = ProgressBar("Restoring", world, 0, enabled=False)
-    with world.together(opened.reader) as reader, bar, torch.device("cpu"):
+    with world.run_all(opened.reader) as reader, bar, torch.device("cpu"):
         placer = Placer(reader, opened.index, options.budget_bytes, bar, world)
         with clock.phase("plan"):  # nothing is changed yet
             looked, beside, base, fits = _compare_all(world, opened, reader, state, only, tolerance)
@@ -75,10 +75,10 @@ def restore(
         with clock.phase("read"):
             ours, targets = _read(world, opened, placer, looked, fits, ours, fitting, options)
         with clock.phase("finish"):
-            afresh = world.together(lambda: [] if fitting is None else fitting.bind(ours, targets))
+            afresh = world.run_all(lambda: [] if fitting is None else fitting.bind(ours, targets))
             if fitting is not None:
-                world.together(lambda: _put_back_reduced(ours, beside.own.get("optimizers", {})))
-            told = world.together(lambda: beside.put_back(opened, state, fits.parts, world))
+                world.run_all(lambda: _put_back_reduced(ours, beside.own.get("optimizers", {})))
+            told = world.run_all(beside.put_back, opened, state, fits.parts, world)
     return RestoreReport(
         rank=world.rank,
         world_size=world.size,
@@ -113,12 +113,12 @@ def _compare_all(
     tolerance: Tolerance,
 ) -> tuple[Looked, BesideTensors, BaseMatch, Fits]:
     """Compare everything except optimizer state with the current training. Collective: yes."""
-    looked = world.together(lambda: look(state, only))
+    looked = world.run_all(look, state, only)
     require_alike_models(world, looked.held, looked.bounds)
     beside = BesideTensors.read(world, reader, opened)
     base = _match_bases(world, opened, looked, tolerance)
-    world.together(lambda: require_same_tuning(opened, looked, only, base))
-    fits = world.together(lambda: compare(opened, looked, state, beside.common, world.size, tolerance))
+    world.run_all(require_same_tuning, opened, looked, only, base)
+    fits = world.run_all(compare, opened, looked, state, beside.common, world.size, tolerance)
     return looked, beside, base, fits
 
 
@@ -138,9 +138,9 @@ def _read(
         placer.read_bytes += _bring_up(world, opened, placer.reader, looked, fits, options)
         ours = _bound_again(looked)
         model = {}
-    targets = world.together(lambda: {} if fitting is None else fitting.targets(ours))
+    targets = world.run_all(lambda: {} if fitting is None else fitting.targets(ours))
     states = {f"optimizer.state.{key.parameter}.{key.entry}": target for key, target in targets.items()}
-    world.together(lambda: _place(placer, opened, {**model, **states}))
+    world.run_all(_place, placer, opened, {**model, **states})
     return ours, targets
 
 
@@ -154,7 +154,7 @@ def _match_bases(world: World, opened: Opened, looked: Looked, tolerance: Tolera
         here = looked.base.identity(looked.model, taken)
         return compare_bases(facts.base, here, tolerance.base, are_shapes_same=facts.others == looked.others)
 
-    return world.all_reduce(lambda: looked.base.taken(), conclude)
+    return world.map_reduce(looked.base.taken, conclude)
 
 
 _PARTS = ("model", "optimizers", "schedulers", "scaler", "data", "rng")
@@ -189,8 +189,8 @@ class BesideTensors:
             paths = _own_paths(opened, world.rank, world.size)
             return {part: value_of(reader, opened, path) for part, path in paths.items()}
 
-        common = world.from_first(lambda: {path: value_of(reader, opened, path) for path in _common_paths(opened)})
-        return cls(common, world.together(own))
+        common = world.broadcast(lambda: {path: value_of(reader, opened, path) for path in _common_paths(opened)})
+        return cls(common, world.run_all(own))
 
     def put_back(self, opened: Opened, state: TrainState, parts: Collection[str], world: World) -> dict[str, str]:
         """Restore it into the parts. Return notes on the generators and the data position."""
@@ -255,7 +255,7 @@ def _fit_optimizers(
     """Find the targets of the state in the optimizers. None if no optimizer is restored. Collective: yes."""
     if "optimizers" not in fits.parts:
         return None
-    given = world.together(lambda: _given(opened, placer, ours, common))
+    given = world.run_all(_given, opened, placer, ours, common)
     told = {
         name: Brought(tuple(tensor.shape), in_memory(tensor.dtype), (Box.whole(tuple(tensor.shape)),))
         for name, tensor in given.tensors.items()

@@ -95,10 +95,10 @@ def carry_out(world: World, job: Job) -> CheckpointReport:
             sizes.extend(told)
             return sum(with_checksums(_nbytes(job, rank, own.values())) for rank, own in enumerate(told))
 
-        total = world.all_reduce(sizes_of, add_up)
+        total = world.map_reduce(sizes_of, add_up)
         nbytes = _nbytes(job, world.rank, map(len, contents[0][1].values()))
-        checksums = world.to_first(lambda: _write_own(world, job, saving, contents[0], nbytes))
-        removed = world.from_first(lambda: _commit(job, saving.marked, sizes, checksums))
+        checksums = world.gather(_write_own, world, job, saving, contents[0], nbytes)
+        removed = world.broadcast(_commit, job, saving.marked, sizes, checksums)
     return replace(
         job.report,
         is_complete=True,

@@ -255,7 +255,7 @@ class Copy:
         if span <= max_span:
             yield self
             return
-        axis = max(range(len(self.source.sizes)), key=lambda item: self.source.strides[item])
+        axis = max(range(len(self.source.sizes)), key=self.source.strides.__getitem__)
         size, stride = self.source.sizes[axis], self.source.strides[axis]
         rest = span - stride * (size - 1)
         steps = max(1, (max_span - rest) // stride + 1)

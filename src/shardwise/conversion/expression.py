@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardwise.conversion.regions import Axis, Region, clip, flatten, parts_touched, unflatten, without_dim
@@ -388,7 +389,7 @@ def view(source: Expression, strided: Strided) -> Expression:
         for dim, (size, stride) in enumerate(zip(strided.sizes, strided.strides, strict=True))
         if size > 1
     ]
-    steps.sort(key=lambda step: step[0], reverse=True)
+    steps.sort(key=itemgetter(0), reverse=True)
     made = _rows(source, strided.offset, [(stride, size) for stride, size, _ in steps])
     order = [dim for _, _, dim in steps]
     ordered = permute(made, [order.index(dim) for dim in sorted(order)])

@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from shardwise.tensors import Box, Strided, contiguous_strides
 
@@ -131,7 +132,7 @@ def clip(region: Region, dim: int, start: int, stop: int) -> Iterator[Region]:
     if first >= start and last < stop:
         yield region
         return
-    axis = max(along, key=lambda item: item.step)
+    axis = max(along, key=attrgetter("step"))
     rest = last - first - axis.span
     touched_from = max(0, -((first + rest - start) // axis.step))
     touched_to = min(axis.size, (stop - 1 - first) // axis.step + 1)
@@ -175,7 +176,7 @@ def _split(region: Region, inner: int) -> Iterator[Region]:
         return
     # Some digit carries into the outer dimension. Where the others stay below its step, it divides into the
     # steps up to the first carry, whole turns, and the steps after the last carry.
-    axis = max(digits, key=lambda item: item.step)
+    axis = max(digits, key=attrgetter("step"))
     below = inner_index % axis.step + reach - axis.span
     if inner % axis.step == 0 and below < axis.step:
         turn = inner // axis.step
@@ -190,7 +191,7 @@ def _split(region: Region, inner: int) -> Iterator[Region]:
         if tail:
             yield from _split(region.restricted(axis, axis.size - tail, tail), inner)
         return
-    axis = min(digits, key=lambda item: item.size)
+    axis = min(digits, key=attrgetter("size"))
     for index in range(axis.size):
         yield from _split(region.restricted(axis, index, 1), inner)
 

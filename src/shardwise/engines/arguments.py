@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -25,6 +25,7 @@ from shardwise.storage.names import HubOptions, ModelFiles, WantedFiles, is_url,
 from shardwise.storage.reading import OpenStorage, open_storage
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _OTHER_KINDS = ("torch.distributed.", "torch.nn.modules.module")
 """Modules of kinds that are not ours, and without which nothing can be done; beside torch's own few."""
@@ -113,19 +114,23 @@ def world_of(options: object, call: str) -> World:
     return World.current(getattr(options, "process_group", None), getattr(options, "patience", None), call=call)
 
 
-def agree_on_call(world: World, check: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
+def agree_on_call(
+    world: World, check: Callable[P, tuple[T, Mapping[str, str]]], *args: P.args, **keywords: P.kwargs
+) -> T:
     """Check a call on every rank. Collective: yes.
 
     Args:
         world: the ranks.
         check: returns the checked call, and the arguments that ranks must have in common, as text by name.
+        args: of ``check``.
+        keywords: of ``check``.
 
     Raises:
         ShardwiseError: the same on every rank, if ``check`` raised it on any.
         DisagreementError: ranks were called with different arguments.
     """
-    call, words = world.together(check)
-    if fault := world.all_reduce(lambda: words, _difference):
+    call, words = world.run_all(check, *args, **keywords)
+    if fault := world.all_reduce_object(words, _difference):
         raise DisagreementError(fault)
     return call
 
@@ -209,23 +214,25 @@ def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource
     if isinstance(checkpoint, StorageReader):
         opened, is_own = OpenStorage(checkpoint, None), False
     elif is_url(checkpoint):
-        opened, is_own = open_everywhere(world, lambda: open_storage(checkpoint, hub)), True
+        opened, is_own = open_everywhere(world, open_storage, checkpoint, hub), True
     else:
         path = resolve_everywhere(world, checkpoint, hub)
-        opened, is_own = open_everywhere(world, lambda: open_storage(path)), True
+        opened, is_own = open_everywhere(world, open_storage, path), True
     return read_index(world, opened, variant=hub.variant, is_own=is_own)
 
 
-def open_everywhere(world: World, open_own: Callable[[], OpenStorage]) -> OpenStorage:
+def open_everywhere(
+    world: World, open_own: Callable[P, OpenStorage], *args: P.args, **keywords: P.kwargs
+) -> OpenStorage:
     """A checkpoint's storage opened on every rank, or kept open on none. Collective: yes."""
     with ExitStack() as stack:
 
         def begin() -> OpenStorage:
-            opened = open_own()
+            opened = open_own(*args, **keywords)
             stack.enter_context(opened.reader)
             return opened
 
-        opened = world.together(begin)
+        opened = world.run_all(begin)
         stack.pop_all()
         return opened
 
@@ -251,12 +258,12 @@ def read_index(
             reader,
             open_checkpoint(reader, weights_name=opened.file or weights_name, extra_files=extra, variant=variant),
         )
-        return index, identities_of(reader, list(index.files), lambda: None) if reader.policy.is_remote else {}
+        return index, identities_of(reader, list(index.files)) if reader.policy.is_remote else {}
 
     with ExitStack() as stack:
         if is_own:
             stack.enter_context(reader)
-        index, identities = world.from_first(read)
+        index, identities = world.broadcast(read)
         found: dict[str, str] = {}
         notes: tuple[str, ...] = ()
         if world.size > 1:
@@ -281,7 +288,7 @@ def resolve_everywhere(
 
     Collective: yes.
     """
-    found = world.each(lambda: local_place(name_or_path, hub))
+    found = world.all_gather(local_place, name_or_path, hub)
     # One rank decides: what exists on some machines only must not send the ranks different ways.
     if found[0] is not None:
         if absent := [rank for rank, path in enumerate(found) if path is None]:
@@ -294,7 +301,7 @@ def resolve_everywhere(
     from shardwise.storage.remote import commit_of, note_commit, place_of_cache, resolve
 
     repo_id = os.fspath(name_or_path)
-    commit = world.from_first(lambda: commit_of(repo_id, hub))
+    commit = world.broadcast(commit_of, repo_id, hub)
     pinned = replace(hub, revision=commit)
     downloads = world.is_first_of(f"{file_space()} {place_of_cache(hub)}")
 
@@ -305,5 +312,5 @@ def resolve_everywhere(
         note_commit(repo_id, hub, commit)
         return folder
 
-    downloaded = world.together(download)
-    return world.together(lambda: downloaded or resolve(repo_id, pinned, download=False, wanted=wanted))
+    downloaded = world.run_all(download)
+    return world.run_all(lambda: downloaded or resolve(repo_id, pinned, download=False, wanted=wanted))

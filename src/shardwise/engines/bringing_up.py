@@ -88,20 +88,18 @@ def bring_up(
     """
     options = keywords.get("options", LoadOptions())
     wished = keywords.get("sharding", Sharding())
-    sharding = world.together(lambda: wrap.with_mesh(wished, options.process_group))
+    sharding = world.run_all(wrap.with_mesh, wished, options.process_group)
     report = None
     with ExitStack() as stack:
         with clock.phase("index"):
             found = find(world, name_or_path, keywords, stack)
         with clock.phase("plan"):
-            world.require_equal(
-                world.together(lambda: outlines.alike(keywords, found.adapters)), "what is tuned, and how,"
-            )
+            world.require_equal(world.run_all(outlines.alike, keywords, found.adapters), "what is tuned, and how,")
             built, pairs = build_together(world, found, keywords)
             untied, already_read_bytes = decide_ties(world, built, pairs, found.source, options)
             casts_to = None if sharding.mesh is None else sharding.mp_policy.param_dtype
-            tuned = world.together(
-                lambda: outlines.made_ready(built, untied, keywords, adapters=found.adapters, casts_to=casts_to)
+            tuned = world.run_all(
+                outlines.made_ready, built, untied, keywords, adapters=found.adapters, casts_to=casts_to
             )
 
         is_later = not keywords.get("load_weights", True)
@@ -116,7 +114,7 @@ def bring_up(
             return request_of(replace(tuned, bindings=bindings), keywords, already_read_bytes)
 
         if is_later:
-            world.together(ask)
+            world.run_all(ask)
             require_same_settings(world, pretrained.settings_of(tuned.base))
         else:
             report = carry_out(world, tuned.model, found.source, ask, clock)
@@ -163,7 +161,7 @@ def find(
         config.name_or_path = without_secrets(named)
         return config
 
-    config = world.together(begin)
+    config = world.run_all(begin)
     extra: tuple[str, ...] = getattr(type(config), "extra_files", ())
     if extra and not is_remote:
         directory = arguments.resolve_everywhere(world, name_or_path, hub, replace(wanted, extra=extra))
@@ -175,7 +173,7 @@ def find(
 
     source = arguments.read_index(
         world,
-        world.together(enter),
+        world.run_all(enter),
         weights_name=getattr(config, "transformers_weights", None),
         variant=hub.variant,
         extra=extra,
@@ -204,8 +202,8 @@ def _with_adapter(
     # Another repository than the base's, with revisions and folders of its own.
     hub = replace(keywords.get("hub", HubOptions()), revision=None, subfolder="", variant=None)
     folder = arguments.resolve_everywhere(world, given, hub, AdapterFiles())
-    file, config = world.together(lambda: (weights_in(folder), peft_compat.config_in(str(folder))))
-    reader = stack.enter_context(world.together(lambda: LocalReader(folder)))
+    file, config = world.run_all(lambda: (weights_in(folder), peft_compat.config_in(str(folder))))
+    reader = stack.enter_context(world.run_all(LocalReader, folder))
     found, inside = arguments.read_index(world, OpenStorage(reader, file)), beside_of(name)
     both = replace(
         source,
@@ -247,7 +245,7 @@ def small_files(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
         with open_storage(url, hub).reader as reader:
             return {name: content for name in _CONFIGS if (content := _read_small(reader, name)) is not None}
 
-    contents = world.from_first(read)
+    contents = world.broadcast(read)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         for name, content in contents.items():
             Path(folder, name).write_bytes(content)
@@ -275,7 +273,7 @@ def build_together(
     """
     if keywords.get("trust_remote_code", False) and world.size > 1:
         first = world.is_first_of(file_space())
-        world.together(lambda: outlines.class_of(found.directory, found.config, keywords) if first else None)
+        world.run_all(lambda: outlines.class_of(found.directory, found.config, keywords) if first else None)
     made: list[outlines.Outline] = []
 
     def build() -> list[tuple[str, str]]:
@@ -284,7 +282,7 @@ def build_together(
         )
         return sorted(made[0].ties_stored_twice())
 
-    pairs = world.each(build)
+    pairs = world.all_gather(build)
     if odd := OddRanks.among(pairs):
         raise DisagreementError(
             f"the list of declared ties that are stored twice on rank {odd.shown} is not that of rank 0"
@@ -323,7 +321,7 @@ def decide_ties(
                 )
             }
 
-        untied = world.all_reduce(differing, lambda told: set[str]().union(*told))
+        untied = world.map_reduce(differing, lambda told: set[str]().union(*told))
     built.equal_ties = frozenset({name for name, _ in pairs} - untied)
     return untied, placer.read_bytes
 
@@ -373,7 +371,7 @@ def from_pretrained(
     clock = Clock()
     with arguments.world_of(keywords.get("options", LoadOptions()), "from_pretrained") as world:
         keywords = arguments.agree_on_call(
-            world, lambda: settle_call(name_or_path, keywords, asks_for_report=output_loading_info)
+            world, settle_call, name_or_path, keywords, asks_for_report=output_loading_info
         )
         model, report = bring_up(world, name_or_path, keywords, clock)
     return (model, report) if output_loading_info and report is not None else model

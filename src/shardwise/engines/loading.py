@@ -19,7 +19,7 @@ from shardwise.execution.audit import audit, require_equal_buffers, unequal_twin
 from shardwise.execution.memory import collected_later, materialize
 from shardwise.execution.reading import Placer
 from shardwise.execution.world import Clock, ProgressBar, World
-from shardwise.layout import LocalBox, Origin, TensorKind, TensorLayout, first_rows, last_rows
+from shardwise.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
 from shardwise.models import pretrained
 from shardwise.models.initialize import Additions, BufferRules, RowNorms
 from shardwise.models.pretrained import bind, mark_loaded
@@ -52,7 +52,7 @@ def carry_out(
         return load
 
     with clock.phase("plan"):
-        load = world.together(ready)
+        load = world.run_all(ready)
         plan, held, options = load.plan, load.held, load.options
         total_bytes, sharers = agree_on(
             world, plan, load.settings, load.forecast, load.available, check_memory=options.check_memory
@@ -76,7 +76,7 @@ def carry_out(
             placer.place(load.own, [local[item.fqn] for item in load.own.destinations])
 
         with clock.phase("read"):
-            world.together(read)
+            world.run_all(read)
         means = average_rows(world, load)
         if load.shared:
             from shardwise.execution.shared_reads import exchange_shared
@@ -85,7 +85,7 @@ def carry_out(
                 exchange_shared(world, load.shared, {item.fqn: item for item in held}, load.items, placer)
     with clock.phase("fill"):
         completed = form_of(model).complete(world, model, budget_bytes=options.budget_bytes)
-    attributes = world.together(lambda: finish(model, load, means, {**placer.written, **completed}, clock))
+    attributes = world.run_all(finish, model, load, means, {**placer.written, **completed}, clock)
     with clock.phase("audit"):
         require_equal_buffers(world, held)
     report = make_report(world, model, source, load, placer, clock)
@@ -97,9 +97,13 @@ def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:
     """Tensors that share storage and are stored twice must be stored equal. Collective: yes."""
     if not plan.twins:
         return
-    names = world.all_reduce(
-        lambda: unequal_twins(plan, placer, world.rank, world.size),
+    names = world.map_reduce(
+        unequal_twins,
         lambda told: sorted({name for found in told for name in found}),
+        plan,
+        placer,
+        world.rank,
+        world.size,
     )
     if names:
         raise CoverageError(
@@ -216,7 +220,7 @@ def average_rows(world: World, load: Load) -> dict[str, torch.Tensor]:
             means[name][columns] += total / rows[name]
         return means
 
-    return world.all_reduce(sums, add_up)
+    return world.map_reduce(sums, add_up)
 
 
 def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int]) -> None:
@@ -322,7 +326,7 @@ def load_checkpoint(
         base = form_of(model)
         transforms.extend(pretrained.conversion_transforms(model, key_mapping))
         held = look_inside(model)
-        layout = base.in_numbers(layout_of(held, lambda item: Origin.NOWHERE), held)
+        layout = base.in_numbers(layout_of(held), held)
         spare = spare_tensors(source.index)
         bindings = bind(model, stored_tensors(source.index), layout, transforms, spare=spare)
         tie_declared(model, held, bindings)

@@ -88,12 +88,12 @@ def take_out_model(
     Raises:
         ConfigError, PlacementError, DisagreementError: as of :func:`~shardwise.engines.model_states.model_state`.
     """
-    held = world.together(lambda: look_inside(model))
+    held = world.run_all(look_inside, model)
     require_alike_models(world, held, [])
-    names = world.from_first(lambda: names_outside(model, held, only))
+    names = world.broadcast(names_outside, model, held, only)
     wanted = set(names.values())
     chosen = {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
-    world.together(lambda: state_values.refuse_meta(chosen, "the model"))
+    world.run_all(state_values.refuse_meta, chosen, "the model")
     home = home_among(held, chosen.values())
     buffers = {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
     budget = options.budget_bytes
@@ -119,26 +119,26 @@ def set_model_values(
     Memory, errors: as of :func:`set_model_state`.
     """
     with clock.phase("agree"):
-        held = world.together(lambda: look_inside(model))
+        held = world.run_all(look_inside, model)
         require_alike_models(world, held, [])
-        names = world.from_first(lambda: names_outside(model, held, only))
+        names = world.broadcast(names_outside, model, held, only)
         told = values.told(world)
         places = _places(held, names)
         of = {place.names[0]: item for place, item in places}
-        matched = world.together(lambda: match([place for place, _ in places], told, tolerance))
+        matched = world.run_all(lambda: match([place for place, _ in places], told, tolerance))
         taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
-        world.together(lambda: refuse_subclasses(list(taking.values())))
+        world.run_all(lambda: refuse_subclasses(list(taking.values())))
         # Asked of initializers while all is on meta: a model that gets its values is as one that was loaded.
         initializers = Initializers(model, held)
-        computed = world.together(lambda: _computed(initializers, only))
+        computed = world.run_all(_computed, initializers, only)
         values.require_ties(world, [item.place.names for item in matched.taken])
     with clock.phase("exchange"):
         home = home_among(held, [item.tensor for item in held])
         awaiting = [*taking.values(), *(item for item, _ in computed)]
-        world.together(lambda: materialize(awaiting, managers_of(model), home))
+        world.run_all(lambda: materialize(awaiting, managers_of(model), home))
         targets = {name: item.tensor for name, item in taking.items()}
         traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
-        recomputed = world.together(lambda: _fill(initializers, computed, home))
+        recomputed = world.run_all(_fill, initializers, computed, home)
     return state_report(
         world,
         values,
@@ -227,7 +227,7 @@ def model_state(
     """
     model = without_compile(model)
     with world_of(options, "model_state") as world, torch.device("cpu"):
-        world.together(lambda: require_form(form))
+        world.run_all(require_form, form)
         state_values.require_same_call(world, form, only, on_differing_buffers, options=options)
         taken = take_out_model(world, model, only, on_differing_buffers, options)
         if form == "sharded":
@@ -285,7 +285,7 @@ def set_model_state(
     with world_of(options, "set_model_state") as world, torch.device("cpu"):
         with clock.phase("agree"):
             state_values.require_same_call(world, only, tolerance, options=options)
-            given = world.together(lambda: state_values.by_canonical_names(state, "state"))
+            given = world.run_all(state_values.by_canonical_names, state, "state")
         return set_model_values(
             world,
             model,
@@ -307,9 +307,9 @@ def stored_values(
     Raises:
         FormatError, StorageError: as in :func:`~shardwise.formats.open_checkpoint`, or two names are equal.
     """
-    reader = stack.enter_context(world.together(lambda: LocalReader(folder)))
-    index = world.from_first(lambda: open_checkpoint(reader, weights_name=file))
-    named = world.together(lambda: by_canonical_keys(stored_tensors(index), index.root))
+    reader = stack.enter_context(world.run_all(LocalReader, folder))
+    index = world.broadcast(open_checkpoint, reader, weights_name=file)
+    named = world.run_all(lambda: by_canonical_keys(stored_tensors(index), index.root))
     return state_values.StoredValues(reader, index, named, options.budget_bytes)
 
 

@@ -35,7 +35,7 @@ def _nest_portion(world: World, layers: Mapping[str, Any], budget_bytes: int) ->
     home = next(iter(raw.values())).device
     bytes_of = gather(world, raw, "full_on_all_ranks", budget_bytes=budget_bytes, device=home)
     wholes = {name: found.view(torch.float32) for name, found in bytes_of.items()}
-    offsets = world.from_first(lambda: {name: float(offset_of(whole)) for name, whole in wholes.items()})
+    offsets = world.broadcast(lambda: {name: float(offset_of(whole)) for name, whole in wholes.items()})
 
     def nest() -> dict[str, int]:
         written: dict[str, int] = {}
@@ -45,7 +45,7 @@ def _nest_portion(world: World, layers: Mapping[str, Any], budget_bytes: int) ->
             _let_go(layer)
         return written
 
-    return world.together(nest)
+    return world.run_all(nest)
 
 
 def _let_go(layer: Any) -> None:

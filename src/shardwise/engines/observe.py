@@ -65,8 +65,8 @@ def observe(run_dir: str | os.PathLike[str], *, samples_per_second: float = 20.0
         return (0, 0, 0) if device.type == "cpu" else memory_in_use(device)
 
     with world:
-        run = world.from_first(lambda: secrets.token_hex(8))
-        file = world.together(create)
+        run = world.broadcast(secrets.token_hex, 8)
+        file = world.run_all(create)
     header = {"run": run, "rank": world.rank, "world_size": world.size, "device": device.type}
     with RankObserver(file, header, device_memory, samples_per_second) as observer:
         yield observer

@@ -130,7 +130,7 @@ def read_source(
     """
     built = outline(folder, config, index, options)
     apart = _settle_ties(built, placer, untied)
-    layout = layout_of(look_inside(built.model), lambda item: Origin.INIT_WEIGHTS)
+    layout = layout_of(look_inside(built.model), Origin.INIT_WEIGHTS)
     consent = Consent("error", "error", Ignore(only=("*",)))
     plan = plan_load(index, layout, built.bindings_less_ties(), rules_of(built.model), consent)
     expressions = {name: read.expression for name, read in plan.reads().items()}

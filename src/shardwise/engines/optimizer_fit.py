@@ -71,7 +71,7 @@ def _agreed(world: World, given: Given) -> tuple[Given, tuple[int, ...]]:
     Raises:
         DisagreementError: ranks bring state of other parameters, or other groups.
     """
-    told = world.gather(replace(given, tensors={}))
+    told = world.all_gather_object(replace(given, tensors={}))
     bringing = [rank for rank, found in enumerate(told) if found]
     if not bringing:
         return Given(), ()
@@ -220,4 +220,4 @@ def fit(
         groups = matching.match_groups(ours.groups, agreed.groups, stateful, tolerance)
         return Fitting(agreed, brought_by, groups, _match(ours, agreed, groups, told, tolerance))
 
-    return world.together(decide)
+    return world.run_all(decide)

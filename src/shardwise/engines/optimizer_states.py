@@ -67,7 +67,7 @@ def take_out_optimizers(
     """
     held, bounds = _looked_at(world, model, optimizers)
     tensors, scalars = _held_by(world, bounds)
-    world.together(lambda: refuse_meta(tensors, what))
+    world.run_all(refuse_meta, tensors, what)
     home = home_among(held, tensors.values())
     numbers = {
         name: value if isinstance(value, torch.Tensor) else as_bytes(value) for name, value in scalars.items()
@@ -104,12 +104,12 @@ def set_optimizer_values(
         fitting = fit(world, ours, given, told, tolerance)
         matched = fitting.matched
     with clock.phase("exchange"):
-        targets = world.together(lambda: fitting.targets(ours))
+        targets = world.run_all(fitting.targets, ours)
         by_label = {key.label: target for key, target in targets.items()}
         home = home_among(held, targets.values())
         traffic = values.bring(world, matched, by_label, budget_bytes=options.budget_bytes, device=home)
     with clock.phase("finish"):
-        afresh = world.together(lambda: fitting.bind(ours, targets))
+        afresh = world.run_all(fitting.bind, ours, targets)
     return state_report(
         world,
         values,
@@ -132,9 +132,9 @@ def _looked_at(
 ) -> tuple[list[Held], list[Bound]]:
     """The model and its optimizers, which are the same on all ranks. Collective: yes."""
     several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
-    held = world.together(lambda: look_inside(model))
-    bounds = world.together(lambda: look_at(several, held, KEEP_IT_APART))
-    world.together(lambda: _refuse_reduced(bounds))
+    held = world.run_all(look_inside, model)
+    bounds = world.run_all(look_at, several, held, KEEP_IT_APART)
+    world.run_all(_refuse_reduced, bounds)
     require_alike_models(world, held, bounds)
     return held, bounds
 
@@ -204,7 +204,7 @@ def optimizer_state(
     """
     model = without_compile(model)
     with world_of(options, "optimizer_state") as world, torch.device("cpu"):
-        world.together(lambda: require_form(form))
+        world.run_all(require_form, form)
         require_same_call(world, form, options=options)
         taken = take_out_optimizers(world, model, optimizers, "the optimizers", options)
         if form == "sharded":
@@ -268,7 +268,7 @@ def set_optimizer_state(
             require_same_call(world, tolerance, options=options)
 
         def take_apart(ours: Ours) -> tuple[Given, Values]:
-            given = world.together(lambda: read(state, ours.first_names, ours.shapes))
+            given = world.run_all(read, state, ours.first_names, ours.shapes)
             return given, BroughtValues(given.tensors)
 
         return set_optimizer_values(

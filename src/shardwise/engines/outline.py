@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.execution.memory import collected_later
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import form_of
-from shardwise.layout import ModelLayout, Origin
+from shardwise.layout import ModelLayout
 from shardwise.models import build, pretrained
 from shardwise.models.build import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
 from shardwise.models.four_bit_base import put_base_into_four_bits
@@ -241,7 +241,7 @@ def outline_of(
     Tensors that its class keeps in another dtype get that.
     """
     held = look_inside(model)
-    layout = layout_of(held, lambda item: Origin.NOWHERE)
+    layout = layout_of(held)
     kept = pretrained.kept_dtypes(model, dtype)
 
     def dtype_of(name: str) -> torch.dtype:

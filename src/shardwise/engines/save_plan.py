@@ -16,7 +16,7 @@ from shardwise.execution.memory import collected_later
 from shardwise.execution.replicas import Shares
 from shardwise.execution.state_values import StateOptions
 from shardwise.execution.world import World
-from shardwise.layout import ModelLayout, Origin, TensorKind, place_of
+from shardwise.layout import ModelLayout, TensorKind, place_of
 from shardwise.models import four_bit_files
 from shardwise.models.revert import Output, names_in_file, revert
 from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
@@ -107,11 +107,11 @@ def chosen(world: World, request: SaveRequest) -> tuple[list[Held], Mapping[str,
     The state of its training comes last. Only one rank calls PEFT, which may query the hub for the base's config.
     Collective: yes.
     """
-    held = world.together(lambda: _looked_at(request))
+    held = world.run_all(_looked_at, request)
     names = request.names
     if not isinstance(names, PeftNames):
         return held, {}
-    places = world.from_first(lambda: names_outside(request.model, held, AdapterOnly(names.adapter)))
+    places = world.broadcast(lambda: names_outside(request.model, held, AdapterOnly(names.adapter)))
     chosen = set(places.values())
     beside = [] if request.training is None else look_inside(request.training.module)
     return [*(item for item in held if chosen.intersection(item.names)), *beside], places
@@ -147,7 +147,7 @@ def prepare(
     ``places`` are an adapter's names, ``shares`` the parts that each rank contributes.
     """
     _require_possible(request, policy)
-    layout = layout_of(held, lambda item: Origin.NOWHERE)
+    layout = layout_of(held)
     outputs = four_bit_files.in_shapes_of_files(held, outputs_of(request, layout, places))
     _require_moved(outputs)
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}

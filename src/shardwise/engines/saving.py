@@ -46,18 +46,16 @@ def carry_out_save(
     clock = Clock()
     with world_of(options, call) as world:
         with clock.phase("plan"):
-            token = world.from_first(new_token)
-            request = world.together(ask)
-            writer = world.together(lambda: open_writer(request.directory))
+            token = world.broadcast(new_token)
+            request = world.run_all(ask)
+            writer = world.run_all(open_writer, request.directory)
         with writer:
             with clock.phase("plan"):
                 held, places = save_plan.chosen(world, request)
                 shares = agree_on_shares(world, held, on_differing_buffers)
                 budget = options.budget_bytes
-                ready = world.together(
-                    lambda: save_plan.prepare(
-                        request, token, held, places, shares, world.rank, writer.policy, budget
-                    )
+                ready = world.run_all(
+                    save_plan.prepare, request, token, held, places, shares, world.rank, writer.policy, budget
                 )
                 how = ready.digest, repr((request.names, verify)), budget
                 world.require_equal(
@@ -89,25 +87,25 @@ def _write_and_commit(
     try:
         with clock.phase("create"):
             has_owners = _has_owners(world, writer)
-            world.from_first(begin)
-            world.together(lambda: require_lock(writer, plan.token))
+            world.broadcast(begin)
+            world.run_all(require_lock, writer, plan.token)
         with ProgressBar("Saving weights", world, plan.nbytes, enabled=options.progress) as bar:
             emitter = Emitter(writer, plan.entries, [item.local for item in ready.held], ready.staging, bar, world)
             with clock.phase("write"):
                 if has_owners:
                     _write_by_owners(world, emitter, ready, options, bar)
                 else:
-                    world.together(lambda: emitter.write(ready.requests))
+                    world.run_all(emitter.write, ready.requests)
             with clock.phase("sync"):
                 if not has_owners:
                     created = [file.name for file in plan.files] if world.rank == 0 else []
-                    world.together(lambda: emitter.finish(ready.requests, created))
+                    world.run_all(emitter.finish, ready.requests, created)
         with clock.phase("verify"):
             if verify:
                 _require_same(world, emitter, ready)
             sums = _add_up(world, plan, emitter)
         with clock.phase("commit"):
-            removed = world.from_first(lambda: commit_save(writer, plan, *begun[0], sums))
+            removed = world.broadcast(commit_save, writer, plan, *begun[0], sums)
     except BaseException:  # Ctrl-C, too: the next save of this process must find no mark of this one
         for first, _ in begun:
             undo_save(writer, plan, first)
@@ -157,7 +155,7 @@ def _has_owners(world: World, writer: StorageWriter) -> bool:
         return not takes_ranges or is_shared
 
     policy = writer.policy
-    return world.all_reduce(lambda: (policy.has_random_writes, policy.block_bytes, machine.boot()), decide)
+    return world.map_reduce(lambda: (policy.has_random_writes, policy.block_bytes, machine.boot()), decide)
 
 
 def _write_by_owners(
@@ -229,7 +227,7 @@ def _require_same(world: World, emitter: Emitter, ready: save_plan.PreparedSave)
             files = [file.name for file in headers if reader.read(file.name, 0, len(file.header)) != file.header]
             return files, emitter.require_same(reader, ready.requests)
 
-    for rank, (files, keys) in enumerate(world.each(compare)):
+    for rank, (files, keys) in enumerate(world.all_gather(compare)):
         if files or keys:
             what = f"{len(keys)} tensors, such as {keys[0]}," if keys else f"the header of {files[0]}"
             raise StorageError(

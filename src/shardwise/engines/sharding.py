@@ -145,15 +145,15 @@ def shard(
     clock = Clock()
     with world_of(options, "shard") as world, torch.device("cpu"):
         with clock.phase("agree"):
-            model = world.together(look)
-            settled = world.together(lambda: wrap.with_mesh(sharding, options.process_group))
-            held = world.together(lambda: look_inside(model))
-            was_sharded = world.together(lambda: is_sharded(model, held))
+            model = world.run_all(look)
+            settled = world.run_all(wrap.with_mesh, sharding, options.process_group)
+            held = world.run_all(look_inside, model)
+            was_sharded = world.run_all(is_sharded, model, held)
             world.require_equal(was_sharded, "the state of the model (sharded already, or not)")
-            bounds = world.together(lambda: look_at(optimizers, held))
+            bounds = world.run_all(look_at, optimizers, held)
             if was_sharded:
                 return replace(_report(world, model, settled, clock), was_sharded=True)
-            world.together(lambda: _refuse(model, held, settled, optimizers))
+            world.run_all(_refuse, model, held, settled, optimizers)
             words = (wrap.in_words(settled), values_from, trained_dtype, options.budget_bytes)
             world.require_equal(repr(words), "the list of arguments (mesh, policies, modes, budget)")
             require_alike_models(world, held, bounds)
@@ -183,15 +183,15 @@ def _move(
 ) -> dict[str, Any]:
     """Wrap the model and move values. Return fields of the report. Collective: yes."""
     with clock.phase("wrap"):
-        groups = world.together(lambda: wrap_without_values(model, held, bounds, sharding, supply))
-        arrivals = world.together(lambda: Arrivals(model, supply))
+        groups = world.run_all(wrap_without_values, model, held, bounds, sharding, supply)
+        arrivals = world.run_all(Arrivals, model, supply)
     with clock.phase("exchange"):
-        handovers = world.together(lambda: arrivals.handovers(world))
+        handovers = world.run_all(arrivals.handovers, world)
         traffic = distribute(
             world, handovers, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
         )
     with clock.phase("finish"):
-        awaiting = world.together(lambda: arrivals.finish(bounds, sharding))
+        awaiting = world.run_all(arrivals.finish, bounds, sharding)
     return {
         "groups": groups,
         "sent_bytes": traffic.sent_bytes,

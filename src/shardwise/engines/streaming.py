@@ -17,7 +17,7 @@ from shardwise.execution.memory import home_of
 from shardwise.execution.moving import Exchange, part_of
 from shardwise.execution.replicas import Giver, MergingGiver, PackedRows, agree_on_shares, in_numbers
 from shardwise.execution.world import World
-from shardwise.layout import ModelLayout, Origin
+from shardwise.layout import ModelLayout
 from shardwise.models import four_bit_files, selection
 from shardwise.models.four_bit_layers import SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.revert import Output, revert
@@ -76,7 +76,7 @@ def walk_tensors(
             Move(key, item.expression, dtypes[key].itemsize, whole_on(targets, item.shape, world.size))
             for key, item in outputs.items()
         ]
-        rounds = world.together(lambda: plan_rounds([moves], giver.shares, options.bucket_bytes // 2))
+        rounds = world.run_all(plan_rounds, [moves], giver.shares, options.bucket_bytes // 2)
         home = _home(held)
         device = (options.device or home) if world.rank in targets else torch.device("meta")
         begun: dict[str, torch.Tensor] = {}
@@ -103,21 +103,21 @@ def _agreed_supply(
     options: StreamOptions,
 ) -> tuple[list[Held], Mapping[str, Output], Giver]:
     """Compare the calls. Return the tensors of the model, the outputs, and their source. Collective: yes."""
-    held = world.together(lambda: _looked_at(model, names, only))
+    held = world.run_all(_looked_at, model, names, only)
     world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
     chosen: dict[str, str] = {}
     if isinstance(only, selection.AdapterOnly):
-        chosen = world.from_first(lambda: selection.names_outside(model, held, only))
+        chosen = world.broadcast(selection.names_outside, model, held, only)
         wanted = set(chosen.values())
         held = [item for item in held if wanted.intersection(item.names)]
     shares = agree_on_shares(world, held, on_differing_buffers).by_name
     by_name = {name: item for item in held for name in item.names}
     giver = Giver(by_name, shares, world.rank)
     if isinstance(only, selection.AdapterOnly):
-        layout = layout_of(held, lambda item: Origin.NOWHERE)
+        layout = layout_of(held)
         outputs: Mapping[str, Output] = {key: Output.of(key, layout.by_name[name]) for key, name in chosen.items()}
     else:
-        outputs, adapted = world.together(lambda: _wanted(model, held, names, only))
+        outputs, adapted = world.run_all(_wanted, model, held, names, only)
         if adapted is not None:
             giver = _merging(world, held, giver, adapted, options)
     world.require_equal(list(outputs), "the list of keys")
@@ -131,11 +131,11 @@ def _merging(
 
     Collective: yes.
     """
-    layout, shares = layout_of(held, lambda item: Origin.NOWHERE), giver.shares
+    layout, shares = layout_of(held), giver.shares
     needed = [name for item in adapted.factors.values() for name in (item.lora_A, item.lora_B)]
     matrices = _whole(world, [Output.of(name, layout.by_name[name]) for name in needed], giver, options)
     base_held = {name: giver.held[fqn] for name, fqn in adapted.inside.items()}
-    packed = world.together(lambda: packed_rows(base_held))
+    packed = world.run_all(packed_rows, base_held)
     base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
     base_shares |= {name: tuple(map(in_numbers, base_shares[name])) for name in packed}
     return MergingGiver(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
@@ -160,7 +160,7 @@ def _wanted(
     Raises:
         ConfigError, CoverageError: they cannot be streamed.
     """
-    layout = layout_of(held, lambda item: Origin.NOWHERE)
+    layout = layout_of(held)
     if only is None:
         if names == "hub" and selection.has_adapters(model):
             raise ConfigError(
@@ -218,7 +218,7 @@ def _whole(
     dtypes = {item.key: to_torch(item.dtype) for item in outputs}
     home = _home(list(giver.held.values()))
     found = {item.key: torch.empty(item.shape, dtype=dtypes[item.key], device=home) for item in outputs}
-    rounds = world.together(lambda: plan_rounds([moves], giver.shares, options.bucket_bytes))
+    rounds = world.run_all(plan_rounds, [moves], giver.shares, options.bucket_bytes)
     for _ in Exchange(world, rounds, giver.share, lambda key, box: part_of(found[key], box), dtypes, home).run():
         pass
     return found

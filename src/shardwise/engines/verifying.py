@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from shardwise.engines.forecasting import plan
 from shardwise.errors import FormatError
@@ -118,7 +119,7 @@ def _compare_files(
     if not candidates:
         return ComparedFiles(damaged_files=tuple(broken))
     # While a save is committed, two saves may be on record, of the same sizes even; small files are of either.
-    found = min(map(_comparison(reader, index), candidates), key=lambda each: each.faults)
+    found = min(map(_comparison(reader, index), candidates), key=attrgetter("faults"))
     beside = {name for save in saves for name in save.beside} - {ADAPTER_CONFIG}
     present = set(reader.list())
     changed = [
@@ -223,5 +224,5 @@ def _fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, in
             found[entry.key] = (found[entry.key] + part) % MODULUS
 
     memories = [bytearray(_VERIFIED_BYTES) for _ in range(reader.policy.concurrency)]
-    Workers(add, memories, lambda: None).run(blocks)
+    Workers(add, memories).run(blocks)
     return found

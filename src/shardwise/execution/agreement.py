@@ -38,8 +38,8 @@ def agree_on(
     """
     place = machine.group_space() + machine.text_of(machine.OWN_GROUP)
     told = plan.digest, digest_of(settings), (plan.layout.local_nbytes, place, forecast, available)
-    found = world.all_reduce(
-        lambda: told,
+    found = world.all_reduce_object(
+        told,
         lambda all_told: (
             OddRanks.among([item[:2] for item in all_told])
             or _total([item[2] for item in all_told], check_memory=check_memory)
@@ -76,7 +76,7 @@ def require_same_settings(world: World, settings: Mapping[str, str]) -> None:
     Raises:
         DisagreementError: naming the settings that differ.
     """
-    if odd := world.all_reduce(lambda: digest_of(settings), OddRanks.among):
+    if odd := world.map_reduce(digest_of, OddRanks.among, settings):
         raise _other_settings(world, odd, settings)
 
 
@@ -96,4 +96,4 @@ def _differing(world: World, odd: OddRanks, own: Mapping[str, str]) -> dict[str,
         pairs = {name: (first.get(name, "absent"), other.get(name, "absent")) for name in sorted({*first, *other})}
         return {name: values for name, values in pairs.items() if values[0] != values[1]}
 
-    return world.all_reduce(lambda: own if world.rank in (0, odd.first) else {}, compare)
+    return world.map_reduce(lambda: own if world.rank in (0, odd.first) else {}, compare)

@@ -64,9 +64,9 @@ def require_equal_buffers(world: World, held: Sequence[Held]) -> None:
         DisagreementError: naming the buffers.
     """
     digests = {item.fqn: _digest_of(item.local) for item in held if item.kind is TensorKind.BUFFER}
-    if world.all_reduce(lambda: digest_of(sorted(digests.items())), OddRanks.among) is None:
+    if world.map_reduce(lambda: digest_of(sorted(digests.items())), OddRanks.among) is None:
         return
-    first = world.from_first(lambda: digests)
+    first = world.broadcast(lambda: digests)
 
     def refuse(told: Sequence[Sequence[str]]) -> None:
         if names := sorted({name for found in told for name in found}):
@@ -75,7 +75,7 @@ def require_equal_buffers(world: World, held: Sequence[Held]) -> None:
                 "callable that computes them"
             )
 
-    world.all_reduce(lambda: [name for name in digests if first.get(name) != digests[name]], refuse)
+    world.map_reduce(lambda: [name for name in digests if first.get(name) != digests[name]], refuse)
 
 
 def _digest_of(tensor: torch.Tensor) -> str:
@@ -146,7 +146,7 @@ def require_one_checkpoint(
             identities.update({file: reader.identity(file) for file in files})
         return _digest(place_of(reader, file).encode(errors="surrogatepass") for file in files)
 
-    told = world.each(place)
+    told = world.all_gather(place)
     firsts = [told.index(place) for place in told]
     if not any(firsts):
         return identities, ()
@@ -171,7 +171,7 @@ def require_one_checkpoint(
                         "system that all machines share"
                     )
 
-    world.all_reduce(look, compare)
+    world.map_reduce(look, compare)
     count = len(set(firsts))
     return identities, (
         f"the ranks read {count} copies of the checkpoint, whose sizes, headers and samples are equal",

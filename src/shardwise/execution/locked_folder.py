@@ -79,7 +79,9 @@ class Saving:
 
 
 @contextmanager
-def marked_by_first(world: World, folder: str | PathLike[str], tidy: OnFirst, undo: OnFirst) -> Iterator[Saving]:
+def marked_by_first(
+    world: World, folder: str | PathLike[str], tidy: OnFirst | None = None, undo: OnFirst | None = None
+) -> Iterator[Saving]:
     """Mark a folder on the first rank for the time of the block.
 
     ``tidy`` reads the folder and removes remains, once the lock is held. If ``tidy`` or the block fails, ``undo``
@@ -97,16 +99,18 @@ def marked_by_first(world: World, folder: str | PathLike[str], tidy: OnFirst, un
             token = new_token()
             writer = closing.enter_context(open_writer(folder))
             found.append(Marked(writer, take_lock(writer, token), token))
-            tidy(found[0])
+            if tidy is not None:
+                tidy(found[0])
             return token
 
         try:
-            token = world.from_first(begin)
+            token = world.broadcast(begin)
             yield Saving(token, fspath(folder), found[0] if found else None)
         except BaseException:
             for marked in found:
                 with contextlib.suppress(StorageError):
-                    undo(marked)
+                    if undo is not None:
+                        undo(marked)
                 with contextlib.suppress(StorageError):
                     marked.release()
             raise
@@ -119,6 +123,6 @@ def marked_here(folder: str | PathLike[str]) -> Iterator[Marked]:
     Raises:
         StorageError: another save is writing there, or the folder cannot be written to.
     """
-    with marked_by_first(World(0, 1), folder, lambda _: None, lambda _: None) as saving:
+    with marked_by_first(World(0, 1), folder) as saving:
         yield saving.marked
         saving.marked.release()

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from shardwise.errors import CheckpointError, DisagreementError, RankLostError
 from shardwise.execution import Patience
@@ -28,6 +28,7 @@ from shardwise.execution.failure_detection import KeyStore, ProcessPlace, alive_
 from shardwise.report.names import shown_ranks
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _log = logging.getLogger(__name__)
 
@@ -146,8 +147,8 @@ class Meetings:
             DisagreementError: ranks are in different calls.
         """
         if self.rank == 0:
-            return self._ask(lambda keys: self._lead(keys, conclude))
-        return self._ask(lambda keys: self._attend(keys, message))
+            return self._ask(self._lead, conclude)
+        return self._ask(self._attend, message)
 
     def part(self) -> None:
         """Leave after the last meeting, the first rank when all have read the answer: the store may end with it.
@@ -168,7 +169,7 @@ class Meetings:
         number = self.numbers[self.rank]
         text = f"rank {number} ({ProcessPlace.here()}) has left the call: {cause}"
         with contextlib.suppress(Exception):
-            self._start(lambda keys: self._publish(keys, _LOST, text)).result(timeout=self.patience.beat_s)
+            self._start(self._publish, _LOST, text).result(timeout=self.patience.beat_s)
 
     def find_lost(self) -> None:
         """Wait until the detector is sure whether a rank is lost.
@@ -196,8 +197,8 @@ class Meetings:
     def tell_progress(self, total: int) -> None:
         self._detector.progress = total
 
-    def _ask(self, task: Callable[[KeyStore], T]) -> T:
-        answer = self._start(task)
+    def _ask(self, task: Callable[Concatenate[KeyStore, P], T], *args: P.args, **keywords: P.kwargs) -> T:
+        answer = self._start(task, *args, **keywords)
         while True:
             try:
                 return answer.result(timeout=self.patience.beat_s)
@@ -207,13 +208,13 @@ class Meetings:
                 if self._unheard_s > _DEAF * self.patience.silence_s:
                     raise _deaf(self._unheard_s) from None
 
-    def _start(self, task: Callable[[KeyStore], T]) -> Future[T]:
+    def _start(self, task: Callable[Concatenate[KeyStore, P], T], *args: P.args, **keywords: P.kwargs) -> Future[T]:
         """Run the task on a thread of its own: a store that cannot be reached may never answer."""
         answer: Future[T] = Future()
 
         def run() -> None:
             try:
-                answer.set_result(task(self._joined()))
+                answer.set_result(task(self._joined(), *args, **keywords))
             except (RankLostError, DisagreementError) as error:
                 answer.set_exception(error)
             except Exception as error:

@@ -334,7 +334,7 @@ class Workers(Generic[Task, Tool]):
 
     carry_out: Callable[[Task, Tool], None]
     tools: Sequence[Tool]
-    check: Callable[[], None]
+    check: Callable[[], None] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stop: bool = False
     _failure: BaseException | None = None
@@ -359,7 +359,8 @@ class Workers(Generic[Task, Tool]):
             with self._finished:
                 while self._at_work:
                     self._finished.wait(_LOOK_S)
-                    self.check()
+                    if self.check is not None:
+                        self.check()
         finally:
             self._stop = True
         if self._failure is not None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardwise.conversion.expression import Stored
 from shardwise.execution.memory import trim_heap
-from shardwise.execution.tensor_facts import facts_of, held_by_rank
+from shardwise.execution.tensor_facts import facts_by_name, held_by_rank
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox, place_of
 from shardwise.models.view import local_boxes, local_tensor, strided_view
@@ -123,7 +123,7 @@ class Exchange:
         arriving: _RankPart | None = None
         try:
             for number, leaving in enumerate([*parts, None]):
-                self.world.together(partial(self._step, arriving, leaving))
+                self.world.run_all(partial(self._step, arriving, leaving))
                 if leaving is not None:
                     self._send(leaving, any(_moves(block) for block in self.rounds[number]))
                 if arriving is not None:
@@ -319,13 +319,13 @@ def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, dev
             arrived[name, box] = torch.empty(box.numel, dtype=by_name[name].dtype, device=place.device)
         return arrived[name, box]
 
-    rounds = world.together(lambda: moves.plan_rounds([[item.move() for item in items]], shares, budget_bytes))
+    rounds = world.run_all(lambda: moves.plan_rounds([[item.move() for item in items]], shares, budget_bytes))
     exchange = Exchange(world, rounds, share, room, {item.name: item.dtype for item in items}, device)
     for _ in exchange.run():
         for (name, box), values in arrived.items():
             _there(by_name[name].into).view(box).copy_(values.view(box.sizes))
         arrived.clear()
-    exchange.traffic.kept_bytes += sum(world.together(lambda: [item.take_own(world.rank) for item in items]))
+    exchange.traffic.kept_bytes += sum(world.run_all(lambda: [item.take_own(world.rank) for item in items]))
     return exchange.traffic
 
 
@@ -347,7 +347,7 @@ def distribute(
         batch, used = [items.pop()], 0
         while items and (used := used + batch[-1].nbytes) + items[-1].nbytes <= budget_bytes:
             batch.append(items.pop())
-        into = world.together(partial(prepare, [item.name for item in batch]))
+        into = world.run_all(partial(prepare, [item.name for item in batch]))
         batch = [replace(item, into=into[item.name]) for item in batch]
         traffic.add(hand_over(world, batch, budget_bytes=budget_bytes, device=device))
         trim_heap()
@@ -373,8 +373,8 @@ def gather(
         DisagreementError: ranks have different tensors.
         PlacementError: ranks do not have, together, all of a tensor.
     """
-    told = world.each(lambda: {name: facts_of(tensor, name) for name, tensor in tensors.items()})
-    held = world.together(lambda: held_by_rank(told))
+    told = world.all_gather(facts_by_name, tensors)
+    held = world.run_all(held_by_rank, told)
     targets = moves.receivers(form, world.size)
     made: dict[str, torch.Tensor] = {}
 
@@ -390,5 +390,5 @@ def gather(
             items.append(Handover(name, tensor.shape, tensor.dtype, held[name], wanted, mine, into))
         return items
 
-    hand_over(world, world.together(begin), budget_bytes=budget_bytes, device=device)
+    hand_over(world, world.run_all(begin), budget_bytes=budget_bytes, device=device)
     return made

@@ -300,7 +300,7 @@ def run_launched(environment: Mapping[str, str], function: Callable[..., Any], *
     detector_of(default_store(), dist.get_rank())
     own = function(*args)
     with World.current() as world:
-        values = world.gather(own)
+        values = world.all_gather_object(own)
     if dist.is_initialized():  # accelerate may have ended it
         dist.destroy_process_group()
     return values if world.rank == 0 else []

@@ -293,7 +293,9 @@ def _inputs_of(item: ComputeTask) -> list[tuple[Expression, Box, torch.dtype]]:
     ]
 
 
-def identities_of(reader: StorageReader, files: Sequence[str], check: Callable[[], None]) -> dict[str, str]:
+def identities_of(
+    reader: StorageReader, files: Sequence[str], check: Callable[[], None] | None = None
+) -> dict[str, str]:
     """Return the identity of each file, requested as concurrently as the storage allows.
 
     ``check`` is called meanwhile.

@@ -101,7 +101,7 @@ def settle_replicas(world: World, replicas: Replicas, on_differing_buffers: OnDi
         ConfigError: ``on_differing_buffers`` is no such mode.
         DisagreementError: parameters or optimizer state differ, or buffers that must not. The message names them.
     """
-    odd = world.all_reduce(lambda: tell(replicas, on_differing_buffers), odd_circles)
+    odd = world.map_reduce(tell, odd_circles, replicas, on_differing_buffers)
     return settle_odd(world, replicas, odd, on_differing_buffers)
 
 
@@ -138,7 +138,7 @@ def settle_odd(
     """
     if not odd:
         return ()
-    return world.all_reduce(lambda: replicas.details(odd), lambda told: _settled(told, on_differing_buffers))
+    return world.map_reduce(replicas.details, lambda told: _settled(told, on_differing_buffers), odd)
 
 
 def _settled(
@@ -206,9 +206,9 @@ def equal_on_all(
     Raises:
         DisagreementError: as in :func:`settle_replicas`, or ranks have different tensors.
     """
-    told = world.each(lambda: {name: facts_of(tensor, name).boxes for name, tensor in tensors.items()})
+    told = world.all_gather(lambda: {name: facts_of(tensor, name).boxes for name, tensor in tensors.items()})
     held = {name: tuple(found.get(name, ()) for found in told) for name in tensors}
-    replicas = world.together(lambda: Replicas.among(tensors, in_common(held, world.rank), buffers))
+    replicas = world.run_all(lambda: Replicas.among(tensors, in_common(held, world.rank), buffers))
     differing = settle_replicas(world, replicas, on_differing_buffers)
     copies = {name: torch.empty_like(tensors[name]) for name in differing}
 
@@ -227,7 +227,7 @@ def equal_on_all(
         ]
 
     if differing:
-        hand_over(world, world.together(begin), budget_bytes=budget_bytes, device=device)
+        hand_over(world, world.run_all(begin), budget_bytes=budget_bytes, device=device)
     return {**tensors, **copies}, differing
 
 
@@ -238,9 +238,9 @@ def require_alike_models(world: World, held: Sequence[Held], bounds: Sequence[Bo
         DisagreementError: naming tensors that differ.
     """
     items = [_item(item) for item in held]
-    if len(set(world.gather(digest(items)))) > 1:
-        gathered = world.gather(items)
-        world.together(lambda: require_alike(gathered))
+    if len(set(world.all_gather_object(digest(items)))) > 1:
+        gathered = world.all_gather_object(items)
+        world.run_all(require_alike, gathered)
     setup = [bound.description() for bound in bounds]
     world.require_equal(setup, "the setup of the optimizers (their classes, groups and settings)")
 
@@ -289,12 +289,12 @@ def agree_on_shares(world: World, held: Sequence[Held], on_differing_buffers: On
             )
         return {item.fqn: facts_of(item.tensor, item.fqn) for item in saved}
 
-    told = world.each(look)
-    boxes = world.together(lambda: held_by_rank(told))
-    shares = world.together(lambda: _dealt(saved, boxes))
+    told = world.all_gather(look)
+    boxes = world.run_all(held_by_rank, told)
+    shares = world.run_all(_dealt, saved, boxes)
     tensors = {item.fqn: item.tensor for item in saved}
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
-    replicas = world.together(lambda: Replicas.among(tensors, in_common(boxes, world.rank), buffers))
+    replicas = world.run_all(lambda: Replicas.among(tensors, in_common(boxes, world.rank), buffers))
     return Shares(shares, settle_replicas(world, replicas, on_differing_buffers))
 
 

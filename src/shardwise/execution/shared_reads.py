@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -78,7 +79,7 @@ def exchange_shared(
     Memory: the budget.
     """
     shares = _shares_of_reads(shared, items)
-    members = sorted((item for item in items if item.fqn in shared), key=lambda item: item.fqn)
+    members = sorted((item for item in items if item.fqn in shared), key=attrgetter("fqn"))
     handovers = []
     for item in members:
         tensor, read, wanted = held[item.fqn], shares[item.fqn], shared[item.fqn]

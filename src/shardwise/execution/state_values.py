@@ -113,7 +113,7 @@ class BroughtValues:
 
     def told(self, world: World) -> list[dict[str, matching.Brought]]:
         """Return the description of the state on each rank. Collective: yes. Raises as :func:`brought`."""
-        return world.each(lambda: brought(self.tensors))
+        return world.all_gather(brought, self.tensors)
 
     def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
         """Raise when names of one tensor come with different values. Collective: yes.
@@ -126,7 +126,7 @@ class BroughtValues:
         def compare() -> None:
             _refuse_untied([(one, two) for one, two in pairs if not _is_same(self.tensors[one], self.tensors[two])])
 
-        world.together(compare)
+        world.run_all(compare)
 
     def bring(
         self,
@@ -145,8 +145,10 @@ class BroughtValues:
         Raises:
             DisagreementError: ranks have different targets.
         """
-        told = world.each(lambda: {name: tensor_facts.facts_of(target, name) for name, target in targets.items()})
-        world.together(lambda: tensor_facts.require_same_tensors(told))
+        told = world.all_gather(
+            lambda: {name: tensor_facts.facts_of(target, name) for name, target in targets.items()}
+        )
+        world.run_all(tensor_facts.require_same_tensors, told)
 
         def handover(item: matching.Taken) -> moving.Handover:
             name = item.place.names[0]
@@ -156,7 +158,7 @@ class BroughtValues:
             into = moving.LocalTensor.of(target, name)
             return moving.Handover(name, target.shape, target.dtype, item.held, wanted, mine, into)
 
-        items = world.together(lambda: list(map(handover, match.taken)))
+        items = world.run_all(lambda: list(map(handover, match.taken)))
         return moving.hand_over(world, items, budget_bytes=budget_bytes, device=device)
 
 
@@ -226,7 +228,7 @@ class StoredValues:
             self.read_bytes += placer.read_bytes
             return found
 
-        _refuse_untied([pair for found in world.each(unequal) for pair in found])
+        _refuse_untied([pair for found in world.all_gather(unequal) for pair in found])
 
     def _are_equal(self, pair: tuple[str, str], placer: Placer, world: World) -> bool:
         one, other = (self.expressions[name] for name in pair)
@@ -267,7 +269,7 @@ class StoredValues:
                         f"{self.index.root}; it is damaged: save it again"
                     )
 
-        world.together(read)
+        world.run_all(read)
         self.read_bytes += placer.read_bytes
         return moving.Traffic()
 

@@ -65,19 +65,19 @@ def agree_on_supply(
     }
     live = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
     names = [*(item.fqn for item in held), *keys]
-    has = [list(map(bool, told)) for told in world.gather(bytes(name in live for name in names))]
-    chosen = world.together(lambda: matching.choose_sources(names, has, values_from))
+    has = [list(map(bool, told)) for told in world.all_gather_object(bytes(name in live for name in names))]
+    chosen = world.run_all(matching.choose_sources, names, has, values_from)
     own = [_name_of(tensors[name].dtype) if name in tensors else "" for name in names]
-    stored = _filled(world.gather(own), chosen)
-    agreed = world.together(lambda: matching.settle_dtypes(names, chosen, stored))
+    stored = _filled(world.all_gather_object(own), chosen)
+    agreed = world.run_all(matching.settle_dtypes, names, chosen, stored)
     several = [
         name
         for name, source_of in zip(names, chosen, strict=True)
         if len(set(source_of)) > 1 and source_of[world.rank] == world.rank
     ]
-    sums = world.gather(world.together(lambda: {name: checksum(live[name]) for name in several}))
+    sums = world.all_gather(lambda: {name: checksum(live[name]) for name in several})
     most = list(map(sum, has))
-    settled, differed = world.together(lambda: matching.settle_differences(names, chosen, sums, most, values_from))
+    settled, differed = world.run_all(matching.settle_differences, names, chosen, sums, most, values_from)
     scalars = _scalars(world, bounds, most, values_from, differed)
     before = {
         name: [stored[rank][index] for rank in (*settled[index], *range(world.size))]
@@ -110,9 +110,9 @@ def _scalars(
     for bound in bounds:
         for key, value in bound.scalars.items():
             mine[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
-    if len(set(world.gather(matching.digest(list(mine.items()))))) == 1:
+    if len(set(world.all_gather_object(matching.digest(list(mine.items()))))) == 1:
         return mine
-    told = world.gather(mine)
+    told = world.all_gather_object(mine)
     chosen: dict[Key, Scalar] = {}
     for key in dict.fromkeys(key for values in told for key in values):
         having = [rank for rank, values in enumerate(told) if key in values]
@@ -135,7 +135,7 @@ def _state_keys(world: World, bounds: Sequence[Bound]) -> dict[str, Key]:
     """The optimizers' tensors on any rank, in the same order everywhere. Collective: yes."""
     mine = [key for bound in bounds for key, tensor in bound.tensors.items() if not tensor.is_meta]
     single = [key for bound in bounds for key in bound.scalars]
-    told = world.gather((mine, single))
+    told = world.all_gather_object((mine, single))
     keys = {str(key): key for tensors, _ in told for key in tensors}
     confused = [str(key) for _, scalars in told for key in scalars if str(key) in keys]
     if confused:

@@ -27,6 +27,11 @@ def facts_of(tensor: torch.Tensor, name: str) -> TensorFacts:
     return TensorFacts(tuple(tensor.shape), str(tensor.dtype), boxes_of(tensor, name))
 
 
+def facts_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
+    """Return the facts of each tensor by name. Errors have the name."""
+    return {name: facts_of(tensor, name) for name, tensor in tensors.items()}
+
+
 def boxes_of(tensor: torch.Tensor, name: str) -> moves.Boxes:
     """The boxes of a tensor that this rank has."""
     return tuple(item.box for item in local_boxes(tensor, name))

@@ -73,15 +73,15 @@ def write_whole_file(
     """
     keys: dict[int, str] = {}
     key_of = {at: keys.setdefault(id(tensor), ".".join(map(str, at))) for at, tensor in tensors.items()}
-    world.together(lambda: _require_apart(key_of, tensors))
-    once = {key_of[at]: tensors[at] for at in sorted(tensors, key=lambda at: key_of[at])}
+    world.run_all(_require_apart, key_of, tensors)
+    once = {key_of[at]: tensors[at] for at in sorted(tensors, key=key_of.__getitem__)}
     whole = gather(world, once, "full", budget_bytes=budget_bytes, device=device)
 
     def write() -> WrittenFiles:
         state = nested({**{at: whole[key] for at, key in key_of.items()}, **objects})
         return WrittenFiles({name: write_torch_file(saving, name, state)})
 
-    written = world.from_first(write)
+    written = world.broadcast(write)
     return sum(tensor.nbytes for tensor in once.values()), written if world.rank == 0 else WrittenFiles()
 
 
@@ -101,7 +101,7 @@ def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: 
     Raises:
         StorageError: a file could not be written, or somebody else writes there, or has since.
     """
-    sizes = world.each(lambda: write_torch_file(saving, names[world.rank], state))
+    sizes = world.all_gather(write_torch_file, saving, names[world.rank], state)
     return sizes[world.rank], WrittenFiles(dict(zip(names, sizes, strict=True)) if world.rank == 0 else {})
 
 
@@ -237,7 +237,7 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
             _require_sound(tensor, f"{name} in {file}")
         return found
 
-    return world.together(read)
+    return world.run_all(read)
 
 
 _OF_ANOTHER = (
@@ -333,10 +333,10 @@ def write_distributed_folder(
                 values[way] = _packed(value)
         return {key_of(way): facts_of(tensor, key_of(way)) for way, tensor in tensors.items()}
 
-    told = world.each(look)
+    told = world.all_gather(look)
     shapes = {way: (tuple(tensor.shape), tensor.dtype) for way, tensor in tensors.items()}
-    plan = world.together(lambda: plan_tensors(shapes, told))
-    sizes = world.each(lambda: {way: len(value) for way, value in values.items()})
+    plan = world.run_all(plan_tensors, shapes, told)
+    sizes = world.all_gather(lambda: {way: len(value) for way, value in values.items()})
     number, folder = number_of(saving.token), Path(saving.folder, name)
     files = {data_file(rank, number): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
 
@@ -359,8 +359,8 @@ def write_distributed_folder(
             writer.sync_names()
         return len(metadata)
 
-    world.together(write_own)
-    named = {f"{name}/{METADATA}": world.from_first(write_metadata)}
+    world.run_all(write_own)
+    named = {f"{name}/{METADATA}": world.broadcast(write_metadata)}
     return WrittenFiles(named, {f"{name}/{file}": nbytes for file, nbytes in files.items()})
 
 

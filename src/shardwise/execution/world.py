@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, ParamSpec, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch.distributed as dist
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
+P = ParamSpec("P")
 
 ANY_CALL = "another call"
 """The name of calls that have none."""
@@ -134,36 +135,40 @@ class World:
             self.meetings.part()
         self.meetings.close()
 
-    def together(self, function: Callable[[], T]) -> T:
+    def run_all(self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
         """Run ``function`` on every rank. Return its value if it succeeded everywhere.
 
         Collective: yes.
 
         Raises:
-            CheckpointError: (or a subclass) the same on every rank, when it raised on any.
+            CheckpointError: (or a subclass) the same on every rank, if it raised on any.
             RankLostError: a rank has been lost.
             DisagreementError: ranks are in different calls.
         """
         values: list[T] = []
-        self._meet(lambda: values.append(function()), lambda _: None)
+        self._meet(lambda: values.append(function(*args, **keywords)), lambda _: None)
         return values[0]
 
-    def all_reduce(self, tell: Callable[[], T], conclude: Callable[[list[T]], R]) -> R:
-        """Run ``tell`` on every rank, and ``conclude`` on the first rank with all results.
+    def map_reduce(
+        self, map_fun: Callable[P, T], reduce_fun: Callable[[list[T]], R], *args: P.args, **keywords: P.kwargs
+    ) -> R:
+        """Run ``map_fun`` on every rank, and ``reduce_fun`` on the first rank with all results.
 
-        Return its value on every rank.
-
-        Values are picklable. Equal results may be one object. An error that ``conclude`` raises is everybody's. The
-        store carries each value once, and the conclusion for each rank.
+        Return its value on every rank. Values are picklable. Equal results may be one object. The store carries
+        each value once, and the result for each rank.
 
         Collective: yes.
 
         Raises:
-            CheckpointError: (or a subclass) as of :meth:`together`.
+            CheckpointError: (or a subclass) as in :meth:`run_all`, also for errors of ``reduce_fun``.
         """
-        return self._meet(tell, conclude)
+        return self._meet(lambda: map_fun(*args, **keywords), reduce_fun)
 
-    def each(self, function: Callable[[], T]) -> list[T]:
+    def all_reduce_object(self, value: T, reduce_fun: Callable[[list[T]], R]) -> R:
+        """Return on every rank the result of ``reduce_fun`` for all values (picklable). Collective: yes."""
+        return self._meet(lambda: value, reduce_fun)
+
+    def all_gather(self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> list[T]:
         """Run ``function`` on every rank.
 
         Return every rank's value (picklable) by rank, if it succeeded everywhere.
@@ -171,16 +176,24 @@ class World:
         Collective: yes.
 
         Raises:
-            CheckpointError: (or a subclass) as of :meth:`together`.
+            CheckpointError: (or a subclass) as in :meth:`run_all`.
         """
-        first, *others = self._meet(function, _without_repeats)
+        first, *others = self._meet(lambda: function(*args, **keywords), _without_repeats)
         return [first, *(others * (self.size - 1) if len(others) == 1 else others)]
 
-    def from_first(self, function: Callable[[], T]) -> T:
-        """Run ``function`` on the first rank and hand its value (picklable) to all. Collective: yes."""
-        return self._meet(lambda: function() if self.rank == 0 else None, lambda told: cast(T, told[0]), asked=1)
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return every rank's value (picklable) by rank. Collective: yes."""
+        return self.all_gather(lambda: value)
 
-    def to_first(self, function: Callable[[], T]) -> list[T]:
+    def broadcast(self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
+        """Run ``function`` on the first rank. Return its value (picklable) on all. Collective: yes."""
+        return self._meet(
+            lambda: function(*args, **keywords) if self.rank == 0 else None,
+            lambda values: cast(T, values[0]),
+            asked=1,
+        )
+
+    def gather(self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> list[T]:
         """Run ``function`` on every rank.
 
         Return all values (picklable) by rank on the first rank, and an empty list elsewhere.
@@ -188,12 +201,8 @@ class World:
         Collective: yes.
         """
         found: list[T] = []
-        self._meet(function, found.extend)
+        self._meet(lambda: function(*args, **keywords), found.extend)
         return found
-
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value (picklable), by rank. Collective: yes."""
-        return self.each(lambda: value)
 
     def require_equal(self, value: object, what: str) -> None:
         """Raise on every rank when a value (picklable) differs between ranks. Collective: yes.
@@ -202,13 +211,13 @@ class World:
             DisagreementError: a value differs. The message has the difference and the ranks without the first
                 rank's value.
         """
-        if odd := self.all_reduce(lambda: value, OddRanks.among):
+        if odd := self.all_reduce_object(value, OddRanks.among):
             raise DisagreementError(f"{what} on rank {odd.shown} is not that of rank 0")
 
     def sum_words(self, values: Sequence[int]) -> list[int]:
         """Sum over all ranks, place by place, modulo 2**64. Collective: yes."""
         words = np.array([value % (1 << 64) for value in values], dtype=np.uint64)
-        total = self.all_reduce(lambda: words, lambda told: np.stack(told).sum(axis=0, dtype=np.uint64))
+        total = self.all_reduce_object(words, lambda told: np.stack(told).sum(axis=0, dtype=np.uint64))
         return [int(word) for word in total.tolist()]
 
     def is_first_of(self, place: str) -> bool:
@@ -217,7 +226,7 @@ class World:
         def firsts(places: list[str]) -> set[int]:
             return set({place: rank for rank, place in reversed(list(enumerate(places)))}.values())
 
-        return self.rank in self.all_reduce(lambda: place, firsts)
+        return self.rank in self.all_reduce_object(place, firsts)
 
     # While working
 

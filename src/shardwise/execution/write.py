@@ -251,7 +251,7 @@ def write_by_owners(
     """
     owners = choose_owners(files, world.size)
     streams = wanted_by_owners(files, owners, expressions, world.size)
-    rounds = world.together(lambda: plan_rounds(streams, shares, budget_bytes // _BUCKETS))
+    rounds = world.run_all(plan_rounds, streams, shares, budget_bytes // _BUCKETS)
     own = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
     dtypes = {entry.key: to_torch(entry.dtype) for file in files for entry in file.entries}
     out = OwnFiles(world, writer, own, progress.advance)
@@ -269,8 +269,8 @@ def write_by_owners(
     arrivals = Exchange(world, rounds, giver.share, room, dtypes, device).run()
     with contextlib.closing(arrivals):
         for blocks in arrivals:
-            world.together(partial(write, blocks))
-    world.together(out.finish)
+            world.run_all(partial(write, blocks))
+    world.run_all(out.finish)
     return out.written
 
 

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Final, TypeGuard
 
 from shardwise.errors import FormatError
@@ -257,7 +258,7 @@ def parse_header(file: str, file_nbytes: int, header: bytes) -> FileHeader:
     try:
         metadata = _metadata(fields.pop("__metadata__", None))
         entries = [_entry(file, key, field, data_start, file_nbytes) for key, field in fields.items()]
-        entries.sort(key=lambda entry: (entry.start, entry.stop))
+        entries.sort(key=attrgetter("start", "stop"))
         _check_tiling(entries, data_start, file_nbytes)
     except ValueError as error:
         raise _refusal(file, str(error)) from None

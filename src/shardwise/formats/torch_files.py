@@ -14,6 +14,7 @@ import struct
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final, NoReturn
 
 from shardwise.errors import FormatError
@@ -190,7 +191,7 @@ class Archive:
             self.refuse(f"it does not end in the directory of a zip archive ({str(error)[:200]!a})")
         if not found:
             self.refuse("it has no members")
-        found.sort(key=lambda member: member.header_offset)
+        found.sort(key=attrgetter("header_offset"))
         for member, following in zip(found, [*(item.header_offset for item in found[1:]), end], strict=True):
             if not 0 <= member.header_offset < end:
                 self.refuse(f"its member {shown(member.filename)} is not before the directory")

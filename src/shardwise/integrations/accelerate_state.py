@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.rename_journal import as_renamed, leads_nowhere
@@ -17,6 +17,7 @@ from shardwise.interchange.accelerate_writing import LinkedFolder, keep_newest, 
 from shardwise.models.rebind import plain_optimizer
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def save_state(
@@ -36,19 +37,19 @@ def save_state(
     is_named = config.automatic_checkpoint_naming
     folder = _numbered_folder(accelerator) if is_named else Path(str(output_dir)).expanduser().resolve()
     with World.current(call="save_state") as world:
-        world.together(lambda: _require_one_each("save_state", *compat.how_many(accelerator)))
+        world.run_all(lambda: _require_one_each("save_state", *compat.how_many(accelerator)))
         world.require_equal(str(folder), "the folder to save into")
         with state_saved(world, folder, is_new=is_named) as work:
             config.automatic_checkpoint_naming = False
             try:
-                saved = _attempted(lambda: original(accelerator, work, *others, **keywords))
+                saved = _attempted(original, accelerator, work, *others, **keywords)
             finally:
                 config.automatic_checkpoint_naming = is_named
             if isinstance(saved, Exception):
                 saved = work.part.saving.cause_of(saved)
-            location = world.together(lambda: _value_of(saved))
+            location = world.run_all(_value_of, saved)
         if is_named:
-            world.from_first(lambda: keep_newest(folder.parent, folder, config.total_limit))
+            world.broadcast(keep_newest, folder.parent, folder, config.total_limit)
     return type(location)(output_dir or folder) if str(location) == work else location
 
 
@@ -67,15 +68,15 @@ def load_state(
     with ExitStack() as stack:
         with World.current(call="load_state") as world:
             if accelerator.is_fsdp2:
-                world.together(lambda: _require_one_each("load_state", *compat.how_many(accelerator)))
+                world.run_all(lambda: _require_one_each("load_state", *compat.how_many(accelerator)))
             if is_numbered:
                 place = _numbered_folder(accelerator).parent
-                newest = world.from_first(lambda: newest_in(place))
+                newest = world.broadcast(newest_in, place)
                 if newest is None:
-                    return _all_done("load_state", lambda: original(accelerator, None, *others, **keywords))
+                    return _all_done("load_state", original, accelerator, None, *others, **keywords)
                 input_dir = str(newest)
             folder = Path(str(input_dir)).expanduser().resolve()
-            seen = world.together(lambda: stack.enter_context(as_renamed(folder)))
+            seen = world.run_all(lambda: stack.enter_context(as_renamed(folder)))
         if seen != folder:
             input_dir = LinkedFolder.of(seen, folder)
 
@@ -110,9 +111,9 @@ def _require_still_there(seen: Path, folder: Path) -> None:
         raise StorageError(f"{folder}: a save began there while its state was loaded; load it again")
 
 
-def _attempted(function: Callable[[], T]) -> T | Exception:
+def _attempted(function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T | Exception:
     try:
-        return function()
+        return function(*args, **keywords)
     except Exception as error:
         return error
 
@@ -123,11 +124,11 @@ def _value_of(found: T | Exception) -> T:
     return found
 
 
-def _all_done(call: str, function: Callable[[], T]) -> T:
+def _all_done(call: str, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
     """Call a function of accelerate on each rank. If one fails, all raise. Collective: yes."""
-    found = _attempted(function)
+    found = _attempted(function, *args, **keywords)
     with World.current(call=call) as world:
-        return world.together(lambda: _value_of(found))
+        return world.run_all(lambda: _value_of(found))
 
 
 def _numbered_folder(accelerator: Any) -> Path:

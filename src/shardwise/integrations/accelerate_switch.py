@@ -202,7 +202,7 @@ def is_left_alone(model: nn.Module) -> bool:
 
 def _agree_on_sharded(world: World, models: Sequence[nn.Module]) -> bool:
     """Return whether all models are sharded already (True), or none is. Collective: yes."""
-    found = world.together(lambda: [is_left_alone(model) for model in models])
+    found = world.run_all(lambda: [is_left_alone(model) for model in models])
     world.require_equal(found, "the state of the model (sharded already, or not)")
     if any(found) and not all(found):
         raise PlacementError("of the models, some are sharded already and some are not; prepare them apart")
@@ -238,7 +238,7 @@ def _leave_alone(
             )
         look_at([plain_optimizer(item) for item in objects if isinstance(item, Optimizer)], held, _BEFORE)
 
-    world.together(check)
+    world.run_all(check)
     if not accelerator.is_fsdp2:
         compat.become_fsdp2(accelerator.state, compat.plugin_of(accelerator) or compat.fsdp2_plugin())
     placement = list(device_placement) if device_placement is not None else [None] * len(objects)

@@ -93,7 +93,7 @@ def raise_together(world: World, failure: Exception | None) -> None:
             raise failure
 
     try:
-        world.together(fail)
+        world.run_all(fail)
     except ShardwiseError as told:
         if failure is not None and not isinstance(told, RankLostError):
             raise failure from told

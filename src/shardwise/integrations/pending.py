@@ -296,7 +296,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *objects: Any)
     model = without_compile(models[0])
     optimizers = [plain_optimizer(item) for item in objects if isinstance(item, Optimizer)]
     with World.current(call="prepare") as world:
-        bounds, found = world.together(lambda: _look(accelerator, model, optimizers))
+        bounds, found = world.run_all(_look, accelerator, model, optimizers)
         left = [sorted(expressions) for _, expressions in found]
         world.require_equal(left, "the list of tensors that from_pretrained has left on meta")
     if found:
@@ -331,10 +331,10 @@ def load_full_state_dict(
     options = StateOptions(budget_bytes=_FILLING_BUDGET_BYTES)
     in_files = {name for _, expressions in awaited for name in expressions}
     with World.current(call="prepare") as world, torch.no_grad(), torch.device("cpu"), ExitStack() as stack:
-        live = world.together(lambda: _live(full_sd, in_files))
-        has_live = world.from_first(lambda: _refuse_lost(full_sd, live, in_files))
+        live = world.run_all(_live, full_sd, in_files)
+        has_live = world.broadcast(_refuse_lost, full_sd, live, in_files)
         for pending, expressions in awaited:
-            reader = stack.enter_context(world.together(partial(LocalReader, pending.folder)))
+            reader = stack.enter_context(world.run_all(partial(LocalReader, pending.folder)))
             _set(world, plain, StoredValues(reader, pending.index, expressions, options.budget_bytes), options)
         if has_live:
             _set(world, plain, BroughtValues(live if world.rank == 0 else {}), options)

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 else:
     _Trainer = object
 
+
+P = ParamSpec("P")
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ class ShardwiseTrainer(_Trainer):
         after = type(self).__mro__[type(self).__mro__.index(ShardwiseTrainer) + 1 :]
         given = given_arguments(after, positional, keywords)
         with World.current(call="ShardwiseTrainer") as world:
-            world.together(lambda: require_trainable(type(self), given, world))
+            world.run_all(lambda: require_trainable(type(self), given, world))
         self.is_asked_to_stop: Callable[[], bool] = lambda: False
         """Whether a signal asks for the end: ranks that wait for a lost one then do so for a second at most."""
         self._asked_for: list[bool] = []
@@ -150,20 +152,20 @@ class ShardwiseTrainer(_Trainer):
         run, asked = self._run, _checkpoint_asked_for(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
             world.require_equal((str(run), asked), "resume_from_checkpoint, or output_dir,")
-            source, has_leftovers = world.from_first(lambda: folders.beginning_of(run, asked))
+            source, has_leftovers = world.broadcast(folders.beginning_of, run, asked)
             self._events.best = None
             if source is not None:
-                facts = world.from_first(lambda: folders.whole_facts_of(source))
-                world.together(lambda: self._require_same(facts, source))
-                self._events.best = world.from_first(lambda: folders.best_of(source))
+                facts = world.broadcast(folders.whole_facts_of, source)
+                world.run_all(self._require_same, facts, source)
+                self._events.best = world.broadcast(folders.best_of, source)
             if has_leftovers:
-                world.from_first(lambda: folders.remove_left(run))
+                world.broadcast(folders.remove_left, run)
         self._saved_step, self._on_other_base = None, on_other_base
         watched = World.current(call="the Trainer's steps")
         if watched.size > 1:
-            watched.together(lambda: None)
+            watched.all_gather_object(None)
         try:
-            named = naming_the_lost(watched, self._where, _end_stuck, lambda: self.is_asked_to_stop())
+            named = naming_the_lost(watched, self._where, _end_stuck, self.is_asked_to_stop)
             with named, self._meeting(watched):
                 return super().train(None if source is None else str(source), *others, **keywords)
         finally:
@@ -175,7 +177,7 @@ class ShardwiseTrainer(_Trainer):
 
         def meet() -> None:
             try:
-                world.together(lambda: None)
+                world.run_all(lambda: None)
             except RankLostError as lost:
                 raise RankLostError(f"{self._where()}: {lost}") from lost
 
@@ -229,16 +231,16 @@ class ShardwiseTrainer(_Trainer):
             folders.marked_for(world, run, step) as saving,
         ):
             with self._keeping_all() as limit:  # what is older goes when the new one counts
-                failure = _failure_of(lambda: super(ShardwiseTrainer, self)._save_checkpoint(model, trial))
+                failure = _failure_of(super()._save_checkpoint, model, trial)
             if failure is not None:
                 failure = saving.cause_of(failure)
             raise_together(world, failure)
             holds = MODEL_ALONE if self.args.save_only_model else in_words(self._only())
             rows = self.get_total_train_batch_size(self.args)
             facts = TrainerFacts(step, holds, rows, world.size)
-            world.from_first(lambda: folders.complete(saving.marked, folder, facts))
+            world.broadcast(folders.complete, saving.marked, folder, facts)
             self._saved_step = step
-            world.from_first(lambda: self._end_save(run, limit, saving.marked))
+            world.broadcast(self._end_save, run, limit, saving.marked)
 
     def _finalize_training(self, trial: Any, *given: Any) -> Any:
         with self._keeping_all() as limit:
@@ -247,7 +249,7 @@ class ShardwiseTrainer(_Trainer):
         best = folders.step_in(run, self.state.best_model_checkpoint)
         if limit == 1 and best is not None:
             with World.current(call="Trainer.train") as world:
-                world.from_first(lambda: folders.remove_but(run, best))
+                world.broadcast(folders.remove_but, run, best)
         return done
 
     @contextmanager
@@ -278,7 +280,7 @@ class ShardwiseTrainer(_Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        failure = _failure_of(lambda: super(ShardwiseTrainer, self)._save(output_dir, state_dict))
+        failure = _failure_of(super()._save, output_dir, state_dict)
         with World.current(call="Trainer.save_model") as world:
             raise_together(world, failure)
 
@@ -297,7 +299,7 @@ class ShardwiseTrainer(_Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:  # noqa: ARG002
         folder = Path(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
-            facts = world.from_first(lambda: folders.facts_of(folder))
+            facts = world.broadcast(folders.facts_of, folder)
         if facts.holds == MODEL_ALONE:
             _log.warning("%s: holds the model alone (save_only_model); the optimizer begins anew", folder)
             load_trainer_checkpoint(self._trained, folder, load_rng_state=False)
@@ -353,9 +355,9 @@ def _checkpoint_asked_for(resume_from_checkpoint: Any) -> Path | Literal["newest
     return Path(resume_from_checkpoint) if resume_from_checkpoint else None
 
 
-def _failure_of(action: Callable[[], object]) -> Exception | None:
+def _failure_of(action: Callable[P, object], *args: P.args, **keywords: P.kwargs) -> Exception | None:
     try:
-        action()
+        action(*args, **keywords)
     except Exception as error:
         return error
     return None

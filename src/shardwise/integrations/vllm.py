@@ -124,4 +124,4 @@ def load_into(
 
     # A rank may have got all that it wants of the others before one of them fails.
     with World.current(options.process_group, options.patience, call="load_into") as world:
-        return world.together(hand_over)
+        return world.run_all(hand_over)

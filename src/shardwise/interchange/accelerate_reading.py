@@ -161,7 +161,7 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
             if isinstance(only, AdapterOnly):
                 # What PEFT saves of the base (embeddings), accelerate leaves out of one file, in which it has
                 # what torch does not know as frozen: buffers, and the second names of tied parameters.
-                untouched = world.together(lambda: beside_trained(look_inside(model), only.adapter))
+                untouched = world.run_all(lambda: beside_trained(look_inside(model), only.adapter))
                 missing, unexpected = tolerance.missing, tolerance.unexpected
                 tolerance = replace(
                     tolerance, missing=_also(missing, untouched), unexpected=_also(unexpected, untouched)
@@ -206,7 +206,7 @@ def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> sta
         case accelerate_saves.OfRanks(folder, files):
             state = read_rank_file(world, Path(folder), files)
             return state_values.BroughtValues(
-                world.together(lambda: state_values.by_canonical_names(state, f"what {folder} has"))
+                world.run_all(state_values.by_canonical_names, state, f"what {folder} has")
             )
         case accelerate_saves.WholeFile(folder, file):
             return stored_values(world, folder, file, source.options, stack)
@@ -227,9 +227,9 @@ def _state_of_optimizer(
     """Return this rank's part of the stored state, and the values of its tensors. Collective: yes."""
     if isinstance(found, accelerate_saves.OfRanks):
         state = read_rank_file(world, Path(found.folder), found.files)
-        given = world.together(lambda: _read(state, ours, order)[0])
+        given = world.run_all(lambda: _read(state, ours, order)[0])
         return given, state_values.BroughtValues(given.tensors)
-    reader = stack.enter_context(world.together(lambda: LocalReader(found.folder)))
+    reader = stack.enter_context(world.run_all(LocalReader, found.folder))
     file = found.file if isinstance(found, accelerate_saves.WholeFile) else None
 
     def look() -> tuple[SavedTree, Given, dict[str, Levels]]:
@@ -237,7 +237,7 @@ def _state_of_optimizer(
         saved = tree.inside("optimizer")
         return saved, *_read(saved.tree, ours, order)
 
-    saved, given, ways = world.from_first(look)
+    saved, given, ways = world.broadcast(look)
     expressions = stored_tensors(saved.index)
     by_label = {name: expressions[saved.keys[ways[name]]] for name in given.tensors}
     values = state_values.StoredValues(reader, saved.index, by_label, options.budget_bytes)
@@ -259,9 +259,9 @@ def _found(
             stack.enter_context(as_renamed(home)) / path.relative_to(home), kind, number
         )
 
-    if world.from_first(lambda: bool(lists_in(home_of(path)))):
-        return world.together(linked)
-    return world.from_first(lambda: accelerate_saves.find_saved(path, kind, number))
+    if world.broadcast(lambda: bool(lists_in(home_of(path)))):
+        return world.run_all(linked)
+    return world.broadcast(accelerate_saves.find_saved, path, kind, number)
 
 
 def _read(state: Any, ours: Ours, order: ParameterOrder) -> tuple[Given, dict[str, Levels]]:

@@ -70,7 +70,7 @@ class FilesPlace:
                     f"number={self.number!r} is the place of a model or optimizer in its folder, from 0 on"
                 )
 
-        world.together(check)
+        world.run_all(check)
         require_same_call(world, os.fspath(self.folder), self.form, self.number, modes, options=options)
 
 
@@ -207,7 +207,7 @@ def _write(
         return path, nbytes
     with marked_by_first(world, place.folder, rename_journal.tidy, rename_journal.undo) as saving:
         path, nbytes, written = _written(world, saving, place, kind, state, home, options)
-        world.from_first(lambda: committing.commit_written(saving.marked, written, _older(place, kind, written)))
+        world.broadcast(lambda: committing.commit_written(saving.marked, written, _older(place, kind, written)))
     return path, nbytes
 
 
@@ -233,7 +233,7 @@ def _written(
             )
         case "sharded":
             name = kind.folder(number)
-            world.together(lambda: FoldersWriter(folder, [name]).close())  # which refuses links
+            world.run_all(lambda: FoldersWriter(folder, [name]).close())  # which refuses links
             written = write_distributed_folder(world, saving, name, {kind.what: state}, budget_bytes=budget)
             nbytes = sum(written.beside.values())
         case "local":
@@ -323,10 +323,10 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
     with marked_by_first(world, folder, begin, end) as saving:
         work = WorkFolder.of(saving)
         yield work
-        seen = world.each(lambda: _names_in(work))
+        seen = world.all_gather(_names_in, work)
         names = sorted({name for told in seen for name in told})
         carried |= {name.rpartition("/")[0] for name in names} - {""}
-        world.from_first(lambda: _commit_state(saving.marked, work, names))
+        world.broadcast(_commit_state, saving.marked, work, names)
 
 
 def newest_in(place: Path) -> Path | None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -261,7 +262,7 @@ def _write_around_tensors(writer: LocalWriter, file: str, named: NamedOutputs) -
         ends = ByteRange(contents.file_nbytes, contents.file_nbytes)
         with sparse.open("rb") as content:
             start = 0
-            for data in [*sorted(ranges, key=lambda data: data.start), ends]:
+            for data in [*sorted(ranges, key=attrgetter("start")), ends]:
                 if start < data.start:
                     content.seek(start)
                     writer.write(file, start, [memoryview(content.read(data.start - start))])

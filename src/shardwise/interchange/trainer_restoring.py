@@ -96,15 +96,15 @@ def load_trainer_checkpoint(
     model = without_compile(model)
     restored, set_optimizer = ["model"], None
     with world_of(options, "load_trainer_checkpoint") as world:
-        world.together(lambda: require_meant(hints_of(load_trainer_checkpoint), {"on_unexpected": on_unexpected}))
+        world.run_all(lambda: require_meant(hints_of(load_trainer_checkpoint), {"on_unexpected": on_unexpected}))
         require_same_call(world, os.fspath(checkpoint), adapter, order, on_unexpected, options=options)
         with torch.device("cpu"):
-            folder = world.from_first(lambda: TrainerFolder.of(Path(checkpoint)))
+            folder = world.broadcast(lambda: TrainerFolder.of(Path(checkpoint)))
             is_adapter = has_adapters(model) and not folder.is_fsdp
-            file = world.together(lambda: folder.weights_of(adapter) if is_adapter else None)
+            file = world.run_all(lambda: folder.weights_of(adapter) if is_adapter else None)
             left_out = _never_restored(folder, model)
-            schedule = world.together(lambda: schedule_in(folder, scheduler, left_out))
-            numbers = world.together(lambda: numbers_in(folder, world, left_out, wanted=load_rng_state))
+            schedule = world.run_all(schedule_in, folder, scheduler, left_out)
+            numbers = world.run_all(numbers_in, folder, world, left_out, wanted=load_rng_state)
         set_model = _set_model(world, model, folder, file, adapter, on_unexpected, options)
         if optimizer is None and folder.optimizer is not None:
             left_out["optimizer"] = "it was not given"
@@ -116,7 +116,7 @@ def load_trainer_checkpoint(
                 set_optimizer = read_optimizer(world, model, optimizer, files, order, Clock())
             restored.append("optimizer")
         if scheduler is not None and schedule is not None:
-            world.together(lambda: restore_schedule(folder, scheduler, schedule))
+            world.run_all(restore_schedule, folder, scheduler, schedule)
             restored.append("scheduler")
         if numbers is not None:
             _set_numbers(numbers)

@@ -355,7 +355,7 @@ def _unshardable(inside: _Inside) -> dict[nn.Parameter, str]:
         for parameter in own:
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
         if len(sizes) > 1:
-            main = max(sizes, key=lambda dtype: sizes[dtype])
+            main = max(sizes, key=sizes.__getitem__)
             for parameter in own:
                 if parameter.dtype != main:
                     found.setdefault(parameter, "its module has most of its parameters in another dtype")
@@ -381,7 +381,7 @@ def _islands(
     for name, parameter in trained.items():
         counts = sizes.setdefault(leader[owner(name)], {})
         counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    main = {group: max(counts, key=lambda dtype: counts[dtype]) for group, counts in sizes.items()}
+    main = {group: max(counts, key=counts.__getitem__) for group, counts in sizes.items()}
     islands: list[list[str]] = []
     whole: dict[nn.Parameter, str] = {}
     for name, parameter in trained.items():

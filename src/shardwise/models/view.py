@@ -166,12 +166,15 @@ def _registered(
             yield module, buffers[name], name, TensorKind.BUFFER, prefix
 
 
-def layout_of(held: Sequence[Held], origin_of: Callable[[Held], Origin]) -> ModelLayout:
-    """Return this rank's tensors as data. ``origin_of`` returns the source of tensors that no checkpoint holds."""
+def layout_of(held: Sequence[Held], origin_of: Callable[[Held], Origin] | Origin = Origin.NOWHERE) -> ModelLayout:
+    """Return this rank's tensors as data. ``origin_of`` is the source of tensors that no checkpoint holds."""
     return ModelLayout(
         tuple(
             tensor_layout(
-                item, origin_of(item), local_boxes(item.tensor, item.fqn), describe_placement(item.tensor)
+                item,
+                origin_of(item) if callable(origin_of) else origin_of,
+                local_boxes(item.tensor, item.fqn),
+                describe_placement(item.tensor),
             )
             for item in held
         )

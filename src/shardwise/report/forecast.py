@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from shardwise.report.names import in_bytes, trainable_in_words
@@ -136,7 +137,7 @@ class Forecast(Report):
 
     @property
     def largest_group(self) -> GroupForecast:
-        return max(self.groups, key=lambda group: group.gathered_bytes)
+        return max(self.groups, key=attrgetter("gathered_bytes"))
 
     @property
     def read_bytes(self) -> int:

@@ -42,8 +42,8 @@ def on_first_of_each_node(prepare: Callable[[], T], local_rank: int) -> T:
         ShardwiseError: the same on every rank.
     """
     with World.current(call="data sets") as world:
-        first = world.together(lambda: prepare() if local_rank == 0 else None)
-        rest = world.together(lambda: None if local_rank == 0 else prepare())
+        first = world.run_all(lambda: prepare() if local_rank == 0 else None)
+        rest = world.run_all(lambda: None if local_rank == 0 else prepare())
     found = first if local_rank == 0 else rest
     assert found is not None
     return found
@@ -69,7 +69,7 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
             return _interleaved(mixture, weights, seed)
         from trl.scripts.utils import get_dataset
 
-        mixed: Mapping[str, AnyDataset] = _checked("datasets", lambda: get_dataset(mixture))
+        mixed: Mapping[str, AnyDataset] = _checked("datasets", get_dataset, mixture)
         return mixed
     if weights is not None:
         raise ConfigError("interleave: needs datasets, whose weights it lists. Write datasets: [{path: ...}, ...].")
@@ -81,7 +81,7 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
     else:
         options = {"path": name, "name": script.dataset_config}
     found: Mapping[str, AnyDataset] = _checked(
-        name, lambda: datasets.load_dataset(**options, streaming=script.dataset_streaming)
+        name, datasets.load_dataset, **options, streaming=script.dataset_streaming
     )
     if mixture.test_split_size is not None and "test" not in found:
         return _split(found["train"], mixture.test_split_size)
@@ -105,8 +105,7 @@ def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[s
     parts = []
     for entry in mixture.datasets:
         options = {key: getattr(entry, key) for key in ("path", "name", "data_dir", "data_files", "split")}
-        read: Callable[[], Any] = partial(datasets.load_dataset, **options, streaming=mixture.streaming)
-        part = _checked(entry.path, read)
+        part = _checked(entry.path, datasets.load_dataset, **options, streaming=mixture.streaming)
         parts.append(part if entry.columns is None else part.select_columns(entry.columns))
     shares = [weight / sum(weights) for weight in weights]
     mixed = datasets.interleave_datasets(
@@ -124,14 +123,14 @@ def _split(found: AnyDataset, size: float) -> Mapping[str, AnyDataset]:
     return parts
 
 
-def _checked(name: str, read: Callable[[], T]) -> T:
+def _checked(name_: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     try:
-        return read()
+        return read(*args, **keywords)
     except ShardwiseError:
         raise
     except Exception as error:  # of datasets, pyarrow, the hub: any
         cause = error.__cause__ or error
-        told = redacted(f"{name}: cannot be loaded as a data set, {cause}", name, {})
+        told = redacted(f"{name_}: cannot be loaded as a data set, {cause}", name_, {})
         raise ConfigError(f"{told}. Check the name and the rows.") from error
 
 

@@ -68,11 +68,11 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         ShardwiseError: the same on every rank, if the configuration, the data or the model cannot be used.
     """
     with World.current(call="train") as world:
-        arguments = world.together(lambda: trl_setup.parse(config))
+        arguments = world.run_all(trl_setup.parse, config)
     output = Path(arguments.training.output_dir)
     with stopping_on_signals() as request, held(output, _identity(config)):
         with World.current(call="train") as world:
-            processor = world.together(lambda: trl_setup.processing_class(arguments, config.method))
+            processor = world.run_all(trl_setup.processing_class, arguments, config.method)
         data = trl_setup.load_data(arguments, config.method, processor, local_rank)
         model = trl_setup.bring_up(arguments, config.method)
         trl_setup.require_pad_token(model, processor)
@@ -149,8 +149,8 @@ def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*
         written.replace(file)  # a kill leaves the older record or this one
 
     with World.current(call="train") as world:
-        world.from_first(lambda: folder.mkdir(parents=True, exist_ok=True))
-        with marked_by_first(world, folder, check, lambda _marked: None) as held:
+        world.broadcast(folder.mkdir, parents=True, exist_ok=True)
+        with marked_by_first(world, folder, check) as held:
             try:
                 yield
             finally:
@@ -163,7 +163,7 @@ def _resume_from(training: Any, output: Path) -> Any:
     if training.resume_from_checkpoint is not None:
         return training.resume_from_checkpoint
     with World.current(call="train") as world:
-        kinds = world.from_first(lambda: list(checkpoints_in(output).values()))
+        kinds = world.broadcast(lambda: list(checkpoints_in(output).values()))
     return True if FolderKind.COMPLETE in kinds else None
 
 

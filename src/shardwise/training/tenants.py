@@ -50,9 +50,9 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
     """
     begun = time.monotonic()
     with World.current(call="train") as world:
-        parsed = world.together(lambda: {name: trl_setup.parse(own) for name, own in read_tenants(config).items()})
+        parsed = world.run_all(lambda: {name: trl_setup.parse(own) for name, own in read_tenants(config).items()})
         first = next(iter(parsed.values()))
-        processor = world.together(lambda: trl_setup.processing_class(first, "sft"))
+        processor = world.run_all(trl_setup.processing_class, first, "sft")
     if first.training.eos_token:
         getattr(processor, "tokenizer", processor).eos_token = first.training.eos_token
     output = Path(config.values.get("output_dir", "trainer_output"))
@@ -140,7 +140,7 @@ def train_in_turns(tenants: Sequence[TenantTraining], budget: int, request: Any)
                     one.bank.remove(one.name)
                     failures[one.name] = str(error)
             queue = [one for one in queue if not one.is_done and one.name not in failures]
-            has_stopped = world.all_reduce(lambda: request.is_made, any)
+            has_stopped = world.all_reduce_object(request.is_made, any)
             waiting = [one for one in queue if one.is_in_step or not has_stopped]
             if not waiting:
                 break
@@ -248,7 +248,7 @@ class TenantTraining:
         Raises:
             ShardwiseError: it cannot be as configured, or the checkpoint is one of another training.
         """
-        steps, state = self._shared.world.from_first(lambda: _newest(self._folder))
+        steps, state = self._shared.world.broadcast(_newest, self._folder)
         if state is not None:
             self._restore(state)
         epochs, max_steps = self.args.num_train_epochs, self.args.max_steps
@@ -379,7 +379,7 @@ class TenantTraining:
         for batch in budget.micro_batches(rows, range(len(rows)), at_once, world.size):
             [logprobs] = self.bank.forward([(self.name, rows.tensors(batch.rows[world.rank]))])
             own -= sum(float(values.double().sum()) for values in logprobs)
-        self._log(eval_loss=world.all_reduce(lambda: own, math.fsum) / rows.learned_tokens)
+        self._log(eval_loss=world.all_reduce_object(own, math.fsum) / rows.learned_tokens)
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint between two steps, unless there is one of this step. Collective: yes."""
@@ -388,7 +388,7 @@ class TenantTraining:
             return
         place = self._folder / f"checkpoint-{step}"
         self.bank.save(self.name, place, options=SaveOptions(progress=False))
-        self._shared.world.from_first(lambda: self._commit(place))
+        self._shared.world.broadcast(self._commit, place)
         self._saved_step = step
 
     def _commit(self, place: Path) -> None:

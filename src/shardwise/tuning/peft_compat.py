@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +84,7 @@ def in_words(config: LoraConfig) -> str:
     """
     _require_lora(config)
     values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
-    return repr(sorted(values.items(), key=lambda pair: pair[0]))
+    return repr(sorted(values.items(), key=itemgetter(0)))
 
 
 def _require_lora(config: object) -> None:
