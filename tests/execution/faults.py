@@ -115,7 +115,7 @@ def inner_group_missed() -> tuple[list[tuple[str, str]], list[list[int]]]:
             if dist.get_rank() == 2:
                 return []
             with World.current(group, QUICK, around=world) as peers:
-                return peers.gather(dist.get_rank() + turn)
+                return peers.all_gather_object(dist.get_rank() + turn)
 
         try:
             with World.current(patience=QUICK, call="load") as world:

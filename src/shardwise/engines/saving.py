@@ -105,7 +105,7 @@ def _write_and_commit(
                 _require_same(world, emitter, ready)
             sums = _add_up(world, plan, emitter)
         with clock.phase("commit"):
-            removed = world.broadcast(commit_save, writer, plan, *begun[0], sums)
+            removed = world.broadcast(lambda: commit_save(writer, plan, *begun[0], sums))
     except BaseException:  # Ctrl-C, too: the next save of this process must find no mark of this one
         for first, _ in begun:
             undo_save(writer, plan, first)

@@ -238,9 +238,9 @@ class ShardwiseTrainer(_Trainer):
             holds = MODEL_ALONE if self.args.save_only_model else in_words(self._only())
             rows = self.get_total_train_batch_size(self.args)
             facts = TrainerFacts(step, holds, rows, world.size)
-            world.broadcast(folders.complete, saving.marked, folder, facts)
+            world.broadcast(lambda: folders.complete(saving.marked, folder, facts))
             self._saved_step = step
-            world.broadcast(self._end_save, run, limit, saving.marked)
+            world.broadcast(lambda: self._end_save(run, limit, saving.marked))
 
     def _finalize_training(self, trial: Any, *given: Any) -> Any:
         with self._keeping_all() as limit:

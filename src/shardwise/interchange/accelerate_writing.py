@@ -326,7 +326,7 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
         seen = world.all_gather(_names_in, work)
         names = sorted({name for told in seen for name in told})
         carried |= {name.rpartition("/")[0] for name in names} - {""}
-        world.broadcast(_commit_state, saving.marked, work, names)
+        world.broadcast(lambda: _commit_state(saving.marked, work, names))
 
 
 def newest_in(place: Path) -> Path | None:
