@@ -1,1 +1,1 @@
-"""Plans of reads, moves and writes. Pure: no torch, no files, no processes."""
+"""Plans of reads, moves and writes as pure functions, without torch, file access or process groups."""

@@ -1,4 +1,4 @@
-"""Quantized weights as expressions, dequantized while they are read."""
+"""Expressions that dequantize weights from their stored tensors while these are read."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from shardwise.tensors import numel
 
 
 def scaled(part: Scaled, leaf: Callable[[str], Expression]) -> Expression:
-    """Elements less zero points, times scales."""
+    """Build the expression ``(values - zero points) * scales``."""
     *outer, columns = part.shape
     values, per_byte = leaf(part.values.key), part.code.per_byte
     nbytes = -(-columns // per_byte)
@@ -35,7 +35,7 @@ def scaled(part: Scaled, leaf: Callable[[str], Expression]) -> Expression:
 
 
 def _zeros(part: Scaled, zeros: Zeros, leaf: Callable[[str], Expression]) -> Expression:
-    """Zero points as numbers, in the order of the scales."""
+    """Build the zero points as decoded values, in the order of the scales."""
     stored = leaf(zeros.values.key)
     if not zeros.in_a_word:
         return stored
@@ -48,7 +48,7 @@ def _zeros(part: Scaled, zeros: Zeros, leaf: Callable[[str], Expression]) -> Exp
 
 
 def four_bits(part: FourBits, leaf: Callable[[str], Expression]) -> Expression:
-    """Packed numbers, with scales that may be packed themselves."""
+    """Dequantize packed 4-bit values, whose scales may be quantized themselves."""
     factors = leaf(part.scales.key)
     if part.nested is not None:
         factors = unnested(factors, leaf(part.nested.scales.key), part.nested.offset, part.nested.numbers)
@@ -56,7 +56,7 @@ def four_bits(part: FourBits, leaf: Callable[[str], Expression]) -> Expression:
 
 
 def grouped(part: GroupedIntegers, leaf: Callable[[str], Expression]) -> Expression:
-    """Integers in words, with scales and zero points of groups of inputs."""
+    """Dequantize integers packed in words, with a scale and a zero point for each group of inputs."""
     values, zeros, scales = (leaf(item.key) for item in (part.values, part.zeros, part.scales))
     if not part.in_rows:
         return columns_in_words(values, zeros, scales, part.shape, part.group, part.dtype)

@@ -1,19 +1,20 @@
-"""Plans the steps after which a written save counts, and names the files that are on their way. Pure.
+"""Pure planning of the steps that commit a written save, and names of files that are not committed yet.
 
 [Note: One commit] A reader of the hub's layout looks for ``model.safetensors`` first, and for
-``model.safetensors.index.json`` next. A save to several files gives them names that no other save has, so that an
-older save in the same folder stays whole until the index is replaced (or, where the older one is a single file,
-until that file is set aside). A save to one file is written under another name and renamed. So at every moment
-there is one step after which the new save counts, and before which the old one does. A PEFT adapter is saved in the
-same way under a stem of its own, ``adapter_model``, and always to one file. If its config changes with it, the
-older file is set aside first, because a config of another scaling would change its meaning. Its training state may
-be in a file next to it, which is committed with the adapter. See [Note: Named by the adapter].
+``model.safetensors.index.json`` next. A save to several files uses file names that no other save has, so that an
+older save in the same folder stays intact until the index is replaced (or, if the older one is a single file, until
+that file is set aside). A save to one file is written under another name and renamed. So there is exactly one step
+that switches from the old save to the new one. A PEFT adapter is saved in the same way under a stem of its own,
+``adapter_model``, and always to one file. If its config changes in the same save, the older adapter is set aside
+first, because a config with another scaling would change its values. The state of its training may be in a separate
+file, which takes effect together with the adapter: see [Note: Named by the adapter].
 
-[Note: A list of renames] Some files have given names, and no step renames several. They are written under temporary
-names of this save. A small file that lists the renames commits all of them in one step. Before it exists the older
-files are valid, afterwards the new ones. The next save there finishes the renames of a killed one. A load changes
-nothing, and reads each file under its current name (``execution/rename_journal.py``). Another program would see
-some files of either save until then. A single file needs no list.
+[Note: A list of renames] Some files have fixed names, and no step renames several files at once. They are written
+under names unique to the save, and a small file that lists the renames commits all of them in one step. Before the
+list exists the older files are valid, and afterwards the new ones are. The next save to the folder carries out any
+renames that a killed process left undone. A load changes nothing: it reads each file by the name that the file has
+at that time (``execution/rename_journal.py``). Until the renames are done, another program would see a mix of files
+of both saves. A single file needs no list.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ _OF_A_SAVE = (
 
 @dataclass(frozen=True, slots=True)
 class FolderState:
-    """Content of a folder before a save.
+    """The content of a folder before a save.
 
     Attributes:
-        files: all of them.
-        weights: those that make up the weights that count.
-        named: those that the index names. Next to a single file they are not valid, but may be about to be
-            committed. Of an adapter, the file with its training.
+        files: the names of all files.
+        weights: the files with the valid weights.
+        named: the files that the index lists. They are not valid while there is also a single file, but may become
+            so. For an adapter, the file with the state of its training.
     """
 
     files: frozenset[str]
@@ -64,7 +65,7 @@ class FolderState:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Give a file another name, in place of whatever had it."""
+    """A step that renames a file and replaces any file of that name."""
 
     file: str
     name: str
@@ -72,7 +73,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Give a small file another name, on any storage."""
+    """A step that renames a small file on any storage, and replaces any file of that name."""
 
     file: str
     name: str
@@ -80,7 +81,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Remove a file, for good."""
+    """A step that deletes a file permanently."""
 
     file: str
 
@@ -93,17 +94,18 @@ NOTHING_BOUND: Mapping[str, bytes] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Commit of a save that is written and synced: the checks and changes to carry out, in order.
+    """The steps that commit a save whose files are written and synced.
 
     Attributes:
-        files: as they are called before the steps, with their sizes in bytes.
+        files: the files under their names before the steps, with their sizes in bytes.
         ready: small files that are written and synced before the steps, which publish them.
-        steps: in their order, each durable before the next. After the last, and not before, the save counts.
-        then: the files as they are called when it counts, with their sizes.
-        says: small files with their content.
-        without: names that are not there then: whoever had them would count in its place.
-        obsolete: files to remove after the commit.
-        carried_out: those of ``says`` that are journals, which the next save in the folder finishes.
+        steps: the steps in order. Each is durable before the next begins, and the last one commits the save.
+        then: the files under their names after the commit, with their sizes.
+        says: small files and their content after the commit.
+        without: names that must not exist after the commit, because such a file would be read instead of the save.
+        obsolete: files that are removed after the commit.
+        carried_out: the files in ``says`` that list renames still to do. The next save to the folder carries these
+            out.
     """
 
     files: Mapping[str, int]
@@ -117,22 +119,22 @@ class Commit:
 
     @property
     def aside(self) -> tuple[Rename, ...]:
-        """The steps that set something older aside."""
+        """The steps that set older files aside."""
         return tuple(step for step in self.steps if isinstance(step, Rename) and step.name.endswith(OLDER))
 
 
 def on_its_way(name: str, token: str) -> str:
-    """Return the temporary name of a file until its save renames it."""
+    """Return the temporary name of a file until the save with this token renames it."""
     return f".{name}.{token}.incomplete"
 
 
 def is_on_its_way(file: str) -> bool:
-    """Return whether a file has a name that it gets only to lose it."""
+    """Check if a file has the temporary name of an uncommitted file."""
     return re.fullmatch(r".+\.[0-9a-f]{8}\.incomplete", file) is not None
 
 
 def look_at_folder(files: Collection[str], index: bytes | None, single_file: str = SINGLE_FILE) -> FolderState:
-    """Return the state of a folder from its file names and its index file. An invalid index names nothing."""
+    """Return the state of a folder from its file names and its index, ignoring an index that cannot be parsed."""
     named: set[str] = set()
     if index is not None:
         try:
@@ -147,11 +149,12 @@ def look_at_folder(files: Collection[str], index: bytes | None, single_file: str
 def commit_of(
     plan: SavePlan, standing: FolderState, *, can_rename: bool, bound: Mapping[str, bytes] = NOTHING_BOUND
 ) -> Commit:
-    """The commit of a save in the hub's layout.
+    """Return the commit of a save in the hub's layout.
 
-    ``bound`` are small files, by name, that would change the meaning of the older weights (an adapter's config has
-    its scaling). Then there are no weights, rather than wrong ones, between the first step and the last: the older
-    ones are set aside. So is a single file that would count in place of an index.
+    ``bound`` are small files, by name, that change the meaning of the weights (the config of an adapter contains
+    its scaling). With them, the older weights are set aside, so that between the first step and the last there are
+    no weights rather than wrong ones. An older single file is also set aside if it would be read instead of the new
+    index.
     """
     files = {file.name: file.nbytes for file in plan.files}
     then = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
@@ -174,12 +177,12 @@ def commit_of(
 
 
 def set_aside(plan: SavePlan) -> str:
-    """Return the name of older weights during the commit of a save that would otherwise be confused with them."""
+    """Return the name of older weights that are set aside during a commit."""
     return f"{plan.stem}.{plan.token}{OLDER}"
 
 
 def obsolete(plan: SavePlan, standing: FolderState) -> list[str]:
-    """Files to remove once the new save counts: those of the older one, and of saves that were never committed."""
+    """Return the files to remove after the commit: those of the older save, and of uncommitted saves."""
     new = {*plan.names, plan.single_file if plan.index is None else plan.index_file}
     old = {name for name in standing.weights if name.endswith(".safetensors")}
     old |= {name for name in standing.files if re.fullmatch(f"{plan.stem}{_OF_A_SAVE}", name)}
@@ -197,26 +200,21 @@ _FRESH = re.compile(r"\.(.+)\.([0-9a-f]{8})\.new")
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """Files that a save has written and synced into a folder, as known to the first rank.
-
-    Attributes:
-        named: final names of files with their sizes. Until then they are called as :func:`fresh` returns.
-        beside: files with their final names, which no valid file refers to yet.
-    """
+    """The files that a save has written and synced into a folder, collected on rank 0."""
 
     named: Mapping[str, int] = field(default_factory=dict)
     beside: Mapping[str, int] = field(default_factory=dict)
 
     def with_more(self, other: WrittenFiles) -> WrittenFiles:
-        """Both together."""
+        """Return the union of both."""
         return WrittenFiles({**self.named, **other.named}, {**self.beside, **other.beside})
 
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """Rename journal of a committed save: files to rename, and older files to remove.
+    """The renames and deletions that remain after a save is committed.
 
-    Names may have a folder in front.
+    Names may contain a folder.
     """
 
     token: str
@@ -234,7 +232,7 @@ class Renames:
 
     @classmethod
     def from_bytes(cls, file: str, content: bytes) -> Renames | None:
-        """Parse a rename journal. Return None if it is invalid or leads out of the folder."""
+        """Parse a list with this file name, or return None if it is malformed or contains unsafe names."""
         try:
             found: Any = json.loads(content)
             token, names, older = found["token"], found["names"], found["older"]
@@ -248,7 +246,7 @@ class Renames:
         return None
 
     def commit(self, written: WrittenFiles) -> Commit:
-        """The commit of files that have been written."""
+        """Return the commit of files that have been written."""
         files = {**{fresh(name, self.token): nbytes for name, nbytes in written.named.items()}, **written.beside}
         if len(self.names) == 1:
             [name] = self.names
@@ -272,19 +270,19 @@ class Renames:
 
 
 def fresh(name: str, token: str) -> str:
-    """Return the temporary name of a file. It never matches the names that saves treat as leftovers."""
+    """Return the temporary name of a file until its rename, distinct from names that saves delete as leftovers."""
     folder, slash, file = name.rpartition("/")
     return f"{folder}{slash}.{file}.{token}.new"
 
 
 def token_of_fresh(file: str) -> str | None:
-    """Return the id of the save that has given a file such a name, or None."""
+    """Return the token of the save that created this temporary name, or None for other names."""
     found = _FRESH.fullmatch(file.rpartition("/")[2])
     return found[2] if found else None
 
 
 def lists_among(files: Collection[str]) -> list[str]:
-    """Return the rename journals among the files."""
+    """Return the files that are lists of renames."""
     return sorted(file for file in files if _LIST.fullmatch(file))
 
 
@@ -292,7 +290,7 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 4096
 
 
 def _is_safe(name: object) -> bool:
-    """Return whether a file below a folder, and while it waits for its name, may be called this."""
+    """Check if a file below a folder may have this name, and its temporary name too."""
     if not isinstance(name, str) or len(name) > _LONGEST_PATH or why_unsafe(name) is not None:
         return False
     return all(len(os.fsencode(part)) <= _LONGEST_NAME for part in fresh(name, "0" * 8).split("/"))

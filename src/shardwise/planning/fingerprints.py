@@ -1,13 +1,12 @@
-"""The small file of the fingerprints of all tensors of a save.
+"""The small file saved with the weights that records a fingerprint of every tensor in them.
 
-Headers and small files have a digest, and so has the record itself: every byte of a save is compared with
-something. Records of earlier versions have fingerprints of tensors alone.
+Headers, small files and the record itself have a SHA-256 digest, so every byte of a save can be verified. Records
+of earlier versions contain fingerprints of tensors only.
 
 [Note: Fingerprints] The bytes of a tensor, padded with zeros, are little-endian words of 64 bits. The fingerprint
-is the sum of word ``i`` times ``weight(i)``, modulo 2**64. Weights are odd, so a change of one word never goes
-unseen, and mixed (splitmix64), so moved words do not either. The sum of the parts is the fingerprint of the whole:
-a rank that holds bytes ``start .. stop`` adds these, with zeros around them. It is for finding damage, not against
-forgery.
+is the sum of word ``i`` times ``weight(i)``, modulo 2**64. Weights are odd, so any change of one word is detected,
+and mixed (splitmix64), so moved words are detected too. The fingerprint of a tensor is the sum over its parts: a
+rank that holds bytes ``start .. stop`` adds these, with zeros around them. It detects damage, not forgery.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ import numpy as np
 
 
 def file_beside(stem: str) -> str:
-    """The name of the file for weights whose names begin with this stem."""
+    """Return the name of the fingerprint file for weights with this stem."""
     return f"{stem}.fingerprints.json"
 
 
@@ -34,13 +33,14 @@ _DIGITS = 16
 
 @dataclass(frozen=True, slots=True)
 class RecordedSave:
-    """Record of one save.
+    """The record of one save.
 
     Attributes:
-        files: of weights, with their sizes in bytes.
-        tensors: the fingerprint of each, by key.
-        beside: sha256 of the small files (configs, tokenizers), by name. Empty for saves of older versions.
-        headers: sha256 of the bytes before the tensors in each file. Empty for saves of older versions.
+        files: sizes in bytes of the files of weights, by name.
+        tensors: fingerprints by tensor key.
+        beside: SHA-256 digests of the small files (configs, tokenizers), by name. Empty in records of earlier
+            versions.
+        headers: SHA-256 digests of the bytes before the tensors in each file. Empty in records of earlier versions.
     """
 
     files: Mapping[str, int]
@@ -50,12 +50,12 @@ class RecordedSave:
 
 
 def digest(content: bytes) -> str:
-    """Return the digest of a header or of a small file."""
+    """Return the SHA-256 digest of a header or a small file."""
     return hashlib.sha256(content).hexdigest()
 
 
 def to_bytes(saves: Sequence[RecordedSave]) -> bytes:
-    """The content of the file. During a commit, it has the records of the older and the new save."""
+    """Serialize the records of saves: during a commit, of both the older save and the new one."""
     content = {
         "format": _FORMAT,
         "saves": [
@@ -72,17 +72,17 @@ def to_bytes(saves: Sequence[RecordedSave]) -> bytes:
 
 
 def own_digest(content: object) -> str:
-    """Return the digest that is stored in a JSON file about its own content."""
+    """Return the digest of a JSON document that is stored together with it."""
     return digest(json.dumps(content, sort_keys=True).encode())
 
 
 def from_bytes(content: bytes | None) -> list[RecordedSave]:
-    """Return the records of saves, or an empty list if the file is missing, invalid or damaged."""
+    """Parse the records of saves, or return an empty list if the file is missing, damaged or of another format."""
     return parsed(content or b"") or []
 
 
 def parsed(content: bytes) -> list[RecordedSave] | None:
-    """Return the records of saves, or None if the file is invalid or damaged."""
+    """Parse the records of saves, or return None if the file is damaged or of another format."""
     try:
         found = json.loads(content)
         own = found.pop("sha256", None)
@@ -112,7 +112,10 @@ SPAN_BYTES = _WORD * LANES
 
 
 def fingerprint(data: memoryview, start: int = 0) -> int:
-    """Fingerprint of bytes that lie at byte ``start`` of the tensor. Memory: two blocks of 128 KiB."""
+    """Compute the fingerprint of bytes that begin at byte ``start`` of the tensor.
+
+    It uses two blocks (256 KiB) of memory.
+    """
     flat = np.frombuffer(data, dtype=np.uint8)
     total = at = 0
     while at < len(flat):
@@ -131,7 +134,7 @@ def fingerprint(data: memoryview, start: int = 0) -> int:
 
 
 def _mixed(number: Any) -> Any:
-    """splitmix64's finalizer."""
+    """Apply the finalizer of splitmix64."""
     with np.errstate(over="ignore"):
         mixed = np.asarray(number, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -141,14 +144,14 @@ def _mixed(number: Any) -> Any:
 
 @cache
 def lane_weights() -> Any:
-    """Return weights of the words of a block.
+    """Return the weights of the words of a block.
 
-    ``weight(i)`` is this, at position ``i``, times :func:`block_weight`.
+    ``weight(i)`` is the lane weight at ``i``'s position in its block, times the block's :func:`block_weight`.
     """
     return _mixed(np.arange(LANES, dtype=np.uint64)) | np.uint64(1)
 
 
 @cache
 def block_weight(block: int) -> int:
-    """Weight of a block, by its number."""
+    """Return the weight of the block with this index."""
     return int(_mixed(LANES + block)) | 1

@@ -1,8 +1,8 @@
 """Forecast of memory and bytes read, from shapes and the mesh alone.
 
-Parameters, gradients and optimizer states are exact. The peak of a step is the largest of a few moments in FSDP2's
-order: the root is gathered and stays. A block is gathered while the buffer of its neighbor still exists. Unsharded
-gradients of a group live until its reduce-scatter. Activations are largest when the loss is computed.
+Parameters, gradients and optimizer states are exact. The peak of a step is the maximum over a few moments in
+FSDP2's order: the root is all-gathered and stays so, a block is gathered while its neighbor's buffer still exists,
+unsharded gradients of a group live until its reduce-scatter, and activations peak when the loss is computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.tensors import DType, numel
 
 
 def forecast_ranks(plan: LoadPlan, world: WorldLayout, homes: Homes) -> tuple[RankForecast, ...]:
-    """Forecast of the load of ``plan`` on every rank of the mesh, each rank reading its own bytes."""
+    """Forecast the load of ``plan`` on every rank of the mesh, if each rank reads its own bytes."""
     sizes = LoadSizes(plan, world.first.tensors, world.spreads)
     at = [sizes.at(position, position, homes) for position in range(world.mesh.shard_size)]
     found = ((rank, at[world.mesh.position(rank)]) for rank in range(world.mesh.ranks))
@@ -34,7 +34,7 @@ def forecast_ranks(plan: LoadPlan, world: WorldLayout, homes: Homes) -> tuple[Ra
 
 
 def file_bytes(plan: LoadPlan, world: WorldLayout, index: CheckpointIndex) -> dict[str, int]:
-    """Bytes that all ranks together read of each file."""
+    """Return the bytes that all ranks together read of each file."""
     found: dict[str, float] = dict.fromkeys(index.files, 0.0)
     per_element = bytes_per_element(plan)
     for name, read in plan.reads().items():
@@ -47,7 +47,7 @@ def file_bytes(plan: LoadPlan, world: WorldLayout, index: CheckpointIndex) -> di
 
 
 def _files_of(expression: Expression, index: CheckpointIndex) -> Iterable[str]:
-    """Return the file of each stored tensor. For one composed of entries, the first one's."""
+    """Yield the file of each stored tensor that has an entry of its own in the index."""
     for leaf in stored_leaves(expression):
         entry = index.entries.get(leaf.key)
         if entry is not None:
@@ -64,12 +64,12 @@ def is_trained(tensor: TensorLayout) -> bool:
 def forecast_groups(
     world: WorldLayout, gathered_as: DType | None, summed_in: DType | None = None
 ) -> tuple[GroupForecast, ...]:
-    """Groups that hold something, the root's last.
+    """Return the parameter groups that are not empty, the root's last.
 
     Args:
         world: layout of all ranks.
-        gathered_as: ``param_dtype`` of the mixed precision policy, or None for each parameter's own.
-        summed_in: ``reduce_dtype``, or None for the dtype that gradients are computed in.
+        gathered_as: ``param_dtype`` of the mixed precision policy, or None for each parameter's own dtype.
+        summed_in: ``reduce_dtype``, or None for the dtype in which gradients are computed.
     """
     found: list[GroupForecast] = []
     for group in world.groups:
@@ -105,7 +105,7 @@ Any other optimizer is counted as AdamW, with two moments. Eight and four bits h
 
 
 def optimizer_bytes(world: WorldLayout, optim: str, position: int) -> int:
-    """Return bytes of optimizer states at a position of the mesh, whose shards are not padded."""
+    """Return the bytes of optimizer states at a position of the mesh, without padding."""
     moments, more = _STATES.get(optim, (2, 0))
     if optim.endswith("_8bit") and optim not in _STATES:
         moments, more = (0, 1 + 4 / 256) if optim.startswith(("lion", "paged_lion")) else (0, 2 + 8 / 256)
@@ -122,15 +122,15 @@ def optimizer_bytes(world: WorldLayout, optim: str, position: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of training.
+    """The settings of a training step.
 
     Attributes:
-        optim: as ``TrainingArguments.optim``.
+        optim: the optimizer, as in ``TrainingArguments.optim``.
         batch_size: rows of a forward pass.
-        max_length: tokens of a row.
-        accumulates: whether it has several micro-batches. Sharded gradients stay between them.
+        max_length: tokens per row.
+        accumulates: whether there is gradient accumulation. Sharded gradients then persist between micro-batches.
         logits_bytes: memory of the loss and its logits.
-        activations: as traced.
+        activations: memory of activations as traced.
     """
 
     optim: str
@@ -148,13 +148,13 @@ _ON_HOST: Final = ("weights", "optimizer", "gradients", "optimizer step")
 def forecast_training(
     world: WorldLayout, groups: Sequence[GroupForecast], step: Step, homes: Homes, *, param_dtype: bool
 ) -> TrainingForecast:
-    """Memory of a training step on rank 0, which has the largest shards.
+    """Forecast the memory of a training step on rank 0, which has the largest shards.
 
     Args:
         world: layout of all ranks.
-        groups: as of :func:`forecast_groups`.
-        step: settings of the training.
-        homes: where tensors are.
+        groups: result of :func:`forecast_groups`.
+        step: settings of the training step.
+        homes: placement of tensors.
         param_dtype: whether shards are cast before they are gathered.
     """
     padded = {t.fqn: world.spreads[t.fqn].padded_numel * t.dtype.bits // 8 for t in world.first.tensors}
@@ -186,13 +186,13 @@ def forecast_training(
 
 @dataclass(frozen=True, slots=True)
 class _GroupSizes:
-    """Bytes of the root group and of the largest block. All zero on one rank.
+    """Bytes of the root group and of the largest block, all zero on one rank.
 
     Attributes:
         root, block: gathered parameters.
-        whole: whole gradients of a block.
+        whole: unsharded gradients of a block.
         summed: input of a block's reduce-scatter.
-        root_sum: whole gradients of the root and the input of its reduce-scatter.
+        root_sum: unsharded gradients of the root and the input of its reduce-scatter.
     """
 
     root: int
@@ -220,7 +220,7 @@ class _GroupSizes:
 def _moments(
     sizes: _GroupSizes, step: Step, gradients: int, in_blocks: int, cast: int
 ) -> list[tuple[str, dict[str, int]]]:
-    """Candidates for the peak of a step, by phase and term."""
+    """Return the candidates for the peak of a step, by phase and term."""
     found, earlier = step.activations, gradients if step.accumulates else 0
     gathered, ended = sizes.root + sizes.block, max(in_blocks, earlier)
     loss = {"activations": found.kept + found.loss, "logits": step.logits_bytes, "gradients": earlier}
@@ -249,7 +249,7 @@ def _moments(
 
 
 def _step_bytes(optim: str, local: Sequence[int], homes: Homes) -> int:
-    """Temporary tensors of an optimizer step: of all parameters at once (foreach), or of one after the other."""
+    """Return the bytes of an optimizer step's temporary tensors, of all parameters (foreach) or one at a time."""
     if not local or optim.endswith("_fused") or optim == "sgd":
         return 0
     if homes.device == "cpu" or homes.offloads_shards or optim.endswith(("_8bit", "_4bit")):
@@ -269,15 +269,15 @@ _TOKEN_CHUNK, _VOCAB_CHUNK = 4096, 32768
 
 
 def trl_logits_bytes(tokens: int, words: int, hidden: int, itemsize: int, *, on_cpu: bool, trained: bool) -> int:
-    """Memory of TRL's loss, which computes logits in tiles.
+    """Return the memory of TRL's loss, which computes logits in tiles.
 
     Args:
-        tokens: of a micro-batch.
+        tokens: number of tokens in a micro-batch.
         words: size of the vocabulary.
         hidden: size of the hidden states.
-        itemsize: of the dtype that is computed in.
-        on_cpu: whether tiles are folded by torch, with copies in float32, instead of a Triton kernel.
-        trained: whether the head has a gradient, which is summed in float32.
+        itemsize: bytes of an element of the compute dtype.
+        on_cpu: whether torch reduces the tiles, with copies in float32, instead of a Triton kernel.
+        trained: whether the head has a gradient, which is accumulated in float32.
     """
     tile = min(tokens, _TOKEN_CHUNK) * min(words, _VOCAB_CHUNK)
     head = words * hidden * 4 if trained and itemsize < 4 else 0

@@ -1,7 +1,7 @@
-"""Requests and memory of a load: file ranges in order, and the memory of a rank. Pure.
+"""Pure planning of the read requests of a load, and a forecast of its memory on a rank.
 
-They are computed from the copies of a plan and the read policy of a storage. A forecast rejects a load that does
-not fit.
+The copies of a plan and the policy of a storage determine a list of requests, which the execution layer carries
+out. A load whose forecast does not fit into memory is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Homes:
     """Placement of tensors on a rank, and the host memory that a load uses in addition.
 
     Attributes:
-        device: "cpu", or the kind of accelerator of the mesh.
+        device: "cpu", or the type of the mesh's accelerators.
         budget_bytes: host memory for staging, or for the largest conversion that computes.
         offloads_shards: whether sharded parameters stay on the host of an accelerator.
     """
@@ -45,12 +45,12 @@ class Homes:
     def of(
         cls, plan: LoadPlan, policy: ReadPolicy, *, device: str, budget_bytes: int, offloads_shards: bool
     ) -> Homes:
-        """Homes of a load. Of the budget only the part that the load uses counts."""
+        """Return the homes of a load, counting only the part of the budget that the load uses."""
         staging = staging_within(budget_bytes, policy.concurrency, on_device=device != "cpu")
         return cls(device, max(staging.total_bytes, largest_computation(plan)), offloads_shards)
 
     def memory(self, *, sharded_bytes: int, whole_bytes: int) -> tuple[int, int]:
-        """Bytes on the device and on the host."""
+        """Return the bytes on the device and on the host."""
         if self.device == "cpu":
             return 0, sharded_bytes + whole_bytes + self.budget_bytes
         if self.offloads_shards:
@@ -59,7 +59,7 @@ class Homes:
 
 
 def largest_computation(plan: LoadPlan) -> int:
-    """Bytes of memory that the largest conversion needs, in the smallest blocks it can be cut into."""
+    """Return the bytes of memory that the largest conversion needs, in the smallest blocks it can be cut into."""
     blocks = SmallestBlocks()
     leaves = (leaf for read in plan.reads().values() for leaf in computed_leaves(read.expression))
     return max(map(blocks.nbytes, leaves), default=0)
@@ -68,12 +68,12 @@ def largest_computation(plan: LoadPlan) -> int:
 def forecast_rank(
     plan: LoadPlan, rank: int, homes: Homes, padded_numels: Mapping[str, int] | None = None
 ) -> RankForecast:
-    """Forecast of the load of ``plan`` on the rank whose boxes ``plan.layout`` has.
+    """Forecast the load of ``plan`` on the rank whose boxes are in ``plan.layout``.
 
     Args:
-        plan: of the load.
-        rank: its number.
-        homes: where tensors are put.
+        plan: the plan of the load.
+        rank: the rank.
+        homes: placement of tensors.
         padded_numels: elements of memory, by FQN, of tensors whose memory is padded.
     """
     padded = padded_numels or {}
@@ -86,7 +86,7 @@ def forecast_rank(
 
 
 class LoadSizes:
-    """Bytes at each position of the mesh, summed by spread: a model has only a few different ones."""
+    """Bytes at each position of the mesh, summed by spread because a model has only a few different spreads."""
 
     def __init__(self, plan: LoadPlan, tensors: Iterable[TensorLayout], spreads: Mapping[str, Spread]) -> None:
         self.sharded = self.whole = self.saved = 0
@@ -116,7 +116,7 @@ def local_numel(spread: Spread, position: int) -> int:
 
 
 def bytes_per_element(plan: LoadPlan) -> dict[str, float]:
-    """Stored bytes read for each element of a tensor. Outputs of one computation share its input."""
+    """Return the stored bytes read for each element of a tensor, counting inputs of a shared computation once."""
     seen: set[object] = set()
     found: dict[str, float] = {}
     for name, read in plan.reads().items():
@@ -141,17 +141,17 @@ def _input_bytes(leaf: Computed) -> int:
 
 
 def is_sharded(tensor: TensorLayout) -> bool:
-    """Return whether ranks hold different parts of it."""
+    """Check if ranks hold different parts of a tensor."""
     return tensor.kind is TensorKind.PARAMETER and tensor.placement != "whole"
 
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """Free memory of a rank in bytes, None if unknown.
+    """Free memory of a rank in bytes, or None if unknown.
 
     Attributes:
-        device_bytes: of its accelerator.
-        host_bytes: of its machine.
+        device_bytes: free memory of its accelerator.
+        host_bytes: free memory of its machine.
     """
 
     device_bytes: int | None = None
@@ -162,8 +162,8 @@ def require_fits(forecast: RankForecast, available: Available) -> None:
     """Refuse a load that does not fit, before anything is read.
 
     Raises:
-        PlacementError: a rank has too little memory. The message has the rank, its need, its free memory, and
-            advice.
+        PlacementError: the load does not fit. The error contains the rank, the memory it needs, the free memory and
+            remedies.
     """
     needs = (
         ("device", forecast.device_bytes, available.device_bytes),
@@ -194,10 +194,10 @@ NODES: Final[dict[str, str]] = {
 
 
 def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
-    """Return the checkpoint's tensors by key, in file order: a leaf for each, or its composition of leaves.
+    """Return the checkpoint's tensors by key, in file order: a leaf for each, or an expression over several leaves.
 
     Raises:
-        ConfigError: numbers are coded in a way that has no line in :data:`NODES`.
+        ConfigError: a tensor is quantized in a format that has no entry in :data:`NODES`.
     """
     return {
         item.key: _expression(index, index.composed[item.key].part)
@@ -208,7 +208,7 @@ def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
 
 
 def spare_tensors(index: CheckpointIndex) -> dict[str, Expression]:
-    """Return tensors by key that are loaded only if the model has a tensor of that name."""
+    """Return the tensors, by key, that are loaded only into a model that has a tensor of that name."""
     return {key: Stored(key, index.entries[key].shape, index.entries[key].dtype) for key in sorted(index.spare)}
 
 
@@ -239,17 +239,17 @@ SEGMENT_ALIGNMENT = 64
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` up to where the next segment may begin in a staging buffer."""
+    """Round ``nbytes`` up to the alignment of segments in a staging buffer."""
     return -(-nbytes // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One range of a file that a copy needs, from its first byte to its last.
+    """One range of a file that a copy reads, from its first byte to its last.
 
-    ``target`` is the number of the tensor that the copy fills. A direct segment is one run of bytes that is read
-    into one run of the tensor's memory. Any other is staged: read into a buffer, and copied (cast, strided) from
-    there.
+    ``target`` is the index of the tensor that the copy fills. A direct segment is one contiguous run of bytes that
+    is read straight into one contiguous run of the tensor's memory. Any other is staged: it is read into a staging
+    buffer, and copied from there with casts and strides.
     """
 
     bytes: ByteRange
@@ -260,13 +260,13 @@ class Segment:
 
     @property
     def is_strided(self) -> bool:
-        """True if there is more between the first byte and the last than the copy needs."""
+        """True if the range contains bytes that the copy does not need."""
         return not self.copy.source.is_contiguous
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """One range to request from a storage, and the segments in it, in order and without overlap."""
+    """One range to read from a storage, and the segments in it, in order and without overlap."""
 
     file: str
     bytes: ByteRange
@@ -276,18 +276,19 @@ class ReadRequest:
 def segments_of(
     copy: Copy, target: int, entry: TensorEntry, *, needs_staging: bool, policy: ReadPolicy, block_bytes: int
 ) -> Iterator[Segment]:
-    """The ranges that one copy is read by.
+    """Yield the ranges that one copy reads.
 
-    Runs with gaps of at most ``policy.max_gap_bytes`` are joined. Others are segments of their own. Direct segments
-    are as long as a request may be, staged ones at most ``block_bytes``.
+    Runs that are at most ``policy.max_gap_bytes`` apart are read as one range including the gap, and others are
+    separate segments. Direct segments are at most as long as a request, staged ones at most ``block_bytes``.
 
     Args:
-        copy: from a stored tensor.
-        target: of the segments.
-        entry: where the stored tensor lies.
-        needs_staging: whether nothing can be direct: the tensor has another dtype, or is not in host memory.
-        policy: the storage's.
-        block_bytes: at least one element.
+        copy: the copy from a stored tensor.
+        target: index of the tensor that the segments fill.
+        entry: location of the stored tensor.
+        needs_staging: whether no segment can be direct, because the tensor has another dtype or is not in host
+            memory.
+        policy: read policy of the storage.
+        block_bytes: the maximum of a staged segment, with room for at least one element.
     """
     itemsize = entry.dtype.itemsize
     for part in copies_by_run(copy, max_gap=policy.max_gap_bytes // itemsize):
@@ -300,7 +301,7 @@ def segments_of(
 
 
 def copies_by_run(copy: Copy, *, max_gap: int) -> Iterator[Copy]:
-    """The same copy, cut where more than ``max_gap`` unwanted elements of the leaf would be read over."""
+    """Yield the copy in parts, cut at every gap of more than ``max_gap`` elements in the leaf."""
     source = copy.source
     # Axes of a copy are sorted, widest stride first. `run` is what the inner axes span.
     run, kept = 1, len(source.sizes)
@@ -324,17 +325,17 @@ def _inside(view: Strided, kept: int, steps: tuple[int, ...]) -> Strided:
 def schedule(
     segments: Iterable[tuple[str, Segment]], policy: ReadPolicy, *, staging_bytes: int, start_at: float = 0.0
 ) -> list[ReadRequest]:
-    """Requests, in the order of the files and of the bytes in them.
+    """Return the requests, in the order of the files and of the bytes in them.
 
-    Adjacent ones are joined if the gap is at most ``policy.max_gap_bytes``, gaps are a small part of the total,
-    nothing overlaps, and the staged bytes (gaps included) fit ``staging_bytes``. Strided segments stay among
-    themselves: they may be copied another way.
+    Adjacent segments are joined if the gap is at most ``policy.max_gap_bytes``, gaps are a small part of the
+    request, no segments overlap, and the staged bytes (gaps included) fit in ``staging_bytes``. Strided segments
+    are not joined with others because they may be copied in another way.
 
     Args:
-        segments: with the file each lies in.
-        policy: the storage's.
-        staging_bytes: of one worker.
-        start_at: the fraction of the list to begin with, so that ranks do not all begin with the same file.
+        segments: segments with their files.
+        policy: read policy of the storage.
+        staging_bytes: staging memory of one worker.
+        start_at: fraction of the list at which to start, so that ranks do not all start with the same file.
     """
     ordered = sorted(segments, key=lambda item: (item[0], item[1].bytes.start, item[1].bytes.stop))
     requests: list[ReadRequest] = []
@@ -383,7 +384,7 @@ _DEVICE_SLABS = 2
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The number of workers, the bytes that each can stage at once, and the host memory that all of it takes."""
+    """The number of workers, the bytes that each can stage at once, and the host memory of all staging buffers."""
 
     workers: int
     nbytes: int
@@ -391,7 +392,7 @@ class Staging:
 
 
 def staging_within(budget_bytes: int, concurrency: int, *, on_device: bool) -> Staging:
-    """At most ``concurrency`` workers with staging within a budget, for tensors on an accelerator or the host."""
+    """Return the staging of at most ``concurrency`` workers within a budget, for tensors on a device or host."""
     slabs = _DEVICE_SLABS if on_device else 1
     workers = max(1, min(concurrency, budget_bytes // (slabs * _LEAST_BYTES)))
     share = min(_DEVICE_BYTES if on_device else _HOST_BYTES, budget_bytes // (slabs * workers))
@@ -404,10 +405,10 @@ def staging_within(budget_bytes: int, concurrency: int, *, on_device: bool) -> S
 
 @dataclass(frozen=True, slots=True)
 class ComputingShare:
-    """Division of a budget for computed values: half for blocks, half for staging their inputs.
+    """The split of a memory budget for computed values: half for blocks, half for the staging of their inputs.
 
-    ``most_bytes`` are those of a block that each worker can compute concurrently. A larger indivisible one is
-    computed alone.
+    ``most_bytes`` is the maximum size of a block that workers compute concurrently. A block that cannot be cut so
+    small is computed alone.
     """
 
     staging_bytes: int

@@ -1,4 +1,4 @@
-"""The plan of a load: one fill for every tensor of the model, by consent, or one error with all faults."""
+"""The plan of a load: one fill for every tensor of the model, subject to consents, or one error with all faults."""
 
 import hashlib
 import re
@@ -34,7 +34,7 @@ _REMEDIES = {
 
 
 def faults_in_words(head: str, faults: Mapping[str, Sequence[str]], remedies: Mapping[str, str]) -> str:
-    """An error's text: every kind of fault with its count, its names (the first dozen, collapsed), the way out."""
+    """Format an error message: each kind of fault with its count, its first names (collapsed), and the remedies."""
     lines = [head]
     for kind, sentences in faults.items():
         for position, line in enumerate(few(sentences)):
@@ -59,14 +59,14 @@ class _Globs:
 
 @dataclass(frozen=True, slots=True)
 class Initialize(_Globs):
-    """Initialize as the model would, the tensors whose names match one of the globs ``only``."""
+    """Consent to initialize, as the model would, the tensors whose names match one of the globs ``only``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ignore(_Globs):
-    """Leave tensors and keys that match one of the globs ``only`` (default: all).
+    """Consent to ignore names that match one of the globs ``only`` (default: all).
 
-    Keys are not read, tensors keep their values.
+    Ignored keys are not read, and ignored tensors keep their values.
     """
 
     only: tuple[str, ...] = ("*",)
@@ -85,10 +85,10 @@ def allows(consent: OnMissing | OnUnexpected, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Consent:
-    """All consents of one load. By default everything is rejected.
+    """All consents of one load, by default to nothing.
 
-    ``missing`` is for tensors of the model that the checkpoint lacks, ``mismatched`` for those it holds in another
-    shape, ``unexpected`` for keys that lead to nothing in the model.
+    ``missing`` applies to tensors of the model that are not in the checkpoint, ``mismatched`` to tensors that the
+    checkpoint stores in another shape, ``unexpected`` to keys without a tensor in the model.
     """
 
     missing: OnMissing = "error"
@@ -98,35 +98,35 @@ class Consent:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Elements of the checkpoint, cast to the tensor's dtype."""
+    """A fill with elements of the checkpoint, cast to the tensor's dtype."""
 
     expression: Expression
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """The very same storage as another name, which has a fill of its own."""
+    """A fill for a tied weight, which shares the storage of another name that has a fill of its own."""
 
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """Initialized from (seed, FQN), by its ``origin``."""
+    """A fill with values initialized from (seed, FQN) by the tensor's ``origin``."""
 
     origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """A buffer that is in no checkpoint, computed again by its ``origin``."""
+    """A fill for a non-persistent buffer, which its ``origin`` computes again."""
 
     origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """A buffer that is in no checkpoint and already has its value."""
+    """A fill for a non-persistent buffer that already has its value."""
 
 
 Fill: TypeAlias = Read | Tie | Init | Recompute | Keep
@@ -134,7 +134,10 @@ Fill: TypeAlias = Read | Tie | Init | Recompute | Keep
 
 @dataclass(frozen=True, slots=True)
 class ModelRules:
-    """Rules of a model class for checkpoints: regexes that are searched in names, and in keys as renamed."""
+    """The keys that a model class allows to be missing or unexpected.
+
+    They are regexes, searched in names of tensors, and in checkpoint keys both as stored and as renamed.
+    """
 
     ignore_missing: tuple[str, ...] = ()
     ignore_unexpected: tuple[str, ...] = ()
@@ -148,7 +151,7 @@ class ModelRules:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Every name of the model with its fill. Equal on all ranks but for the boxes inside ``layout``."""
+    """Every name of the model with its fill, equal on all ranks except for the boxes inside ``layout``."""
 
     layout: ModelLayout
     fills: Mapping[str, Fill]
@@ -163,25 +166,25 @@ class LoadPlan:
         return {name: fill for name, fill in self.fills.items() if isinstance(fill, Read)}
 
     def names(self, kind: type[Fill]) -> tuple[str, ...]:
-        """The names with this kind of fill, in the order of the modules."""
+        """Return the names with this kind of fill, in the order of the modules."""
         return tuple(name for name, fill in self.fills.items() if isinstance(fill, kind))
 
     def not_loaded(self, index: CheckpointIndex) -> tuple[str, ...]:
-        """Return the checkpoint's entries that are not loaded."""
+        """Return the ignored contents of the checkpoint, without the spare tensors that the model does load."""
         taken = {key_of(read.expression) for read in self.reads().values()} & index.spare
         return tuple(name for name in index.ignored if name not in taken)
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Return for each name a digest of the properties that must be equal on all ranks.
-
-        The tensor and its fill, without the boxes.
-        """
+        """A digest per name of the facts that must agree on all ranks: the tensor and its fill, without boxes."""
         return {name: self._fingerprint(name, fill) for name, fill in self.fills.items()}
 
     @cached_property
     def digest(self) -> str:
-        """One digest of all fingerprints, by name: modules may register tensors in the order of a set."""
+        """One digest of all fingerprints, sorted by name.
+
+        They are sorted because modules may register tensors in the order of a set.
+        """
         facts = (sorted(self.fingerprints.items()), sorted(self.twins))
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
@@ -199,19 +202,21 @@ def plan_load(
     consent: Consent,
     known_as: Mapping[str, str] = MappingProxyType({}),
 ) -> LoadPlan:
-    """Decide the fill of every tensor.
+    """Determine the fill of every tensor.
 
-    ``known_as`` has the names to which ``rules`` and ``consent`` apply, where these are not the tensors' own.
+    ``known_as`` maps tensors to the names to which ``rules`` and ``consent`` apply, if these differ from their own
+    names.
 
     Raises:
-        CoverageError: with every missing, unexpected, mismatched, ambiguous or uncomputable tensor at once.
+        CoverageError: there are missing, unexpected, mismatched, ambiguous or uncomputable tensors. The error lists
+            all of them.
     """
     return _LoadPlanner(index, layout, bindings, rules, consent, known_as).plan()
 
 
 @dataclass
 class _LoadPlanner:
-    """The state of one :func:`plan_load`: fills found so far, and faults found so far."""
+    """The state of one :func:`plan_load`: the fills and the faults found so far."""
 
     index: CheckpointIndex
     layout: ModelLayout
@@ -288,7 +293,7 @@ class _LoadPlanner:
         return Read(offers[0])
 
     def known(self, name: str) -> str:
-        """Return the name of a tensor for users and the model's class."""
+        """Return the name of a tensor in the user's options and in the model class."""
         return self.known_as.get(name, name)
 
     def fill_missing(self, tensor: TensorLayout) -> Fill:
@@ -324,9 +329,10 @@ class _LoadPlanner:
         return Recompute(tensor.origin)
 
     def undecoded(self, tensor: TensorLayout, offer: Expression) -> str | None:
-        """Return the reason why elements are codes without meaning unless scaled, or None for plain values.
+        """Return the reason why the stored values are codes without scales, or None if they are plain values.
 
-        Narrow numbers that were stored as they are have no scales, and no config with a quantization.
+        Values that were saved in a narrow dtype without quantization have no scales in the checkpoint, and no
+        quantization config.
         """
         if tensor.dtype.kind != "float" and not computes(offer):
             return None
@@ -341,7 +347,7 @@ class _LoadPlanner:
         return None
 
     def misfit(self, tensor: TensorLayout, offer: Expression) -> str | None:
-        """Return the reason why an expression cannot be the values of a tensor, or None."""
+        """Return the reason why an expression cannot fill a tensor, or None if it can."""
         if offer.shape != tensor.shape:
             return f"stored {self.describe(offer)}, model wants {tensor.shape}"
         for leaf in stored_leaves(offer):

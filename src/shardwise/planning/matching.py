@@ -1,11 +1,11 @@
-"""Matching of tensors and parameter groups of a state with their targets, or one error with all faults.
+"""Pure matching of the tensors and parameter groups of a state with a model, collecting all faults in one error.
 
-A rank brings all of the state or none of it. The state has names, shapes, dtypes and boxes: a full tensor is one
-box, shards are several. Pure, and the same on every rank.
+A rank provides either all names of the state or none. A tensor is described by name, shape, dtype and boxes: a full
+tensor is one box, and a sharded one is several. The result is the same on every rank.
 
-Also chooses the ranks whose values become a model's. A rank has a tensor *live*, with values, or on meta, without.
-Every tensor is decided for itself, so that a model that is live everywhere, on one rank, in part or nowhere is the
-same case.
+This module also chooses the ranks from which a model's values are copied. On a rank, a tensor is either *live*,
+with values, or on meta, without. Every tensor is handled separately, so models that are live on all ranks, on one
+rank, in part or nowhere need no special cases.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ OnFault: TypeAlias = OnUnexpected
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Allowed mismatches. Ignored tensors keep their values.
+    """Consents to differences between a state and a model. Ignored tensors keep their values.
 
-    ``base`` may allow "config", "shapes" and "values" of a checkpoint's base.
+    ``base`` applies to the "config", "shapes" and "values" of the base model that a checkpoint requires.
     """
 
     missing: OnFault = "error"
@@ -39,7 +39,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """A tensor as one rank brings it. ``boxes`` are those of its elements that the rank has."""
+    """A tensor as provided by one rank. ``boxes`` are the boxes of its elements on that rank."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -51,7 +51,7 @@ class Brought:
 
 @dataclass(frozen=True, slots=True)
 class StateSlot:
-    """A tensor that takes values. A state may have it under any of its names, or under several."""
+    """A tensor to fill, which a state may contain under one or several of its names."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class StateSlot:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A place that gets values, from the tensor of this name, which ranks have in these boxes."""
+    """A tensor to fill, with the name, dtype and boxes of its source in the state."""
 
     place: StateSlot
     name: str
@@ -74,7 +74,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Result of matching: targets, and ignored names."""
+    """The tensors that are filled, and the ignored faults."""
 
     taken: tuple[Taken, ...]
     missing: tuple[str, ...]
@@ -83,7 +83,7 @@ class Match:
 
     @property
     def cast(self) -> dict[str, tuple[str, str]]:
-        """First names of places to (dtype brought, dtype of the place), where these differ."""
+        """First names of slots mapped to (dtype in the state, dtype of the slot), for those that differ."""
         return {
             item.place.names[0]: (item.dtype.label, item.place.dtype.label)
             for item in self.taken
@@ -94,11 +94,12 @@ class Match:
 def match(
     places: Sequence[StateSlot], brought_by_rank: Sequence[Mapping[str, Brought]], tolerance: Tolerance
 ) -> Match:
-    """Find the tensor of every place.
+    """Find the source of every slot.
 
     Raises:
-        DisagreementError: when ranks that bring anything bring different names, or parts that are not the whole.
-        CoverageError: naming all that is missing, unexpected or mismatched, and not tolerated.
+        DisagreementError: ranks that provide a state have different names, or their boxes do not form full tensors.
+        CoverageError: there are missing, unexpected or mismatched tensors that are not tolerated. The error lists
+            all of them.
     """
     bringing = [rank for rank, brought in enumerate(brought_by_rank) if brought]
     _require_same_names(brought_by_rank, bringing)
@@ -180,10 +181,10 @@ STATE_REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class GroupMatch:
-    """For each of the current groups, the position of the one that provides its settings, or None.
+    """For each parameter group of the optimizer, the index of the state's group with its settings, or None.
 
-    ``missing`` are parameters that no group of the state has, ``unexpected`` those of the state that no present
-    group has.
+    ``missing`` are parameters that no group of the state contains. ``unexpected`` are parameters of the state that
+    no group of the optimizer contains.
     """
 
     giver_of: tuple[int | None, ...]
@@ -194,15 +195,15 @@ class GroupMatch:
 def match_groups(
     present: Sequence[Sequence[str]], given: Sequence[Sequence[str]], stateful: Sequence[str], tolerance: Tolerance
 ) -> GroupMatch:
-    """Find the group of the same parameters for each current one. Empty groups are paired in order.
+    """Find the state's group with the same parameters for each present group, pairing empty groups in order.
 
-    ``stateful`` are parameters that the state has values of, in a group or not.
+    ``stateful`` are parameters with optimizer state in the state, in a group or not.
 
-    Parameters that may be missing or unexpected are left out of the comparison.
+    Parameters that may be missing or unexpected are excluded from the comparison.
 
     Raises:
-        CoverageError: parameters are missing, unexpected or in two groups, or groups have no counterpart. The
-            message names them.
+        CoverageError: parameters are missing, unexpected or in two groups, or a group has no counterpart. The error
+            lists them.
     """
     here = {name for names in present for name in names}
     there = {name for names in given for name in names}
@@ -250,19 +251,19 @@ it holds, read by as many ranks, sharded alike, and no others.
 
 
 def require_file_form(form: object) -> None:
-    """Refuse an unknown form of files.
+    """Check that a form of files exists.
 
     Raises:
-        ConfigError: naming the forms there are.
+        ConfigError: the form is unknown. The error lists the valid ones.
     """
     _require_one_of(form, get_args(FileForm))
 
 
 def require_form(form: object) -> None:
-    """Refuse an unknown form in memory.
+    """Check that a form in memory exists.
 
     Raises:
-        ConfigError: naming the forms there are.
+        ConfigError: the form is unknown. The error lists the valid ones.
     """
     _require_one_of(form, get_args(StateForm))
 
@@ -289,7 +290,7 @@ NOBODY: tuple[int, ...] = ()
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Properties of a tensor that must be equal on all ranks. ``names`` has several if modules share it."""
+    """The facts about a tensor that must agree on all ranks. ``names`` has several entries if modules share it."""
 
     names: tuple[str, ...]
     kind: str
@@ -306,15 +307,15 @@ class Item:
 
 
 def digest(items: Sequence[object]) -> bytes:
-    """The same on two ranks when their items are, as they are printed."""
+    """Return a digest that is the same on two ranks if the ``repr`` of their items is."""
     return hashlib.sha256(repr(items).encode()).digest()
 
 
 def require_alike(items_by_rank: Sequence[Sequence[Item]]) -> None:
-    """Raise when a rank's items are not those of rank 0.
+    """Check that the items of every rank equal those of rank 0.
 
     Raises:
-        DisagreementError: tensors differ. The message has their properties on both ranks.
+        DisagreementError: items differ. The error lists tensors, each with its description on both ranks.
     """
     first = {item.names[0]: item for item in items_by_rank[0]}
     for rank, items in enumerate(items_by_rank):
@@ -337,10 +338,10 @@ def require_alike(items_by_rank: Sequence[Sequence[Item]]) -> None:
 def choose_sources(
     names: Sequence[str], live_by_rank: Sequence[Sequence[bool]], values_from: ValuesFrom
 ) -> list[tuple[int, ...]]:
-    """For every tensor, the source of each rank, or ``NOBODY``.
+    """Return the source rank of each rank for every tensor, or ``NOBODY``.
 
     Raises:
-        DisagreementError: when ranks that ``values_from`` relies on have no values.
+        DisagreementError: ranks that ``values_from`` requires have no values.
     """
     most = [sum(live) for live in live_by_rank]
     lacking: dict[str, list[str]] = {}
@@ -366,7 +367,7 @@ def choose_sources(
 
 
 def leading(ranks: Sequence[int], most: Sequence[int]) -> int:
-    """The rank whose values count where ranks differ: that with the most of the model, the lowest of these."""
+    """Return the rank whose values are used if ranks differ: the one with the most of the model, or the lowest."""
     return min(ranks, key=lambda rank: (-most[rank], rank))
 
 
@@ -377,12 +378,12 @@ def settle_differences(
     most: Sequence[int],
     values_from: ValuesFrom,
 ) -> tuple[list[tuple[int, ...]], dict[str, int]]:
-    """Return the sources with one rank for each tensor whose values differ, and that rank by name.
+    """Return the sources with one single rank for each tensor whose values differ, and that rank by name.
 
-    ``sums_by_rank`` has a checksum of every tensor that has several sources, on each of them.
+    ``sums_by_rank`` contains each rank's checksums of the tensors that it shares with other sources.
 
     Raises:
-        DisagreementError: when values differ that ``values_from`` takes to be equal.
+        DisagreementError: values differ, but ``values_from`` requires them to be equal.
     """
     settled: list[tuple[int, ...]] = []
     taken: dict[str, int] = {}
@@ -403,13 +404,13 @@ def settle_differences(
 def settle_dtypes(
     names: Sequence[str], chosen: Sequence[tuple[int, ...]], dtypes_by_rank: Sequence[Sequence[str]]
 ) -> list[str]:
-    """The dtype of every tensor on all ranks.
+    """Return the dtype of every tensor on all ranks.
 
-    It is that of the ranks that receive the tensor, to which its source casts. 8-bit floats, integers and booleans
-    are never cast. dtypes have torch's names.
+    It is the dtype on the ranks that receive the tensor, to which the source casts. 8-bit floats, integers and
+    booleans are never cast because their bits are their meaning. Dtypes have torch's names.
 
     Raises:
-        DisagreementError: when ranks have a tensor in dtypes of which none can be everybody's.
+        DisagreementError: ranks have a tensor in dtypes for which there is no common choice.
     """
     settled: list[str] = []
     faults: list[str] = []
@@ -434,7 +435,7 @@ def settle_dtypes(
 
 
 def is_exact(dtype: str) -> bool:
-    """Return whether a dtype's values are never cast: all but floating and complex numbers of 16 bits and more."""
+    """Return True for dtypes that are never cast: all but floating and complex dtypes of 16 bits and more."""
     return dtype.startswith(("float8", "float4")) or not dtype.startswith(("float", "bfloat", "complex"))
 
 

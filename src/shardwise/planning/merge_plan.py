@@ -1,11 +1,11 @@
-"""The plan of merging an adapter: which tensors of the base it changes, how, and of which of its own tensors.
+"""The plan of merging an adapter: the edits of the base's tensors, with the adapter tensors of each.
 
-[Note: Names in an adapter] PEFT names a factor after the module that it belongs to, in the model as it was trained:
-``base_model.model.<module>.lora_A.weight``. Several parameters of one module (stacked experts) are wrapped one
-around the other, in the order in which the module has them, and so called ``<module>.lora_A``,
-``<module>.base_layer.lora_A`` and so on from the last to the first. An adapter of an older transformers may name
-modules that are now part of a larger tensor, such as one expert. These are tensors of the hub's checkpoint still,
-and the adapter is folded in there, on the way out.
+[Note: Names in an adapter] PEFT names a factor after its module in the model as it was trained:
+``base_model.model.<module>.lora_A.weight``. If several parameters of one module (stacked experts) have adapters,
+their wrappers are nested in the module's parameter order, and the names are ``<module>.lora_A``,
+``<module>.base_layer.lora_A`` and so on from the last parameter to the first. An adapter from an older transformers
+version may contain modules that are now part of a larger tensor, such as one expert. These still exist as tensors
+in the hub's checkpoint, so the adapter is merged into them when the checkpoint is written.
 """
 
 import enum
@@ -29,7 +29,7 @@ _FACTOR = re.compile(
 
 
 class WeightForm(enum.Enum):
-    """Orientation of a weight with respect to ``lora_B @ lora_A``, which is (out, in)."""
+    """The layout of a weight relative to ``lora_B @ lora_A``, which is (out, in)."""
 
     ROWS = "(out, in, ...)"
     COLUMNS = "(in, out)"
@@ -41,7 +41,7 @@ class WeightForm(enum.Enum):
         return self in (WeightForm.EXPERTS, WeightForm.EXPERT_COLUMNS)
 
     def factors(self, shape: Shape, rank: int) -> tuple[Shape, Shape]:
-        """The shapes of (lora_A, lora_B) for a weight of this shape."""
+        """Return the shapes of (lora_A, lora_B) for a weight of this shape."""
         match self:
             case WeightForm.ROWS:
                 return (rank, *shape[1:]), (shape[0], rank, *(1 for _ in shape[2:]))
@@ -55,9 +55,9 @@ class WeightForm(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """``scaling * B @ A`` is added to a weight.
+    """The addition of ``scaling * B @ A`` to a weight.
 
-    With a magnitude (DoRA), its rows or columns are then scaled to it.
+    With DoRA, the rows or columns of the sum are then rescaled to the magnitude.
     """
 
     module: str
@@ -71,7 +71,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """``scaling`` times a tensor of the adapter is added."""
+    """The addition of ``scaling`` times a tensor of the adapter."""
 
     module: str
     scaling: float
@@ -80,7 +80,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A tensor of the adapter is there instead."""
+    """The replacement of a tensor by one of the adapter."""
 
     module: str
     leaf: Expression
@@ -91,14 +91,14 @@ Edit: TypeAlias = LowRank | Added | Replaced
 
 @dataclass(frozen=True)
 class MergeTargets:
-    """Tensors of a base that an adapter may change.
+    """The parts of a base that an adapter may change.
 
     Attributes:
         tensors: shapes of the model's saved tensors, by each of their names.
-        keys: shapes of the checkpoint's tensors that are no tensor of the model, by key.
-        parameters: the names, in the order of the module, of the parameters that sit in a module itself.
-        columns: modules that keep their weights as (in, out).
-        renamed: maps a name of a checkpoint to the model's, or to None.
+        keys: shapes, by key, of the checkpoint's tensors that are not tensors of the model.
+        parameters: names of each module's own parameters, in the order of the module.
+        columns: modules whose weights are stored as (in, out).
+        renamed: a function from a name in a checkpoint to the model's, or to None if there is none.
     """
 
     tensors: Mapping[str, Shape]
@@ -110,9 +110,9 @@ class MergeTargets:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """Edits of the model's tensors by name, and of the checkpoint's tensors by key. Replacements come first.
+    """The edits of the model's tensors, by name, and of tensors of the checkpoint, by key, with replacements first.
 
-    ``modules`` are those that the adapter changes, as it names them.
+    ``modules`` are the changed modules, under the adapter's names.
     """
 
     tensors: Mapping[str, tuple[Edit, ...]]
@@ -127,30 +127,30 @@ _Parts: TypeAlias = dict[str, Stored]
 def plan_merge(
     config: LoraConfig, stored: Mapping[str, Stored], targets: MergeTargets, *, adapter_name: str, what: str
 ) -> MergePlan:
-    """Match every tensor of an adapter with its target.
+    """Match every tensor of an adapter with the tensor that it changes.
 
     Args:
-        config: of the adapter.
-        stored: its tensors, by key.
-        targets: tensors of the base.
-        adapter_name: whose tensors are meant where keys have the name of their adapter in them.
-        what: name of the adapter and its base, for the error.
+        config: config of the adapter.
+        stored: the adapter's tensors, by key.
+        targets: the tensors of the base.
+        adapter_name: name of the adapter to merge, if keys contain adapter names.
+        what: description of the adapter and its base for the error.
 
     Raises:
-        CoverageError: with every tensor that is not used, every module that the base does not have, and every
-            shape that does not fit, at once.
+        CoverageError: there are unused tensors, modules that are not in the base, or shapes that do not fit. The
+            error lists all of them.
     """
     return _MergePlanner(config, stored, targets, adapter_name).plan(what)
 
 
 def tensors_trained_whole(config: LoraConfig, stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
-    """Tensors that ``modules_to_save`` made copies of, by the name of the model's tensor: keys of the adapter."""
+    """Return the keys of tensors that ``modules_to_save`` copied, by the name of the model's tensor."""
     found = {_bare(key, adapter_name): key for key in stored if not _FACTOR.fullmatch(key.removeprefix(_PREFIX))}
     return {name: key for name, key in found.items() if config.saves_module(name.rpartition(".")[0])}
 
 
 def _bare(key: str, adapter_name: str) -> str:
-    """The name in the model of a tensor that is no factor."""
+    """Return the name in the model of an adapter tensor that is not a factor."""
     name = key.removeprefix(_PREFIX)
     for wrapper in (f".modules_to_save.{adapter_name}.", ".modules_to_save.", ".base_layer."):
         name = name.replace(wrapper, ".")
@@ -213,7 +213,7 @@ class _MergePlanner:
         parts[name] = leaf
 
     def replace(self, key: str, leaf: Stored) -> None:
-        """A tensor that is no factor: one that was trained whole, or a bias."""
+        """Plan the edit of a tensor that is not a factor: a copied tensor of ``modules_to_save``, or a bias."""
         bare = _bare(key, self.adapter_name)
         module = bare.rpartition(".")[0]
         place = self.find(bare)
@@ -227,7 +227,7 @@ class _MergePlanner:
             self.add(place, module, Replaced(module, leaf))
 
     def fold(self, name: str, parts: _Parts) -> None:
-        """The factors that PEFT keeps under this name."""
+        """Plan the edits for the factors under this PEFT name."""
         module, depth = _unwrapped(name)
         parameters = self.targeted(module)
         if parameters and depth < len(parameters):
@@ -242,7 +242,7 @@ class _MergePlanner:
             self.fold_low_rank(module, f"{module}.weight", parts, is_parameter=False)
 
     def targeted(self, module: str) -> list[str]:
-        """The parameters of a module that ``target_parameters`` chooses, in the order of the module."""
+        """Return the parameters of a module that ``target_parameters`` selects, in the order of the module."""
         wanted = self.config.target_parameters
         renamed = self.module_in_base(module, wanted)
         names = self.targets.parameters.get(renamed, ()) if renamed is not None else ()
@@ -253,7 +253,7 @@ class _MergePlanner:
         ]
 
     def module_in_base(self, module: str, parameters: Sequence[str]) -> str | None:
-        """Return the base's name of a module that has parameters of these names, or None."""
+        """Return the base's name of a module that has parameters of these names."""
         if module in self.targets.parameters:
             return module
         for short in dict.fromkeys(item.rpartition(".")[2] for item in parameters):
@@ -263,10 +263,7 @@ class _MergePlanner:
         return None
 
     def find(self, name: str) -> tuple[dict[str, list[Edit]], str, Shape] | None:
-        """Find a tensor under this or the base's own name.
-
-        Return its group of edits, its name there, and its shape.
-        """
+        """Find a tensor under this name or the base's own, and return its edits, its name there and its shape."""
         targets = self.targets
         if name not in targets.tensors and (renamed := targets.renamed(name)) in targets.tensors:
             assert renamed is not None
@@ -363,7 +360,7 @@ class _MergePlanner:
 
 
 def _unwrapped(name: str) -> tuple[str, int]:
-    """A module's name without the wrappers around it, and how many there are."""
+    """Return a module's name without wrappers, and the number of wrappers."""
     depth = 0
     while name.endswith(".base_layer"):
         name, depth = name.removesuffix(".base_layer"), depth + 1

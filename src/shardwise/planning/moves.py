@@ -1,8 +1,8 @@
-"""Plans which rank sends which elements of tensors to which, in rounds of bounded staging memory. Pure.
+"""Pure planning of transfers of tensor elements between ranks, in rounds of bounded staging memory.
 
-The unit is an expression of tensors on ranks: one tensor as it is, or several composed as in a checkpoint. A rank
-gives its shares, each element of a tensor once over all ranks. A rank's part of a box follows from the shares of
-all ranks, so the plan is equal on every rank, and only values are sent.
+Each move transfers an expression of tensors that ranks hold: one tensor, or several combined into the form of a
+checkpoint. A rank sends its shares, which contain each element of a tensor once over all ranks. The pieces of a box
+follow from the shares of all ranks, so the plan is the same on every rank, and only values are communicated.
 """
 
 from bisect import bisect_right
@@ -30,7 +30,7 @@ Common: TypeAlias = tuple[tuple[Box, tuple[int, ...]], ...]
 
 
 def even_parts(box: Box, parts: int) -> Iterator[Box]:
-    """A box as about ``parts`` boxes of nearly the same number of elements, in row-major order."""
+    """Yield about ``parts`` boxes of nearly the same number of elements that make up a box, in row-major order."""
     rows = box.sizes[0] if box.sizes else 1
     if rows >= parts:
         for index in range(parts):
@@ -45,19 +45,21 @@ def even_parts(box: Box, parts: int) -> Iterator[Box]:
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:
-    """A box as runs of its row-major elements that are boxes, in order, each of at most ``most`` elements."""
+    """Yield contiguous row-major runs of a box that are boxes of at most ``most`` elements, in order."""
     for part in row_blocks(box.sizes, most):
         yield Box(tuple(map(int.__add__, box.offsets, part.offsets)), part.sizes)
 
 
 def own_share(box: Box, replica: int, replicas: int, turn: int, itemsize: int) -> Boxes:
-    """The part of a box that one of its holders gives: an even part of the rows, or all or nothing of a small box.
+    """Return the part of a box that one of its holders sends.
+
+    It is an even part of the rows. A small box is sent by one holder alone.
 
     Args:
-        box: the box that all of them hold.
-        replica: which of the holders this is: 0 and up, below ``replicas``.
-        replicas: how many hold the box.
-        turn: determines the sender of a small box. Successive numbers let the holders take turns.
+        box: the box that all of these ranks hold.
+        replica: index of this holder, from 0 up to ``replicas`` - 1.
+        replicas: number of ranks that hold the box.
+        turn: selects the rank that sends a small box, so that successive numbers alternate between the holders.
         itemsize: bytes of an element.
     """
     if not box.numel:
@@ -71,7 +73,7 @@ def own_share(box: Box, replica: int, replicas: int, turn: int, itemsize: int) -
 
 
 def holders_of(boxes: Sequence[Boxes]) -> dict[Box, list[int]]:
-    """The ranks of every box that has elements. ``boxes`` are by rank."""
+    """Return the ranks that hold each box with elements, from the boxes by rank."""
     found: dict[Box, list[int]] = {}
     for rank, items in enumerate(boxes):
         for box in items:
@@ -81,14 +83,14 @@ def holders_of(boxes: Sequence[Boxes]) -> dict[Box, list[int]]:
 
 
 def covers(shape: Sequence[int], held: Sequence[Boxes]) -> bool:
-    """Return whether boxes by rank, equal or with nothing in common, are all of a tensor of this shape."""
+    """Check if boxes by rank, either equal or disjoint, cover a tensor of this shape."""
     return sum(box.numel for box in holders_of(held)) == numel(shape)
 
 
 def shares_by_rank(held: Sequence[Boxes], turn: int, itemsize: int) -> tuple[Boxes, ...]:
-    """Return the share of each rank of a tensor, from the boxes of each rank.
+    """Return each rank's share of a tensor from the boxes that the ranks hold.
 
-    Ranks hold the same box or boxes that do not overlap, as the ranks of a mesh do.
+    Ranks hold either the same box or boxes that do not overlap, as on a mesh.
     """
     given: list[list[Box]] = [[] for _ in held]
     for box, ranks in holders_of(held).items():
@@ -98,7 +100,7 @@ def shares_by_rank(held: Sequence[Boxes], turn: int, itemsize: int) -> tuple[Box
 
 
 def shares_of_first(held: Sequence[Boxes]) -> tuple[Boxes, ...]:
-    """The share of each rank where all of a box is to come from the first rank that holds it."""
+    """Return the share of each rank if the first rank that holds a box sends all of it."""
     seen: set[Box] = set()
     given: list[Boxes] = []
     for boxes in held:
@@ -108,7 +110,10 @@ def shares_of_first(held: Sequence[Boxes]) -> tuple[Boxes, ...]:
 
 
 def in_common(held: Mapping[str, Sequence[Boxes]], rank: int) -> dict[str, Common]:
-    """The boxes that a rank holds together with others, of tensors by name. ``held`` has the boxes of each rank."""
+    """Return the boxes, by tensor name, that a rank holds together with others.
+
+    ``held`` contains the boxes of each rank.
+    """
     known: dict[int, Common] = {}
     for boxes_by_rank in held.values():  # one value for all that lie alike
         if id(boxes_by_rank) not in known:
@@ -120,13 +125,13 @@ def in_common(held: Mapping[str, Sequence[Boxes]], rank: int) -> dict[str, Commo
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A tensor that ranks are to have.
+    """A tensor that ranks receive.
 
     Attributes:
-        key: its name.
-        expression: over tensors that ranks hold.
-        itemsize: bytes of an element, as it travels and arrives.
-        wanted: the boxes that each rank is to have, by rank.
+        key: the tensor's name.
+        expression: an expression over tensors that ranks hold.
+        itemsize: bytes of an element as it is sent and received.
+        wanted: the boxes that each rank receives, by rank.
     """
 
     key: str
@@ -145,20 +150,20 @@ StateForm: TypeAlias = Literal["full", "full_on_all_ranks", "sharded"]
 
 
 def receivers(form: StateForm, size: int) -> range:
-    """Return the ranks, of ``size``, that get whole tensors."""
+    """Return the ranks, out of ``size``, that receive full tensors."""
     return range(1 if form == "full" else size)
 
 
 def whole_on(ranks: Sequence[int], shape: Sequence[int], size: int) -> tuple[Boxes, ...]:
-    """All of a tensor on these ranks, and nothing on the others of ``size``."""
+    """Return the boxes by rank of a full tensor on these ranks, and of nothing on the others of ``size``."""
     return tuple((Box.whole(shape),) if rank in ranks else () for rank in range(size))
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements that go from a share of a rank to a box. Both ends count elements of row-major tensors.
+    """Elements that move from a share of a rank to a box, both addressed by element in row-major order.
 
-    ``leaf`` and ``share`` are numbers: of the tensor among the leaves of the block, and of the share in it.
+    ``leaf`` is the index of the tensor among the leaves of the block, and ``share`` the index of the share in it.
     """
 
     leaf: int
@@ -169,7 +174,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A box of a tensor, the ranks that are to have it, and the pieces that ranks give of it, by rank."""
+    """A box of a tensor, the ranks that receive it, and the pieces of it that ranks send, by rank."""
 
     key: str
     box: Box
@@ -179,12 +184,12 @@ class Block:
     given: tuple[tuple[int, tuple[Piece, ...]], ...]
 
     def staged_bytes(self, given: Sequence[Piece]) -> int:
-        """Bytes that one copy of a rank's pieces takes in staging memory."""
+        """Return the bytes of one copy of a rank's pieces in staging memory."""
         nbytes = sum(piece.target.numel for piece in given) * self.itemsize
         return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def costs(self) -> Counter[int]:
-        """Return bytes of staging memory by rank, for sending and receiving."""
+        """Return the bytes of staging memory by rank for the pieces that it sends and receives."""
         costs: Counter[int] = Counter()
         for source, given in self.given:
             nbytes = self.staged_bytes(given)
@@ -202,12 +207,12 @@ Round: TypeAlias = tuple[Block, ...]
 def plan_rounds(
     streams: Sequence[Sequence[Move]], shares: Mapping[str, Sequence[Boxes]], bucket_bytes: int
 ) -> list[Round]:
-    """The rounds in which all streams' tensors are moved, each stream's in order, one block of each in turn.
+    """Plan the rounds that move the tensors of all streams, each stream in order and one block of each in turn.
 
     Args:
-        streams: the tensors. Those without elements are not planned.
-        shares: by name of the tensors that ranks hold, the share of each rank.
-        bucket_bytes: staging memory of a round on a rank. A single element, and alignment, may exceed it.
+        streams: the tensors to move. Tensors without elements are skipped.
+        shares: the share of each rank, by name of the tensors that ranks hold.
+        bucket_bytes: the staging memory of a round on a rank. A single element and alignment may need more.
     """
     cutter = _Cutter(shares)
     rounds: list[list[Block]] = [[]]
@@ -226,7 +231,7 @@ def plan_rounds(
 
 
 class _Cutter:
-    """Finds the pieces of boxes that ranks send, once for equal layers."""
+    """A splitter of moves into blocks, which computes the pieces only once for equal layers."""
 
     def __init__(self, shares: Mapping[str, Sequence[Boxes]]) -> None:
         self._shares = shares
@@ -246,7 +251,7 @@ class _Cutter:
     def _given(
         self, expression: Expression, leaves: Sequence[str], box: Box
     ) -> tuple[tuple[int, tuple[Piece, ...]], ...]:
-        """The pieces of all ranks at once: their shares lie one behind the other in one memory, leaf by leaf."""
+        """Find the pieces of all ranks at once, with their shares placed one after the other in one memory."""
         held: dict[str, list[tuple[Box, Strided]]] = {leaf: [] for leaf in leaves}
         homes: list[tuple[int, int, int]] = []
         starts: list[int] = []

@@ -1,4 +1,4 @@
-"""The plan of a save: which tensor goes to which file at which bytes, and who writes it. The same on every rank."""
+"""The plan of a save, equal on every rank: each tensor's location in the files, and the ranks that write them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Saved = tuple[str, DType, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class SavedTraining:
-    """The state of an adapter's training: its tensors, and a text of JSON with all that is no tensor."""
+    """The state of an adapter's training: its tensors, and all other values as JSON text."""
 
     tensors: Sequence[Saved]
     text: str
@@ -37,9 +37,9 @@ class SavedTraining:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Files to write with their final names, and the index, if there is one.
+    """The files to write, the final name of each, and the index if there is one.
 
-    ``token`` sets this save apart from any other.
+    ``token`` distinguishes this save from any other.
     """
 
     token: str
@@ -50,7 +50,7 @@ class SavePlan:
 
     @property
     def single_file(self) -> str:
-        """Name of the file of weights, if there is only one."""
+        """The name of the file of weights if there is only one."""
         return f"{self.stem}.safetensors"
 
     @property
@@ -60,12 +60,12 @@ class SavePlan:
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
-        """Entry of each tensor, by key."""
+        """The location of each tensor in the files, by key."""
         return {entry.key: entry for file in self.files for entry in file.entries}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, without headers."""
+        """The bytes of all tensors, without headers."""
         return sum(entry.nbytes for file in self.files for entry in file.entries)
 
 
@@ -79,19 +79,20 @@ def plan_save(
     stem: str = MODEL,
     training: SavedTraining | None = None,
 ) -> SavePlan:
-    """Assign tensors to files as the hub's library does, in their order, and lay the files out.
+    """Assign tensors to files in order, as huggingface_hub does, and lay the files out.
 
     Args:
-        tensors: in the order in which transformers saves them.
-        max_shard_bytes: of one file's tensors. A larger tensor has a file of its own.
-        parameters: of the model, for the index.
-        token: id of this save, which makes its file names unique.
-        can_rename: a file can replace another in one step. Otherwise one file has an index, too.
+        tensors: the tensors in the order in which transformers saves them.
+        max_shard_bytes: the maximum of one file's tensors. A larger tensor has a file of its own.
+        parameters: number of parameters of the model, for the index.
+        token: the part of the file names that distinguishes them from those of any other save.
+        can_rename: whether the storage can atomically replace a file by a rename. If not, a single file has an
+            index too.
         stem: prefix of the file names.
-        training: for an adapter, the tensors of a second file, or None.
+        training: training state of an adapter, which is saved to a separate file, or None.
 
     Raises:
-        FormatError: something that no safetensors file can hold.
+        FormatError: a tensor cannot be stored in a safetensors file.
     """
     groups = _grouped(tensors, max_shard_bytes)
     metadata = {"format": "pt"}
@@ -113,7 +114,7 @@ def plan_save(
 
 
 def _grouped(tensors: Sequence[Saved], max_shard_bytes: int) -> list[list[Saved]]:
-    """``split_state_dict_into_shards_factory`` of huggingface_hub, for tensors that share nothing."""
+    """Group tensors like huggingface_hub's ``split_state_dict_into_shards_factory``, assuming no shared storage."""
     groups: list[list[Saved]] = []
     current: list[Saved] = []
     used = 0
@@ -148,17 +149,18 @@ def arrange_writes(
     policy: WritePolicy,
     staging_bytes: int,
 ) -> list[ReadRequest]:
-    """Return this rank's write requests: runs that touch, in the order of files and bytes.
+    """Return this rank's write requests: contiguous runs in the order of the files and of the bytes in them.
 
-    In a segment, ``copy.source`` is the place in the saved tensor, and ``copy.target`` that in the rank's memory.
+    In a segment, ``copy.source`` is the location in the saved tensor, and ``copy.target`` that in the rank's
+    memory.
 
     Args:
-        saved: place and expression of each tensor.
-        held: tensors that this rank writes.
-        numbers: of the tensors whose memory is read, by name.
-        staged: names of tensors that cannot be written as they lie in memory: cast, or on an accelerator.
-        policy: of the storage.
-        staging_bytes: of one worker.
+        saved: the location of each tensor in the files, and its expression.
+        held: the boxes that this rank writes.
+        numbers: indices of the tensors in memory, by name.
+        staged: names of tensors that need staging, because they are cast or on an accelerator.
+        policy: write policy of the storage.
+        staging_bytes: staging memory of one worker.
     """
     like_reads = ReadPolicy(
         max_gap_bytes=0,
@@ -186,9 +188,10 @@ def arrange_writes(
 
 
 def choose_owners(files: Sequence[NewFile], size: int) -> tuple[int, ...]:
-    """Return the rank that writes each file: the largest file first, each to the rank with the fewest bytes so far.
+    """Return the rank that writes each file.
 
-    If there are fewer files than ranks, the owners are spread over all ranks, and so over machines.
+    The largest files are assigned first, each to the rank with the fewest bytes so far. If there are fewer files
+    than ranks, the owners are spread over all ranks, and so over machines.
     """
     count = min(len(files), size)
     load = {number * size // count: 0 for number in range(count)}
@@ -203,7 +206,7 @@ def choose_owners(files: Sequence[NewFile], size: int) -> tuple[int, ...]:
 def wanted_by_owners(
     files: Sequence[NewFile], owners: Sequence[int], expressions: Mapping[str, Expression], size: int
 ) -> list[list[Move]]:
-    """For every rank, the tensors of its files, in the order in which they lie in these."""
+    """Return for every rank the tensors of its files, in file order."""
     return [
         [
             Move(entry.key, expressions[entry.key], entry.dtype.itemsize, whole_on((rank,), entry.shape, size))

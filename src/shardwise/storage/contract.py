@@ -1,11 +1,12 @@
-"""Defines the interfaces of storages (readers and writers of a folder of files) and the policies for using them.
+"""The interfaces of storages (readers and writers of a folder of files) and the policies for using them.
 
-A *storage* is a folder of files, wherever it lies. A *reader* gives bytes of them by range, a *writer* takes them.
-A *policy* has the preferences of a storage. Plans depend on the policy, not on the storage. A *request* is one
-range of one file: for a reader one call of :meth:`StorageReader.read_vectored`, whose buffers are the targets of
-the bytes (:class:`shardwise.planning.load_memory.ReadRequest`). For a writer it is one of
-:meth:`StorageWriter.write`, whose buffers are their sources. A storage of your own is a subclass of one of them,
-passed to a public function. ``tests/harness`` has their tests.
+A *storage* is a folder of files in any location. A *reader* reads byte ranges of them, a *writer* writes byte
+ranges. A *policy* describes the access pattern that suits a storage. Plans size their requests by the policy and do
+not depend on the kind of storage. A *request* is one range of one file. For a reader it is one call of
+:meth:`StorageReader.read_vectored` with the destination buffers
+(:class:`shardwise.planning.load_memory.ReadRequest`), and for a writer one call of :meth:`StorageWriter.write` with
+the source buffers. For a custom storage, subclass one of them and pass it to a verb. ``tests/harness`` contains
+tests for such classes.
 """
 
 import math
@@ -19,20 +20,20 @@ from shardwise.storage.names import shown
 
 @dataclass(frozen=True, slots=True)
 class ReadPolicy:
-    """Preferred request sizes and concurrency of a storage, used to schedule reads.
+    """The access pattern for reads of a storage, from which reads are scheduled.
 
-    A policy affects how bytes are requested, never which bytes arrive. See [Note: Policies] in
+    A policy never changes the bytes that are read, only the requests for them. See [Note: Policies] in
     ``storage/contract.py``.
 
     Attributes:
-        max_gap_bytes: ranges of one file are joined across unwanted gaps up to this.
-        request_bytes: the maximum size of a request.
-        concurrency: requests one rank keeps in flight.
-        is_remote: every read crosses a network, and there is no page cache shared by ranks.
-        bytes_per_s: expected read bandwidth of one machine, to compare reading twice with sending.
+        max_gap_bytes: the maximum gap across which ranges of one file are joined.
+        request_bytes: the maximum size of one request.
+        concurrency: the number of requests that one rank keeps in flight.
+        is_remote: whether every read crosses a network, and no page cache serves bytes that another rank has read.
+        bytes_per_s: the expected read bandwidth of one machine, used to compare reading twice with communication.
 
     Raises:
-        ConfigError: for a number that is out of bounds.
+        ConfigError: a number is out of bounds.
     """
 
     max_gap_bytes: int
@@ -52,68 +53,68 @@ class ReadPolicy:
 
 
 class CannotListError(StorageError):
-    """The storage returns files by name, but cannot list them."""
+    """The error of a storage that can open files by name, but cannot list them."""
 
 
 @runtime_checkable
 class StorageReader(Protocol):
-    """Interface of a folder of files that are read by byte ranges.
+    """A folder of files that are read by byte range.
 
-    Files are named relative to the root, "/"-separated. A name that could lead out of the root is rejected with a
+    File names are relative to the root and "/"-separated. A name that could lead out of the root is refused with a
     :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.why_unsafe`). All sizes and
-    positions count bytes. Every method may be called from several threads at once.
+    positions are in bytes. Every method may be called from several threads at once.
 
     A missing file is a StorageError whose ``__cause__`` is a :class:`FileNotFoundError`. Every other failure
-    (permission, truncated file, I/O error, closed reader) has another cause or none.
+    (permission, truncated file, I/O error, closed reader) is a StorageError with another cause or none.
     """
 
     @property
     def root(self) -> str:
-        """Location of the files, for messages."""
+        """The location of the files, for messages."""
         ...
 
     @property
     def policy(self) -> ReadPolicy:
-        """Read policy of this storage, constant for the life of the reader."""
+        """The read policy of this storage, constant for the lifetime of the reader."""
         ...
 
     def list(self) -> list[str]:
-        """The names of all files below the root, sorted.
+        """Return the names of all files below the root, sorted.
 
         Raises:
-            CannotListError: the storage cannot list files. They can be read by name.
+            CannotListError: the storage cannot list its files. They can still be opened by name.
         """
         ...
 
     def size(self, file: str) -> int:
-        """The file's size in bytes."""
+        """Return the file's size in bytes."""
         ...
 
     def identity(self, file: str) -> str:
-        """Return a string that changes when the file's content is replaced. Not cached.
+        """Return a text that changes when the file's content is replaced, queried from the storage at every call.
 
-        Call it before the first and after the last read. If both are equal, all reads saw one state. Its
-        reliability is that of the storage: an ETag or a version, otherwise modification time and size.
+        If the texts before the first read and after the last one are equal, all reads saw the same state. The text
+        is as reliable as the storage's metadata: an ETag or a version, or else modification time and size.
 
-        Where ``policy.is_remote``, every rank is given the same text for the same state, so ranks may compare
-        theirs. Elsewhere it means something on this machine only.
+        If ``policy.is_remote``, every rank receives the same text for the same state, so ranks may compare theirs.
+        Otherwise it is only comparable on this machine.
         """
         ...
 
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        """Scatter the one contiguous range that begins at ``start`` into ``buffers``, in their order.
+        """Scatter the one contiguous range that begins at ``start`` into ``buffers``, in order.
 
         Buffers are writable and C-contiguous, of any format. A file that ends too early is a StorageError, and the
-        content of the buffers is undefined.
+        content of the buffers is then undefined.
         """
         ...
 
     def read_into(self, file: str, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` exactly with the bytes from ``start`` on, as :meth:`read_vectored` does."""
+        """Fill ``buffer`` with the bytes that begin at ``start``, as :meth:`read_vectored` does."""
         self.read_vectored(file, start, (buffer,))
 
     def read(self, file: str, start: int, stop: int) -> bytes:
-        """The bytes ``start <= i < stop``."""
+        """Return the bytes ``start <= i < stop``."""
         # A range that the file does not have is refused before it is allocated: the numbers may be hostile.
         nbytes = self.size(file)
         if not 0 <= start <= stop <= nbytes:
@@ -123,7 +124,7 @@ class StorageReader(Protocol):
         return bytes(buffer)
 
     def close(self) -> None:
-        """Release open resources. Reading afterwards is a StorageError. Closing twice is allowed."""
+        """Release all resources. Reading afterwards is a StorageError, but closing twice is not."""
         ...
 
     def __enter__(self) -> Self:
@@ -134,7 +135,7 @@ class StorageReader(Protocol):
 
 
 def ends_early(root: str, file: str, wanted: tuple[int, int], nbytes: int) -> StorageError:
-    """The error for a range of bytes, start and stop, that a file of ``nbytes`` does not have."""
+    """Return the error for a range of bytes (start, stop) beyond the end of a file of ``nbytes``."""
     return StorageError(
         f"{shown(file)} in {root}: bytes {wanted[0]}..{wanted[1]} were asked for, but the file ends at byte "
         f"{nbytes}. It is truncated, or was replaced while being read: download or write it again"
@@ -142,39 +143,39 @@ def ends_early(root: str, file: str, wanted: tuple[int, int], nbytes: int) -> St
 
 
 def as_bytes(buffers: Sequence[memoryview]) -> tuple[list[memoryview], int]:
-    """The buffers that are not empty, as bytes, and how many bytes they have together."""
+    """Return the non-empty buffers, cast to bytes, and their total size in bytes."""
     flat = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
     return flat, sum(buffer.nbytes for buffer in flat)
 
 
 @runtime_checkable
 class FilePlaces(Protocol):
-    """Additional method of readers of local files."""
+    """An additional interface of readers of local files."""
 
     def place(self, file: str) -> str:
-        """Return a string that is equal on two ranks only if they open the same file in the same state."""
+        """Return a text that is equal on two ranks only if they open the same file in the same state."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WritePolicy:
-    """Capabilities of a storage for writing, used to plan saves.
+    """The capabilities and access pattern for writes to a storage, from which a save is planned.
 
     See [Note: Kinds of stores] in ``storage/contract.py``.
 
     Attributes:
         has_random_writes: several processes may write ranges of one file, in any order. Otherwise one process
-            writes a file from its first byte to its last, and nobody sees it before :meth:`StorageWriter.sync`.
-        can_rename: a file takes another's place in one step, in which either is seen whole.
-        block_bytes: two processes on different machines must not write to the same aligned block of this size. 1 if
-            there is no such limit.
-        request_bytes: the most one write brings.
-        concurrency: writes one rank keeps in flight.
-        is_direct: large writes go around the system's page cache, so that a write waits for the disk, and a sync
-            hardly does.
+            writes a file from its first byte to its last, and the file is not visible before
+            :meth:`StorageWriter.sync`.
+        can_rename: a file can atomically replace another one by a rename.
+        block_bytes: two processes on different machines must not write to the same aligned block of this size. It
+            is 1 if there is no such restriction.
+        request_bytes: the maximum size of one write.
+        concurrency: the number of writes that one rank keeps in flight.
+        is_direct: large writes bypass the page cache, so that a write waits for the disk, and a sync hardly does.
 
     Raises:
-        ConfigError: for a number that is out of bounds.
+        ConfigError: a number is out of bounds.
     """
 
     has_random_writes: bool
@@ -196,35 +197,35 @@ INCOMPLETE: Final = ".incomplete"
 
 @runtime_checkable
 class StorageWriter(Protocol):
-    """A folder whose files can be made, filled by range, and given a name.
+    """A folder in which files are created, written by range, and renamed.
 
-    Files lie directly in the root. A name that leads anywhere else is rejected with a
+    Files are directly in the root. A name that leads anywhere else is refused with a
     :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.why_not_plain`). All sizes and
-    positions count bytes. :meth:`write` and :meth:`sync` may be called from several threads at once, and, where
-    ``policy.has_random_writes``, from several processes with a writer of their own for the same root.
+    positions are in bytes. :meth:`write` and :meth:`sync` may be called from several threads at once and, if
+    ``policy.has_random_writes``, from several processes that each have a writer for the same root.
 
-    Every failure is a StorageError that names the file, the cause and the fix (a full disk, a folder that cannot be
-    written to). Nothing is durable, nor sure to be in order, before it is synced: a machine that dies may keep any
-    subset of the effects since. Partial files left by a process that dies, other than those it created, have names
-    that end in :data:`INCOMPLETE`.
+    Every failure is a StorageError that contains the file, the cause and the remedy (a full disk, a folder without
+    write permission). Nothing is durable or ordered before it is synced: if the machine dies, any subset of the
+    later effects may survive. A process that dies may leave, in addition to the files it created, incomplete files
+    with the suffix :data:`INCOMPLETE`.
     """
 
     @property
     def root(self) -> str:
-        """Location of the files, for messages."""
+        """The location of the files, for messages."""
         ...
 
     @property
     def policy(self) -> WritePolicy:
-        """Write policy of this storage, constant for the life of the writer."""
+        """The write policy of this storage, constant for the lifetime of the writer."""
         ...
 
     def list(self) -> list[str]:
-        """Return the names of all files in the root, sorted. Empty if the folder does not exist yet."""
+        """Return the names of all files in the root, sorted, or none if the folder does not exist yet."""
         return sorted(self.sizes())
 
     def sizes(self) -> dict[str, int]:
-        """Return the size in bytes of every file that :meth:`list` names. For a link, that of its target."""
+        """Return the size in bytes of every file in :meth:`list`, for links the size of the target."""
         ...
 
     def read(self, file: str) -> bytes | None:
@@ -232,64 +233,65 @@ class StorageWriter(Protocol):
         ...
 
     def create(self, file: str, nbytes: int) -> None:
-        """Create a file of this size, with allocated space if the storage supports it. Its bytes are undefined.
+        """Create a new file of this size, with undefined content and, if the storage can do so, preallocated space.
 
-        The root is made if it is not there. One process does this, before any writes, and syncs the file later,
-        whether it wrote to it or not: only then is the size durable. That the file exists is an error.
+        The root is created if it does not exist. One process does this before any writes, and must sync the file
+        later even if it writes nothing to it, because only then is the size durable. It is an error if the file
+        exists.
         """
         ...
 
     def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        """Put the buffers, one after the other, at byte ``start`` of a created file. They never go beyond its size.
+        """Write the buffers, one after the other, from byte ``start`` of a created file, and never beyond its size.
 
-        Without ``policy.has_random_writes`` the writer is the one that created the file, and each call must begin
-        where the last one ended.
+        Without ``policy.has_random_writes``, only the writer that created the file may write to it, and each call
+        must begin at the end of the previous one.
         """
         ...
 
     def sync(self, file: str) -> None:
-        """Make the written content of a file durable.
+        """Make all bytes durable that this writer has written to the file.
 
-        Without ``policy.has_random_writes`` the file becomes complete and visible to others with this call, not
-        before. Missing bytes are an error. There is nothing to do for a file to which nothing was written since the
-        last time. After a failure the file's content is unknown, and stays so: it must be created again.
+        Without ``policy.has_random_writes``, the file is completed and becomes visible only now, and missing bytes
+        are an error. The call does nothing for a file without writes since the last sync. After a failure the
+        file's content is unknown for good, and the file must be created again.
         """
         ...
 
     def rename(self, file: str, name: str) -> None:
-        """Rename a synced file in the root, replacing any file of that name. Durable when this returns.
+        """Rename a synced file in the root, replace any file of that name, and make the change durable.
 
-        Where not ``policy.can_rename``, this is a StorageError.
+        Without ``policy.can_rename``, this is a StorageError.
         """
         ...
 
     def publish(self, file: str, name: str) -> None:
-        """Rename a small synced file, replacing any file of that name. Durable when this returns.
+        """Rename a small synced file, replace any file of that name, and make the change durable.
 
-        The file is gone then. The replacement is atomic on every storage (a store copies within itself). If the
-        file has been removed meanwhile, this is a StorageError and changes nothing.
+        The new name changes atomically on every storage (an object store copies internally and deletes the source).
+        If the file has been removed in the meantime, this is a StorageError and nothing changes.
         """
         self.rename(file, name)
 
     def replace(self, file: str, content: bytes) -> None:
-        """Write a small file, atomically replacing any file of its name. Durable when this returns."""
+        """Write a small file, atomically replace any file of its name, and make the change durable."""
         ...
 
     def remove(self, file: str) -> None:
-        """Remove a file, or drop one that is not visible yet. A missing file is not an error.
+        """Remove a file, or drop one that is not visible yet, without an error if it does not exist.
 
-        Not durable before :meth:`sync_names`.
+        The removal is not durable before :meth:`sync_names`.
         """
         ...
 
     def sync_names(self) -> None:
-        """Make created, renamed and removed names in the root durable."""
+        """Make all creations and removals in the root durable."""
         ...
 
     def close(self) -> None:
-        """Release open resources. Unsynced bytes may be lost, and files that are not visible yet are dropped.
+        """Release all resources. Unsynced writes may be lost, and files that are not visible yet are dropped.
 
-        Writing afterwards is a StorageError. Closing twice is allowed.
+        Writing afterwards is a StorageError, but closing twice is not.
         """
         ...
 

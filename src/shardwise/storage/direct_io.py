@@ -42,7 +42,7 @@ FILE_SYSTEMS: Final = frozenset({"ext4", "xfs"})
 
 
 def open_direct(path: str) -> int | None:
-    """Return a descriptor that bypasses the page cache, or None if the file has no such path."""
+    """Return a descriptor that writes around the page cache, or None if the file system does not support it."""
     try:
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
     except OSError as error:
@@ -52,14 +52,14 @@ def open_direct(path: str) -> int | None:
 
 
 def new_block() -> memoryview:
-    """A buffer that begins at a page, for :func:`put_together`."""
+    """Allocate a page-aligned buffer for :func:`put_together`."""
     return memoryview(mmap.mmap(-1, _STEP_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def put_together(buffers: Iterable[memoryview], start: int, block: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of these buffers one after the other, in ``block``, and their places in the file from ``start`` on.
+    """Yield the concatenated bytes of these buffers in parts with their file offsets, beginning at ``start``.
 
-    All parts but the first begin at a whole block of the file.
+    Each part is assembled in ``block``. All parts but the first begin at a block boundary of the file.
     """
     filled, room = 0, -start % BLOCK_BYTES or block.nbytes
     for buffer in buffers:

@@ -1,4 +1,4 @@
-"""Writes into folders of a folder, and removes folders."""
+"""A writer into nested folders, and removal of folders."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -11,14 +11,14 @@ from shardwise.storage.writing import LocalWriter
 
 
 class FoldersWriter(LocalWriter):
-    """A :class:`~shardwise.storage.contract.StorageWriter` whose names may have a folder in front.
+    """A :class:`~shardwise.storage.contract.StorageWriter` whose file names may contain folders.
 
-    ``folders`` are subfolders whose files are listed with the root's, by relative paths. A folder in the name of a
-    new file is added. The root may be a link, folders in it may not, so that nothing outside of the root is written
-    or removed.
+    ``folders`` are paths relative to the root. Their files are listed in addition to the root's, and folders of
+    written files are added. The root may be a link, but folders in it may not, so that nothing outside of the root
+    is written or removed.
 
     Raises:
-        StorageError: the root or a folder does not exist, or a folder is a link.
+        StorageError: the root or a folder exists but is not a folder, or a folder is a link.
     """
 
     def __init__(self, root: str | os.PathLike[str], folders: Collection[str] = ()) -> None:
@@ -28,11 +28,11 @@ class FoldersWriter(LocalWriter):
 
     @property
     def folders(self) -> Sequence[str]:
-        """Known subfolders of the root, parents first."""
+        """The registered folders in the root, each before its subfolders."""
         return sorted(self._folders - {""})
 
     def add_folder_of(self, file: str) -> None:
-        """Add the folder part of a file's name."""
+        """Register the folder in a file's name."""
         folder = file.rpartition("/")[0]
         if folder in self._folders:
             return
@@ -56,13 +56,13 @@ class FoldersWriter(LocalWriter):
 
 
 def is_through_link(root: str | os.PathLike[str], folder: str) -> bool:
-    """Return whether a folder below a root is a link, or lies behind one."""
+    """Check if a folder below a root is a link, or is reached through one."""
     ways = accumulate(folder.split("/"), "{}/{}".format) if folder else ()
     return any(os.path.islink(os.path.join(root, way)) for way in ways)
 
 
 def folders_in(root: str | os.PathLike[str]) -> list[str]:
-    """All folders below a root, by their way from it. Links are not followed."""
+    """Return the relative paths of all folders below a root, without following links."""
     found: list[str] = []
     for around, names, _ in os.walk(root):
         way = os.path.relpath(around, root)
@@ -75,12 +75,12 @@ def folders_in(root: str | os.PathLike[str]) -> list[str]:
 
 
 def remove_files(writer: FoldersWriter, names: Collection[str]) -> None:
-    """Remove files of a folder, links to folders (which a writer does not list), and its known subfolders.
+    """Remove files of a folder, unlisted links in its folders, and the registered folders.
 
-    Files that do not exist are skipped, because another process may be removing the same ones.
+    Files that no longer exist are no error, because another process may be removing them too.
 
     Raises:
-        StorageError: something cannot be removed, or a folder has other files in it.
+        StorageError: a file or folder cannot be removed, or a folder contains other files.
     """
     try:
         for name in names:
@@ -98,10 +98,10 @@ def remove_files(writer: FoldersWriter, names: Collection[str]) -> None:
 
 
 def remove_folder(root: str | os.PathLike[str]) -> None:
-    """Remove a folder with its content. A missing folder is not an error.
+    """Remove a folder and its content, without an error if it does not exist.
 
     Raises:
-        StorageError: something cannot be removed.
+        StorageError: a file or folder cannot be removed.
     """
     if not os.path.isdir(root):
         return

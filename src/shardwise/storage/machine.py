@@ -1,6 +1,6 @@
-"""Identity of this machine and of its processes, and resource limits of control groups (containers).
+"""Identity of this machine and of visible processes, and the limits of its control groups (containers).
 
-Containers may share a host name.
+Host names are only a fallback because containers may share one.
 """
 
 import os
@@ -19,9 +19,9 @@ GROUPS = Path("/sys/fs/cgroup")
 
 @cache
 def boot() -> str:
-    """This run of this machine's kernel: equal for all containers on it, another after it has started again.
+    """Return an identity of this boot of the kernel, equal in all containers on it and different after a restart.
 
-    The host's name if the kernel does not provide it.
+    It is the host name if the kernel provides no boot ID.
     """
     try:
         return _BOOT_ID.read_text().strip()
@@ -30,7 +30,7 @@ def boot() -> str:
 
 
 def processors() -> frozenset[int]:
-    """The numbers of the processors that this process may run on."""
+    """Return the indices of the processors on which this process may run."""
     try:
         return frozenset(os.sched_getaffinity(0))
     except AttributeError:  # not on every system
@@ -38,12 +38,12 @@ def processors() -> frozenset[int]:
 
 
 def processor_count() -> int:
-    """Return the number of processors that this process may use, limited by its control groups. At least 1."""
+    """Return the number of processors that this process may use at once within its control groups, at least 1."""
     return max(1, int(min([len(processors()), *processor_quotas().values()])))
 
 
 def control_groups(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> Iterator[Path]:
-    """Folders of the control groups (version 2) that may limit this process, the innermost first."""
+    """Yield the folders of the control groups (version 2) that may limit this process, the innermost first."""
     for line in text_of(own_group).splitlines():
         _, controllers, path = line.split(":", 2)
         folder = groups / path.lstrip("/")
@@ -54,16 +54,16 @@ def control_groups(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> Iterat
 
 
 def number_in(file: Path) -> int | None:
-    """Return the number in a kernel file, or None if it does not exist or states no limit."""
+    """Return the number in a kernel file, or None if the file is missing or states no limit."""
     text = text_of(file).strip()
     return int(text) if text.isdigit() else None
 
 
 def processor_quotas(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> dict[str, float]:
-    """Return the processor quota of each control group that has one, by its folder.
+    """Return the CPU quotas, in processors, by the folder of each control group that has one.
 
-    ``docker run --cpus`` and Kubernetes' limits are such quotas: all processors are seen, and whoever uses more
-    than the quota is stopped for the rest of each tenth of a second.
+    ``docker run --cpus`` and Kubernetes' limits are such quotas: all processors are visible, but processes that use
+    more than the quota are stopped for the rest of each 100 ms period.
     """
     found: dict[str, float] = {}
     for group in control_groups(own_group, groups):
@@ -82,17 +82,17 @@ def text_of(file: Path) -> str:
 
 
 def process_space() -> str:
-    """The processes whose numbers mean the same here: one kernel, one namespace (containers have their own)."""
+    """Return an identity of the PID space: one kernel, one namespace (containers have their own)."""
     return _space(_PROCESS_NAMESPACE)
 
 
 def file_space() -> str:
-    """The processes for which a path means the same as here: one kernel, one namespace of mounts."""
+    """Return an identity of the space of file paths: one kernel, one mount namespace."""
     return _space(_FILE_NAMESPACE)
 
 
 def group_space() -> str:
-    """The processes for which the name of a control group means the same as here."""
+    """Return an identity of the space of control group names."""
     return _space(_GROUP_NAMESPACE)
 
 
@@ -104,9 +104,9 @@ def _space(namespace: str) -> str:
 
 
 def born(process: int) -> str:
-    """Return the start time of a process of this PID namespace in ticks since boot, or "" if there is none.
+    """Return the start time, in ticks since boot, of a process in this PID space, or "" if there is none.
 
-    A process that has ended does not exist, even if its parent has not waited for it yet.
+    A process that has ended counts as absent even if its parent has not waited for it yet.
     """
     try:
         state, *numbers = _status(process)
@@ -123,7 +123,7 @@ def born(process: int) -> str:
 
 
 def is_stopped(process: int) -> bool:
-    """Return whether a process of this process space is stopped (SIGSTOP, a debugger)."""
+    """Check if a process in this PID space is stopped (SIGSTOP, a debugger)."""
     try:
         return _status(process)[0] in "Tt"
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Names of files, URLs and repositories: which are safe, which name a checkpoint, and how they are shown."""
+"""Names of files, URLs and repositories: checks of safety, parsing, and formatting for messages."""
 
 import errno
 import os
@@ -16,10 +16,10 @@ _SHOWN_CHARACTERS = 200
 
 
 def why_unsafe(name: str) -> str | None:
-    """Return the reason why ``name`` could leave the storage's root, or is not a file name, or None.
+    """Return the reason why ``name`` could leave the storage's root or is no file name, or None if it is safe.
 
-    Names come out of files that anyone may have written (``weight_map`` of an index), so the rule is the same
-    on every system: relative, "/"-separated, no way up, no backslash, no drive letter.
+    Names come from files of untrusted origin (``weight_map`` of an index), so the rule is the same on every system:
+    relative, "/"-separated, no way up, no backslash, no drive letter.
     """
     if not name:
         return "it is empty"
@@ -40,12 +40,12 @@ def why_unsafe(name: str) -> str | None:
 
 
 def why_not_plain(name: str) -> str | None:
-    """Return the reason why ``name`` is not a file directly in the storage's root, or None."""
+    """Return the reason why ``name`` is not a file directly in the storage's root, or None if it is."""
     return why_unsafe(name) or ("it has a folder in it" if "/" in name else None)
 
 
 def shown(name: str) -> str:
-    """``name`` as it may stand in a message: escaped where not printable, cut where very long."""
+    """Format ``name`` for a message: escaped if not printable, truncated if very long."""
     text = name if name and name.isprintable() else ascii(name)
     if len(text) <= _SHOWN_CHARACTERS:
         return text
@@ -63,7 +63,7 @@ _REMEDIES: Final = {
 
 
 def failed(root: str, file: str | None, doing: str, error: OSError | UnicodeError) -> StorageError:
-    """The error for an operation on a file of the folder ``root`` (None: on the folder) that failed."""
+    """Return the error for a failed operation on a file of the folder ``root``, or on the folder itself (None)."""
     where = shown(root) if file is None else f"{shown(file)} in {root}"
     cause, remedy = "the name cannot be encoded", "Rename it"
     if isinstance(error, OSError):
@@ -85,12 +85,12 @@ _SHORTEST_SECRET = 4
 
 
 def is_url(name_or_path: object) -> bool:
-    """Return whether this is a URL ("s3://bucket/folder") rather than a path or the name of a repository."""
+    """Check if this is a URL ("s3://bucket/folder") rather than a path or the name of a repository."""
     return isinstance(name_or_path, str) and _SCHEME.match(name_or_path) is not None
 
 
 def scheme_of(url: str) -> str:
-    """The URL's scheme, in small letters.
+    """Return the URL's scheme in lower case.
 
     Raises:
         StorageError: it is not a URL.
@@ -102,9 +102,9 @@ def scheme_of(url: str) -> str:
 
 
 def split_file(url: str) -> tuple[str, str | None]:
-    """The folder's URL, and the name of the file of tensors, or of their index, if the URL ends in one.
+    """Split a URL into the folder's URL and the name of the file of tensors or index, if it ends in one.
 
-    A query belongs to the folder: it is sent with every file.
+    A query stays with the folder because it is sent with every file.
     """
     before, mark, query = url.partition("?")
     folder, _, name = before.rpartition("/")
@@ -114,10 +114,7 @@ def split_file(url: str) -> tuple[str, str | None]:
 
 
 def without_secrets(url: str) -> str:
-    """The URL as it may be shown: without user, password, query and fragment.
-
-    Strings other than URLs are unchanged.
-    """
+    """Format a URL for messages without user, password, query and fragment. Other strings are unchanged."""
     if not is_url(url):
         return url
     parts = urlsplit(url)
@@ -126,7 +123,7 @@ def without_secrets(url: str) -> str:
 
 
 def redacted(text: str, url: str, options: Mapping[str, object]) -> str:
-    """A text of others without credentials: those of the URL, and the secrets among the options."""
+    """Remove credentials from a foreign text: those of the URL, and the secrets among the options."""
     parts = urlsplit(url)
     found = {parts.query, parts.username or "", parts.password or "", *_secrets(options)}
     for secret in sorted(found, key=len, reverse=True):
@@ -149,12 +146,12 @@ def _secrets(options: Mapping[str, object], *, is_secret: bool = False) -> Itera
 
 @dataclass(frozen=True)
 class HubOptions:
-    """Revision, cache and credentials of a hub repository.
+    """Options for a hub repository: the revision, the cache and the download.
 
     ``revision`` is a branch, tag or commit. ``cache_dir`` replaces the cache of huggingface_hub. ``token`` is a
-    token, True for the stored one, False for none, or None for the stored one if it exists. ``variant`` is that in
-    the names of the weights, as "fp16" in ``model.fp16.safetensors``. ``subfolder`` and ``variant`` apply to local
-    folders, too.
+    token, True for the stored one, False for none, or None for the stored one if it exists. ``variant`` is the
+    variant in the names of the weights, such as "fp16" in ``model.fp16.safetensors``. ``subfolder`` and ``variant``
+    also apply to local folders.
     """
 
     revision: str | None = None
@@ -167,11 +164,11 @@ class HubOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model: its weights (safetensors, else torch's), and the small files.
+    """The files of a model: its weights (safetensors, or else torch's), and the small files.
 
     Attributes:
-        code: also the Python files, for a user who wants them run.
-        extra: further weight files to read if they exist.
+        code: whether Python files are included, for users who want to run them.
+        extra: further files of weights, if they exist.
     """
 
     code: bool = False
@@ -180,16 +177,17 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter of PEFT's: its tensors and its config."""
+    """The files of a PEFT adapter: its tensors and its config."""
 
 
 WantedFiles: TypeAlias = ModelFiles | AdapterFiles
 
 
 def is_local(name_or_path: str | os.PathLike[str]) -> bool:
-    """Return whether this is a path, existing or not, rather than a URL or the name of a repository.
+    """Check if this is a path, existing or not, rather than a URL or the name of a repository.
 
-    Strings that exist as a path, that look like one ("./x", "/x", "~/x", "a/b/c"), and all path objects are.
+    Paths are all path objects, strings that exist as a path, and strings that look like one ("./x", "/x", "~/x",
+    "a/b/c").
     """
     if not isinstance(name_or_path, str):
         return True
@@ -200,10 +198,10 @@ def is_local(name_or_path: str | os.PathLike[str]) -> bool:
 
 
 def local_place(name_or_path: str | os.PathLike[str], options: HubOptions) -> Path | None:
-    """Return the local folder (or file) of this name, or None for the name of a repository.
+    """Return the local folder or file of this name, or None for the name of a repository.
 
     Raises:
-        StorageError: for a URL, a path that is not there, and a subfolder that leads elsewhere.
+        StorageError: it is a URL, a path that does not exist, or a subfolder that leads out of the folder.
     """
     named = os.fspath(name_or_path)
     if is_url(named):
@@ -224,7 +222,7 @@ def local_place(name_or_path: str | os.PathLike[str], options: HubOptions) -> Pa
 
 
 def require_subfolder(named: str, options: HubOptions) -> None:
-    """Raise StorageError for a subfolder that leads elsewhere."""
+    """Raise StorageError if the subfolder leads out of the checkpoint's folder."""
     fault = why_unsafe(options.subfolder) if options.subfolder else None
     if fault is not None:
         raise StorageError(

@@ -1,6 +1,6 @@
-"""Opens object stores, HTTP servers and memory by obstore, and writes files to them, each as one stream.
+"""Access to object stores, HTTP servers and memory through obstore, and a writer of files as streams.
 
-Errors of obstore are shown without credentials.
+Credentials are removed from obstore's errors.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _ONE_CHUNK_BYTES: Final = 16 << 20
 
 
 def is_denied(error: Exception) -> bool:
-    """Return whether obstore reports that a server denied access."""
+    """Check if obstore's error is a refusal of access by the server."""
     return type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file's size in bytes, and its version as the storage calls it."""
+    """A file's size in bytes and its version as reported by the storage."""
 
     nbytes: int
     version: str
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> FileState:
-        """The state in an answer of obstore's: by the ETag, else the time of change."""
+        """Return the state in a response of obstore: from the ETag, or else the modification time."""
         return cls(meta["size"], f"ETag {meta['e_tag']}" if meta["e_tag"] else f"changed {meta['last_modified']}")
 
     @property
@@ -54,10 +54,10 @@ class Objects:
     Args:
         url: ``s3://``, ``gs://``, ``az://``, ``http://``, ``https://`` or ``memory://`` (one for each process).
         options: the arguments of obstore's store (``client_options``, ``retry_config``, and those of its kind).
-        doing: as in "reading", for errors.
+        doing: the operation for errors, such as "reading".
 
     Raises:
-        StorageError: for a URL that cannot be opened. There is no network access.
+        StorageError: the URL cannot be opened. No request is sent yet.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any], *, doing: str) -> None:
@@ -73,14 +73,14 @@ class Objects:
                 self.store = http_store(url, options) if self._is_http else _bucket(url, options)
 
     def path(self, file: str) -> str:
-        """The name of a file, or with "" of the folder, in the store."""
+        """Return the path in the store of a file, or of the folder ("")."""
         return f"{self._folder}{file}"
 
     def list(self) -> list[str]:
-        """The names of all files, sorted.
+        """Return the names of all files, sorted.
 
         Raises:
-            CannotListError: for an HTTP server.
+            CannotListError: the URL is on an HTTP server.
         """
         if self._is_http:
             raise CannotListError(f"{self.root}: an HTTP server does not tell which files it has")
@@ -89,7 +89,7 @@ class Objects:
         return sorted(item["path"].removeprefix(self._folder) for item in found)
 
     def state(self, file: str) -> FileState:
-        """The file's state as it is now."""
+        """Return the file's current state."""
         with self.failures(file, "looking at it"):
             try:
                 return FileState.of(self.store.head(self.path(file)))
@@ -100,7 +100,10 @@ class Objects:
             return FileState.of(self.store.get(self.path(file), options={"range": (0, 1)}).meta)
 
     def fetch(self, file: str, start: int, stop: int, expected: FileState) -> Iterable[Any]:
-        """The bytes ``start <= i < stop`` of a file in this state, in chunks. Within :meth:`failures`."""
+        """Return the bytes ``start <= i < stop`` of a file in this state, in chunks.
+
+        Call it within :meth:`failures`.
+        """
         # A whole file is asked for without a range, which not every server knows.
         whole = (start, stop) == (0, expected.nbytes)
         answer = self.store.get(self.path(file), options=None if whole else {"range": (start, stop)})
@@ -113,12 +116,12 @@ class Objects:
         return [answer.bytes()] if stop - start <= _ONE_CHUNK_BYTES else answer.stream(min_chunk_size=1 << 20)
 
     def named(self, file: str | None) -> str:
-        """A file, or the folder, as errors name it."""
+        """Format a file, or the folder, for errors."""
         return self.root if file is None else f"{shown(file)} in {self.root}"
 
     @contextmanager
     def failures(self, file: str | None, doing: str) -> Iterator[None]:
-        """Raise errors of obstore as StorageErrors that OSErrors of their kind cause, all without credentials."""
+        """Raise errors of obstore as StorageErrors, caused by OSErrors of the same kind and without credentials."""
         try:
             yield
         except StorageError:
@@ -155,7 +158,7 @@ def _bucket(url: str, options: Mapping[str, Any]) -> Any:
 
 
 def http_store(url: str, options: Mapping[str, Any]) -> Any:
-    """Open an HTTP server with obstore. A user and password in the URL become a header."""
+    """Open an HTTP server with obstore, passing a user and password in the URL as a header."""
     from obstore.store import HTTPStore
 
     parts, options = urlsplit(url), _patient(options)
@@ -175,7 +178,7 @@ def _patient(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fill(buffers: Iterable[memoryview], chunks: Iterable[Any]) -> bool:
-    """Copy the chunks into the buffers in order. Return whether their total sizes are equal."""
+    """Copy the chunks into the buffers, one after the other, and return whether the total sizes are equal."""
     waiting: Iterator[memoryview] = iter(buffers)
     room = memoryview(b"")
     for chunk in chunks:
@@ -201,21 +204,22 @@ _PARTS_AT_ONCE = 4
 
 
 class ObjectWriter(StorageWriter):
-    """Writer of files below a URL, each as one stream. See :class:`~shardwise.storage.contract.StorageWriter`.
+    """A writer of files below a URL, each as one stream. See :class:`~shardwise.storage.contract.StorageWriter`.
 
-    A file is seen when it is synced, whole. Until then a large one is a multipart upload, which is invisible unless
-    it is completed. Its remains in the store are removed by the bucket's lifecycle rules.
+    A file becomes visible when it is synced, and only as a complete file. Until then a large file is a multipart
+    upload, which stays invisible if it is not completed. The bucket's lifecycle rules remove its parts.
 
-    Memory: about five parts for each file that is being written. A part has 16 MiB, more for files above 156 GiB.
+    Memory: about five parts for each file that is being written. A part has 16 MiB, or more for files above 156
+    GiB.
 
     Args:
         url: a folder, as ``s3://bucket/folder``, ``gs://...``, ``az://...`` or ``memory://folder``.
         storage_options: the arguments of obstore's store, as for :class:`~shardwise.storage.RemoteReader`.
-        policy: how the storage is written to.
+        policy: write policy of the storage.
 
     Raises:
-        StorageError: for a URL that cannot be opened. There is no network access before the first call.
-        ConfigError: for a policy that promises more than streams can keep.
+        StorageError: the URL cannot be opened. No request is sent before the first call.
+        ConfigError: the policy has capabilities that streams do not have.
     """
 
     def __init__(
@@ -377,7 +381,7 @@ class ObjectWriter(StorageWriter):
 
 
 class _Stream:
-    """One file during its upload. A dropped one is never visible."""
+    """An upload of one file, which never becomes visible if it is dropped."""
 
     def __init__(self, files: Objects, path: str, nbytes: int) -> None:
         from obstore import open_writer
@@ -392,5 +396,5 @@ class _Stream:
 
 
 def _part_bytes(nbytes: int) -> int:
-    """Return the part size of an upload: a multiple of MiB, so that no file has too many parts."""
+    """Return the size of an upload's parts: a multiple of 1 MiB, such that no file has too many parts."""
     return max(16, -(-nbytes // (_MOST_PARTS * _MIB))) * _MIB

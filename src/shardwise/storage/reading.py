@@ -1,4 +1,4 @@
-"""Reads files of a local, or locally mounted, folder, and opens a reader for any name of a checkpoint."""
+"""A reader of local or locally mounted folders, and a function that opens a reader for any name of a checkpoint."""
 
 import contextlib
 import os
@@ -40,13 +40,13 @@ class _Descriptor:
 
 
 class LocalReader(StorageReader):
-    """Reader of files below ``root`` with ``preadv``. See :class:`~shardwise.storage.contract.StorageReader`.
+    """A reader of files below ``root`` with ``preadv``. See :class:`~shardwise.storage.contract.StorageReader`.
 
-    Descriptors are kept open, the ``max_open_files`` last used ones. Symbolic links are followed wherever
-    they lead: the cache of the Hugging Face hub is made of them.
+    The descriptors of the ``max_open_files`` most recently used files are kept open. Symbolic links are followed to
+    any target because the cache of the Hugging Face hub consists of them.
 
-    The policy is that of a local disk, or of a network file system if the mount table has one at ``root``.
-    ``policy`` replaces it.
+    The policy is that of a network file system if ``root`` is on one according to the mount table, or else that of
+    a local disk. ``policy`` replaces it.
 
     ``bytes_read``, ``reads`` (system calls) and ``files_opened`` are counters.
     """
@@ -79,9 +79,9 @@ class LocalReader(StorageReader):
         return self._policy
 
     def list(self) -> list[str]:
-        """The names of all files below the root, sorted.
+        """Return the names of all files below the root, sorted.
 
-        Hidden folders (``.git``, ``.cache``) and linked folders are not entered. Broken links are skipped.
+        Hidden folders (``.git``, ``.cache``) and linked folders are not entered, and broken links are left out.
         """
 
         def refuse(error: OSError) -> None:
@@ -101,10 +101,10 @@ class LocalReader(StorageReader):
         return os.fstat(opened.descriptor).st_size
 
     def identity(self, file: str) -> str:
-        """Size, modification time and, on a local disk, inode, and whether the name now refers to another file.
+        """Return size, modification time and, on a local disk, inode, also of a file that replaced the open one.
 
-        A file rewritten in place, to the same size, within the resolution of the file system's clock (some
-        milliseconds) is not noticed.
+        A file that is rewritten in place with the same size within the resolution of the file system's clock (some
+        milliseconds) is not detected.
         """
         opened, named = self._look(file)
         if opened is None or os.path.samestat(opened, named):
@@ -112,7 +112,7 @@ class LocalReader(StorageReader):
         return f"{self._state(opened)}, replaced by {self._state(named)}"
 
     def place(self, file: str) -> str:
-        """The machine's boot, device, inode, size and time of change of the file that is, or would be, opened."""
+        """Return the machine's boot ID, and device, inode, size and modification time of the open or named file."""
         opened, named = self._look(file)
         status = opened or named
         return f"{boot()} {status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
@@ -146,7 +146,10 @@ class LocalReader(StorageReader):
         return state if self._policy.is_remote else f"{state}, inode {status.st_ino}"
 
     def _look(self, file: str) -> tuple[os.stat_result | None, os.stat_result]:
-        """The state of the open file, if it is open, and of the file that has this name. Opens nothing."""
+        """Return the status of the open file, if any, and of the file that now has this name.
+
+        No file is opened.
+        """
         path = self._path(file)
         held = self._open_files.get(file)
         opened = None if held is None else os.fstat(held.descriptor)
@@ -159,7 +162,7 @@ class LocalReader(StorageReader):
         return opened, named
 
     def _opened(self, file: str) -> _Descriptor:
-        """The open file, which stays open for as long as the caller keeps it."""
+        """Return the open file, which stays open as long as the caller keeps a reference."""
         path = self._path(file)
         with self._lock:
             found = self._open_files.get(file)
@@ -213,7 +216,7 @@ CALL_BUFFERS = 1024
 
 
 def one_call(buffers: Sequence[memoryview], first: int) -> Sequence[memoryview]:
-    """Return the buffers from ``first`` on that fit into one system call. The last one may be cut."""
+    """Return the buffers from ``first`` on that fit in one system call, the last one possibly cut."""
     batch: list[memoryview] = []
     room = CALL_BYTES
     for buffer in buffers[first : first + CALL_BUFFERS]:
@@ -225,7 +228,7 @@ def one_call(buffers: Sequence[memoryview], first: int) -> Sequence[memoryview]:
 
 
 def advance(buffers: list[memoryview], first: int, count: int) -> int:
-    """Return the first incomplete buffer after ``count`` more bytes, and cut it in place to its remainder."""
+    """Return the index of the first unfinished buffer after ``count`` more bytes, and cut off its finished part."""
     while first < len(buffers) and count >= buffers[first].nbytes:
         count -= buffers[first].nbytes
         first += 1
@@ -235,9 +238,9 @@ def advance(buffers: list[memoryview], first: int, count: int) -> int:
 
 
 class Beside(StorageReader):
-    """A storage, and a second one whose files have names that begin with ``folder``.
+    """A storage combined with a second one, whose file names have the prefix ``folder``.
 
-    The policy is that of the first: it has nearly all of the bytes.
+    The policy is that of the first because it contains nearly all of the bytes.
     """
 
     def __init__(self, first: StorageReader, second: StorageReader, folder: str) -> None:
@@ -255,7 +258,7 @@ class Beside(StorageReader):
 
     @property
     def files_opened(self) -> int:
-        """Files opened of both, as far as they count them."""
+        """The number of opened files of both readers, as far as they count them."""
         return sum(getattr(reader, "files_opened", 0) for reader in (self._first, self._second))
 
     def list(self) -> list[str]:
@@ -274,7 +277,7 @@ class Beside(StorageReader):
         reader.read_vectored(name, start, buffers)
 
     def close(self) -> None:
-        """Close both."""
+        """Close both readers."""
         try:
             self._first.close()
         finally:
@@ -288,7 +291,7 @@ class Beside(StorageReader):
 
 @dataclass(frozen=True, slots=True)
 class OpenStorage:
-    """A reader of a checkpoint's folder, and the file in it that was named, if one was."""
+    """A reader of a checkpoint's folder, and the file in it that was named, if any."""
 
     reader: StorageReader
     file: str | None
@@ -301,14 +304,14 @@ def open_storage(
     download: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> OpenStorage:
-    """Open a folder, a safetensors or index file, a hub id or a URL. The caller closes the reader.
+    """Open a folder, a safetensors or index file, a hub ID or a URL for reading. The caller closes the reader.
 
-    URLs are read in place. A hub id is downloaded, or taken from the cache alone with ``download=False``.
-    ``hub.subfolder`` holds for all of them.
-    ``storage_options`` are those of :class:`~shardwise.storage.remote.RemoteReader`, for URLs only.
+    URLs are read in place. A hub ID is downloaded, or with ``download=False`` read only from the cache.
+    ``hub.subfolder`` applies to all of them. ``storage_options`` are those of
+    :class:`~shardwise.storage.remote.RemoteReader`, for URLs only.
 
     Raises:
-        StorageError: it does not exist, or cannot be opened.
+        StorageError: the storage does not exist or cannot be opened.
     """
     if is_url(name_or_path):
         return _open_url(os.fspath(name_or_path), hub, storage_options or {})
@@ -354,7 +357,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 def type_at(path: str) -> str | None:
-    """Return the type of the file system of a path, which need not exist, or None if unknown."""
+    """Return the type of the file system of a path, which need not exist, or None if it cannot be determined."""
     try:
         with open(_TABLE, encoding="utf-8", errors="surrogateescape") as table:
             return file_system_type(os.path.realpath(path), table.read())
@@ -363,7 +366,7 @@ def type_at(path: str) -> str | None:
 
 
 def file_system_type(path: str, mountinfo: str) -> str | None:
-    """Return the type ("ext4", "nfs4", "fuse.gcsfuse") of the file system that holds ``path``, or None if unknown.
+    """Return the type ("ext4", "nfs4", "fuse.gcsfuse") of the file system that contains ``path``, or None.
 
     ``path`` is absolute and free of links. ``mountinfo`` is the text of ``/proc/self/mountinfo`` (proc(5)).
     """
@@ -384,5 +387,5 @@ def file_system_type(path: str, mountinfo: str) -> str | None:
 
 
 def is_network(kind: str | None) -> bool:
-    """Return whether this type of file system is on another machine, or outside a virtual machine."""
+    """Check if files on this type of file system come from another machine, or from outside a virtual machine."""
     return _NETWORK.fullmatch(kind or "") is not None

@@ -1,4 +1,4 @@
-"""Resolves a repository of the hub to a folder with those of its files that are read, and reads URLs by range."""
+"""Download of the required files of a hub repository to a folder, and a reader of URLs by range."""
 
 import contextlib
 import glob
@@ -42,18 +42,18 @@ _ASKING_S = 10.0
 
 
 def weights(names: Collection[str], folder: Path, wanted: WantedFiles, variant: str | None) -> list[str]:
-    """The files of weights that a load will read, of those that there are.
+    """Return the files of weights that a load will read.
 
     Args:
-        names: names of files in the repository's folder.
-        folder: where its small files are already.
-        wanted: a model or an adapter.
-        variant: as in the names of files.
+        names: names of the files in the folder of the repository.
+        folder: local folder with its small files, which are already downloaded.
+        wanted: the kind of files, of a model or an adapter.
+        variant: the variant in the names of files.
     """
     there = set(names)
 
     def of(name: str) -> list[str]:
-        """A file, or those that an index names."""
+        """Return this file, or the files that it lists if it is an index."""
         if name not in there:
             return []
         if _INDEX.fullmatch(name) is None:
@@ -84,7 +84,7 @@ def weights(names: Collection[str], folder: Path, wanted: WantedFiles, variant: 
 
 
 def _content(file: Path) -> dict[str, object]:
-    """Return the content of a JSON file, or an empty dict if it cannot be read."""
+    """Return the content of a JSON file, or {} if it cannot be read, because opening it later raises the error."""
     try:
         content = json.loads(file.read_bytes()) if file.stat().st_size <= _MOST_JSON_BYTES else {}
     except (OSError, ValueError, RecursionError):
@@ -99,14 +99,15 @@ def resolve(
     download: bool = True,
     wanted: WantedFiles = ModelFiles(),  # noqa: B008 - frozen
 ) -> Path:
-    """Return the local folder (or file) with the checkpoint, downloaded first if it is missing.
+    """Return the local folder (or file) with the checkpoint, after downloading missing files.
 
-    Only files that will be read are downloaded: the weights of ``options.variant``, or those without one
-    (safetensors, otherwise torch's), json, tokenizers, only from the top of the repository or from
-    ``options.subfolder``, and Python files only with ``ModelFiles(code=True)``. ``download=False`` uses the cache
-    only, for the ranks of a node after the one that downloads.
+    Only the required files are downloaded: the weights of ``options.variant``, or those without a variant
+    (safetensors, or else torch's), JSON files and tokenizers. They are taken only from the top folder of the
+    repository, or from ``options.subfolder``. Python files are included only with ``ModelFiles(code=True)``.
+    ``download=False`` uses the files in the cache, for the ranks of a node that run after the one that downloads.
 
-    Raises :class:`StorageError` for a path that is not there, and for a repository that is not to be had.
+    Raises:
+        StorageError: the path does not exist, or the repository cannot be downloaded.
     """
     place = local_place(name_or_path, options)
     if place is not None:
@@ -138,7 +139,8 @@ def resolve(
 def commit_of(repo_id: str, options: HubOptions) -> str:
     """Return the commit of the revision from the hub, or from the cache if the hub cannot be reached.
 
-    Raises :class:`StorageError` if neither has it.
+    Raises:
+        StorageError: neither the hub nor the cache has the revision.
     """
     if options.revision and _COMMIT.fullmatch(options.revision):
         return options.revision
@@ -147,7 +149,7 @@ def commit_of(repo_id: str, options: HubOptions) -> str:
 
 
 def note_commit(repo_id: str, options: HubOptions, commit: str) -> None:
-    """Record the commit of a revision in the cache, as its download would, for later offline use."""
+    """Record in the cache the commit of a revision, as a download by revision does, for later use offline."""
     revision = options.revision or "main"
     folder = place_of_cache(options) / f"models--{repo_id.replace('/', '--')}"
     noted = folder / "refs" / revision
@@ -158,7 +160,7 @@ def note_commit(repo_id: str, options: HubOptions, commit: str) -> None:
 
 
 def _listing(repo_id: str, options: HubOptions) -> tuple[str, list[str]] | None:
-    """Return the commit and its file names from the hub, or None if only the cache is available."""
+    """Return the commit and its file names from the hub, or None if the cache must be used."""
     with hub_errors_named(repo_id, options):
         from huggingface_hub import HfApi, constants
         from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
@@ -178,7 +180,7 @@ def _listing(repo_id: str, options: HubOptions) -> tuple[str, list[str]] | None:
 
 
 def _cached(repo_id: str, options: HubOptions) -> Path:
-    """The folder of the revision in the cache."""
+    """Return the folder of the revision in the cache."""
     from huggingface_hub import snapshot_download
 
     with hub_errors_named(repo_id, options):
@@ -192,7 +194,7 @@ def _cached(repo_id: str, options: HubOptions) -> Path:
 
 
 def place_of_cache(options: HubOptions) -> Path:
-    """The folder of the hub's cache."""
+    """Return the folder of the hub's cache."""
     from huggingface_hub import constants
 
     return Path(options.cache_dir or constants.HF_HUB_CACHE).expanduser().absolute()
@@ -226,7 +228,7 @@ _REMEDIES = {
 
 @contextmanager
 def hub_errors_named(repo_id: str, options: HubOptions) -> Iterator[None]:
-    """Turn exceptions of huggingface_hub into a StorageError with advice."""
+    """Raise exceptions of huggingface_hub as StorageErrors with a remedy."""
     try:
         yield
     except Exception as error:
@@ -238,25 +240,25 @@ def hub_errors_named(repo_id: str, options: HubOptions) -> Iterator[None]:
 
 
 class RemoteReader(StorageReader):
-    """Reader of files below a URL by range. See :class:`~shardwise.storage.contract.StorageReader`.
+    """A reader of files below a URL by range. See :class:`~shardwise.storage.contract.StorageReader`.
 
-    Nothing is written to disk, and no file is held in memory: each request in flight is held once (16 MiB at most),
-    and copied into the caller's buffers. At most ``policy.concurrency`` requests are in flight, however many
-    threads read. Failures that may pass are tried again by obstore. The version of every file is recorded at its
-    first use. Bytes of another version are a StorageError.
+    Nothing is written to disk, and no complete file is held in memory: each request in flight is buffered once (at
+    most 16 MiB) and copied into the caller's buffers. At most ``policy.concurrency`` requests are in flight,
+    regardless of the number of threads. Obstore retries transient failures. The version of every file is recorded
+    at the first access, and bytes of another version are a StorageError.
 
-    ``bytes_read``, ``reads`` (requested ranges) and ``files_opened`` are counters.
+    ``bytes_read``, ``reads`` (requested ranges) and ``files_opened`` (accessed files) are counters.
 
     Args:
         url: a folder, as ``https://host/folder``, ``s3://bucket/folder``, ``gs://bucket/folder``, ``az://...`` or
             ``memory://folder``. A query is sent with every file.
-        storage_options: the arguments of obstore's store: ``client_options`` and ``retry_config``, for buckets
-            also ``region``, ``endpoint``, ``skip_signature``, ...
-        concurrency: replaces ``policy.concurrency``.
-        policy: how the storage is read.
+        storage_options: the arguments of obstore's store: ``client_options`` and ``retry_config``, for buckets also
+            ``region``, ``endpoint``, ``skip_signature``, ...
+        concurrency: a replacement for ``policy.concurrency``.
+        policy: read policy of the storage.
 
     Raises:
-        StorageError: for a URL that cannot be read. There is no network access before the first read.
+        StorageError: the URL cannot be read. No request is sent before the first read.
     """
 
     def __init__(
@@ -292,10 +294,10 @@ class RemoteReader(StorageReader):
         return self._policy
 
     def list(self) -> list[str]:
-        """The names of all files below the URL, sorted.
+        """Return the names of all files below the URL, sorted.
 
         Raises:
-            CannotListError: for an HTTP server, which gives files by name only.
+            CannotListError: the URL is on an HTTP server, which only serves files by name.
         """
         self._require_open(None)
         return self._files.list()
@@ -304,7 +306,7 @@ class RemoteReader(StorageReader):
         return self._state(file).nbytes
 
     def identity(self, file: str) -> str:
-        """Return the file's version (ETag or hash, otherwise modification time) and size. Not cached."""
+        """Return the file's version (ETag or hash, or else modification time) and size, from a new request."""
         return self._look_at(file).identity
 
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
@@ -330,7 +332,7 @@ class RemoteReader(StorageReader):
         self._closed = True
 
     def _state(self, file: str) -> FileState:
-        """The file's state as it was when it was first looked at."""
+        """Return the file's state as of its first access."""
         self._require_open(file)
         return self._states.get(file) or self._look_at(file, is_first=True)
 

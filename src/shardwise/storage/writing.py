@@ -1,4 +1,4 @@
-"""Writes files into a local, or locally mounted, folder, and opens a writer for a path or a URL."""
+"""A writer into local or locally mounted folders, and a function that opens a writer for a path or a URL."""
 
 import contextlib
 import ctypes
@@ -41,11 +41,11 @@ _UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 class _OpenFile:
-    """A file open for writing. It is closed with the last reference to it.
+    """A file open for writing, closed with the last reference to it.
 
-    ``direct`` is a descriptor that bypasses the page cache, opened by the first suitable write. ``kept`` are places
-    and bytes that wait for the sync. ``users`` are writes in progress, ``writes`` those that have started. All
-    change under the writer's lock.
+    ``direct`` is a descriptor that writes around the page cache, opened at the first write that can use it.
+    ``kept`` contains offsets and bytes that wait for the sync. ``users`` counts writes in progress, ``writes`` all
+    writes so far. All of them change only under the writer's lock.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -64,20 +64,20 @@ class _OpenFile:
 
 
 class LocalWriter(contract.StorageWriter):
-    """Writer of files into ``root`` with ``pwritev``. See :class:`~shardwise.storage.contract.StorageWriter`.
+    """A writer of files into ``root`` with ``pwritev``. See :class:`~shardwise.storage.contract.StorageWriter`.
 
     Space is allocated when a file is created (``fallocate``), so that a full disk is an error before anything is
-    written. File systems without it report this later. Permissions are rw-rw-rw- minus the umask. Symbolic links in
-    the root are never written through: a link is refused by :meth:`write`, and it is the link that is renamed,
-    replaced or removed, not the file it leads to. The root itself may be one.
+    written. File systems without ``fallocate`` report a full disk later. Permissions are rw-rw-rw- minus the umask.
+    Symbolic links in the root are never written through: :meth:`write` refuses a link, and renaming, replacing or
+    removing applies to the link, not to its target. The root itself may be a link.
 
-    The policy is that of a disk (ext4, xfs), of a network file system, or of another local one, according to the
-    mount table. ``policy`` replaces it. With a policy that ``is_direct``, large writes bypass the page cache if
-    possible (see [Note: Around the page cache]), and small ones may wait for the sync. A file keeps its descriptors
-    open until it is synced.
+    The mount table determines the policy for ``root``: that of a disk (ext4, xfs), of a network file system, or of
+    another local one. ``policy`` replaces it. If the policy ``is_direct``, large writes bypass the page cache (see
+    [Note: Around the page cache]) if the file system supports it, and small ones may wait for the sync. A file
+    keeps its descriptors open until it is synced.
 
     Raises:
-        StorageError: for a root that is there and is no folder.
+        StorageError: the root exists but is not a folder.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, policy: contract.WritePolicy | None = None) -> None:
@@ -232,7 +232,7 @@ class LocalWriter(contract.StorageWriter):
 
     @contextmanager
     def _using(self, file: str) -> Iterator[_OpenFile]:
-        """The file, open for writing, which stays open at least until the block is left."""
+        """Yield the file, open for writing at least until the block ends."""
         path = self._path(file)
         with self._lock:
             self._require_hope(file)
@@ -258,7 +258,7 @@ class LocalWriter(contract.StorageWriter):
         return opened
 
     def _write_direct(self, file: str, opened: _OpenFile, buffers: Sequence[memoryview], start: int) -> None:
-        """Full blocks bypass the page cache as far as the file system allows it. The ends are kept."""
+        """Write full blocks around the page cache, if the file system supports it, and keep the ends back."""
         with self._lock, self._failures(file, "opening it for writing"):
             if opened.direct is None:
                 opened.direct = open_direct(self._path(file))
@@ -274,7 +274,7 @@ class LocalWriter(contract.StorageWriter):
                 self._keep(file, opened, [(position + whole, bytes(part[whole:]))])
 
     def _write_blocks(self, file: str, opened: _OpenFile, blocks: memoryview, position: int) -> int:
-        """The number of bytes that went around the page cache."""
+        """Write blocks around the page cache, and return the number of bytes written."""
         if opened.direct is None or not self._is_direct:
             return 0
         try:
@@ -286,7 +286,7 @@ class LocalWriter(contract.StorageWriter):
             return 0
 
     def _keep(self, file: str, opened: _OpenFile, small: Sequence[tuple[int, bytes]]) -> None:
-        """Keep bytes that cannot bypass the page cache until the sync, unless there are many."""
+        """Keep small writes back until the sync, or write them now if there are too many bytes."""
         many: list[tuple[int, bytes]] = []
         with self._lock:
             opened.kept.extend(small)
@@ -328,7 +328,7 @@ class LocalWriter(contract.StorageWriter):
             raise StorageError(f"{shown(file or self._root)} in {self._root}: the writer is closed")
 
     def _require_hope(self, file: str) -> None:
-        """The file's sync has not failed, and the writer is open. The lock is held."""
+        """Check that the writer is open and no sync of the file has failed. The caller holds the lock."""
         self._require_open(file)
         if file in self._given_up:
             raise StorageError(
@@ -365,12 +365,12 @@ def _size_of(entry: os.DirEntry[str]) -> int:
 
 
 def _create(path: str) -> int:
-    """A descriptor that writes to a file which was not there before."""
+    """Create a file that must not exist yet, and return a descriptor for writing."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
 
 
 def _set_aside(descriptor: int, nbytes: int) -> None:
-    """Give an empty file its size, and space on the disk where the file system can."""
+    """Set the size of an empty file, and allocate its space on the disk if the file system can do so."""
     # Not os.posix_fallocate: where the file system cannot, the C library writes to every block, over a network too.
     library = ctypes.CDLL(None, use_errno=True)
     while nbytes and hasattr(library, "fallocate"):
@@ -385,7 +385,7 @@ def _set_aside(descriptor: int, nbytes: int) -> None:
 
 
 def make_folder(path: str) -> None:
-    """Create the folder durably if it is missing, also if a process that created it died before that."""
+    """Create a folder durably, even if a process that created it died before it synced the parent."""
     parent = os.path.dirname(path)
     if not os.path.isdir(path):
         if parent != path:
@@ -401,7 +401,7 @@ def make_folder(path: str) -> None:
 
 
 def _sync_folder(folder: str) -> None:
-    """Make the names in a folder durable, if the file system supports or requires it."""
+    """Make the names in a folder durable, if the file system supports it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -417,13 +417,13 @@ def open_writer(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> contract.StorageWriter:
-    """Open a folder, which may be missing, or a URL for writing. The caller closes the writer.
+    """Open a folder, which need not exist, or a URL for writing. The caller closes the writer.
 
-    Nothing is made before the first file is. ``storage_options`` are those of
+    Nothing is created before the first file. ``storage_options`` are those of
     :class:`~shardwise.storage.objects.ObjectWriter`, for URLs only.
 
     Raises:
-        StorageError: it is not writable: the hub, an HTTP server, or a path that is a file.
+        StorageError: the target cannot be written to: the hub, an HTTP server, a path that is a file.
     """
     if not is_url(target):
         if storage_options:

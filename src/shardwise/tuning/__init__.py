@@ -1,7 +1,7 @@
-"""Selection of trained parameters, decided on meta before the model is sharded.
+"""Selection and preparation of a model's trained parameters, on meta, before the model is sharded.
 
-``modes`` has the types of tunings, ``tune`` applies them to a model on meta, and ``peft_compat`` has all uses of
-PEFT's unexported names.
+``modes`` contains the types with which users state their choice, and ``tune``, which applies it to a model on meta.
+``peft_compat`` is the only file that uses unexported names of PEFT.
 """
 
 from shardwise.errors import require_versions

@@ -1,4 +1,4 @@
-"""LoRA of PEFT in a model on meta, new or loaded: its tensors, their initialization, and their bindings."""
+"""A PEFT LoRA in a model on meta, new or existing: injection, initialization, and matching of its tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in a folder: its config, and its tensors under the keys that its file has."""
+    """An adapter in a folder: its config, and its tensors under the keys in its file."""
 
     directory: str
     config: LoraConfig
@@ -38,17 +38,18 @@ class Adapter:
 def match_adapter(
     model: nn.Module, held: Sequence[Held], name: str, adapter: Adapter, required: Collection[str]
 ) -> dict[str, Expression]:
-    """The values of the adapter's tensors, by name in the model, into which PEFT has put its modules.
+    """Return the values of the adapter's tensors, by name in the model, after PEFT has injected its modules.
 
     Args:
         model: PEFT's model.
-        held: tensors of the model.
-        name: the adapter's, in the model.
-        adapter: tensors of its folder.
-        required: names of tensors that the folder must hold.
+        held: the tensors in it.
+        name: the adapter's name in the model.
+        adapter: the content of the adapter's folder.
+        required: names of tensors that the folder must contain.
 
     Raises:
-        CoverageError: tensors are missing, unexpected or of another shape. The message has all of them.
+        CoverageError: there are missing or unexpected tensors, or tensors of another shape. The error lists all of
+            them.
     """
     places = names_outside(model, held, AdapterOnly(name))
     by_name = {alias: item for item in held for alias in item.names}
@@ -81,7 +82,7 @@ def _shown(targets: object) -> str:
 def with_lora(
     base: PreTrainedModel, bindings: Bindings, config: LoraConfig, name: str, adapter: Adapter | None
 ) -> Tuned:
-    """Inject PEFT's modules. Tensors are recognized by identity: of the module, and of the name in it."""
+    """Inject PEFT's modules, and map the base's names to the new ones by the identity of modules."""
     _require_numbers(base, config)
     before = look_inside(base)
     old_names = {(id(slot.module), slot.name): slot.fqn for item in before for slot in item.slots}
@@ -119,7 +120,11 @@ def with_lora(
 
 
 def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Adapter | None) -> Any:
-    """PEFT's model around the base. Raises ConfigError where something that was named is not there."""
+    """Return PEFT's model around the base.
+
+    Raises:
+        ConfigError: the config contains a name that matches nothing.
+    """
     modules = [module_name for module_name, _ in base.named_modules()]
     parameters = [parameter_name for parameter_name, _ in base.named_parameters()]
     try:
@@ -137,7 +142,7 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
 
 
 def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
-    """Raises ConfigError if a LoRA needs dequantized values of a 4-bit weight."""
+    """Raise ConfigError if a LoRA requires dequantized weights of layers in four bits."""
     packed = [name for name, module in base.named_modules() if hasattr(module, "kept_as")]
     if packed and config.use_dora:
         raise ConfigError(
@@ -154,7 +159,7 @@ def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _originals(model: Any, adapter: str, names: Mapping[tuple[int, str], str]) -> dict[str, str]:
-    """Return names of parameters and buffers in copied modules, mapped to those of their originals."""
+    """Return the names of parameters and buffers in copied modules, mapped to the names of their originals."""
     found: dict[str, str] = {}
     for original, copy in peft_compat.copies(model, adapter):
         ours = dict(original.named_modules(remove_duplicate=False))
@@ -172,7 +177,7 @@ def _originals(model: Any, adapter: str, names: Mapping[tuple[int, str], str]) -
 def _first_offers(
     copied: Mapping[str, str], offers: Mapping[str, object], held: Sequence[Held]
 ) -> Iterable[tuple[str, str]]:
-    """(copy, name under which its original is offered), for those that are: a tied one under any of its names."""
+    """Yield (copy, name with offers of its original) if there is one, under any name of a tied weight."""
     names = {name: item.names for item in held for name in item.names}
     for copy, original in copied.items():
         offered = next((name for name in names[original] if name in offers), None)
@@ -181,10 +186,10 @@ def _first_offers(
 
 
 def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, Held]) -> Additions:
-    """Return the modules that PEFT has added, and their initialization.
+    """Return PEFT's additions to the model, and their initialization.
 
     Raises:
-        ConfigError: magnitudes of DoRA that are not norms of rows.
+        ConfigError: magnitudes of DoRA are not norms of rows.
     """
     initialized: set[str] = set()
     norms: dict[str, RowNorms] = {}
@@ -213,10 +218,10 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
 def _require_all_matched(
     config: LoraConfig, targets: peft_compat.AdaptedNames, modules: Sequence[str], parameters: Sequence[str]
 ) -> None:
-    """Every name in a config has matched something: PEFT is content when one of them has.
+    """Check that every name in a config matches something, because PEFT accepts a config if one of them does.
 
     Raises:
-        ConfigError: naming all that match nothing, with the nearest names.
+        ConfigError: there are names that match nothing. The error lists all of them, with the nearest names.
     """
     faults: list[str] = []
 
@@ -239,10 +244,10 @@ def _require_all_matched(
 
 
 def replicated(made: Tuned) -> Tuned:
-    """Return the same with the added modules unsharded on every rank.
+    """Return the same with the added parameters unsharded on every rank.
 
     Raises:
-        ConfigError: it has magnitudes of DoRA, which need their rows.
+        ConfigError: there are magnitudes of DoRA, which require their rows.
     """
     if made.additions.norms:
         raise ConfigError("use_dora needs its magnitudes where the rows are; pass adapters='sharded'")
@@ -250,12 +255,15 @@ def replicated(made: Tuned) -> Tuned:
 
 
 def matches(name: str, wanted: str) -> bool:
-    """Return whether a module's name is, or ends with, the one wanted."""
+    """Check if a module's name is, or ends with, the wanted one."""
     return name == wanted or name.endswith(f".{wanted}")
 
 
 def near(wanted: str, known: Iterable[str]) -> str:
-    """The nearest of some names, as the end of a sentence: their last parts, or more where ``wanted`` has more."""
+    """Return the nearest of some names, as the end of a sentence.
+
+    Names are compared by their last parts, with the same number of parts as ``wanted``.
+    """
     parts = wanted.count(".") + 1
     ends = {".".join(name.split(".")[-parts:]) for name in known if name}
     ends = {end for end in ends if not end.isdigit()}
@@ -266,14 +274,14 @@ def near(wanted: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A model on meta that is ready to be sharded, and the sources of its values.
+    """A model on meta that is ready to be sharded, with the plan of its values.
 
     Attributes:
-        model: the model for the user, PEFT's if there is an adapter.
-        base: the model of transformers, to which ``fully_shard`` is applied.
-        bindings: the checkpoint's bindings, under the names in ``model``.
-        additions: the added modules.
-        stays_whole: names of parameters that are to stay whole on every rank, with the reason.
+        model: the model that the user receives, which is PEFT's model if there is an adapter.
+        base: the transformers model, to which ``fully_shard`` is applied.
+        bindings: the checkpoint's expressions, under the names that tensors have in ``model``.
+        additions: the added parameters.
+        stays_whole: names of parameters that stay unsharded on every rank, with the reason.
         whole: these parameters themselves, once their dtypes are settled.
         notes: sentences for the report.
     """

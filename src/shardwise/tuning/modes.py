@@ -1,4 +1,4 @@
-"""Tunings: full, some layers, or an adapter, and the selection of trained parameters."""
+"""Tunings, which select the trained parameters: all of a model, some of its layers, or an adapter."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class Tuning:
-    """Base class: selection of trained parameters, and added modules. By default all that its class trains.
+    """Base class of tunings, which by default train all parameters that the model's class trains.
 
-    A subclass of one's own may be passed as ``tuning``. It is carried out on meta, before the model is sharded.
+    A custom subclass may be passed as ``tuning``. It is applied on meta, before the model is sharded.
     """
 
     __slots__ = ()
@@ -44,23 +44,26 @@ class Tuning:
         return {}
 
     def saves(self) -> Selection:
-        """Return the part of a model trained so that is saved."""
+        """Return the part of the trained model that is saved."""
         return None
 
     def in_words(self, _adapters: Mapping[str, Adapter]) -> str:
-        """Return the settings that must be equal on all ranks, such as the scaling of a LoRA."""
+        """Return a text of settings that must agree on all ranks, even if no plan contains them.
+
+        An example is the scaling of a LoRA.
+        """
         return repr(self)
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
-        """Add modules, and let only that have gradients which is trained.
+        """Add modules, and set ``requires_grad`` of the trained parameters only.
 
         Args:
-            base: on meta, tied, not sharded. It is changed.
-            bindings: the checkpoint's bindings for it.
-            adapters: those of :meth:`folders`, opened.
+            base: the model on meta, tied and not sharded, which is changed.
+            bindings: the checkpoint's expressions for it.
+            adapters: the opened adapters of :meth:`folders`.
 
         Raises:
-            ConfigError: something named matches nothing, or cannot be honored.
+            ConfigError: a name matches nothing, or a setting is not supported.
             CoverageError: an adapter does not fit the model.
         """
         return Tuned(base, base, bindings)
@@ -68,20 +71,20 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Full(Tuning):
-    """All that the model's class trains."""
+    """A tuning of all parameters that the model's class trains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Freeze(Tuning):
-    """Train some layers, and modules outside of them. Everything else is frozen.
+    """A tuning of some layers, and of modules outside of them, with all else frozen.
 
     Attributes:
-        trainable_layers: the last n of the model's layers, or the first n as ``-n``. 0 for none. Of a
-            vision-language model, the language model's layers.
-        trainable_modules: names of modules inside these layers, as in ``("self_attn", "mlp.down_proj")``. Default:
-            entire layers.
-        extra_modules: names of modules outside of the layers, as in ``("embed_tokens", "lm_head")``. Tied
-            parameters are trained under all of their names.
+        trainable_layers: the last n of the model's layers, the first n if it is ``-n``, or none if it is 0. In a
+            vision-language model, these are the language model's layers.
+        trainable_modules: names of modules inside these layers, such as ``("self_attn", "mlp.down_proj")``. If
+            empty, the complete layers are trained.
+        extra_modules: names of modules outside of the layers, such as ``("embed_tokens", "lm_head")``. Tied weights
+            are trained under all of their names.
     """
 
     trainable_layers: int = 0
@@ -121,7 +124,7 @@ hands at run time.
 
 
 class _LoraTuning(Tuning):
-    """A LoRA of PEFT under the name ``adapter``, whose matrices are placed according to ``adapters``."""
+    """A PEFT LoRA with the name ``adapter`` and the placement ``adapters``."""
 
     __slots__ = ()
 
@@ -158,12 +161,12 @@ class _LoraTuning(Tuning):
 
 @dataclass(frozen=True, slots=True)
 class Lora(_LoraTuning):
-    """A new LoRA of PEFT, and the other trained modules of its config (``modules_to_save``, ``bias``).
+    """A new PEFT LoRA, with the parameters that its config trains in addition (``modules_to_save``, ``bias``).
 
     Attributes:
-        config: PEFT's config. It is copied, and not changed.
+        config: PEFT's config, which is copied and not changed.
         adapter: the adapter's name.
-        adapters: where its matrices are.
+        adapters: placement of its matrices.
     """
 
     config: LoraConfig
@@ -176,12 +179,12 @@ class Lora(_LoraTuning):
 
 @dataclass(frozen=True, slots=True)
 class ExistingLora(_LoraTuning):
-    """The LoRA in a folder of PEFT's (``adapter_config.json`` and its tensors), to be trained on.
+    """The LoRA in a PEFT folder (``adapter_config.json`` and its tensors), whose training is continued.
 
     Attributes:
-        directory: the folder. Its config is the adapter's.
-        adapter: the name it is to have in the model.
-        adapters: where its matrices are.
+        directory: the folder, whose config is the adapter's.
+        adapter: the adapter's name in the model.
+        adapters: placement of its matrices.
     """
 
     directory: str | os.PathLike[str]
@@ -196,7 +199,7 @@ def freeze(model: nn.Module, mode: Freeze) -> None:
     """Set ``requires_grad`` of every parameter.
 
     Raises:
-        ConfigError: a name matches nothing (with the nearest match), or there are fewer layers.
+        ConfigError: a name matches nothing (the error contains the nearest names), or there are not enough layers.
     """
     blocks = _layers(model) if mode.trainable_layers else []
     count = abs(mode.trainable_layers)
@@ -218,10 +221,10 @@ def freeze(model: nn.Module, mode: Freeze) -> None:
 
 
 def _layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
-    """Names of the model's layers, in order: of several lists, that of the text model's decoder.
+    """Return the names of the model's layers in order, choosing the text decoder's list if there are several.
 
     Raises:
-        ConfigError: there is no such list, or several that could be meant.
+        ConfigError: there is no such list, or the choice is ambiguous.
     """
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
     wanted = pretrained.text_layers(model)
@@ -276,7 +279,11 @@ def _outside(modules: dict[str, nn.Module], blocks: Sequence[str], names: Sequen
 
 
 def _named(none: str, parts: Sequence[tuple[str, nn.Module]], names: Sequence[str]) -> list[nn.Module]:
-    """Return the modules with these names. Raises ConfigError for a name that matches nothing."""
+    """Return the modules with these names.
+
+    Raises:
+        ConfigError: a name matches nothing.
+    """
     for wanted in names:
         if not any(matches(name, wanted) for name, _ in parts):
             raise ConfigError(f"{none} is named {wanted!r}{near(wanted, [name for name, _ in parts])}")
@@ -292,18 +299,18 @@ def tune(
     adapters: Mapping[str, Adapter],
     casts_to: torch.dtype | None = None,
 ) -> Tuned:
-    """Apply ``tuning`` to a model on meta that is already tied and not yet sharded.
+    """Prepare a model on meta, which is tied and not yet sharded, for training according to ``tuning``.
 
     Args:
         base: the model, which is changed.
-        bindings: the checkpoint's bindings for it.
+        bindings: the checkpoint's expressions for it.
         tuning: the tuning to apply.
-        trained: in which dtype that is kept.
-        adapters: by name, those that the tuning starts from.
-        casts_to: the compute dtype of all modules, or None for each parameter's own.
+        trained: the dtype of trained parameters.
+        adapters: the adapters from which the tuning starts, by name.
+        casts_to: the compute dtype of all parameters, or None for each parameter's own.
 
     Raises:
-        ConfigError: something named matches nothing, or cannot be honored.
+        ConfigError: a name matches nothing, or a setting is not supported.
         CoverageError: an existing adapter does not fit the model.
     """
     made = tuning.prepare(base, bindings, adapters)
@@ -320,7 +327,7 @@ def tune(
 
 
 def _recast(model: nn.Module, trained: TrainedDtype, casts_to: torch.dtype | None) -> None:
-    """Set the dtype of trained parameters, on meta.
+    """Change the dtypes of trained parameters, still on meta.
 
     Raises:
         ConfigError: a module would compute with parameters of two dtypes.

@@ -1,7 +1,7 @@
-"""All uses of PEFT's unexported names, and of behavior of its layers that is not documented.
+"""The only file that uses unexported names of PEFT, and properties of its layers that are not a public API.
 
-Checked with PEFT 0.20 and 0.21. PEFT is optional and slow to import, so nothing here imports it before a call. A
-missing name is an error when PEFT first injects. Their meanings are asserted by ``tests/canary``.
+Checked with PEFT 0.20 and 0.21. PEFT is optional and slow to import, so no function imports it before it is called.
+A name that no longer exists is an error at the first injection. ``tests/canary`` asserts the behavior of each name.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
 
 def config_in(directory: str) -> LoraConfig:
-    """The config of an adapter in a folder.
+    """Read the config of an adapter in a folder.
 
     Raises:
-        ConfigError: it is not that of a LoRA, or PEFT cannot read it.
+        ConfigError: it is not the config of a LoRA, or PEFT cannot read it.
     """
     from peft import LoraConfig, PeftConfig
 
@@ -61,10 +61,10 @@ def config_in(directory: str) -> LoraConfig:
 
 
 def lora_config(**settings: Any) -> LoraConfig:
-    """A config of a LoRA, from PEFT's own settings.
+    """Create the config of a LoRA from PEFT's own settings.
 
     Raises:
-        ConfigError: PEFT is not installed, or refuses them.
+        ConfigError: PEFT is not installed, or refuses the settings.
     """
     try:
         from peft import LoraConfig
@@ -77,10 +77,10 @@ def lora_config(**settings: Any) -> LoraConfig:
 
 
 def in_words(config: LoraConfig) -> str:
-    """A config in words that are the same in every process: sets in order.
+    """Return a text of a config that is the same in every process, with sets sorted.
 
     Raises:
-        ConfigError: it is no config of a LoRA.
+        ConfigError: it is not the config of a LoRA.
     """
     _require_lora(config)
     values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
@@ -96,10 +96,10 @@ def _require_lora(config: object) -> None:
 
 
 def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
-    """Reject configs that cannot be created on meta exactly as PEFT would.
+    """Refuse settings that cannot be initialized on meta exactly as in PEFT.
 
     Raises:
-        ConfigError: naming each option.
+        ConfigError: options are not supported. The error lists them.
     """
     _require_lora(config)
     faults = []
@@ -126,9 +126,9 @@ def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
 
 
 def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bool) -> PeftModel:
-    """Return PEFT's model around ``base`` with its modules in place. The added ones are on meta.
+    """Return PEFT's model around ``base``, with its modules injected and its new tensors on meta.
 
-    ``config`` is copied. Unless the adapter ``starts_anew``, how it was initialized once plays no role.
+    ``config`` is copied. Unless the adapter ``starts_anew``, its original initialization is ignored.
 
     Raises:
         ConfigError: nothing matches, or PEFT refuses the config for this model.
@@ -171,7 +171,7 @@ def _is_packed(layer: Any) -> bool:
 
 @contextmanager
 def _with_products(layer: Any, adapters: Sequence[str]) -> Iterator[None]:
-    """``ParamWrapper._activate_lora`` on a stack in four bits, which stays bytes."""
+    """Run ``ParamWrapper._activate_lora`` on stacked experts in four bits, which stay packed."""
     experts, count = layer.get_base_layer(), layer.num_experts
     before = experts.deltas
     for name in adapters:
@@ -187,13 +187,13 @@ def _with_products(layer: Any, adapters: Sequence[str]) -> Iterator[None]:
 
 
 def _merged(tuner: Any, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:  # noqa: FBT001, FBT002
-    """Run ``BaseTuner.merge_adapter`` if it is supported."""
+    """Run ``BaseTuner.merge_adapter`` if it is possible in place."""
     _require_in_place(tuner, safe_merge=safe_merge)
     type(tuner).merge_adapter(tuner, adapter_names, safe_merge)
 
 
 def _unloaded(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = False, **options: Any) -> Any:  # noqa: FBT001, FBT002
-    """Run ``BaseTuner._unload_and_optionally_merge`` if it is supported."""
+    """Run ``BaseTuner._unload_and_optionally_merge`` if it is possible."""
     if merge:
         _require_in_place(tuner, safe_merge=safe_merge)
     group = next((name for name, layer in layers(tuner) if isinstance(layer, FSDPModule)), None)
@@ -205,10 +205,10 @@ def _unloaded(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = Fal
 
 
 def _require_in_place(tuner: Any, *, safe_merge: bool) -> None:
-    """Reject operations that replace a weight, because FSDP2 would continue with the old one.
+    """Refuse changes that would replace a weight that FSDP2 manages, because FSDP2 would keep using the old one.
 
     Raises:
-        ConfigError: naming the first such layer.
+        ConfigError: there is such a layer. The error contains the first one.
     """
     for name, layer in layers(tuner):
         base = layer.get_base_layer()
@@ -244,13 +244,13 @@ def _require_names() -> None:
 
 
 def _called(tuner: Any, *args: Any, **keywords: Any) -> Any:
-    """``BaseTuner.forward`` of PEFT 0.21."""
+    """Run ``BaseTuner.forward`` of PEFT 0.21."""
     return tuner.model(*args, **keywords)
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedNames:
-    """Names, in the base as it was, of the modules and parameters adapted, and of modules copied whole."""
+    """Names, in the original base, of the adapted modules and parameters, and of copied modules."""
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -258,7 +258,7 @@ class AdaptedNames:
 
 
 def targets_of(model: PeftModel, adapter: str) -> AdaptedNames:
-    """Return the modules and parameters that the adapter is attached to."""
+    """Return the names of modules and parameters that the adapter targets or copies."""
     tuner: Any = model.base_model
     copied = tuple(name for name, module in model.get_base_model().named_modules() if _has_copy(module, adapter))
     return AdaptedNames(tuple(tuner.targeted_module_names), tuple(tuner.targeted_parameter_names), copied)
@@ -271,14 +271,14 @@ def _has_copy(module: nn.Module, adapter: str) -> bool:
 
 
 def copies(model: PeftModel, adapter: str) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """(module, its copy that is trained instead) of every module in ``modules_to_save``."""
+    """Yield (module, its trained copy) for every module in ``modules_to_save``."""
     for module in model.modules():
         if _has_copy(module, adapter):
             yield module.original_module, module.modules_to_save[adapter]  # type: ignore[misc,index]
 
 
 def layers(model: PeftModel) -> Iterator[tuple[str, Any]]:
-    """The layers of LoRA in a model, by name."""
+    """Yield the LoRA layers of a model, by name."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in model.named_modules():
@@ -287,7 +287,7 @@ def layers(model: PeftModel) -> Iterator[tuple[str, Any]]:
 
 
 def matrices(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
-    """(module, name in it) of each parameter that belongs to an adapter in a layer of LoRA, but magnitudes."""
+    """Yield (module, name in it) for each parameter of an adapter in a LoRA layer, except magnitudes."""
     for part in ("lora_A", "lora_B"):
         if adapter in getattr(layer, part):
             module = getattr(layer, part)[adapter]
@@ -298,20 +298,20 @@ def matrices(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
 
 
 def magnitude(layer: Any, adapter: str) -> nn.Module | None:
-    """The module that holds the magnitudes of DoRA, as ``weight``."""
+    """Return the module that holds the magnitudes of DoRA as ``weight``."""
     vectors = layer.lora_magnitude_vector  # an nn.ModuleDict, which has no get
     found: nn.Module | None = vectors[adapter] if adapter in vectors else None  # noqa: SIM401
     return found
 
 
 def has_row_norms(layer: Any) -> bool:
-    """Return whether the magnitudes of DoRA are norms of single rows of the weight as it is stored."""
+    """Check if the magnitudes of DoRA are norms of single rows of the weight as stored."""
     base = layer.get_base_layer()
     return isinstance(base, nn.Linear) and not getattr(layer, "fan_in_fan_out", False)
 
 
 def initialize(layer: Any, adapter: str, init: bool | str) -> None:  # noqa: FBT001 - as PEFT has it
-    """Run PEFT's initializer for an adapter in a layer, on the tensors that are there."""
+    """Run PEFT's initializer for an adapter in a layer, on the existing tensors."""
     if init is not False:
         layer.reset_lora_parameters(adapter, init)
         return
@@ -325,13 +325,13 @@ def initialize(layer: Any, adapter: str, init: bool | str) -> None:  # noqa: FBT
 
 
 def row_norms(rows: torch.Tensor) -> torch.Tensor:
-    """``DoraLinearLayer.get_weight_norm`` where ``lora_B`` is zero."""
+    """Compute ``DoraLinearLayer.get_weight_norm`` for the case that ``lora_B`` is zero."""
     norms: torch.Tensor = torch.linalg.norm(rows, dim=1)
     return norms.to(rows.dtype)
 
 
 def save_config(model: Any, adapter: str, folder: str) -> None:
-    """Write ``adapter_config.json`` as ``save_pretrained`` of PEFT does, names in order."""
+    """Write ``adapter_config.json`` as PEFT's ``save_pretrained`` does, with names sorted."""
     config = copy.deepcopy(model.peft_config[adapter])
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config.inference_mode = True
@@ -349,9 +349,10 @@ def save_config(model: Any, adapter: str, folder: str) -> None:
 
 
 def adapter_doors() -> list[tuple[Any, str]]:
-    """The classes, and the names of the functions, by which PEFT moves a new adapter to where its layer is.
+    """Return the (class, function name) pairs with which PEFT moves a new adapter to the device of its layer.
 
-    Such a function is given modules, among them the layer with the adapter. Empty if PEFT is not installed.
+    Such a function receives modules, among them the layer with the adapter. The list is empty if PEFT is not
+    installed.
     """
     if importlib.util.find_spec("peft") is None:
         return []
@@ -375,7 +376,7 @@ def layer_among(given: Iterable[object]) -> nn.Module | None:
 
 
 def copied_names(model: nn.Module) -> dict[str, str]:
-    """Names of parameters that PEFT has copied to train them in place of others, to the others' names."""
+    """Return the names of parameters and buffers that PEFT copied for training, mapped to the originals' names."""
     if importlib.util.find_spec("peft") is None:
         return {}
     from peft.utils.other import ModulesToSaveWrapper

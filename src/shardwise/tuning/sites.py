@@ -1,4 +1,4 @@
-"""Sites and initialization of a LoRA in a model, from PEFT on a temporary model on meta."""
+"""The sites of a LoRA in a model and their initialization, from PEFT on a temporary model on meta."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class AdaptedMatrix:
-    """A matrix of an adapter: its FQN in the case of an adapter named "default", and its shape."""
+    """A matrix of an adapter: its FQN with the adapter name "default", and its shape."""
 
     fqn: str
     shape: tuple[int, ...]
 
     @property
     def key(self) -> str:
-        """Its name in PEFT's files."""
+        """The matrix's name in PEFT's files."""
         return self.fqn.replace(f".{_ADAPTER}", "")
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSite:
-    """A linear layer with an adapter: ``y + scaling * lora_B(lora_A(dropout(x)))``. A is (r, in), B is (out, r)."""
+    """A linear layer with an adapter: ``y + scaling * lora_B(lora_A(dropout(x)))``, A (r, in), B (out, r)."""
 
     module: str
     lora_A: AdaptedMatrix
@@ -55,7 +55,7 @@ class LinearSite:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSite:
-    """An embedding with one. A is (r, vocabulary), B is (width, r)."""
+    """An embedding with an adapter: A is (r, words) and B (width, r)."""
 
     module: str
     lora_A: AdaptedMatrix
@@ -66,7 +66,7 @@ class EmbeddingSite:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSite:
-    """A parameter of fused experts with one for each expert. A is (r * experts, in), B is (out, r * experts)."""
+    """A parameter of fused experts with an adapter per expert: A is (r * experts, in) and B (out, r * experts)."""
 
     module: str
     parameter: str
@@ -82,7 +82,7 @@ AdaptedSite: TypeAlias = LinearSite | EmbeddingSite | ExpertsSite
 
 @dataclass(frozen=True)
 class AdapterOutline:
-    """An adapter that is in no model: its sites in the order of the model, and how its matrices begin."""
+    """An adapter outside of any model: its sites in the order of the model, and its initialization."""
 
     sites: tuple[AdaptedSite, ...]
     held: Mapping[str, Held]
@@ -100,9 +100,9 @@ class AdapterOutline:
             yield site.lora_B
 
     def begin(self, matrix: AdaptedMatrix, values: torch.Tensor, seed: int) -> None:
-        """Give a matrix the values it begins with: those that ``from_pretrained`` gives it with ``Lora(config)``.
+        """Initialize a matrix with the same values as ``from_pretrained`` with ``Lora(config)``.
 
-        They follow from (seed, FQN) alone. ``values`` is contiguous.
+        They depend on (seed, FQN) alone. ``values`` is contiguous.
         """
         program = self.programs[matrix.fqn]
         if not program.is_elementwise:
@@ -114,19 +114,19 @@ class AdapterOutline:
 
 
 def name_in_base(name: str) -> str:
-    """The name that something has in the base, of that in PEFT's model around it."""
+    """Return the name in the base for a name in PEFT's model around it."""
     return name.removeprefix(_PREFIX).replace(".base_layer", "")
 
 
 def outline_adapter(base: PreTrainedModel, config: LoraConfig) -> AdapterOutline:
-    """Return the adapter that PEFT would add to a model.
+    """Return the outline of the adapter that PEFT would inject into a model.
 
     Args:
-        base: on meta, in float32. PEFT's modules are added to it.
-        config: of matrices alone.
+        base: the model on meta, in float32, into which PEFT's modules are injected.
+        config: a config with matrices only.
 
     Raises:
-        ConfigError: nothing matches, or there is something in the config that is no plain pair of matrices.
+        ConfigError: nothing matches, or the config contains more than plain pairs of matrices.
     """
     _require_matrices(config)
     made = with_lora(base, Bindings({}), config, _ADAPTER, None)
@@ -150,10 +150,10 @@ def outline_adapter(base: PreTrainedModel, config: LoraConfig) -> AdapterOutline
 
 
 def _require_matrices(config: LoraConfig) -> None:
-    """Reject anything other than a pair of matrices of a weight.
+    """Refuse settings that add more than a pair of matrices per weight.
 
     Raises:
-        ConfigError: naming each option.
+        ConfigError: there are such options. The error lists them.
     """
     peft_compat.require_supported(config, starts_anew=True)
     faults = []
@@ -171,10 +171,10 @@ def _require_matrices(config: LoraConfig) -> None:
 
 
 def _site(module: str, layer: Any, names: Mapping[int, str]) -> AdaptedSite:
-    """One layer of PEFT's, in our words.
+    """Convert one PEFT layer to a site.
 
     Raises:
-        ConfigError: it is of another kind.
+        ConfigError: it is a layer of another kind.
     """
     from peft.tuners.lora import Embedding, Linear, ParamWrapper
     from transformers.pytorch_utils import Conv1D
