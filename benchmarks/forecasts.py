@@ -2,7 +2,7 @@
 
 DeepSeek-V3 in bfloat16, and in FP8 as it is published; of Qwen3 also trainings, of the whole model and of a LoRA.
 
-python -m benchmarks.forecasts
+python -m benchmarks.estimates
 """
 
 import argparse
@@ -77,7 +77,7 @@ def main() -> int:
     medians = {name: statistics.median(found[1:]) for name, found in runs.items()}  # the first imports
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"python -m benchmarks.forecasts --repeats {given.repeats}",
+        "command": f"python -m benchmarks.estimates --repeats {given.repeats}",
         "commit": commit(),
         "machine": machine(),
         "ranks": RANKS,
@@ -86,7 +86,7 @@ def main() -> int:
         "runs": runs,
     }
     text = json.dumps(results, indent=1) + "\n"
-    (Path(__file__).parent / "results" / f"forecasts-{results['date'][:10]}.json").write_text(text)
+    (Path(__file__).parent / "results" / f"estimates-{results['date'][:10]}.json").write_text(text)
     print(text)
     return int(any(medians[name] > most for name, most in MOST_S.items()))
 

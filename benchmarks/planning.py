@@ -100,7 +100,7 @@ def plan_once(wanted: Shape) -> dict[str, float]:
     from shardwise.models import build, pretrained, wrap
     from shardwise.models.initialize import Initializers
     from shardwise.models.pretrained import bind
-    from shardwise.models.view import Held, layout_of, look_inside
+    from shardwise.models.view import TensorRef, collect_tensors, layout_of
     from shardwise.models.wrap import Sharding
     from shardwise.planning.load_memory import stored_tensors
     from shardwise.planning.load_plan import Consent, ModelRules, plan_load
@@ -114,18 +114,18 @@ def plan_once(wanted: Shape) -> dict[str, float]:
     with clock.phase("bind"):
         stored = stored_tensors(index)
         transforms = pretrained.conversion_transforms(model, None)
-        whole = layout_of(look_inside(model))
+        whole = layout_of(collect_tensors(model))
         bindings = bind(model, stored, whole, transforms)
     with clock.phase("wrap"):
         saved = {name for tensor in whole.saved() for name in tensor.names}
         pretrained.tie(model, saved - set(bindings.offers), set())
         wrap.wrap(model, Sharding(mesh=wrap.default_mesh()))
     with clock.phase("layout"):
-        held = look_inside(model)
+        held = collect_tensors(model)
         initializers = Initializers(model, held)
         computed = initializers.buffers({}, seed=0)
 
-        def origin_of(item: Held) -> Origin:
+        def origin_of(item: TensorRef) -> Origin:
             return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initializers.origin_of(item)
 
         layout = layout_of(held, origin_of)

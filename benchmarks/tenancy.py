@@ -275,7 +275,7 @@ def take_products(width: int, tenants: int, tokens: int, lora_rank: int, repeats
     """Seconds of adapters' own forward and backward products in one layer: grouped, and one after the other."""
     import torch
 
-    from shardwise.bank.backends import GroupedProducts, SegmentLoop, SitePart, TenantPair
+    from shardwise.bank.backends import GroupedProducts, LoraWeights, RoutedSegment, SegmentLoop
 
     quieten()
     found: dict[str, Any] = {}
@@ -284,8 +284,8 @@ def take_products(width: int, tenants: int, tokens: int, lora_rank: int, repeats
         parts = []
         for tenant in range(tenants):
             A, B = torch.randn(lora_rank, width) / width, torch.randn(width, lora_rank)
-            pair = TenantPair(A, B, torch.zeros_like(A), torch.zeros_like(B), 1.0)
-            parts.append(SitePart(pair, tenant * tokens, (tenant + 1) * tokens))
+            pair = LoraWeights(A, B, torch.zeros_like(A), torch.zeros_like(B), 1.0)
+            parts.append(RoutedSegment(pair, tenant * tokens, (tenant + 1) * tokens))
         x, g = (torch.randn(tenants * tokens, width).to(dtype) for _ in range(2))
         own: dict[str, list[float]] = {"grouped": [], "loop": []}
         for repeat in range(repeats + 1):

@@ -1,4 +1,4 @@
-"""Memory of trainings, forecast and measured. ``python -m benchmarks.training_memory``.
+"""Memory of trainings, estimate and measured. ``python -m benchmarks.training_memory``.
 
 Each cell is a model, what of it is trained, whether its blocks are recomputed, a number of ranks on this machine's
 processors, and rows and tokens of a batch. Forecast: ``shardwise.plan``. Measured, in new processes: the most by
@@ -9,7 +9,7 @@ glibc keeps blocks of less than 32 MiB that are freed, in a heap that is soon fu
 back what is larger than 64 KiB (as ``MALLOC_MMAP_THRESHOLD_=65536`` does).
 
 ``--cell 36m,lora,keep,2`` (several times) picks cells. ``tests/planning/test_training_forecast.py`` compares the
-forecast with cells that were recorded.
+estimate with cells that were recorded.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def bytes_held(model: Any, optimizer: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def forecast(cell: Cell, folder: str) -> dict[str, Any]:
+def estimate(cell: Cell, folder: str) -> dict[str, Any]:
     """The same by ``plan``."""
     import shardwise
 
@@ -164,7 +164,7 @@ def compare(cell: Cell, folder: str) -> dict[str, Any]:
     """Forecast and measurement of the rank that needs most."""
     with LocalRanks(cell.ranks, timeout_s=560) as world:
         measured = max(world.run(measure, cell, folder), key=lambda one: one["peak"])
-    foreseen = forecast(cell, folder)
+    foreseen = estimate(cell, folder)
     most = (1 + LIMIT) * foreseen["peak"] + LIBRARY_BYTES
     return {
         "cell": asdict(cell),
@@ -187,7 +187,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 HEAD = (
-    "| model | trained | activations | ranks | rows | held, ratio | peak MiB forecast | measured | ratio | |\n"
+    "| model | trained | activations | ranks | rows | held, ratio | peak MiB estimate | measured | ratio | |\n"
     "|---|---|---|--:|---|--:|--:|--:|--:|---|"
 )
 

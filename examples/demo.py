@@ -87,7 +87,7 @@ def differing_tensors(folder: str) -> list[str]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    state = shardwise.model_state(shardwise.from_pretrained(folder), "full_on_all_ranks")
+    state = shardwise.get_model_state_dict(shardwise.from_pretrained(folder), "full_on_all_ranks")
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
     assert state.keys() <= expected.keys()
     return [name for name, tensor in state.items() if not torch.equal(tensor, expected[name])]

@@ -75,7 +75,7 @@ PRELOADED = (
     "torch.distributed.checkpoint",
     "transformers",
     "peft",
-    "shardwise.engines.bringing_up",
+    "shardwise.engines.pretrained_loading",
     "shardwise.engines.saving",
 )
 """What nearly every test needs on its ranks: seconds for each of them, if each imported it."""

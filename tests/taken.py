@@ -14,9 +14,9 @@ from transformers import AutoConfig
 
 import shardwise
 from shardwise.engines.save_plan import SaveOptions
-from shardwise.execution import Patience
+from shardwise.execution import Timeouts
 
-OPTIONS = SaveOptions(budget_bytes=1 << 20, patience=Patience(silence_s=120))
+OPTIONS = SaveOptions(budget_bytes=1 << 20, timeouts=Timeouts(heartbeat_timeout_s=120))
 
 
 def save_and_compare(case: truth.Case, way: Way, folder: str) -> list[str] | None:

@@ -18,17 +18,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise
-from shardwise.engines.forecasting import _plan as plan_of_all_ranks
+from shardwise.engines.estimating import _plan as plan_of_all_ranks
 from shardwise.engines.load_plan import SharedReads
 from shardwise.engines.outline import config_of, made_ready, outline
-from shardwise.execution import Patience
-from shardwise.execution.reading import Destination, Placer, arrange
+from shardwise.execution import Timeouts
+from shardwise.execution.reading import ReadExecutor, ReadTarget, plan_reads
 from shardwise.execution.world import World
 from shardwise.formats.opening import open_checkpoint
 from shardwise.layout import MeshShape
 from shardwise.models.policies import group_parameters
-from shardwise.models.torch_words import to_torch
-from shardwise.models.view import look_inside, strided_view
+from shardwise.models.torch_api import to_torch
+from shardwise.models.view import collect_tensors, strided_view
 from shardwise.report.reports import LoadReport
 from shardwise.storage import objects
 from shardwise.storage.contract import StorageReader
@@ -98,7 +98,7 @@ def by_columns(size: int) -> Callable[[nn.Parameter], Shard | None]:
 def distribute(model: nn.Module, mesh: DeviceMesh, dim_of: Callable[[str, torch.Tensor], int | None]) -> None:
     """Parameters on meta as DTensors that are sharded along an axis, before ``fully_shard``."""
     found = False
-    for item in look_inside(model):
+    for item in collect_tensors(model):
         dim = dim_of(item.fqn, item.tensor)
         if dim is None or item.tensor.shape[dim] % mesh.size():
             continue
@@ -187,7 +187,7 @@ def bring_up(case: truth.Case, way: Way) -> tuple[nn.Module, LoadReport]:
     options = shardwise.options.LoadOptions(
         shared_reads=way.shared_reads,
         budget_bytes=1 << 20,
-        patience=Patience(silence_s=120),  # a sweep may share its machine
+        timeouts=Timeouts(heartbeat_timeout_s=120),  # a sweep may share its machine
     )
     if way.mesh in ("flat", "hsdp") and not isinstance(source, StorageReader):
         return shardwise.from_pretrained(
@@ -227,7 +227,7 @@ def outlined(case: truth.Case) -> nn.Module:
     kind = zoo.model_class(case.specimen)
     config = kind.config_class.from_pretrained(case.directory)
     model = zoo.meta_model(case.specimen, dtype=truth.DTYPES[case.dtype], config=config)
-    for item in look_inside(model):
+    for item in collect_tensors(model):
         dtype = expected["values"][item.fqn].dtype
         if item.tensor.dtype != dtype:
             changed = item.tensor.detach().to(dtype)
@@ -235,7 +235,7 @@ def outlined(case: truth.Case) -> nn.Module:
             item.install(
                 nn.Parameter(changed, requires_grad=item.tensor.requires_grad) if is_parameter else changed
             )
-    slots = {slot.fqn: (slot, item) for item in look_inside(model) for slot in item.slots}
+    slots = {slot.fqn: (slot, item) for item in collect_tensors(model) for slot in item.slots}
     for names in expected["ties"]:
         first, item = slots[names[0]]
         shared = getattr(first.module, first.name)
@@ -293,11 +293,11 @@ def place_by_plan(case: truth.Case, ranks: int) -> list[str]:
             memory = torch.empty(world.spreads[name].padded_numel, dtype=to_torch(layout.by_name[name].dtype))
             memory.fill_(float("nan") if memory.is_floating_point() else 1)
             tensor = layout.by_name[name]
-            items.append(Destination(name, read.expression, tensor.boxes, memory.dtype, memory.device))
+            items.append(ReadTarget(name, read.expression, tensor.boxes, memory.dtype, memory.device))
             memories[name] = memory
         with contextlib.closing(LocalReader(directory)) as reader:
-            placer = Placer(reader, index, 1 << 20, _Silent(), World(0, 1))
-            arrangement = arrange(items, index, reader.policy, 1 << 20)
+            placer = ReadExecutor(reader, index, 1 << 20, _Silent(), World(0, 1))
+            arrangement = plan_reads(items, index, reader.policy, 1 << 20)
             placer.place(arrangement, [memories[item.fqn] for item in arrangement.destinations])
         for item in items:
             for part in item.boxes:

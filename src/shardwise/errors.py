@@ -5,10 +5,10 @@
     ShardwiseError
     ├── CheckpointError          something about a checkpoint or a model's fit to it
     │   ├── FormatError          a file is not what it claims to be
-    │   ├── CoverageError        checkpoint and model do not cover each other
-    │   ├── PlacementError       a model cannot be sharded, or is sharded, as asked
+    │   ├── KeyMismatchError        checkpoint and model do not cover each other
+    │   ├── ShardingError       a model cannot be sharded, or is sharded, as asked
     │   ├── StorageError         bytes could not be read or written
-    │   ├── DisagreementError    ranks that must agree do not
+    │   ├── RankMismatchError    ranks that must agree do not
     │   └── RankLostError        a rank was killed, has ended, or is stopped
     ├── TrainingError            a training cannot go on
     └── ConfigError              an argument or an option that cannot be honored
@@ -35,11 +35,11 @@ class FormatError(CheckpointError):
     """A file's content contradicts its format (truncated, overlapping, unknown dtype, ...)."""
 
 
-class CoverageError(CheckpointError):
+class KeyMismatchError(CheckpointError):
     """Checkpoint and model do not cover each other: missing, unexpected or mismatched tensors."""
 
 
-class PlacementError(CheckpointError):
+class ShardingError(CheckpointError):
     """A model cannot be sharded as requested, or its sharding is not supported."""
 
 
@@ -47,7 +47,7 @@ class StorageError(CheckpointError):
     """Bytes could not be read from, or written to, a storage."""
 
 
-class DisagreementError(CheckpointError):
+class RankMismatchError(CheckpointError):
     """Ranks that must hold or plan the same thing do not."""
 
 

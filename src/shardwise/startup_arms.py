@@ -23,9 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.engines.bringing_up import from_pretrained
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.observe import observe
+from shardwise.engines.pretrained_loading import from_pretrained
 from shardwise.execution.memory import memory_of
 from shardwise.execution.processes import this_device
 from shardwise.models.view import local_tensor, raw_bytes

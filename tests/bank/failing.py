@@ -12,9 +12,9 @@ from tests.bank import banking, on_ranks
 from tests.bank.banking import Recipe, no_rows, recipes, rows_for
 
 import shardwise
-from shardwise.bank import in_step
+from shardwise.bank import collective_resync
 from shardwise.errors import ShardwiseError
-from shardwise.execution import Patience
+from shardwise.execution import Timeouts
 from shardwise.models.gradients import gather_zeros
 from shardwise.models.policies import MinSize
 
@@ -103,8 +103,8 @@ def one_rank_fails(base: Path, groups: str) -> dict[str, Any]:
         "every layer": shardwise.Sharding(wrap=MinSize(1)),
         "some ranks gather": shardwise.Sharding(reshard_after_forward=2),
     }[groups]
-    quick = Patience(beat_s=0.1)
-    with mock.patch("shardwise.execution.world.Patience", return_value=quick):
+    quick = Timeouts(heartbeat_interval_s=0.1)
+    with mock.patch("shardwise.execution.world.Timeouts", return_value=quick):
         bank, quiet = (on_ranks.bank_of(base, members(), sharding=sharding) for _ in range(2))
 
     def share(name: str, rows: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def one_rank_fails(base: Path, groups: str) -> dict[str, Any]:
         gather_zeros(root, gathers)
 
     for number, kind in enumerate(("forward", "backward")):
-        with trouble(bank, kind), mock.patch.object(in_step, "gather_zeros", caught_up):
+        with trouble(bank, kind), mock.patch.object(collective_resync, "gather_zeros", caught_up):
             errors[kind] = said(lambda number=number: go(bank, number, share))  # type: ignore[misc]
             if kind == "forward":
                 alone = [("x", share("x", rows_of("x", members()["x"], number, bad=True)))]

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 import shardwise
 from shardwise.bank import tenant as bank_tenants
 from shardwise.bank.tenant import TenantStart
-from shardwise.execution import meetings
+from shardwise.execution import control_channel
 
 ADA = recipes()["ada"]
 
@@ -65,7 +65,7 @@ def test_ranks_are_given_one_state(worlds, base):
     first, second = worlds(2).run(given_other_states, base)
     assert first == second
     assert first.pop("the same") == "nothing"
-    expected = "DisagreementError: the state that 'ada' is given on rank 1 is not that of rank 0"
+    expected = "RankMismatchError: the state that 'ada' is given on rank 1 is not that of rank 0"
     assert first == dict.fromkeys(first, expected)
 
 
@@ -98,7 +98,7 @@ def test_ranks_step_alike(worlds, base):
     first, second = worlds(2).run(other_settings, base)
     assert first == second
     assert first["schedule"] == (
-        "DisagreementError: lr of 'ada' on rank 1 is not that of rank 0 (0.005 against 0.01); "
+        "RankMismatchError: lr of 'ada' on rank 1 is not that of rank 0 (0.005 against 0.01); "
         "give every rank the same"
     )
     assert "momentum of 'bob' on rank 1 is not that of rank 0 (0.8 against 0.9)" in first["momentum"]
@@ -218,8 +218,8 @@ def step_with(seat: Seat, base: str, how: str) -> dict[str, Any]:
     late = how == "the store goes" and seat.rank == 1
     with (
         mock.patch.object(bank_tenants, "summed", struck),
-        mock.patch.object(meetings, "_FIRST_POLL_S", 0.3 if late else 0.0001),
-        mock.patch.object(meetings, "_LAST_POLL_S", 0.3 if late else 0.05),
+        mock.patch.object(control_channel, "_FIRST_POLL_S", 0.3 if late else 0.0001),
+        mock.patch.object(control_channel, "_LAST_POLL_S", 0.3 if late else 0.05),
     ):
         return {"told": said(lambda: bank.optim_step("ada"))}
 

@@ -107,7 +107,7 @@ def test_tenants_come_and_go_unnoticed(base, begun, alone):
     train(bank, {"bob": members["bob"]}, 2 * STEPS)
     assert distance(adapter(bank, "bob"), alone["bob"], begun["bob"]) <= 1e-6
     assert pointers == [values.data_ptr() for values in bank._model.parameters()]
-    assert bank.trained_counts()["ada"] == sum(values.numel() for values in begun["ada"].values())
+    assert bank.num_trainable_parameters()["ada"] == sum(values.numel() for values in begun["ada"].values())
     for name in bank.names:
         bank.remove(name)
     assert not any(module._forward_hooks for module in bank._model.modules())
@@ -140,7 +140,7 @@ def test_a_sum_with_the_callers_weights(base):
     weights = torch.full(batch["labels"].shape, 0.5)
     told = bank.forward_backward([("sum", {**batch, "weights": weights}), ("mean", batch)]).tenants
     learned = int((batch["labels"][:, 1:] != -100).sum())
-    assert told["sum"].learned_tokens == learned
+    assert told["sum"].num_supervised_tokens == learned
     assert told["sum"].loss == pytest.approx(0.5 * learned * told["mean"].loss, rel=1e-6)
     steps = bank.optim_step("sum", max_grad_norm=1e9), bank.optim_step("mean")
     assert steps[0].grad_norm == pytest.approx(0.5 * learned * steps[1].grad_norm, rel=1e-5)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from shardwise.bank.backends import (
     GroupedProducts,
+    LoraWeights,
+    RoutedSegment,
     SegmentLoop,
-    SitePart,
-    TenantPair,
     adapt,
     choose_backend,
     row_keys,
@@ -33,9 +33,9 @@ def parts_of(draw, dtype=torch.float32):
         b = torch.randn(OUT, rank, generator=generator, dtype=dtype)
         dropout = draw(st.sampled_from([0.0, 0.4]))
         scaling = draw(st.sampled_from([0.5, 2.0]))
-        pair = TenantPair(a, b, torch.zeros_like(a), torch.zeros_like(b), scaling, dropout)
+        pair = LoraWeights(a, b, torch.zeros_like(a), torch.zeros_like(b), scaling, dropout)
         keys = row_keys(number, 0, rows) if dropout else None
-        parts.append(SitePart(pair, start, start + rows, keys, site=7))
+        parts.append(RoutedSegment(pair, start, start + rows, keys, site=7))
         start += rows
     return parts, start + draw(st.integers(0, 3))
 
@@ -86,11 +86,11 @@ def test_runs_leave_nothing_out(drawn):
         assert len({(part.pair.rank, part.stop - part.start) for part in run}) == 1
 
 
-def pairs(*ranks: int, width: int = OUT) -> list[SitePart]:
+def pairs(*ranks: int, width: int = OUT) -> list[RoutedSegment]:
     made = []
     for number, rank in enumerate(ranks):
         a, b = torch.ones(rank, IN), torch.ones(width, rank)
-        made.append(SitePart(TenantPair(a, b, a, b, 1.0), 4 * number, 4 * number + 4))
+        made.append(RoutedSegment(LoraWeights(a, b, a, b, 1.0), 4 * number, 4 * number + 4))
     return made
 
 

@@ -21,7 +21,7 @@ from tests.bank.test_isolation import QUIET, X, everything, members_with
 from tests.faults.doomed import Doomed, Seat
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from shardwise.errors import ConfigError, CoverageError, ShardwiseError
+from shardwise.errors import ConfigError, KeyMismatchError, ShardwiseError
 
 BATCH = rows_for("x", X, 9)
 
@@ -114,10 +114,10 @@ REFUSALS = {
     ),
     "rank 0": refused(lambda bank, _: bank.create("y", lora(r=0)), "`r` should be a positive integer"),
     "a file of another rank": refused(
-        lambda bank, folder: bank.load("y", folder / "rank"), r"lora_A.*\(4, 32\)", CoverageError
+        lambda bank, folder: bank.load("y", folder / "rank"), r"lora_A.*\(4, 32\)", KeyMismatchError
     ),
     "a file of another base": refused(
-        lambda bank, folder: bank.load("y", folder / "layers"), "layers.2", CoverageError
+        lambda bank, folder: bank.load("y", folder / "layers"), "layers.2", KeyMismatchError
     ),
     "a token beyond the vocabulary": refused(
         lambda bank, _: bank.forward_backward([("x", {"input_ids": torch.tensor([[0, banking.WORDS]])})]),
@@ -196,7 +196,7 @@ def test_a_batch_of_no_rows(base, calm):
     require_equal(adapter(bank, "x"), before)
     told = bank.forward_backward([(name, no_rows()) for name in members])
     assert (told.passes, told.tenants["x"].logprobs) == (0, [])
-    assert {name: own.learned_tokens for name, own in told.tenants.items()} == dict.fromkeys(members, 0)
+    assert {name: own.num_supervised_tokens for name, own in told.tenants.items()} == dict.fromkeys(members, 0)
     assert bank.forward([("x", no_rows())]) == [[]]
 
 
@@ -260,7 +260,7 @@ def states_and_files(base: Path, folder: Path) -> dict[str, Any]:
         "adapters": {name: adapter(bank, name) for name in bank.names},
         "refusal": str(refusal.value),
         "first": next(iter(state["adapter"])),
-        "counts": bank.trained_counts(),
+        "counts": bank.num_trainable_parameters(),
     }
 
 
@@ -327,7 +327,7 @@ def test_an_incomplete_state_dict_is_refused_whole(saved, base, tmp_path):
         {key: values for key, values in stored.items() if key != lost}, tmp_path / "adapter_model.safetensors"
     )
     bank = bank_of(base, {"ada": recipes()["ada"]})
-    with pytest.raises(CoverageError, match=lost.removesuffix(".weight").rpartition("model.")[2]):
+    with pytest.raises(KeyMismatchError, match=lost.removesuffix(".weight").rpartition("model.")[2]):
         bank.load("x", tmp_path)
     assert bank.names == ("ada",)
 

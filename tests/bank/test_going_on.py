@@ -81,7 +81,7 @@ def test_it_goes_on_from_the_middle_of_a_window_to_the_bit(base, tmp_path):
         if name in ("ada", "bob"):  # the others' are made as they were
             keywords |= {"optimizer": own.optimizer, "max_grad_norm": 9.0}
         told = fresh.load(name, tmp_path / name, **keywords)
-        tokens = bank._tenants[name].window.learned_tokens
+        tokens = bank._tenants[name].window.num_supervised_tokens
         assert told == TenantStart(2, 2, HALF % WINDOWS, tokens)
         assert tokens > 0
         require_equal(everything(fresh, name), before[name])
@@ -133,7 +133,7 @@ def test_without_a_training_it_begins_anew(base, tmp_path):
     bank = bank_of(base, tenants)
     train(bank, tenants, HALF)
     saved = bank.save("ada", tmp_path)
-    assert saved.parameters == bank.trained_counts()["ada"]
+    assert saved.parameters == bank.num_trainable_parameters()["ada"]
     assert sorted(saved.files)[0] == "adapter_model.safetensors"
     only = bank_of(base, {})
     assert only.load("ada", tmp_path, training_state=False) == TenantStart(
@@ -217,13 +217,13 @@ def test_ranks_that_ask_for_other_things_are_told(worlds, base, tmp_path):
     first, second = worlds(2).run(resuming.differing, base, tmp_path)
     assert first == second
     assert first["state"].startswith(
-        "DisagreementError: the adapter that is saved or loaded, or what of it, on rank 1"
+        "RankMismatchError: the adapter that is saved or loaded, or what of it, on rank 1"
     )
-    assert first["name"].startswith("DisagreementError: the tenant that is asked for on rank 1")
-    assert first["given"].startswith("DisagreementError: the state that 'ada' is given on rank 1")
+    assert first["name"].startswith("RankMismatchError: the tenant that is asked for on rank 1")
+    assert first["given"].startswith("RankMismatchError: the state that 'ada' is given on rank 1")
     assert first["no mode"] == "ConfigError: rank 1: training_state='no': pass True or False"
     assert first["seed of one rank"].startswith(
-        "DisagreementError: the adapter 'x' (its config or options) on rank 1"
+        "RankMismatchError: the adapter 'x' (its config or options) on rank 1"
     )
     assert "and there is torch.optim.SGD now" in first["another optimizer"]
     assert first["names"] == ("ada", "eve")

@@ -188,7 +188,7 @@ def test_dropout_of_the_base_is_refused_in_training_mode():
     with pytest.raises(TrainingError, match=r"drawn random numbers \(dropout in training mode"):
         bank.forward_backward([("x", batch)])
     bank._model.eval()
-    assert bank.forward_backward([("x", batch)]).tenants["x"].learned_tokens
+    assert bank.forward_backward([("x", batch)]).tenants["x"].num_supervised_tokens
     assert bank.optim_step("x").is_taken
 
 

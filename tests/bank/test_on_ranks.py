@@ -52,12 +52,12 @@ def test_a_fault_of_one_rank_is_everybodys(worlds, base):
     assert first["errors"] == second["errors"]
     for what, match in {
         "rows of one rank": "ConfigError: rank 1: 'ada': input_ids are from 1",
-        "other tenants": "DisagreementError: rank 1 has rows of ['dee'], and rank 0 of ['ada']",
-        "another config": "DisagreementError: the adapter 'x' (its config or options) on rank 1 is not that of",
-        "another rate": "DisagreementError: the adapter 'x' (its config or options)",
-        "another seed": "DisagreementError: the adapter 'x' (its config or options)",
-        "another step": "DisagreementError: the tenant that takes a step on rank 1 is not that of rank 0",
-        "other changes": "DisagreementError: the changes of its settings",
+        "other tenants": "RankMismatchError: rank 1 has rows of ['dee'], and rank 0 of ['ada']",
+        "another config": "RankMismatchError: the adapter 'x' (its config or options) on rank 1 is not that of",
+        "another rate": "RankMismatchError: the adapter 'x' (its config or options)",
+        "another seed": "RankMismatchError: the adapter 'x' (its config or options)",
+        "another step": "RankMismatchError: the tenant that takes a step on rank 1 is not that of rank 0",
+        "other changes": "RankMismatchError: the changes of its settings",
         "not begun": "half way",
         "half way": "half way",
         "half way back": "half way",

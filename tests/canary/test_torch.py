@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwise
 from shardwise.models import gradients
-from shardwise.models import torch_words as private
+from shardwise.models import torch_api as private
 
 
 class Child(nn.Linear):
@@ -53,10 +53,10 @@ def test_a_replicated_model_is_told_so(wrap: Callable[..., object], tmp_path: Pa
         wrap(model[0], device_mesh=init_device_mesh("cpu", (1,))) if wrap is old_replicate else wrap(model[0])
         for verb in (
             lambda: shardwise.save(model, tmp_path / "out"),
-            lambda: shardwise.model_state(model),
+            lambda: shardwise.get_model_state_dict(model),
             lambda: shardwise.shard(model),
         ):
-            with pytest.raises(shardwise.PlacementError, match=r"0 is under torch's replicate\(\).*fully_shard"):
+            with pytest.raises(shardwise.ShardingError, match=r"0 is under torch's replicate\(\).*fully_shard"):
                 verb()
 
 

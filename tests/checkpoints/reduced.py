@@ -101,7 +101,7 @@ def refused(folder: str) -> dict[str, Any]:
     report = keeper.restore(TrainState(model, optimizer), on_mismatched=Ignore(only=("optimizers",)))
     told["anew"] = (report.mismatched, len(optimizer.state))
     _step(model, optimizer, 0)
-    told["handed out"] = attempt(shardwise.optimizer_state, model, optimizer)
+    told["handed out"] = attempt(shardwise.get_optimizer_state_dict, model, optimizer)
     return told
 
 

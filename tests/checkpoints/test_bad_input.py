@@ -21,18 +21,18 @@ from shardwise.options import CheckpointerOptions
 pytestmark = pytest.mark.distributed
 
 CALLS = {
-    "meta": ("PlacementError", "are on meta and have no values"),
+    "meta": ("ShardingError", "are on meta and have no values"),
     "no state_dict": ("ConfigError", "data is a object, which has no state_dict and load_state_dict"),
     "no plain data": ("ConfigError", "data.rank_0: holds what is no plain data"),
     "no json": ("ConfigError", "user holds what is no JSON"),
-    "other optimizer": ("PlacementError", "is not the model's"),
+    "other optimizer": ("ShardingError", "is not the model's"),
     "step": ("ConfigError", "step=-1 is not a number of optimizer steps"),
-    "other steps": ("DisagreementError", "the list of arguments (step, keep, mode, only) on rank 1"),
+    "other steps": ("RankMismatchError", "the list of arguments (step, keep, mode, only) on rank 1"),
     "other rates": (
-        "DisagreementError",
+        "RankMismatchError",
         "the settings of the optimizers on rank 1 are not those of rank 0 (learning rates 0.05, 0.5 against 0.05,",
     ),
-    "some positions": ("DisagreementError", "some ranks have a position in the data and others none"),
+    "some positions": ("RankMismatchError", "some ranks have a position in the data and others none"),
     "mark": ("StorageError", "another save is writing here (process"),
     "raise while writing": ("CheckpointError", "rank 1: OSError: struck"),
 }
@@ -50,7 +50,7 @@ def test_a_call_that_cannot_be_honoured(worlds, tmp_path, fault):
 
 def test_ranks_that_do_not_hold_all_of_it(worlds, tmp_path):
     for kind, text in worlds(4).run(on_ranks.only_some, str(tmp_path)):
-        assert kind == "PlacementError"
+        assert kind == "ShardingError"
         assert "do not hold, together, each element of" in text
 
 
@@ -110,22 +110,22 @@ def run(worlds, tmp_path_factory):
 
 
 MISFITS = {
-    "optimizer of others": ("CoverageError", "unexpected"),
+    "optimizer of others": ("KeyMismatchError", "unexpected"),
     "other optimizer": (
-        "CoverageError",
+        "KeyMismatchError",
         "optimizers: saved by torch.optim.AdamW, and there is torch.optim.SGD now",
     ),
-    "no optimizer": ("CoverageError", "unexpected 1     optimizers"),
-    "scaler": ("CoverageError", "missing 1        scaler"),
-    "other schedule": ("CoverageError", "schedulers: what is stored is not of a StepLR"),
+    "no optimizer": ("KeyMismatchError", "unexpected 1     optimizers"),
+    "scaler": ("KeyMismatchError", "missing 1        scaler"),
+    "other schedule": ("KeyMismatchError", "schedulers: what is stored is not of a StepLR"),
     "schedule of more groups": (
-        "CoverageError",
+        "KeyMismatchError",
         "of a LambdaLR (its base_lrs does not fit the one here",
     ),
-    "other model": ("CoverageError", "missing 2        0.weight"),
-    "dtype": ("CoverageError", "embed.weight: stored (11, 6) F32, the model has (11, 6) BF16"),
+    "other model": ("KeyMismatchError", "missing 2        0.weight"),
+    "dtype": ("KeyMismatchError", "embed.weight: stored (11, 6) F32, the model has (11, 6) BF16"),
     "step": ("StorageError", "no complete checkpoint of step 4; there are 3"),
-    "which": ("DisagreementError", "what is asked to be restored"),
+    "which": ("RankMismatchError", "what is asked to be restored"),
 }
 
 

@@ -223,7 +223,7 @@ def test_positions_of_each_rank(worlds, tmp_path):
     assert [at for _, at, _ in found] == [10, 11, 12]
     assert {error for error, _, _ in found} == {("", "")}
     for (kind, text), at, report in worlds(2).run(on_ranks.restore_own_positions, str(tmp_path)):
-        assert kind == "CoverageError"
+        assert kind == "KeyMismatchError"
         assert "data: a position for each of 3 ranks, and now there are 2" in text
         assert at == 0
         assert report["mismatched"] == ("data",)
@@ -368,7 +368,7 @@ OTHER_TUNINGS = {
 @pytest.mark.parametrize("how", OTHER_TUNINGS)
 def test_another_tuning_is_refused(worlds, tmp_path_factory, how, adapter_run):
     for kind, text in worlds(2).run(on_ranks.restore_adapter, adapter_run, how):
-        assert kind == "CoverageError"
+        assert kind == "KeyMismatchError"
         assert OTHER_TUNINGS[how] in text
 
 

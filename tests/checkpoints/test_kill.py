@@ -15,15 +15,15 @@ from tests.faults.doomed import Doomed, Seat
 import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints import write
-from shardwise.execution import Patience, distributed_chunks, locked_folder, saving_lock
+from shardwise.execution import Timeouts, distributed_chunks, locked_folder, saving_lock
 from shardwise.options import CheckpointerOptions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
-QUICK = Patience(beat_s=0.1, silence_s=3.0, join_s=60)
+QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=60)
 
 STAGES = {
-    "begin": (locked_folder, "new_token", 0),
+    "begin": (locked_folder, "new_save_id", 0),
     "stage": (distributed_chunks, "copy_all", 1),
     "write": (write, "_write_own", 1),
     "sync": (distributed_chunks, "envelope", 2),
@@ -35,7 +35,7 @@ STAGES = {
 
 def struck(seat: Seat, folder: str, at: str, mode: str) -> list[int]:
     """Train and save; at the third checkpoint a rank is killed in the middle."""
-    options = CheckpointerOptions(patience=QUICK)
+    options = CheckpointerOptions(timeouts=QUICK)
     training = Training()
     checkpointer = Checkpointer(folder, mode=MODES[mode], keep=2, options=options)
     for step in (1, 2):
@@ -105,7 +105,7 @@ def kill_and_resume(worlds, tmp_path, at, mode):
 def save_for_ever(seat: Seat, folder: str, mode: str) -> None:
     """Train and save until killed."""
     training = Training()
-    checkpointer = Checkpointer(folder, mode=MODES[mode], keep=2, options=CheckpointerOptions(patience=QUICK))
+    checkpointer = Checkpointer(folder, mode=MODES[mode], keep=2, options=CheckpointerOptions(timeouts=QUICK))
     if checkpointer.latest() is not None:
         checkpointer.restore(training.state)
     seat.tell()

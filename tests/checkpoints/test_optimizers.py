@@ -37,7 +37,7 @@ def test_another_kind_is_refused_by_name_on_all_ranks(worlds, tmp_path):
     assert "and there is torch.optim.Adam now" in texts[1]
     assert "saved with amsgrad=False, and it is True now (torch.optim.AdamW)" in texts[2]
     for (kind, _), changed in found[0]:
-        assert (kind, changed) == ("CoverageError", [])
+        assert (kind, changed) == ("KeyMismatchError", [])
 
 
 SWITCHES = [
@@ -57,11 +57,11 @@ def test_a_switch_on_one_side_only_is_refused(tmp_path, make, settings, name):
         folder = tmp_path / repr(one)
         Checkpointer(folder).save(1, saved.state)
         before = training.taken()
-        with pytest.raises(shardwise.CoverageError, match=f"saved with {name}="):
+        with pytest.raises(shardwise.KeyMismatchError, match=f"saved with {name}="):
             Checkpointer(folder).restore(training.state)
-        state = shardwise.optimizer_state(saved.model, saved.optimizer)
-        with pytest.raises(shardwise.CoverageError, match=f"saved with {name}="):
-            shardwise.set_optimizer_state(training.model, training.optimizer, state)
+        state = shardwise.get_optimizer_state_dict(saved.model, saved.optimizer)
+        with pytest.raises(shardwise.KeyMismatchError, match=f"saved with {name}="):
+            shardwise.set_optimizer_state_dict(training.model, training.optimizer, state)
         assert differences(training.taken(), before) == []
 
 
@@ -93,14 +93,14 @@ def test_torch_s_own_kinds_are_told_apart_without_their_names():
     for make in KINDS:
         training = Training(make=make)
         training.step(1)
-        states[make] = shardwise.optimizer_state(training.model, training.optimizer)
+        states[make] = shardwise.get_optimizer_state_dict(training.model, training.optimizer)
     taken = []
     for make in KINDS:
         training = Training(seed=1, make=make)
         for other, state in states.items():
             try:
-                shardwise.set_optimizer_state(training.model, training.optimizer, state)
-            except shardwise.CoverageError:
+                shardwise.set_optimizer_state_dict(training.model, training.optimizer, state)
+            except shardwise.KeyMismatchError:
                 continue
             taken.append((make, other))
     assert taken == [(make, make) for make in KINDS]
@@ -119,7 +119,7 @@ def test_classes_of_others_go_by_their_names(tmp_path):
     saved.step(1)
     Checkpointer(tmp_path).save(1, saved.state)
     with pytest.raises(
-        shardwise.CoverageError, match=r"saved by .*test_optimizers\.Mine, and there is .*Yours now"
+        shardwise.KeyMismatchError, match=r"saved by .*test_optimizers\.Mine, and there is .*Yours now"
     ):
         Checkpointer(tmp_path).restore(Training(seed=1, make=Yours).state)
     assert Checkpointer(tmp_path).restore(Training(seed=1, make=Mine).state).mismatched == ()
@@ -140,6 +140,6 @@ def test_what_accelerate_and_the_trainer_wrote_is_told_apart_too(tmp_path):
         assert differences(training.taken()["moments"], saved.taken()["moments"]) == []
         for make, settings in ((OPTIMIZERS.NAdam, {}), (OPTIMIZERS.AdamW, {"amsgrad": True})):
             training = Training(seed=1, make=make, **settings)
-            with pytest.raises(shardwise.CoverageError, match="amsgrad"):
+            with pytest.raises(shardwise.KeyMismatchError, match="amsgrad"):
                 shardwise.load_accelerate_optimizer(training.model, training.optimizer, path, order=order)
             assert not training.optimizer.state

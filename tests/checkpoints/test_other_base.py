@@ -14,7 +14,7 @@ import shardwise
 from shardwise import Checkpointer, TrainState
 from shardwise.checkpoints import facts
 from shardwise.checkpoints.base_identity import BaseSamples
-from shardwise.models.view import look_inside
+from shardwise.models.view import collect_tensors
 from shardwise.tensors import Box
 
 SAME = "nothing differs; samples of 25 tensors compared"
@@ -56,9 +56,9 @@ def test_a_base_is_the_same_on_any_number_of_ranks(worlds, base, tmp_path):
 
 def test_what_several_ranks_hold_counts_once():
     model = torch.nn.Linear(30, 20, dtype=torch.float16)
-    samples = BaseSamples.of(look_inside(model))
+    samples = BaseSamples.of(collect_tensors(model))
     once = samples.taken()
-    nothing = BaseSamples.of(look_inside(torch.nn.Linear(30, 20, device="meta"))).taken()
+    nothing = BaseSamples.of(collect_tensors(torch.nn.Linear(30, 20, device="meta"))).taken()
     before = samples.identity(model, [once])
     assert samples.identity(model, [once, nothing, once]) == before
     assert samples.identity(model, [nothing]).samples == {}
@@ -67,7 +67,7 @@ def test_what_several_ranks_hold_counts_once():
     after = samples.identity(model, [samples.taken()])
     assert after.samples["weight"] == before.samples["weight"]
     assert after.samples["bias"] != before.samples["bias"]
-    with pytest.raises(shardwise.errors.DisagreementError, match="frozen parameters"):
+    with pytest.raises(shardwise.errors.RankMismatchError, match="frozen parameters"):
         samples.identity(model, [once, {("x", Box((), ())): 1}])
 
 
@@ -79,14 +79,14 @@ def test_weights_that_were_replaced_in_place_are_refused_on_all_ranks(worlds, ba
     errors = worlds(2).run(bases.restore, str(base), str(tmp_path / "run"))
     assert errors[0] == errors[1]
     kind, text = errors[0]
-    assert kind == "CoverageError"
+    assert kind == "KeyMismatchError"
     assert "belongs to another base model" in text
     assert f"values: of 25 tensors sampled, 1 differ: base_model.model.{name}\n" in text
     assert "Load the base that it was trained on, or pass on_other_base=Ignore()" in text
     told = worlds(2).run(bases.restore, str(base), str(tmp_path / "run"), "", ("values",))
     assert all("another, as allowed (of 25 tensors sampled, 1 differ" in text for text in told)
     kind, text = bases.restore(str(base), str(tmp_path / "run"))
-    assert (kind, "1 differ" in text) == ("CoverageError", True)
+    assert (kind, "1 differ" in text) == ("KeyMismatchError", True)
 
 
 def test_a_base_of_another_config_is_refused(base, tmp_path):
@@ -95,7 +95,7 @@ def test_a_base_of_another_config_is_refused(base, tmp_path):
     assert bases.restore(str(base), str(tmp_path / "run")) == SAME
     change_config(base, rope_parameters={"rope_theta": 500.0, "rope_type": "default"}, rms_norm_eps=1e-3)
     kind, text = bases.restore(str(base), str(tmp_path / "run"))
-    assert kind == "CoverageError"
+    assert kind == "KeyMismatchError"
     assert "config: rms_norm_eps was 1e-06, is 0.001; rope_parameters.rope_theta was 10000.0, is 500.0\n" in text
     assert "values" not in text
     told = bases.restore(str(base), str(tmp_path / "run"), only=("config",))
@@ -121,7 +121,7 @@ def test_a_base_in_four_bits_is_one_of_its_own(base, tmp_path):
     assert told.startswith("nothing differs; samples of 37 tensors compared")
     for run, how, then, now in (("run", "", "uint8", "float32"), ("plain", "nf4", "float32", "uint8")):
         kind, text = bases.restore(str(base), str(tmp_path / run), how)
-        assert kind == "CoverageError"
+        assert kind == "KeyMismatchError"
         assert "shapes: frozen parameters have other names or shapes: " in text
         assert f"layers.0.mlp.gate_proj.weight was {then}, is {now}" in text
     assert "another, as allowed" in bases.restore(str(base), str(tmp_path / "run"), "", ("shapes",))
@@ -129,7 +129,7 @@ def test_a_base_in_four_bits_is_one_of_its_own(base, tmp_path):
     assert bases.restore(str(base), str(tmp_path / "nested"), "nested nf4").startswith("nothing differs")
     replace_values(base)
     kind, text = bases.restore(str(base), str(tmp_path / "run"), "nf4")
-    assert (kind, "values: of 37" in text) == ("CoverageError", True)
+    assert (kind, "values: of 37" in text) == ("KeyMismatchError", True)
 
 
 def test_a_checkpoint_that_does_not_tell_of_its_base_is_restored_and_that_is_told(base, tmp_path):

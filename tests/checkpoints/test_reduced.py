@@ -50,11 +50,11 @@ def test_one_rank_is_refused_the_state_of_two_and_may_begin_anew(
         kinds = [("AdamW8bit", "bitsandbytes"), ("Adafactor", "torch")]
         [whole] = one.run(reduced.call, "save_each", str(tmp_path), kinds)
     kind, text = told["other ranks"]
-    assert kind == "CoverageError"
+    assert kind == "KeyMismatchError"
     assert "state was saved by 2 ranks and cannot be resumed by 1. Resume on 2 ranks, or start the" in text
     assert (told["untouched"], told["anew"]) == (0, (("optimizers",), 0))
     kind, text = told["handed out"]
-    assert (kind, "is reduced (8-bit, 4-bit or factored)" in text) == ("PlacementError", True)
+    assert (kind, "is reduced (8-bit, 4-bit or factored)" in text) == ("ShardingError", True)
     for name, found in whole.items():  # one process steps whole tensors
         assert [what for what, is_so in found.items() if not is_so and what != "parts"] == [], name
 
@@ -66,13 +66,13 @@ def test_what_steps_whole_tensors_is_refused_for_shards(two: LocalRanks, folder:
         library = name.partition(",")[0]
         whose = {"bitsandbytes": "bitsandbytes' AdamW8bit", "transformers": "transformers' Adafactor"}
         expected = f"{whose.get(library, 'torch' + chr(39) + 's Adafactor')}: steps whole tensors, not shards."
-        assert (kind, f"{expected} Use torchao's AdamW8bit." in text) == ("PlacementError", True), (name, text)
+        assert (kind, f"{expected} Use torchao's AdamW8bit." in text) == ("ShardingError", True), (name, text)
 
 
 def test_other_blocks_are_refused_by_all_ranks(two: LocalRanks, saved: list[dict[str, Any]], folder: str) -> None:
     assert saved
     for kind, text in two.run(reduced.call, "other_blocks", folder):
-        assert (kind, "state was saved of other shards or blocks." in text) == ("CoverageError", True), text
+        assert (kind, "state was saved of other shards or blocks." in text) == ("KeyMismatchError", True), text
 
 
 def test_shards_that_torchao_keeps_in_32_bits_are_told_and_uneven_ones_refused(two: LocalRanks) -> None:
@@ -80,7 +80,7 @@ def test_shards_that_torchao_keeps_in_32_bits_are_told_and_uneven_ones_refused(t
     assert told[0] == told[1]
     assert told[0]["256"] == told[0]["7"] == ("", "")
     kind, text = told[0]["143"]
-    assert kind == "PlacementError"
+    assert kind == "ShardingError"
     assert "torchao's AdamW8bit: 0.weight, of shape (143, 64), is cut into shards of several sizes" in text
     first, second = told[0]["lines"]
     assert "keeps 32 bits of 3 of 4 parameters, such as 0.bias" in first

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise import TrainState, model_state, optimizer_state
+from shardwise import TrainState, get_model_state_dict, get_optimizer_state_dict
 
 
 class Tiny(nn.Module):
@@ -106,9 +106,9 @@ class Training:
 
     def taken(self) -> dict[str, Any]:
         """Everything that matters, whole, as plain tensors and values."""
-        moments = optimizer_state(self.model, self.optimizer, "full_on_all_ranks")
+        moments = get_optimizer_state_dict(self.model, self.optimizer, "full_on_all_ranks")
         return {
-            "model": {k: v.clone() for k, v in model_state(self.model, "full_on_all_ranks").items()},
+            "model": {k: v.clone() for k, v in get_model_state_dict(self.model, "full_on_all_ranks").items()},
             "moments": {name: dict(entries) for name, entries in sorted(moments["state"].items())},
             "groups": moments["param_groups"],
             "schedule": dict(self.schedule.state_dict()),

@@ -85,9 +85,9 @@ def test_blocks_are_of_four_mib_at_most():
     assert max(block.nbytes for block in limited) <= 2 << 20
     assert limited[0].needs[0].numel > 1 << 17
     assert SmallestBlocks().nbytes(packed) == 15 * 1024
-    few = list(packed.operation.blocks(wanted, 10 * 15 * 1024))
-    assert few[0].needs[0].sizes == (10, 1024)
-    assert few[0].nbytes == 10 * 15 * 1024
+    abbreviate = list(packed.operation.blocks(wanted, 10 * 15 * 1024))
+    assert abbreviate[0].needs[0].sizes == (10, 1024)
+    assert abbreviate[0].nbytes == 10 * 15 * 1024
 
 
 def test_values_are_rounded_first():

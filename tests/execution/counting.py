@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from shardwise.execution import meetings
+from shardwise.execution import control_channel
 from shardwise.execution import world as world_module
 
 LIMIT_S = 100.0
@@ -166,7 +166,7 @@ def counted_ranks(size: int, store: Any = None) -> Iterator[CountedRanks]:
     store = store or CountedStore(size)
     words = SimpleNamespace(default_store=lambda: store)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(world_module, dist=dist, torch_words=words))
+        stack.enter_context(mock.patch.multiple(world_module, dist=dist, torch_api=words))
         if isinstance(store, CountedStore) and store.size:
-            stack.enter_context(mock.patch.object(meetings, "detector_of", return_value=_Deaf()))
+            stack.enter_context(mock.patch.object(control_channel, "detector_of", return_value=_Deaf()))
         yield CountedRanks(size, store, dist)

@@ -8,8 +8,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from shardwise.errors import CoverageError, FormatError, StorageError
-from shardwise.execution import Patience
+from shardwise.errors import FormatError, KeyMismatchError, StorageError
+from shardwise.execution import Timeouts
 from shardwise.execution.world import World
 from shardwise.storage import machine
 
@@ -51,7 +51,7 @@ def first_shares() -> Any:
 def foreign_error() -> tuple[str, str]:
     try:
         World.current().run_all(lambda: {}["absent"])
-    except CoverageError:
+    except KeyMismatchError:
         raise
     except Exception as error:
         return type(error).__name__, str(error)
@@ -118,14 +118,14 @@ def inner_group_missed() -> tuple[list[tuple[str, str]], list[list[int]]]:
                 return peers.all_gather_object(dist.get_rank() + turn)
 
         try:
-            with World.current(patience=QUICK, call="load") as world:
+            with World.current(timeouts=QUICK, call="load") as world:
                 told.append(world.run_all(meet))
         except Exception as error:
             errors.append((type(error).__name__, str(error)))
     return errors, told
 
 
-QUICK = Patience(beat_s=0.1, silence_s=3.0, join_s=10.0)
+QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=10.0)
 
 _groups: list[dist.ProcessGroup] = []
 

@@ -8,11 +8,11 @@ from tests import zoo
 from tests.verbs.streaming import sharded
 
 from shardwise.errors import ShardwiseError, StorageError
-from shardwise.execution.replicas import Giver, agree_on_shares
+from shardwise.execution.replicas import ShardSender, agree_on_shares
 from shardwise.execution.world import World
 from shardwise.execution.write import write_by_owners
 from shardwise.models.revert import revert
-from shardwise.models.view import layout_of, look_inside
+from shardwise.models.view import collect_tensors, layout_of
 from shardwise.planning.fingerprints import fingerprint
 from shardwise.planning.save_plan import plan_save
 from shardwise.storage.contract import WritePolicy
@@ -63,7 +63,7 @@ def write(
     """(files this rank has written, fingerprints of what it wrote), or the error's type and text."""
     specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
     model = sharded(specimen, mesh)
-    held = look_inside(model)
+    held = collect_tensors(model)
     with World.current() as world:
         shares = agree_on_shares(world, held, "first_rank").by_name
         made = revert(model, layout_of(held))
@@ -78,7 +78,7 @@ def write(
                     writer,
                     plan.files,
                     expressions,
-                    Giver({name: item for item in held for name in item.names}, shares, world.rank),
+                    ShardSender({name: item for item in held for name in item.names}, shares, world.rank),
                     shares,
                     budget_bytes=budget_bytes,
                     device=torch.device("cpu"),

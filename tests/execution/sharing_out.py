@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ShardwiseError
 from shardwise.execution.replicas import agree_on_shares
 from shardwise.execution.world import World
-from shardwise.models.view import look_inside
+from shardwise.models.view import collect_tensors
 
 
 class Block(nn.Module):
@@ -46,7 +46,7 @@ def sharded(mesh: str) -> nn.Module:
 def shares_are_exact(mesh: str) -> list[str]:
     """Names of which the ranks do not give each element once, or a rank gives what it does not hold."""
     model = sharded(mesh)
-    held = look_inside(model)
+    held = collect_tensors(model)
     with World.current() as world:
         shares = agree_on_shares(world, held, "first_rank").by_name
         rank = world.rank
@@ -78,7 +78,7 @@ def error_of(what: str) -> tuple[str, str]:
             model.blocks[0].q_proj = nn.Linear(96, 32, bias=False)
     try:
         with World.current() as world:
-            agree_on_shares(world, look_inside(model), "first_rank")
+            agree_on_shares(world, collect_tensors(model), "first_rank")
     except ShardwiseError as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -92,7 +92,7 @@ def error_of_half_a_mesh() -> tuple[str, str]:
         return "", ""
     try:
         with World.current(half) as world:
-            agree_on_shares(world, look_inside(model), "first_rank")
+            agree_on_shares(world, collect_tensors(model), "first_rank")
     except ShardwiseError as error:
         return type(error).__name__, str(error)
     return "", ""

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.execution.memory import DeviceLanding, available_memory
-from shardwise.models.torch_words import settle
+from shardwise.execution.memory import DeviceStaging, available_memory
+from shardwise.models.torch_api import settle
 
 GIB = 1 << 30
 
@@ -59,7 +59,7 @@ def test_memory_that_torch_keeps_for_tensors_to_come_is_free(pretended):
 
 def test_what_was_asked_of_the_device_before_comes_before_copies_to_it(pretended):
     device, module = pretended
-    DeviceLanding(1 << 20, device)
+    DeviceStaging(1 << 20, device)
     assert module.told == ["own waits for current"]
 
 
@@ -72,5 +72,5 @@ def test_tensors_are_settled_before_other_threads_read_them(pretended):
 
 
 def test_a_device_of_another_kind_is_refused_by_name():
-    with pytest.raises(shardwise.PlacementError, match="device mps:0: .* kinds: cuda, xpu, npu; load on the CPU"):
+    with pytest.raises(shardwise.ShardingError, match="device mps:0: .* kinds: cuda, xpu, npu; load on the CPU"):
         available_memory(torch.device("mps", 0))

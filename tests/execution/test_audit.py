@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from shardwise.conversion.computed import Bindings
-from shardwise.errors import CoverageError
+from shardwise.errors import KeyMismatchError
 from shardwise.execution.audit import audit
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
-from shardwise.models.view import layout_of, look_inside, meta_leftovers
+from shardwise.models.view import collect_tensors, layout_of, meta_leftovers
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import Consent, ModelRules, plan_load
 from shardwise.tensors import DType
@@ -22,7 +22,7 @@ def planned():
     shapes = {"one": (3, 2), "two": (5,)}
     entries = {key: TensorEntry(key, DType.F32, shape, "m", 0, 4) for key, shape in shapes.items()}
     index = CheckpointIndex("somewhere", {"m": 100}, entries, {}, "single file")
-    layout = layout_of(look_inside(model))
+    layout = layout_of(collect_tensors(model))
     offers = {key: (leaf,) for key, leaf in stored_tensors(index).items()}
     return model, plan_load(index, layout, Bindings(offers), ModelRules(), Consent())
 
@@ -34,7 +34,7 @@ def test_full_coverage_passes(planned):
 @pytest.mark.parametrize("written", [{"one": 6}, {"one": 6, "two": 4}, {"one": 6, "two": 6}])
 def test_one_element_too_few_or_too_many_is_an_error(planned, written):
     count = written.get("two", 0)
-    with pytest.raises(CoverageError, match=f"two: {count} of 5 elements written"):
+    with pytest.raises(KeyMismatchError, match=f"two: {count} of 5 elements written"):
         audit(planned[1], written, [])
 
 
@@ -42,5 +42,5 @@ def test_what_is_left_on_meta_is_an_error(planned):
     model, plan = planned
     model.two = nn.Parameter(torch.zeros(5, device="meta"))
     model.cache = torch.zeros(2, device="meta")
-    with pytest.raises(CoverageError, match=r"two: still on meta\n  cache: still on meta"):
+    with pytest.raises(KeyMismatchError, match=r"two: still on meta\n  cache: still on meta"):
         audit(plan, {"one": 6, "two": 5}, meta_leftovers(model))

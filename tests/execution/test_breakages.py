@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.execution.lost_ranks import is_of_a_collective, is_out_of_memory, naming_the_lost
+from shardwise.execution.collective_errors import is_of_a_collective, is_out_of_memory, translate_collective_errors
 from shardwise.execution.world import World
 
 GLOO = (
@@ -42,5 +42,8 @@ def test_what_torch_says_of_host_memory_is_known():
 
 
 def test_one_process_has_nobody_to_ask():
-    with pytest.raises(RuntimeError, match="Connection closed"), naming_the_lost(World(0, 1), lambda: "here"):
+    with (
+        pytest.raises(RuntimeError, match="Connection closed"),
+        translate_collective_errors(World(0, 1), lambda: "here"),
+    ):
         raise RuntimeError(GLOO)

@@ -18,13 +18,13 @@ def test_one_rank_gives_all():
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
-        ("meta", "PlacementError", "rank 1: blocks.0.q_proj.weight on meta"),
+        ("meta", "ShardingError", "rank 1: blocks.0.q_proj.weight on meta"),
         (
             "dtype",
-            "DisagreementError",
+            "RankMismatchError",
             "shape, dtype or order): blocks.0.q_proj.weight",
         ),
-        ("shape", "DisagreementError", "blocks.0.q_proj.weight"),
+        ("shape", "RankMismatchError", "blocks.0.q_proj.weight"),
     ],
 )
 def test_all_ranks_raise_for_one_ranks_model(worlds, what, kind, words):
@@ -38,5 +38,5 @@ def test_all_ranks_raise_for_one_ranks_model(worlds, what, kind, words):
 def test_half_of_a_mesh_is_refused(worlds):
     ends = worlds(4).run(sharing_out.error_of_half_a_mesh)
     assert ends[0] == ends[1]
-    assert ends[0][0] == "PlacementError"
+    assert ends[0][0] == "ShardingError"
     assert "do not hold, together, each element of" in ends[0][1]

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwise.errors import ConfigError, DisagreementError, RankLostError
-from shardwise.execution import Patience, meetings
+from shardwise.errors import ConfigError, RankLostError, RankMismatchError
+from shardwise.execution import Timeouts, control_channel
+from shardwise.execution.control_channel import ControlChannel
 from shardwise.execution.failure_detection import ProcessPlace, alive_keys, detector_of
-from shardwise.execution.meetings import Meetings
 from shardwise.execution.outcomes import decode, encode
 
 
-def meet(line: Meetings, message: bytes) -> list[bytes]:
+def meet(line: ControlChannel, message: bytes) -> list[bytes]:
     """Every rank's message, by rank."""
 
     def conclude(said: dict[int, bytes]) -> bytes:
@@ -33,18 +33,18 @@ def meet(line: Meetings, message: bytes) -> list[bytes]:
     return decode(line.meet(encode(message), conclude))
 
 
-QUICK = Patience(beat_s=0.05, silence_s=0.6, join_s=1.5)
+QUICK = Timeouts(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.6, join_timeout_s=1.5)
 
 
 class Ranks:
     """Lines of ranks in this process."""
 
     def __init__(
-        self, size: int, patience: Patience = QUICK, store: Any = None, without: int | None = None
+        self, size: int, timeouts: Timeouts = QUICK, store: Any = None, without: int | None = None
     ) -> None:
         self.store = store or dist.HashStore()
         here = [rank for rank in range(size) if rank != without]
-        self.lines = [Meetings(self.store, "test", rank, range(size), patience, "a call") for rank in here]
+        self.lines = [ControlChannel(self.store, "test", rank, range(size), timeouts, "a call") for rank in here]
 
     def __enter__(self) -> Ranks:
         return self
@@ -53,10 +53,10 @@ class Ranks:
         for line in self.lines:
             line.close()
 
-    def each(self, function: Callable[[Meetings], Any]) -> list[Any]:
+    def each(self, function: Callable[[ControlChannel], Any]) -> list[Any]:
         """The function's value or error, by rank, all running at once."""
 
-        def attempt(line: Meetings) -> Any:
+        def attempt(line: ControlChannel) -> Any:
             try:
                 return function(line)
             except Exception as error:
@@ -94,10 +94,10 @@ def test_a_later_line_of_the_same_ranks_does_not_hear_an_earlier_one():
 
 
 def test_a_rank_that_works_long_is_waited_for():
-    def work(line: Meetings) -> list[bytes]:
+    def work(line: ControlChannel) -> list[bytes]:
         meet(line, b"")
         if line.rank == 1:
-            time.sleep(3 * QUICK.silence_s)
+            time.sleep(3 * QUICK.heartbeat_timeout_s)
         return meet(line, b"done")
 
     with Ranks(3) as ranks:
@@ -114,7 +114,7 @@ def test_a_rank_that_never_comes_is_named():
 def test_a_failure_cuts_the_work_before_the_next_meeting_only():
     cut_seen = threading.Event()
 
-    def work(line: Meetings) -> tuple[bool, bool]:
+    def work(line: ControlChannel) -> tuple[bool, bool]:
         meet(line, b"")
         if line.rank == 1:
             line.cut()
@@ -125,7 +125,7 @@ def test_a_failure_cuts_the_work_before_the_next_meeting_only():
             cut_seen.set()
         before = line.is_cut
         meet(line, b"")
-        time.sleep(4 * QUICK.beat_s)
+        time.sleep(4 * QUICK.heartbeat_interval_s)
         return before, line.is_cut
 
     with Ranks(2) as ranks:
@@ -133,7 +133,7 @@ def test_a_failure_cuts_the_work_before_the_next_meeting_only():
 
 
 def test_the_first_rank_hears_the_sum_of_all_progress():
-    def work(line: Meetings) -> int:
+    def work(line: ControlChannel) -> int:
         meet(line, b"")
         line.tell_progress(10 + line.rank)
         deadline = time.monotonic() + 5
@@ -158,7 +158,7 @@ def test_ranks_in_different_calls_are_told_so_and_meet_in_the_next(rounds, late)
     def call(rank: int, turn: int) -> Any:
         if rank == late:
             time.sleep(0.02)
-        line = Meetings(store, "test", rank, range(3), QUICK, rounds[turn][rank])
+        line = ControlChannel(store, "test", rank, range(3), QUICK, rounds[turn][rank])
         try:
             return meet(line, bytes([turn]))
         except Exception as error:
@@ -175,7 +175,7 @@ def test_ranks_in_different_calls_are_told_so_and_meet_in_the_next(rounds, late)
         if len(set(calls)) == 1:
             assert found == ([bytes([turn])] * 3,) * 3
             continue
-        assert {type(error) for error in found} == {DisagreementError}
+        assert {type(error) for error in found} == {RankMismatchError}
         text = str(found[0])
         assert {str(error) for error in found} == {text}
         assert sum(f"is in {call}" in text for call in set(calls)) == 2
@@ -184,7 +184,7 @@ def test_ranks_in_different_calls_are_told_so_and_meet_in_the_next(rounds, late)
 def ended() -> ProcessPlace:
     """Where a process was that ended."""
     code = (
-        "import json, dataclasses; from shardwise.execution.meetings import ProcessPlace; "
+        "import json, dataclasses; from shardwise.execution.control_channel import ProcessPlace; "
         "print(json.dumps(dataclasses.asdict(ProcessPlace.here())))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
@@ -199,10 +199,10 @@ def sign(store: Any, rank: int, place: ProcessPlace, told: str = "7 0") -> None:
 
 @pytest.mark.parametrize("gone", [0, 2])
 def test_a_rank_whose_process_ended_between_calls_is_named_at_once(gone):
-    patience = Patience(beat_s=0.05, silence_s=20, join_s=30)
+    timeouts = Timeouts(heartbeat_interval_s=0.05, heartbeat_timeout_s=20, join_timeout_s=30)
     store, place = dist.HashStore(), ended()
     sign(store, gone, place)
-    with Ranks(3, patience, store=store, without=gone) as ranks:
+    with Ranks(3, timeouts, store=store, without=gone) as ranks:
         start = time.monotonic()
         one, other = ranks.each(lambda line: meet(line, b""))
         assert time.monotonic() - start < 5
@@ -223,10 +223,10 @@ def test_an_answer_counts_though_the_first_rank_has_left_since():
 def test_a_rank_of_another_machine_is_missed_when_its_pulse_stops():
     """Not before: for as long as it beats it may be busy."""
     away = replace(ProcessPlace.here(), host="afar", space="another kernel's")
-    patience = replace(QUICK, join_s=60)
+    timeouts = replace(QUICK, join_timeout_s=60)
     store = dist.HashStore()
     sign(store, 1, away)
-    with Ranks(2, patience, store=store, without=1) as ranks:
+    with Ranks(2, timeouts, store=store, without=1) as ranks:
         stop = threading.Event()
 
         def beat() -> None:
@@ -239,13 +239,13 @@ def test_a_rank_of_another_machine_is_missed_when_its_pulse_stops():
         beating.start()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(ranks.each, lambda line: meet(line, b""))
-            time.sleep(3 * QUICK.silence_s)
+            time.sleep(3 * QUICK.heartbeat_timeout_s)
             assert not waiting.done()
             stop.set()
             beating.join()
             start = time.monotonic()
             (error,) = waiting.result(timeout=20)
-    assert time.monotonic() - start < 4 * QUICK.silence_s
+    assert time.monotonic() - start < 4 * QUICK.heartbeat_timeout_s
     assert f"rank 1 (host afar, process {away.process}) is lost: no sign of life" in str(error)
 
 
@@ -261,7 +261,7 @@ def test_a_rank_of_this_machine_that_runs_is_not_lost_though_its_pulse_pauses():
 def test_a_heartbeat_goes_on_until_its_store_or_its_process_ends(tmp_path):
     program = """if True:
         import sys, torch.distributed as dist
-        from shardwise.execution.meetings import detector_of
+        from shardwise.execution.control_channel import detector_of
         store = dist.FileStore(sys.argv[1], 9)
         detector_of(store, 5)
     """
@@ -290,7 +290,7 @@ class DeadStore:
 
 def test_a_store_that_does_not_answer_is_an_error_in_time():
     store = DeadStore()
-    line = Meetings(store, "test", 1, range(2), QUICK, "a call")
+    line = ControlChannel(store, "test", 1, range(2), QUICK, "a call")
     with pytest.raises(RankLostError, match="has not answered"):
         meet(line, b"")
     store.release.set()
@@ -299,7 +299,7 @@ def test_a_store_that_does_not_answer_is_an_error_in_time():
 
 def test_patience_that_makes_no_sense_is_refused():
     with pytest.raises(ConfigError):
-        Patience(beat_s=5, silence_s=1)
+        Timeouts(heartbeat_interval_s=5, heartbeat_timeout_s=1)
 
 
 class CutStore:
@@ -322,15 +322,15 @@ def test_a_rank_at_work_finds_out_without_the_store_that_it_is_cut_off(monkeypat
     monkeypatch.setattr(ProcessPlace, "is_running", lambda _: False)
     store = CutStore(dist.HashStore())
     stores = (store.store, store)
-    lines = [Meetings(own, "test", rank, range(2), QUICK, "a call") for rank, own in enumerate(stores)]
+    lines = [ControlChannel(own, "test", rank, range(2), QUICK, "a call") for rank, own in enumerate(stores)]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda line: meet(line, b""), lines))
-    time.sleep(2 * QUICK.silence_s)
+    time.sleep(2 * QUICK.heartbeat_timeout_s)
     assert [line.lost(in_haste=True) for line in lines] == [None, None]
     start = time.monotonic()
     store.link.clear()
     times = {}
-    while len(times) < 4 and time.monotonic() - start < 10 * QUICK.silence_s:
+    while len(times) < 4 and time.monotonic() - start < 10 * QUICK.heartbeat_timeout_s:
         for line in lines:
             for in_haste in (True, False):
                 if (lost := line.lost(in_haste=in_haste)) and (line.rank, in_haste) not in times:
@@ -341,14 +341,19 @@ def test_a_rank_at_work_finds_out_without_the_store_that_it_is_cut_off(monkeypat
         line.close()
     assert len(times) == 4
     for rank in range(2):
-        assert times[rank, True][0] < QUICK.silence_s - QUICK.beat_s < times[rank, False][0] < 3 * QUICK.silence_s
+        assert (
+            times[rank, True][0]
+            < QUICK.heartbeat_timeout_s - QUICK.heartbeat_interval_s
+            < times[rank, False][0]
+            < 3 * QUICK.heartbeat_timeout_s
+        )
     assert "no sign of life" in times[0, True][1]
     assert "rank 1 (host" in times[0, False][1]
     assert "the store through which the ranks meet has not answered" in times[1, False][1]
 
 
 def test_a_rank_that_has_made_no_call_yet_is_told_of_by_who_waits(monkeypatch, caplog):
-    monkeypatch.setattr(meetings, "TELL_S", 0.2)
+    monkeypatch.setattr(control_channel, "TELL_S", 0.2)
     with Ranks(3, without=2) as ranks:
         ranks.each(lambda line: meet(line, b""))
     (told,) = [record.getMessage() for record in caplog.records]

@@ -14,14 +14,14 @@ from tests.execution.counting import CountedRanks, CountedStore, counted_ranks
 from torch import nn
 
 import shardwise
-from shardwise.errors import DisagreementError, PlacementError, StorageError
-from shardwise.execution import Patience
+from shardwise.errors import RankMismatchError, ShardingError, StorageError
+from shardwise.execution import Timeouts
 from shardwise.execution.agreement import agree_on
 from shardwise.execution.world import World
 from shardwise.planning.load_memory import Available
-from shardwise.report.reports import RankForecast
+from shardwise.report.reports import RankEstimate
 
-CALM = Patience(beat_s=60, silence_s=600, join_s=600)
+CALM = Timeouts(heartbeat_interval_s=60, heartbeat_timeout_s=600, join_timeout_s=600)
 MANY = [pytest.param(size, marks=pytest.mark.slow) for size in (256, 1024)]
 
 CALLS_TO_JOIN = 8
@@ -40,9 +40,9 @@ def spent(ranks: CountedRanks) -> tuple[float, float]:
     return ranks.store.calls.total() / ranks.size, ranks.store.nbytes / ranks.size
 
 
-def forecast_of(rank: int) -> RankForecast:
-    numbers = {name: 1_000_000 + rank for name in RankForecast.__dataclass_fields__ if name.endswith("bytes")}
-    return RankForecast(rank=rank, **numbers)
+def forecast_of(rank: int) -> RankEstimate:
+    numbers = {name: 1_000_000 + rank for name in RankEstimate.__dataclass_fields__ if name.endswith("bytes")}
+    return RankEstimate(rank=rank, **numbers)
 
 
 def prepared(rank: int, digest: str = "d" * 64, host_bytes: int | None = 10**12) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def prepared(rank: int, digest: str = "d" * 64, host_bytes: int | None = 10**12)
     return {
         "plan": SimpleNamespace(digest=digest, layout=layout, fingerprints=fingerprints),
         "settings": {"hidden_size": "64"},
-        "forecast": forecast_of(rank),
+        "estimate": forecast_of(rank),
         "available": Available(host_bytes=host_bytes),
         "check_memory": True,
     }
@@ -61,7 +61,7 @@ def prepared(rank: int, digest: str = "d" * 64, host_bytes: int | None = 10**12)
 @pytest.mark.parametrize("size", [64, 256, MANY[1]])
 def test_ranks_agree_on_a_load_by_conclusions(size):
     def agree(rank: int) -> int:
-        with World.current(patience=CALM, call="load") as world:
+        with World.current(timeouts=CALM, call="load") as world:
             return agree_on(world, **prepared(rank))[0]
 
     with counted_ranks(size) as ranks:
@@ -84,7 +84,7 @@ def test_a_meeting_costs_what_was_said(size):
     }
 
     def meet(rank: int) -> None:
-        with World.current(patience=CALM) as world:
+        with World.current(timeouts=CALM) as world:
             for _ in range(4):
                 for way in ways.values():
                     way(world)
@@ -104,7 +104,7 @@ def test_a_whole_load_costs_each_rank_the_same_however_many_they_are(size, tmp_p
     save_file(values, str(tmp_path / "model.safetensors"))
     models = [nn.Linear(4, 4) for _ in range(size)]
     options = shardwise.options.LoadOptions(
-        shared_reads="never", patience=CALM, progress=False, budget_bytes=1 << 16
+        shared_reads="never", timeouts=CALM, progress=False, budget_bytes=1 << 16
     )
     with counted_ranks(size) as ranks:
         reports = ranks.each(lambda rank: shardwise.load(models[rank], tmp_path, options=options))
@@ -121,19 +121,19 @@ def test_ranks_that_differ_tell_details_and_all_raise_the_same(size):
     """Half of the ranks plan otherwise; and one has too little memory."""
 
     def agree(rank: int, **other: Any) -> Any:
-        with World.current(patience=CALM, call="load") as world:
+        with World.current(timeouts=CALM, call="load") as world:
             return agree_on(world, **prepared(rank, **other))
 
     with counted_ranks(size) as ranks:
         errors = ranks.each(lambda rank: agree(rank, digest="de"[rank % 2] * 64))
-        assert {type(error) for error in errors} == {DisagreementError}
+        assert {type(error) for error in errors} == {RankMismatchError}
         (text,) = set(map(str, errors))
         assert text.startswith("ranks plan 20 tensors differently: layers.{0..19}.weight; ")
         _, nbytes = spent(ranks)
         assert nbytes < BYTES_TO_JOIN + 3 * (BYTES_TO_MEET + 3000)
     with counted_ranks(size) as ranks:
         errors = ranks.each(lambda rank: agree(rank, host_bytes=10**12 if rank != 3 else 5))
-        assert {type(error) for error in errors} == {PlacementError}
+        assert {type(error) for error in errors} == {ShardingError}
         (text,) = set(map(str, errors))
         assert text.startswith("rank 3 needs ")
 
@@ -145,7 +145,7 @@ def test_many_that_fail_or_differ_are_told_in_few_words(size):
 
     def call(rank: int) -> list[str]:
         texts = []
-        with World.current(patience=CALM) as world:
+        with World.current(timeouts=CALM) as world:
             for way in (
                 lambda: world.run_all(fail),
                 lambda: world.all_gather(fail),
@@ -154,7 +154,7 @@ def test_many_that_fail_or_differ_are_told_in_few_words(size):
             ):
                 try:
                     way()
-                except (StorageError, DisagreementError) as error:
+                except (StorageError, RankMismatchError) as error:
                     texts.append(str(error))
         return texts
 
@@ -177,12 +177,14 @@ def test_many_in_another_call_are_told_so(size):
 
     def call(rank: int) -> None:
         came.wait(100)
-        with World.current(patience=Patience(beat_s=1, silence_s=60), call=("load", "save")[rank % 2]) as world:
+        with World.current(
+            timeouts=Timeouts(heartbeat_interval_s=1, heartbeat_timeout_s=60), call=("load", "save")[rank % 2]
+        ) as world:
             world.run_all(lambda: None)
 
     with counted_ranks(size, CountedStore(0)) as ranks:
         errors = ranks.each(call)
-    assert {type(error) for error in errors} == {DisagreementError}
+    assert {type(error) for error in errors} == {RankMismatchError}
     (text,) = set(map(str, errors))
     assert "in load" in text
     assert "in save" in text
@@ -197,23 +199,23 @@ def test_an_answer_larger_than_torch_s_store_takes_comes_through():
     with counted_ranks(len(told), store) as ranks:
 
         def tell(rank: int) -> bool:
-            with World.current(patience=Patience(beat_s=1, silence_s=60)) as world:
+            with World.current(timeouts=Timeouts(heartbeat_interval_s=1, heartbeat_timeout_s=60)) as world:
                 return world.all_gather_object(told[rank]) == told and world.broadcast(lambda: 7) == 7
 
         assert ranks.each(tell) == [True] * len(told)
 
 
 def test_the_first_rank_beats_while_it_concludes():
-    quick = Patience(beat_s=0.05, silence_s=0.4, join_s=5)
+    quick = Timeouts(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4, join_timeout_s=5)
     concluded = []
 
     def conclude(told: list[int]) -> int:
         concluded.append(threading.current_thread())
-        time.sleep(3 * quick.silence_s)
+        time.sleep(3 * quick.heartbeat_timeout_s)
         return sum(told)
 
     def add_up(rank: int) -> int:
-        with World.current(patience=quick) as world:
+        with World.current(timeouts=quick) as world:
             return world.all_reduce_object(rank, conclude)
 
     with counted_ranks(3, dist.HashStore()) as ranks:
@@ -223,7 +225,7 @@ def test_the_first_rank_beats_while_it_concludes():
 
 def test_what_the_first_rank_cannot_conclude_is_everybody_s_error_and_all_stay_in_step():
     def conclude(told: list[int]) -> int:
-        raise DisagreementError(f"{told} do not fit")
+        raise RankMismatchError(f"{told} do not fit")
 
     def fail(rank: int) -> int:
         if rank == 1:
@@ -232,11 +234,11 @@ def test_what_the_first_rank_cannot_conclude_is_everybody_s_error_and_all_stay_i
 
     def call(rank: int) -> list[Any]:
         found: list[Any] = []
-        with World.current(patience=CALM) as world:
+        with World.current(timeouts=CALM) as world:
             for tell in (lambda: rank, lambda: fail(rank)):
                 try:
                     world.map_reduce(tell, conclude)
-                except (DisagreementError, StorageError) as error:
+                except (RankMismatchError, StorageError) as error:
                     found.append(str(error))
             found.append(world.gather(lambda: rank))
         return found

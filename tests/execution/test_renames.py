@@ -10,9 +10,9 @@ from tests.interchange.test_commit import contents, last_mark_removed, meanwhile
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution import committing, rename_journal
 from shardwise.execution.committing import make_file
-from shardwise.execution.locked_folder import marked_by_first
+from shardwise.execution.locked_folder import locked_by_first_rank
 from shardwise.execution.rename_journal import as_renamed
-from shardwise.execution.saving_lock import HeldMark, take_lock
+from shardwise.execution.saving_lock import HeldLock, take_lock
 from shardwise.execution.world import World
 from shardwise.planning.commit_plan import Renames, WrittenFiles, fresh
 from shardwise.storage.folders import FoldersWriter
@@ -25,7 +25,7 @@ NAMES = ("scheduler.bin", "optimizer.bin", "pytorch_model_fsdp_0/.metadata", "un
 def save(seed: int, root: Path, older: tuple[str, ...] = ()) -> None:
     """Files of one content, under several names."""
     content = str(seed).encode()
-    with marked_by_first(
+    with locked_by_first_rank(
         World(0, 1), root, rename_journal.tidy, lambda marked: rename_journal.undo(marked, ["unet"])
     ) as saving:
         with FoldersWriter(root) as writer:
@@ -84,7 +84,7 @@ def listed(root: Path) -> list[str]:
 def test_files_count_though_another_has_carried_out_their_renames_and_died(tmp_path, done):
     """Whoever is told of a failure looks for the older files, and would find these."""
     save(1, tmp_path)
-    taken: list[HeldMark] = []
+    taken: list[HeldLock] = []
 
     def other() -> None:
         last_mark_removed(tmp_path)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.execution import faults
 
-from shardwise.errors import PlacementError, RankLostError, StorageError
+from shardwise.errors import RankLostError, ShardingError, StorageError
 from shardwise.execution import processes
 from shardwise.execution.processes import (
     RankEndedError,
@@ -123,7 +123,7 @@ def test_accelerators_without_collectives_of_many_ranks_are_passed_by(machine_wi
 def test_a_rank_forked_from_a_user_of_cuda_is_refused(machine_with, monkeypatch):
     machine_with("cuda", 2)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    with pytest.raises(PlacementError, match="torchrun --nproc-per-node 2"):
+    with pytest.raises(ShardingError, match="torchrun --nproc-per-node 2"):
         at_own_gpu(0, 2)
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from shardwise.errors import PlacementError
+from shardwise.errors import ShardingError
 from shardwise.execution.committing import commit_written
-from shardwise.execution.locked_folder import marked_by_first
+from shardwise.execution.locked_folder import locked_by_first_rank
 from shardwise.execution.rename_journal import tidy, undo
 from shardwise.execution.torch_saves import write_whole_file
 from shardwise.execution.world import World
@@ -13,7 +13,7 @@ from shardwise.execution.world import World
 
 def write(folder, tensors, objects):
     world, device = World(0, 1), torch.device("cpu")
-    with marked_by_first(world, folder, tidy, undo) as saving:
+    with locked_by_first_rank(world, folder, tidy, undo) as saving:
         nbytes, written = write_whole_file(
             world, saving, "file.bin", tensors, objects, budget_bytes=4096, device=device
         )
@@ -23,7 +23,7 @@ def write(folder, tensors, objects):
 
 def test_names_that_differ_in_their_dots_only_are_refused(tmp_path):
     tensors = {("state", "a.b", "c"): torch.zeros(2), ("state", "a", "b.c"): torch.ones(2)}
-    with pytest.raises(PlacementError, match=r"state\.a\.b\.c: two tensors have this name"):
+    with pytest.raises(ShardingError, match=r"state\.a\.b\.c: two tensors have this name"):
         write(tmp_path, tensors, {})
     assert list(tmp_path.iterdir()) == []
 

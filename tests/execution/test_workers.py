@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from shardwise.execution.memory import Ahead, Workers
+from shardwise.execution.memory import Prefetch, WorkerPool
 
 
 def nothing() -> None:
@@ -16,7 +16,7 @@ def nothing() -> None:
 @pytest.mark.parametrize("tasks", [0, 1, 50])
 def test_every_task_is_carried_out_once(threads, tasks):
     done: list[int] = []
-    Workers(lambda task, tool: done.append(task), list(range(threads)), nothing).run(list(range(tasks)))
+    WorkerPool(lambda task, tool: done.append(task), list(range(threads)), nothing).run(list(range(tasks)))
     assert sorted(done) == list(range(tasks))
 
 
@@ -27,7 +27,7 @@ def test_each_thread_has_its_own_tool():
         seen.setdefault(threading.get_ident(), set()).add(tool)
         time.sleep(0.001)
 
-    Workers(carry_out, [0, 1, 2], nothing).run(list(range(30)))
+    WorkerPool(carry_out, [0, 1, 2], nothing).run(list(range(30)))
     assert all(len(tools) == 1 for tools in seen.values())
     assert len(seen) == 3
 
@@ -42,7 +42,7 @@ def test_the_first_error_ends_the_work_and_is_raised():
         done.append(task)
 
     with pytest.raises(OSError, match="gone"):
-        Workers(carry_out, [None, None], nothing).run(list(range(1000)))
+        WorkerPool(carry_out, [None, None], nothing).run(list(range(1000)))
     assert len(done) < 100
 
 
@@ -54,13 +54,13 @@ def test_a_reason_to_leave_is_noticed_although_a_worker_hangs():
 
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="another rank"):
-        Workers(lambda task, tool: release.wait(20), [None], check).run([1])
+        WorkerPool(lambda task, tool: release.wait(20), [None], check).run([1])
     assert time.monotonic() - start < 5
     release.set()
 
 
 def test_what_is_begun_ahead_is_there_when_it_is_wanted():
-    assert Ahead(lambda: 41 + 1).value(nothing) == 42
+    assert Prefetch(lambda: 41 + 1).value(nothing) == 42
 
 
 def test_what_fails_ahead_fails_where_it_is_wanted():
@@ -68,7 +68,7 @@ def test_what_fails_ahead_fails_where_it_is_wanted():
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        Ahead(fail).value(nothing)
+        Prefetch(fail).value(nothing)
 
 
 def test_waiting_for_what_is_ahead_can_be_left():
@@ -78,5 +78,5 @@ def test_waiting_for_what_is_ahead_can_be_left():
         raise RuntimeError("another rank failed")
 
     with pytest.raises(RuntimeError, match="another rank"):
-        Ahead(lambda: release.wait(20)).value(check)
+        Prefetch(lambda: release.wait(20)).value(check)
     release.set()

@@ -36,7 +36,7 @@ def test_what_the_first_rank_finds_or_raises_is_everybody_s(worlds):
 
 def test_ranks_that_disagree_are_named(worlds):
     assert (
-        worlds(3).run(faults.disagree) == [("DisagreementError", "the number on rank 2 is not that of rank 0")] * 3
+        worlds(3).run(faults.disagree) == [("RankMismatchError", "the number on rank 2 is not that of rank 0")] * 3
     )
 
 

@@ -10,7 +10,7 @@ from tests.faults.doomed import Seat
 from tests.verbs.on_ranks import Plain, angles, shard_plain
 
 import shardwise
-from shardwise.execution import Patience, meetings
+from shardwise.execution import Timeouts, control_channel
 from shardwise.execution.outcomes import Failure
 from shardwise.execution.world import World
 
@@ -26,11 +26,11 @@ def attempt(call: Any) -> Told:
     return "", ""
 
 
-def skip(seat: Seat, checkpoint: str, folder: str, patience: Patience) -> list[Told]:
+def skip(seat: Seat, checkpoint: str, folder: str, timeouts: Timeouts) -> list[Told]:
     """Rank 1 skips a save and comes to a load; all load; it skips a load and comes to another call; all go on."""
     model = shard_plain(Plain())
-    options = shardwise.options.LoadOptions(patience=patience, progress=False)
-    saving = shardwise.options.SaveOptions(patience=patience, progress=False)
+    options = shardwise.options.LoadOptions(timeouts=timeouts, progress=False)
+    saving = shardwise.options.SaveOptions(timeouts=timeouts, progress=False)
 
     def load() -> object:
         return shardwise.load(model, checkpoint, buffers={"*.angles": angles}, options=options)
@@ -39,7 +39,7 @@ def skip(seat: Seat, checkpoint: str, folder: str, patience: Patience) -> list[T
         return shardwise.save(model, folder, options=saving)
 
     def state() -> object:
-        return shardwise.model_state(model, options=shardwise.options.StateOptions(patience=patience))
+        return shardwise.get_model_state_dict(model, options=shardwise.options.StateOptions(timeouts=timeouts))
 
     told = [attempt(load)]
     told.append(attempt(load if seat.rank == 1 else save))
@@ -49,10 +49,10 @@ def skip(seat: Seat, checkpoint: str, folder: str, patience: Patience) -> list[T
     return told
 
 
-def lose(seat: Seat, checkpoint: str, patience: Patience, kind: str, rank: int) -> Told:
+def lose(seat: Seat, checkpoint: str, timeouts: Timeouts, kind: str, rank: int) -> Told:
     """All load; a rank is lost as it computes; the others go on to another call."""
     model = shard_plain(Plain())
-    options = shardwise.options.LoadOptions(patience=patience, progress=False)
+    options = shardwise.options.LoadOptions(timeouts=timeouts, progress=False)
 
     def load() -> object:
         return shardwise.load(model, checkpoint, buffers={"*.angles": angles}, options=options)
@@ -73,10 +73,10 @@ def lose(seat: Seat, checkpoint: str, patience: Patience, kind: str, rank: int) 
     return attempt(load)
 
 
-def fail_alone(seat: Seat, patience: Patience, first: str) -> None:
+def fail_alone(seat: Seat, timeouts: Timeouts, first: str) -> None:
     """Rank 1 fails, in no call of a verb's, and is slow to look; the first rank ends before it does."""
     seat.leaves = True
-    world = World.current(patience=patience)
+    world = World.current(timeouts=timeouts)
 
     def tell() -> int:
         if seat.rank == 1:
@@ -89,7 +89,7 @@ def fail_alone(seat: Seat, patience: Patience, first: str) -> None:
 
     world.run_all(lambda: None)
     if seat.rank == 1:
-        meetings._FIRST_POLL_S = meetings._LAST_POLL_S = 0.5
+        control_channel._FIRST_POLL_S = control_channel._LAST_POLL_S = 0.5
     if seat.rank == 0 and first == "untold":
         Failure.among = lambda *_: os._exit(1)  # type: ignore[method-assign, assignment]
     world.map_reduce(tell, conclude)

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_PRELOADED = ["torch", "transformers", "shardwise.engines.bringing_up", "shardwise.engines.saving"]
+_PRELOADED = ["torch", "transformers", "shardwise.engines.pretrained_loading", "shardwise.engines.saving"]
 _PRELOADED += ["tests.faults.on_ranks", "tests.faults.saving"]
 
 _IN_MEMORY = Path("/dev/shm")

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 import shardwise
-from shardwise.execution import Patience
+from shardwise.execution import Timeouts
 from shardwise.report.reports import LoadReport
 from shardwise.storage.reading import LocalReader
 
 STAGES = {
-    "open": ("shardwise.engines.bringing_up", "open_storage"),
+    "open": ("shardwise.engines.pretrained_loading", "open_storage"),
     "headers": ("shardwise.engines.arguments", "open_checkpoint"),
     "build": ("shardwise.engines.outline", "outline"),
     "wrap": ("shardwise.models.wrap", "wrap"),
@@ -35,11 +35,11 @@ STAGES = {
     "send": ("torch.distributed", "all_to_all_single"),
     "fill": ("shardwise.engines.loading", "fill"),
     "audit": ("shardwise.engines.loading", "audit"),
-    "look": ("shardwise.engines.sharding", "look_inside"),
+    "look": ("shardwise.engines.sharding", "collect_tensors"),
     "give": ("shardwise.execution.moving", "Exchange._given"),
     "take": ("shardwise.execution.moving", "Exchange._put"),
-    "pack": ("shardwise.execution.replicas", "Giver.share"),
-    "arrange": ("shardwise.engines.save_plan", "prepare"),
+    "pack": ("shardwise.execution.replicas", "ShardSender.share"),
+    "plan_reads": ("shardwise.engines.save_plan", "prepare"),
     "create": ("shardwise.storage.writing", "LocalWriter.create"),
     "mark": ("shardwise.engines.saving", "require_lock"),
     "write": ("shardwise.execution.write", "Emitter._buffers"),
@@ -112,70 +112,70 @@ def strike(blow: Blow, seat: Seat) -> None:
             raise AssertionError(blow.kind)
 
 
-def load(seat: Seat, directory: str, way: str, patience: Patience, blow: Blow | None = None) -> None:
+def load(seat: Seat, directory: str, way: str, timeouts: Timeouts, blow: Blow | None = None) -> None:
     """Bring a model up in a certain way while the blow falls."""
     if blow is not None:
         lay(blow, seat)
     if way in ("flat", "hsdp"):
-        bring_up(seat, directory, way, patience)
+        bring_up(seat, directory, way, timeouts)
     elif way in ("reader", "whole"):
         with torch.device("meta"):
             model = Plain()
         shared = "always" if way == "whole" else "auto"
-        options = shardwise.options.LoadOptions(patience=patience, shared_reads=shared, budget_bytes=1 << 14)
+        options = shardwise.options.LoadOptions(timeouts=timeouts, shared_reads=shared, budget_bytes=1 << 14)
         checkpoint = LocalReader(directory) if way == "reader" else directory
         shardwise.load(model, checkpoint, buffers={"*.angles": angles}, options=options)
     elif way == "shard":  # the model is on rank 0 alone
         model = sharding.live_model() if seat.rank == 0 else sharding.meta_model()
-        shardwise.shard(model, options=shardwise.options.ShardOptions(patience=patience, budget_bytes=4096))
+        shardwise.shard(model, options=shardwise.options.ShardOptions(timeouts=timeouts, budget_bytes=4096))
     elif way == "stream":
         model = sharding.live_model()
-        options = shardwise.options.StreamOptions(patience=patience, bucket_bytes=4096)
+        options = shardwise.options.StreamOptions(timeouts=timeouts, bucket_bytes=4096)
         for _ in shardwise.iter_hf_tensors(model, options=options):
             pass
     else:
         raise AssertionError(way)
 
 
-def load_and_end(seat: Seat, directory: str, patience: Patience, blow: Blow) -> None:
+def load_and_end(seat: Seat, directory: str, timeouts: Timeouts, blow: Blow) -> None:
     """A load with which rank 0's process ends, and so does what it holds."""
     seat.leaves = seat.rank == 0
-    load(seat, directory, "flat", patience, blow)
+    load(seat, directory, "flat", timeouts, blow)
 
 
-def load_and_leave(seat: Seat, directory: str, way: str, patience: Patience, blow: Blow) -> None:
+def load_and_leave(seat: Seat, directory: str, way: str, timeouts: Timeouts, blow: Blow) -> None:
     """A load after which the process group is left as the end of a program leaves it."""
     try:
-        load(seat, directory, way, patience, blow)
+        load(seat, directory, way, timeouts, blow)
     finally:
         dist.destroy_process_group()
 
 
-def bring_up(seat: Seat, directory: str, way: str, patience: Patience) -> tuple[PreTrainedModel, LoadReport]:
+def bring_up(seat: Seat, directory: str, way: str, timeouts: Timeouts) -> tuple[PreTrainedModel, LoadReport]:
     sizes = (2, seat.size // 2) if way == "hsdp" else (seat.size,)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     shared = {"flat": "auto", "hsdp": "always"}[way]
-    options = shardwise.options.LoadOptions(patience=patience, shared_reads=shared, budget_bytes=1 << 14)
+    options = shardwise.options.LoadOptions(timeouts=timeouts, shared_reads=shared, budget_bytes=1 << 14)
     return shardwise.from_pretrained(
         directory, sharding=shardwise.Sharding(mesh=mesh), options=options, output_loading_info=True
     )
 
 
-def load_and_compare(seat: Seat, directory: str, way: str, patience: Patience, expected: str) -> dict[str, Any]:
+def load_and_compare(seat: Seat, directory: str, way: str, timeouts: Timeouts, expected: str) -> dict[str, Any]:
     """What differs from a snapshot, and what was read."""
-    model, report = bring_up(seat, directory, way, patience)
+    model, report = bring_up(seat, directory, way, timeouts)
     faults = truth.differences(truth.snapshot(model), torch.load(expected, weights_only=True))
     return {"faults": faults, "read_bytes": report.read_bytes, "checkpoint_bytes": report.checkpoint_bytes}
 
 
-def load_busy(seat: Seat, directory: str, patience: Patience, busy: int, before_s: float) -> None:
+def load_busy(seat: Seat, directory: str, timeouts: Timeouts, busy: int, before_s: float) -> None:
     """One rank comes to the call late."""
     if seat.rank == busy:
         time.sleep(before_s)
-    load(seat, directory, "reader", patience)
+    load(seat, directory, "reader", timeouts)
 
 
-def load_stalled(seat: Seat, directory: str, patience: Patience, stalled: int, stall_s: float) -> None:
+def load_stalled(seat: Seat, directory: str, timeouts: Timeouts, stalled: int, stall_s: float) -> None:
     """One rank's storage does not answer for a while."""
     original = LocalReader.read_vectored
     waits = [stall_s] if seat.rank == stalled else []
@@ -186,4 +186,4 @@ def load_stalled(seat: Seat, directory: str, patience: Patience, stalled: int, s
         original(self, file, start, buffers)
 
     LocalReader.read_vectored = read_vectored  # type: ignore[method-assign]
-    load(seat, directory, "flat", patience)
+    load(seat, directory, "flat", timeouts)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise
-from shardwise.execution import Patience
+from shardwise.execution import Timeouts
 
 ONE_FILE, SEVERAL_FILES = "1GB", "2KB"
 
@@ -43,27 +43,27 @@ def sharded(seed: int) -> Blocks:
 
 
 def save(
-    seat: Seat, folder: str, seed: int, size: str, patience: Patience, blow: Blow | None = None
+    seat: Seat, folder: str, seed: int, size: str, timeouts: Timeouts, blow: Blow | None = None
 ) -> tuple[str, ...]:
     """Save what :func:`sharded` makes while the blow falls; the files."""
     model = sharded(seed)
     if blow is not None:
         lay(blow, seat)
-    options = shardwise.options.SaveOptions(budget_bytes=4096, patience=patience, progress=False)
+    options = shardwise.options.SaveOptions(budget_bytes=4096, timeouts=timeouts, progress=False)
     return shardwise.save(model, folder, max_shard_size=size, verify=True, options=options).files
 
 
-def save_apart(seat: Seat, folder: str, patience: Patience) -> None:
+def save_apart(seat: Seat, folder: str, timeouts: Timeouts) -> None:
     """Every rank to a folder of its own."""
-    options = shardwise.options.SaveOptions(patience=patience, progress=False)
+    options = shardwise.options.SaveOptions(timeouts=timeouts, progress=False)
     shardwise.save(sharded(1), f"{folder}/{seat.rank}", options=options)
 
 
 def save_one_after_another(
-    seat: Seat, folder: str, seeds: tuple[int, ...], sizes: tuple[str, ...], patience: Patience
+    seat: Seat, folder: str, seeds: tuple[int, ...], sizes: tuple[str, ...], timeouts: Timeouts
 ) -> None:
     """Save for ever, after having told that it begins: to be killed at any moment."""
-    options = shardwise.options.SaveOptions(patience=patience, progress=False)
+    options = shardwise.options.SaveOptions(timeouts=timeouts, progress=False)
     models = [sharded(seed) for seed in seeds]
     seat.tell()
     while True:

@@ -8,7 +8,7 @@ from tests.models.on_fake_ranks import fake_rank
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.errors import PlacementError
+from shardwise.errors import ShardingError
 from shardwise.models.wrap import Sharding, wrap
 
 
@@ -44,7 +44,7 @@ def on_meta():
 def test_a_mesh_of_three_axes_is_refused_by_name():
     with fake_rank(0, 8):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-        with pytest.raises(PlacementError, match=r"on the mesh pp=2, dp=2, tp=2: fully_shard takes one axis"):
+        with pytest.raises(ShardingError, match=r"on the mesh pp=2, dp=2, tp=2: fully_shard takes one axis"):
             wrap(on_meta(), Sharding(mesh=mesh, wrap="module_list"))
 
 
@@ -54,7 +54,7 @@ def test_a_parameter_that_fully_shard_refuses_is_named_before_anything_is_sharde
     before = dict(model.named_parameters())
     with fake_rank(0, 4):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
-        with pytest.raises(PlacementError, match=r"layers\.1\.weight .* the mesh fsdp=4: .* contiguous"):
+        with pytest.raises(ShardingError, match=r"layers\.1\.weight .* the mesh fsdp=4: .* contiguous"):
             wrap(model, Sharding(mesh=mesh, wrap="module_list"))
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
@@ -64,7 +64,7 @@ def test_a_model_that_cannot_be_sharded_is_the_same_error_on_every_rank(worlds, 
     errors = worlds(4).run(bad_input.partial, wide)
     assert len(set(errors)) == 1
     kind, text = errors[0]
-    assert kind == "PlacementError"
+    assert kind == "ShardingError"
     assert "rows.weight is placed as P(sum)" in text or "rows.weight is placed as Partial(sum)" in text
     assert "an axis of 2 ranks (the mesh has (2, 2))" in text
 

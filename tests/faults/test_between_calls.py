@@ -6,12 +6,12 @@ import pytest
 from tests.faults import between
 from tests.faults.doomed import Doomed, through_a_file, through_rank_0
 
-from shardwise.execution import Patience
+from shardwise.execution import Timeouts
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
 NEVER_S = 60.0
-QUICK = Patience(beat_s=0.1, silence_s=3.0, join_s=NEVER_S)
+QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=NEVER_S)
 BOUND_S = 12.0
 """The silence, and what a busy machine takes."""
 
@@ -24,10 +24,10 @@ def test_a_call_that_one_rank_skipped_is_named_and_the_next_one_works(plain, tmp
     assert one == two == three
     first, skipped, second, other, *rest = one
     assert [first, second, *rest] == [("", "")] * 4
-    assert skipped[0] == other[0] == "DisagreementError"
+    assert skipped[0] == other[0] == "RankMismatchError"
     assert "rank 1 is in load" in skipped[1]
     assert "in save" in skipped[1]
-    assert "rank 1 is in model_state" in other[1]
+    assert "rank 1 is in get_model_state_dict" in other[1]
 
 
 @pytest.mark.parametrize(

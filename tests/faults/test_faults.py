@@ -9,12 +9,12 @@ from tests.faults import on_ranks
 from tests.faults.doomed import Doomed, through_rank_0
 from tests.faults.on_ranks import Blow
 
-from shardwise.execution import Patience
+from shardwise.execution import Timeouts
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
-QUICK = Patience(beat_s=0.1, silence_s=3.0, join_s=60)
-CALM = Patience(beat_s=0.1, silence_s=30, join_s=60)
+QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=60)
+CALM = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=30, join_timeout_s=60)
 BOUND_S = 10.0
 """From the blow to the end of the last rank: the silence, and what a busy machine takes for a few beats."""
 
@@ -81,8 +81,8 @@ def assert_all_end_alike(blow, outcome, size, bound_s=BOUND_S):
 def fall(blow, qwen3, plain):
     way, size, _ = WAYS[blow.stage]
     with Doomed(size) as world:
-        patience = CALM if blow.kind == "raise" else QUICK
-        outcome = world.run(on_ranks.load, checkpoint_of(blow, qwen3, plain), way, patience, blow)
+        timeouts = CALM if blow.kind == "raise" else QUICK
+        outcome = world.run(on_ranks.load, checkpoint_of(blow, qwen3, plain), way, timeouts, blow)
         if blow.stage == "headers" and blow.kind == "raise":  # read for all by one
             assert set(outcome.errors().values()) == {("StorageError", "struck at headers")}
             assert len(outcome.ends) == size
@@ -118,24 +118,24 @@ def assert_nothing_befell(outcome, size):
 def test_a_storage_that_stalls_costs_nobody_s_life(qwen3):
     """The rank's beats go on while it waits, however long."""
     with Doomed(3) as world:
-        outcome = world.run(on_ranks.load_stalled, qwen3, QUICK, 1, 2 * QUICK.silence_s)
+        outcome = world.run(on_ranks.load_stalled, qwen3, QUICK, 1, 2 * QUICK.heartbeat_timeout_s)
     assert_nothing_befell(outcome, 3)
-    assert max(end.at_s for end in outcome.ends.values()) - outcome.started_at_s > 2 * QUICK.silence_s
+    assert max(end.at_s for end in outcome.ends.values()) - outcome.started_at_s > 2 * QUICK.heartbeat_timeout_s
 
 
 @pytest.mark.parametrize("busy", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_that_comes_late_is_waited_for(busy, plain):
     """It may be busy with something else for longer than a silence."""
     with Doomed(3) as world:
-        outcome = world.run(on_ranks.load_busy, plain, QUICK, busy, 1.5 * QUICK.silence_s)
+        outcome = world.run(on_ranks.load_busy, plain, QUICK, busy, 1.5 * QUICK.heartbeat_timeout_s)
     assert_nothing_befell(outcome, 3)
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_was_said(plain):
-    patience = Patience(beat_s=0.1, silence_s=3.0, join_s=3.0)
+    timeouts = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=3.0)
     with Doomed(3) as world:
-        outcome = world.run(on_ranks.load_busy, plain, patience, 2, 6.0)
+        outcome = world.run(on_ranks.load_busy, plain, timeouts, 2, 6.0)
     late = outcome.ends.pop(2)
     assert late.error == "RankLostError"
     assert len(set(outcome.errors().values())) == 1
@@ -192,5 +192,5 @@ def test_a_rank_that_is_interrupted_says_so(qwen3):
 def test_with_the_patience_that_is_usual(kind, qwen3, plain):
     blow = Blow(kind, "read", 1, after=5)
     with Doomed(3) as world:
-        outcome = world.run(on_ranks.load, qwen3, "flat", Patience(), blow, limit_s=60)
+        outcome = world.run(on_ranks.load, qwen3, "flat", Timeouts(), blow, limit_s=60)
         assert_all_end_alike(blow, outcome, 3, bound_s=30)

@@ -7,7 +7,7 @@ from tests.faults import on_ranks
 from tests.faults.doomed import Doomed
 from tests.verbs.conftest import small_qwen3
 
-from shardwise.execution import Patience
+from shardwise.execution import Timeouts
 
 RANKS = 64
 
@@ -20,7 +20,7 @@ def test_sixty_four_ranks_load_what_was_saved(way, tmp_path, qwen3):
     torch.save(truth.snapshot(small_qwen3()), tmp_path / "truth.pt")
     with Doomed(RANKS) as world:
         outcome = world.run(
-            on_ranks.load_and_compare, qwen3, way, Patience(), str(tmp_path / "truth.pt"), limit_s=350
+            on_ranks.load_and_compare, qwen3, way, Timeouts(), str(tmp_path / "truth.pt"), limit_s=350
         )
     assert outcome.errors() == dict.fromkeys(range(RANKS), ("", ""))
     assert [outcome.ends[rank].value["faults"] for rank in range(RANKS)] == [[]] * RANKS

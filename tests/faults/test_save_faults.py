@@ -15,12 +15,12 @@ from tests.faults.on_ranks import Blow
 from tests.faults.saving import ONE_FILE, SEVERAL_FILES, is_model, litter
 
 import shardwise
-from shardwise.execution import Patience
+from shardwise.execution import Timeouts
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
-QUICK = Patience(beat_s=0.1, silence_s=3.0, join_s=60)
-CALM = Patience(beat_s=0.1, silence_s=30, join_s=60)
+QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=60)
+CALM = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=30, join_timeout_s=60)
 BOUND_S = 10.0
 """From the blow to the end of the last rank: the silence, and what a busy machine takes for a few beats."""
 
@@ -31,7 +31,7 @@ OLD, NEW, NEXT = 1, 2, 3
 KINDS = ("raise", "exit", "kill", "stop")
 
 STAGES = {
-    "arrange": 0,
+    "plan_reads": 0,
     "create": 1,
     "mark": 0,
     "write": 2,
@@ -81,8 +81,8 @@ def fall(blow, folder):
         old_size, new_size = new_size, old_size
     shardwise.save(saving.Blocks(OLD), folder, max_shard_size=old_size)
     with Doomed(RANKS) as world:
-        patience = CALM if blow.kind == "raise" else QUICK
-        outcome = world.run(saving.save, str(folder), NEW, new_size, patience, blow)
+        timeouts = CALM if blow.kind == "raise" else QUICK
+        outcome = world.run(saving.save, str(folder), NEW, new_size, timeouts, blow)
         assert_all_end_alike(blow, outcome)
         assert is_model(folder, NEW if blow.stage in COMMITTED else OLD)
         if blow.kind == "stop":
@@ -97,7 +97,7 @@ def fall(blow, folder):
 def go_on(blow, world, folder):
     """A rank that was stopped is continued: until then the mark is its own, then it ends as the others did."""
     errors = world.outcome.errors()
-    if blow.rank == 0 and blow.stage != "arrange":
+    if blow.rank == 0 and blow.stage != "plan_reads":
         with pytest.raises(shardwise.StorageError, match=f"process {world.outcome.pids[0]} on"):
             shardwise.save(saving.Blocks(NEXT), folder)
     world.go_on(blow.rank)
@@ -192,7 +192,7 @@ def test_with_the_patience_that_is_usual(kind, rank, tmp_path):
     shardwise.save(saving.Blocks(OLD), tmp_path)
     blow = Blow(kind, "write", rank, after=2)
     with Doomed(RANKS) as world:
-        outcome = world.run(saving.save, str(tmp_path), NEW, SEVERAL_FILES, Patience(), blow, limit_s=60)
+        outcome = world.run(saving.save, str(tmp_path), NEW, SEVERAL_FILES, Timeouts(), blow, limit_s=60)
         assert_all_end_alike(blow, outcome, bound_s=30)
         assert is_model(tmp_path, OLD)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardwise.errors import FormatError
 from shardwise.formats import safetensors_files as safetensors_header
 from shardwise.formats.safetensors_files import _RANK, lay_out, parse_header
-from shardwise.models.torch_words import from_torch, to_torch
+from shardwise.models.torch_api import from_torch, to_torch
 from shardwise.tensors import DType, numel
 
 WRITABLE = sorted(_RANK, key=lambda dtype: dtype.label)

@@ -300,7 +300,7 @@ def test_mutations_of_a_file_raise_nothing_else(changes: list[tuple[int, int]], 
     content = bytearray(SOUND)
     for place, value in changes:
         content[place] = value
-    look_at(bytes(content if cut is None else content[:cut]))
+    bind_optimizers(bytes(content if cut is None else content[:cut]))
 
 
 INTERESTING = sorted({i for mark in (b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"data.pkl")
@@ -313,10 +313,10 @@ def test_mutations_of_headers_raise_nothing_else(changes: list[tuple[int, int]])
     for place, value in changes:
         if place < len(content):
             content[place] = value
-    look_at(bytes(content))
+    bind_optimizers(bytes(content))
 
 
-def look_at(content: bytes) -> None:
+def bind_optimizers(content: bytes) -> None:
     try:
         index = open_checkpoint(MemoryReader({"pytorch_model.bin": content}))
     except (FormatError, StorageError):
@@ -342,7 +342,7 @@ def test_mutations_of_a_pickle_raise_nothing_else(
     content = bytearray(PICKLE)
     for place, value in changes:
         content[place] = value
-    look_at(torch_file(bytes(content[:where]) + b"".join(inserted) + bytes(content[where:])))
+    bind_optimizers(torch_file(bytes(content[:where]) + b"".join(inserted) + bytes(content[where:])))
 
 
 @given(st.lists(st.sampled_from(OPCODES) | st.binary(max_size=6), max_size=60))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.formats.joining import StoredView, WrapperChoice, choose_model, why_not_strided
+from shardwise.formats.joining import StoredView, WrapperChoice, choose_model, strided_obstacle
 from shardwise.tensors import ByteRange, DType, Strided
 
 
@@ -73,7 +73,7 @@ def test_a_view_sees_each_of_its_elements_once_and_no_others(view: Strided, avai
         view.offset + sum(index * stride for index, stride in zip(indices, view.strides, strict=True))
         for indices in itertools.product(*map(range, view.sizes))
     ]
-    fault = why_not_strided(view, available)
+    fault = strided_obstacle(view, available)
     if fault is None:
         assert len(set(seen)) == len(seen)
         assert not seen or max(seen) < available

@@ -12,7 +12,7 @@ import torch
 from shardwise.conversion.computed import copies
 from shardwise.conversion.expression import Stored
 from shardwise.formats.contract import CheckpointIndex
-from shardwise.models.torch_words import to_torch
+from shardwise.models.torch_api import to_torch
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.storage.contract import StorageReader
 from shardwise.tensors import Box

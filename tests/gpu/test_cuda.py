@@ -104,11 +104,14 @@ def test_states_go_to_the_host_and_back(one_rank, fused):
         nets[0](rows).square().mean().backward()
         optimizers[0].step()
         optimizers[0].zero_grad()
-    state, moments = shardwise.model_state(nets[0]), shardwise.optimizer_state(nets[0], optimizers[0])
+    state, moments = (
+        shardwise.get_model_state_dict(nets[0]),
+        shardwise.get_optimizer_state_dict(nets[0], optimizers[0]),
+    )
     tensors = [value for values in moments["state"].values() for value in values.values()]
     assert {tensor.device.type for tensor in [*state.values(), *tensors]} == {"cpu"}
-    shardwise.set_model_state(nets[1], state)
-    shardwise.set_optimizer_state(nets[1], optimizers[1], moments)
+    shardwise.set_model_state_dict(nets[1], state)
+    shardwise.set_optimizer_state_dict(nets[1], optimizers[1], moments)
     for net, optimizer in zip(nets, optimizers, strict=True):
         net(rows).square().mean().backward()
         optimizer.step()

@@ -21,7 +21,7 @@ from typing import Any, Self, TypeAlias
 from urllib.parse import unquote
 
 from shardwise.errors import ConfigError
-from shardwise.storage.names import why_unsafe
+from shardwise.storage.names import unsafe_name_reason
 
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 _SERVER = re.compile(r"^http://[^/]*/")
@@ -245,7 +245,7 @@ class HttpStore:
                 found = self._files.get(file)
             return None if found is None else (found, f'"{zlib.crc32(found):08x}-{len(found):x}"')
         try:
-            if why_unsafe(file) is not None:
+            if unsafe_name_reason(file) is not None:
                 return None
             with open(os.path.join(self._files, file), "rb") as opened:
                 status = os.fstat(opened.fileno())

@@ -13,7 +13,7 @@ from shardwise.storage.contract import (
     WritePolicy,
     ends_early,
 )
-from shardwise.storage.names import shown, why_not_plain, why_unsafe
+from shardwise.storage.names import nested_name_reason, shown, unsafe_name_reason
 
 MEMORY = ReadPolicy(max_gap_bytes=0, request_bytes=1 << 30, concurrency=1, is_remote=False, bytes_per_s=1e10)
 """Bytes this process holds already: a request costs nothing, and a gap only its copy."""
@@ -77,7 +77,7 @@ class MemoryReader(StorageReader):
     def _content(self, file: str) -> bytes:
         if self._closed:
             raise StorageError(f"{shown(file)} in {self._root}: the reader is closed; open another one")
-        fault = why_unsafe(file)
+        fault = unsafe_name_reason(file)
         if fault is not None:
             raise StorageError(
                 f"{shown(file)}: refused as a file name below {self._root}, {fault}; "
@@ -241,7 +241,7 @@ class MemoryWriter(StorageWriter):
 
     def _require_name(self, file: str) -> None:
         self._require_open(file)
-        fault = why_not_plain(file)
+        fault = nested_name_reason(file)
         if fault is not None:
             raise StorageError(
                 f"{shown(file)}: refused as the name of a file in {self._root}, {fault}; name a file of that folder"

@@ -33,7 +33,7 @@ def _prepared(checkpoint: str, way: tuple[str, bool], kind: str, **settings: Any
 
 def _moments(prepared: tuple[Any, ...]) -> dict[str, torch.Tensor]:
     model, optimizer, *_ = prepared
-    state = shardwise.optimizer_state(model, optimizer.optimizer, "full_on_all_ranks")["state"]
+    state = shardwise.get_optimizer_state_dict(model, optimizer.optimizer, "full_on_all_ranks")["state"]
     return {f"{name}: {key}": value for name, entries in state.items() for key, value in entries.items()}
 
 

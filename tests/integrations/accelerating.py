@@ -170,7 +170,9 @@ def plain(model: nn.Module, steps: int = STEPS) -> Seen:
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in shardwise.model_state(model, "full_on_all_ranks").items()}
+    return {
+        name: value.clone() for name, value in shardwise.get_model_state_dict(model, "full_on_all_ranks").items()
+    }
 
 
 def same_bits(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> list[str]:

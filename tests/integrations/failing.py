@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tests.integrations.runs import Run, launched, made, rank
 
-from shardwise.execution import lost_ranks
+from shardwise.execution import collective_errors
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Ended:
 def fail_alone(run: Run, place: str) -> Ended:
     """The second rank's data loader ("batches"), loss ("loss") or model ("model") raises in the second step."""
     torch.manual_seed(0)
-    lost_ranks._STUCK_S = 0.5
+    collective_errors._STUCK_S = 0.5
     with launched():
         trainer = made(run)
         if rank() == 1:

@@ -14,7 +14,7 @@ def trained(folder: str, output: str) -> dict[str, object]:
     from trl import SFTConfig, SFTTrainer
 
     import shardwise
-    from shardwise.integrations.trainer_doors import for_trainer
+    from shardwise.integrations.trainer_marks import for_trainer
     from shardwise.options import Nf4
 
     rows = [{"input_ids": [(3 * at + row) % 90 for at in range(12)]} for row in range(8)]

@@ -27,7 +27,7 @@ def models(folder: str) -> dict[str, str]:
     from transformers import AutoModelForCausalLM
 
     import shardwise
-    from shardwise.integrations.trainer_doors import for_trainer
+    from shardwise.integrations.trainer_marks import for_trainer
 
     causal = Path(folder) / "causal"
     live = AutoModelForCausalLM.from_pretrained(causal)
@@ -54,7 +54,7 @@ def models(folder: str) -> dict[str, str]:
 def doors(folder: str, place: str) -> dict[str, Any]:
     """What is on a model while it is for the Trainer, and afterwards."""
     import shardwise
-    from shardwise.integrations.trainer_doors import for_trainer, undo_for_trainer
+    from shardwise.integrations.trainer_marks import for_trainer, undo_for_trainer
 
     where = Path(folder)
     model = shardwise.from_pretrained(

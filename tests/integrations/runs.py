@@ -124,7 +124,7 @@ def bring_up(run: Run) -> Any:
     import transformers
 
     import shardwise
-    from shardwise.integrations.trainer_doors import for_trainer
+    from shardwise.integrations.trainer_marks import for_trainer
 
     folder, kind = Path(run.folder), run.model
     place = folder / {"classes": "classes", "vision": "vision"}.get(kind, "causal")

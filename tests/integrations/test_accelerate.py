@@ -202,25 +202,25 @@ def test_a_rank_that_cannot_write_or_read_is_told_on_all_and_the_older_state_sta
 
 SAID = {
     "sharded in part": (
-        "PlacementError",
+        "ShardingError",
         "sharded in part: fully_shard was applied to 0, and not to what holds 1.",
     ),
-    "in DDP": ("PlacementError", "wrapped in DistributedDataParallel; pass the model inside"),
-    "sharded by others": ("PlacementError", "parameters are distributed, but not by fully_shard: 0.weight"),
-    "sharded on one rank": ("DisagreementError", "the state of the model (sharded already, or not)"),
-    "an optimizer of other parameters": ("PlacementError", "is not the model's; make the optimizer of"),
-    "on meta": ("PlacementError", "tensors are on meta; call shardwise.load before prepare"),
+    "in DDP": ("ShardingError", "wrapped in DistributedDataParallel; pass the model inside"),
+    "sharded by others": ("ShardingError", "parameters are distributed, but not by fully_shard: 0.weight"),
+    "sharded on one rank": ("RankMismatchError", "the state of the model (sharded already, or not)"),
+    "an optimizer of other parameters": ("ShardingError", "is not the model's; make the optimizer of"),
+    "on meta": ("ShardingError", "tensors are on meta; call shardwise.load before prepare"),
     "two models": ("ConfigError", "2 models in one call"),
     "placements": ("ConfigError", "device_placement has 2 values, and there are 1 objects"),
     "a plugin of FSDP1": ("ConfigError", "fsdp_version=1"),
-    "an optimizer that has stepped": ("PlacementError", "optimizer 0 (AdamW) has stepped already"),
-    "a vocabulary resized on meta": ("PlacementError", "model.embed_tokens.weight, lm_head.weight: on meta, in no"),
-    "a head initialized on meta": ("PlacementError", "lm_head.weight: on meta, in no file"),
-    "a copy of what is on meta": ("PlacementError", "on meta, in no file"),
+    "an optimizer that has stepped": ("ShardingError", "optimizer 0 (AdamW) has stepped already"),
+    "a vocabulary resized on meta": ("ShardingError", "model.embed_tokens.weight, lm_head.weight: on meta, in no"),
+    "a head initialized on meta": ("ShardingError", "lm_head.weight: on meta, in no file"),
+    "a copy of what is on meta": ("ShardingError", "on meta, in no file"),
     "two minds about loading": ("ConfigError", "cpu_ram_efficient_loading=False; set both, or neither"),
     "a class that is not there": ("ValueError", "Could not find the transformer layer class Qwen3DecoderLayr"),
     "each rank alone": ("ConfigError", "takes each of the 2 ranks for a process alone"),
-    "left on meta on one rank": ("DisagreementError", "the list of tensors that from_pretrained has left on meta"),
+    "left on meta on one rank": ("RankMismatchError", "the list of tensors that from_pretrained has left on meta"),
 }
 
 
@@ -239,7 +239,7 @@ def test_models_sharded_by_anybody_are_left_alone(worlds, qwen3):
 
 
 def doors() -> dict[str, object]:
-    from shardwise.integrations.accelerate_switch import _doors
+    from shardwise.integrations.accelerate_patches import _doors
 
     return {f"{owner.__name__}.{name}": vars(owner)[name] for owner, name, _ in _doors()}
 

@@ -271,10 +271,10 @@ def test_a_misspelt_class_among_several_is_refused_by_name():
         pass
 
     sharding = Sharding(wrap={Qwen3DecoderLayer, Qwen3DecoderLayr})
-    with pytest.raises(shardwise.PlacementError, match="Qwen3DecoderLayr matches nothing in Qwen3ForCausalLM"):
+    with pytest.raises(shardwise.ShardingError, match="Qwen3DecoderLayr matches nothing in Qwen3ForCausalLM"):
         select_blocks(qwen3(), sharding.wrap)
     sharding, _ = read({"transformer_layer_cls_to_wrap": "Qwen3DecoderLayer,Qwen3Attn"})
-    with pytest.raises(shardwise.PlacementError, match="Qwen3Attn matches nothing in Qwen3ForCausalLM"):
+    with pytest.raises(shardwise.ShardingError, match="Qwen3Attn matches nothing in Qwen3ForCausalLM"):
         select_blocks(qwen3(), sharding.wrap)
 
 
@@ -296,7 +296,7 @@ def test_partials_that_cannot_be_honoured(wrap, said):
 
 
 def test_a_function_that_chooses_nothing_is_refused():
-    with pytest.raises(shardwise.PlacementError, match="matches nothing in Qwen3ForCausalLM"):
+    with pytest.raises(shardwise.ShardingError, match="matches nothing in Qwen3ForCausalLM"):
         select_blocks(qwen3(), Sharding(wrap=lambda module: False).wrap)
 
 

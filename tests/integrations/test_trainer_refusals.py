@@ -55,7 +55,7 @@ def test_models(two: LocalRanks, folder: Path) -> None:
     expected = {
         "not sharded": "ConfigError: for_trainer(Qwen3ForCausalLM): is not sharded",
         "compiled": "ConfigError: for_trainer was given what torch.compile returns",
-        "on meta": "PlacementError: ",
+        "on meta": "ShardingError: ",
         "no model of transformers": "ConfigError: for_trainer(Linear): is no model of transformers",
         "several meshes": "ConfigError: for_trainer(FSDPQwen3ForCausalLM): its parameters are on several meshes",
         "by transformers": "ConfigError: for_trainer(FSDPQwen3ForCausalLM): transformers has sharded it",
@@ -195,7 +195,7 @@ def test_a_checkpoint_is_begun_in_no_folder_of_others(tmp_path: Path) -> None:
     place.mkdir()
     (place / "mine.txt").write_text("x")
     with pytest.raises(StorageError, match="somebody else's; nothing was overwritten"):
-        trainer_runs.marked_for(World(0, 1), tmp_path, 3).__enter__()
+        trainer_runs.locked_for(World(0, 1), tmp_path, 3).__enter__()
     assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-3", "mine.txt"]
 
 
@@ -204,7 +204,7 @@ def test_what_the_trainer_writes_into_folders_lasts_too_and_is_asked_for(tmp_pat
     facts = trainer_runs.TrainerFacts(3, "everything", 8, 2)
     log, run = EffectLog(tmp_path / "log"), tmp_path / "run"
     place = run / "checkpoint-3"
-    with recorded(log, run), trainer_runs.marked_for(World(0, 1), run, 3) as saving:
+    with recorded(log, run), trainer_runs.locked_for(World(0, 1), run, 3) as saving:
         (place / "additional_chat_templates").mkdir()
         (place / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
         trainer_runs.complete(saving.marked, place, facts)

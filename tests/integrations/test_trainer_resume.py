@@ -85,7 +85,7 @@ def test_another_base_is_refused_unless_it_is_allowed(one: LocalRanks, folder: P
     save_file({name: values * 1.5 for name, values in load_file(file).items()}, file, metadata={"format": "pt"})
     more = {model: run.but(arguments=run.arguments | {"max_steps": 3}) for model, run in runs.items()}
     (error,) = one.run(caught, more["lora"])
-    assert error.startswith("CoverageError")
+    assert error.startswith("KeyMismatchError")
     assert "belongs to another base model:\n  values: of " in error
     (found,) = one.run(train, more["lora"].but(keywords={"on_other_base": Ignore()}))
     assert found.last_step == 3

@@ -71,7 +71,7 @@ def fill(model: nn.Module) -> None:
 
 
 def adapter_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return shardwise.model_state(model, "full_on_all_ranks", only=AdapterOnly())
+    return shardwise.get_model_state_dict(model, "full_on_all_ranks", only=AdapterOnly())
 
 
 def traded(folder: str, form: str, ours_first: bool) -> tuple[list[str], int]:
@@ -122,5 +122,7 @@ def beside_another(folder: str) -> tuple[list[str], int, tuple[str, ...]]:
     default = adapter_of(target)
     shardwise.save_accelerate_model(model, folder, FORMS["full"], only=other, options=SMALL)
     report = shardwise.load_accelerate_model(target, folder, only=other, options=SMALL)
-    wanted, found = (shardwise.model_state(item, "full_on_all_ranks", only=other) for item in (model, target))
+    wanted, found = (
+        shardwise.get_model_state_dict(item, "full_on_all_ranks", only=other) for item in (model, target)
+    )
     return differences(found, wanted) + differences(adapter_of(target), default), len(wanted), report.missing

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor, Shard
 
 import shardwise
-from shardwise import CoverageError, Sharding, StorageError
+from shardwise import KeyMismatchError, Sharding, StorageError
 from shardwise.options import Ignore
 
 
@@ -61,7 +61,7 @@ def write(folder: str, form: str, steps: int = 2) -> None:
 
 def write_rank_file_without(folder: str, rank: int) -> None:
     """What ranks hold, but a tensor of one of them."""
-    state = shardwise.model_state(sharded("", 1), "sharded")
+    state = shardwise.get_model_state_dict(sharded("", 1), "sharded")
     if dist.get_rank() == rank:
         del state["blocks.1.0.weight"]
     torch.save(state, Path(folder, f"pytorch_model_fsdp_0_rank{dist.get_rank()}.bin"))
@@ -70,7 +70,7 @@ def write_rank_file_without(folder: str, rank: int) -> None:
 
 def write_odd_shard(folder: str) -> None:
     """A DTensor on one rank whose local tensor is larger than its placement says."""
-    state = shardwise.model_state(sharded("", 1), "sharded")
+    state = shardwise.get_model_state_dict(sharded("", 1), "sharded")
     if dist.get_rank() == 1:
         weight = state["blocks.1.0.weight"]
         assert isinstance(weight, DTensor)
@@ -214,7 +214,7 @@ def several_optimizers(folder: str, form: str) -> list[str]:
     for number, optimizer in enumerate(given):
         shardwise.save_accelerate_optimizer(model, optimizer, folder, FORMS[form], number=number, options=SMALL)
     wrong = attempt(lambda: shardwise.load_accelerate_optimizer(target, fresh[0], folder, number=1))
-    faults = [f"another's was taken: {wrong}"] * (wrong[0] != CoverageError.__name__)
+    faults = [f"another's was taken: {wrong}"] * (wrong[0] != KeyMismatchError.__name__)
     for number, optimizer in enumerate(fresh):
         shardwise.load_accelerate_optimizer(target, optimizer, folder, number=number, options=SMALL)
         faults += differences(whole_optimizer(target, optimizer), whole_optimizer(model, given[number]))
@@ -223,7 +223,7 @@ def several_optimizers(folder: str, form: str) -> list[str]:
 
 def ignoring(folder: str) -> dict[str, Any]:
     """A state that lacks a name and has another."""
-    state = shardwise.model_state(sharded("", 1), "full_on_all_ranks")
+    state = shardwise.get_model_state_dict(sharded("", 1), "full_on_all_ranks")
     state["extra"] = state.pop("gain")
     if is_first():
         torch.save(state, Path(folder, "pytorch_model_fsdp.bin"))

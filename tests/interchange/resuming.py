@@ -78,9 +78,9 @@ def resume(folder: str, by_position: bool) -> tuple[list[str], dict[str, Any]]:
     order = "position" if by_position else "name"
     report = shardwise.load_trainer_checkpoint(model, folder, optimizer=optimizer, scheduler=schedule, order=order)
     wanted = load_file(Path(folder, "model.safetensors"))
-    state = shardwise.model_state(model, "full_on_all_ranks")
+    state = shardwise.get_model_state_dict(model, "full_on_all_ranks")
     faults = differences({name: state[name] for name in wanted}, wanted, "model")
-    found = shardwise.optimizer_state(model, optimizer, "full_on_all_ranks")
+    found = shardwise.get_optimizer_state_dict(model, optimizer, "full_on_all_ranks")
     saved = torch.load(Path(folder, "optimizer.pt"), weights_only=True)
     names = [name for group in found["param_groups"] for name in group["params"]]
     by_name = {names[number]: entries for number, entries in saved["state"].items()}
@@ -139,9 +139,9 @@ def resume_fsdp(folder: str) -> tuple[list[str], dict[str, Any]]:
     step(source, before)
     optimizer = optimizer_for(model, lr=3.0)
     report = shardwise.load_trainer_checkpoint(model, folder, optimizer=optimizer)
-    wanted, found = (shardwise.model_state(item, "full_on_all_ranks") for item in (source, model))
+    wanted, found = (shardwise.get_model_state_dict(item, "full_on_all_ranks") for item in (source, model))
     faults = [name for name in wanted if not torch.allclose(wanted[name], found[name], atol=1e-6)]
-    state = shardwise.optimizer_state(model, optimizer, "full_on_all_ranks")["state"]
+    state = shardwise.get_optimizer_state_dict(model, optimizer, "full_on_all_ranks")["state"]
     faults += [name for name, entries in state.items() if entries["step"] != 1]
     return faults, report.to_dict()
 
@@ -149,7 +149,7 @@ def resume_fsdp(folder: str) -> tuple[list[str], dict[str, Any]]:
 def refused(folder: str, how: str) -> tuple[str, str]:
     model = sharded(5)
     optimizer = optimizer_for(model)
-    before = shardwise.model_state(model, "full_on_all_ranks")
+    before = shardwise.get_model_state_dict(model, "full_on_all_ranks")
     keywords: dict[str, Any] = {"optimizer": optimizer}
     if how == "scheduler":
         keywords = {"scheduler": StepLR(optimizer, 3)}
@@ -159,7 +159,7 @@ def refused(folder: str, how: str) -> tuple[str, str]:
         groups = [{"params": group["params"][::-1]} for group in optimizer.param_groups]
         keywords = {"optimizer": AdamW(groups), "order": "position"}
     found = attempt(lambda: shardwise.load_trainer_checkpoint(model, folder, **keywords))
-    after = shardwise.model_state(model, "full_on_all_ranks")
+    after = shardwise.get_model_state_dict(model, "full_on_all_ranks")
     if how in ("scheduler", "random", "state") and differences(after, before):
         return "the model was changed", found[1]
     return found

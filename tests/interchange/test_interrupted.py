@@ -13,7 +13,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution import rename_journal
-from shardwise.execution.locked_folder import marked_here
+from shardwise.execution.locked_folder import locked_here
 
 TOKEN = "0123abcd"
 LIST = f".shardwise.{TOKEN}.renames.json"
@@ -82,7 +82,7 @@ def test_a_load_that_looks_while_another_finishes_looks_again(tmp_path, monkeypa
 
     def finish_first(*arguments):
         monkeypatch.setattr(rename_journal, "_link", link)
-        with marked_here(tmp_path) as marked:
+        with locked_here(tmp_path) as marked:
             rename_journal.tidy(marked)
         looked.append(True)
         return link(*arguments)

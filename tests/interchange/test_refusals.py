@@ -45,7 +45,7 @@ def test_a_way_out_of_the_folder_is_refused(worlds, tmp_path):
 def test_a_key_that_is_missing_on_one_rank_is_an_error_on_all(worlds, tmp_path):
     worlds(2).run(refusing.write_rank_file_without, str(tmp_path), 1)
     for kind, text in worlds(2).run(refusing.model_refused, str(tmp_path)):
-        assert kind == "DisagreementError"
+        assert kind == "RankMismatchError"
         assert "blocks.1.0.weight is not on rank 1" in text
 
 
@@ -60,7 +60,7 @@ def test_a_shard_that_is_not_what_its_placement_says_is_refused(worlds, tmp_path
 def test_files_of_ranks_are_for_as_many_ranks(worlds, tmp_path):
     worlds(3).run(refusing.write, str(tmp_path), "ranks")
     for kind, text in worlds(2).run(refusing.model_refused, str(tmp_path)):
-        assert kind == "PlacementError"
+        assert kind == "ShardingError"
         assert "load it on 3 ranks" in text
     worlds(2).run(refusing.write, str(tmp_path), "ranks")  # those of the older save go
     assert len(list(tmp_path.glob("pytorch_model_fsdp_0_rank*"))) == 2
@@ -81,7 +81,7 @@ def test_checkpoints_of_fsdp1_are_read(worlds, tmp_path, form):
 def test_numbers_keep_their_kind(worlds, tmp_path):
     for cast, errors in worlds(2).run(refusing.dtypes, str(tmp_path)):
         assert cast == dict.fromkeys(["one.weight", "one.bias", "two.weight"], ("F32", "BF16"))
-        assert [kind for kind, _ in errors] == ["CoverageError"] * 4
+        assert [kind for kind, _ in errors] == ["KeyMismatchError"] * 4
         assert "two.weight: brought (4, 6) F8_E4M3 by rank 0, wanted (4, 6) BF16" in errors[0][1]
         assert "codes: brought (3,) I32" in errors[2][1]
 
@@ -112,7 +112,7 @@ def test_a_save_that_fails_leaves_the_older_one(worlds, tmp_path, form, failing)
 
 def test_ranks_that_ask_for_different_things_are_told(worlds, tmp_path):
     for kind, text in worlds(2).run(refusing.unlike_arguments, str(tmp_path)):
-        assert kind == "DisagreementError"
+        assert kind == "RankMismatchError"
         assert "arguments" in text
 
 
@@ -130,7 +130,7 @@ def test_a_state_of_other_parameters_is_refused(worlds, tmp_path):
     state["param_groups"][0]["params"].append("stranger")
     torch.save(state, tmp_path / "optimizer.bin")
     for kind, text in worlds(2).run(refusing.optimizer_refused, str(tmp_path)):
-        assert kind == "CoverageError"
+        assert kind == "KeyMismatchError"
         assert "stranger" in text
 
 

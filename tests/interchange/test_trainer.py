@@ -58,9 +58,9 @@ def test_a_run_under_fsdp_goes_on_with_another_number_of_ranks(worlds, tmp_path,
 
 REFUSED = {
     "unnamed": ("ConfigError", "numbers in place of parameters' names"),
-    "groups": ("CoverageError", "the state has groups of"),
-    "shapes": ("CoverageError", "has shape"),
-    "scheduler": ("CoverageError", "is of another kind of scheduler than StepLR"),
+    "groups": ("KeyMismatchError", "the state has groups of"),
+    "shapes": ("KeyMismatchError", "has shape"),
+    "scheduler": ("KeyMismatchError", "is of another kind of scheduler than StepLR"),
     "state": ("FormatError", "are no place in a training"),
     "random": ("FormatError", "holds no state of random number generators"),
     "parent": ("FormatError", "pass one of checkpoint-2 in it"),
@@ -114,6 +114,6 @@ def test_other_schedules_are_refused_by_all(worlds, tmp_path):
     assert first == second
     assert first.keys() == OTHER_SCHEDULES.keys()
     for name, (kind, text) in first.items():
-        assert kind == "CoverageError", (name, kind, text)
+        assert kind == "KeyMismatchError", (name, kind, text)
         assert re.search(OTHER_SCHEDULES[name], text), (name, text)
         assert "make the scheduler as it was made when it was saved" in text

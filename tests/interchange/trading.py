@@ -71,11 +71,11 @@ class Theirs:
 
 
 def whole_model(model: nn.Module) -> dict[str, torch.Tensor]:
-    return shardwise.model_state(model, "full_on_all_ranks")
+    return shardwise.get_model_state_dict(model, "full_on_all_ranks")
 
 
 def whole_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    state = shardwise.optimizer_state(model, optimizer, "full_on_all_ranks")
+    state = shardwise.get_optimizer_state_dict(model, optimizer, "full_on_all_ranks")
     for group in state["param_groups"]:
         if "betas" in group:  # of which torch makes lists
             group["betas"] = tuple(group["betas"])

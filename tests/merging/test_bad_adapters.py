@@ -15,7 +15,7 @@ from tests.quiet import quieten
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from shardwise.engines.merging_adapter import merge_adapter
-from shardwise.errors import ConfigError, CoverageError, FormatError, ShardwiseError, StorageError
+from shardwise.errors import ConfigError, FormatError, KeyMismatchError, ShardwiseError, StorageError
 from shardwise.storage.writing import LocalWriter
 
 
@@ -147,7 +147,7 @@ def test_all_faults_are_told_at_once(base: Path, adapter: Path, tmp_path: Path) 
     change(
         adapter, lambda found: {k: v[:, :3] if "0.self_attn.q_proj.lora_A" in k else v for k, v in found.items()}
     )
-    with pytest.raises(CoverageError) as raised:
+    with pytest.raises(KeyMismatchError) as raised:
         merge_adapter(base, adapter, tmp_path / "out")
     for word in ("layers.9.mlp.v_proj", "lora_A of model.layers.1.self_attn.v_proj", "(4, 3)"):
         assert word in str(raised.value)
@@ -164,7 +164,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], type[ShardwiseError], str]] = {
     "a rank in words": ({"r": "many"}, FormatError, "not a rank"),
     "a pattern that is none": ({"rank_pattern": {"q_proj(": 4}}, FormatError, "regular expression"),
     "an alpha that is none": ({"lora_alpha": "x"}, FormatError, "lora_alpha"),
-    "dora without magnitudes": ({"use_dora": True}, CoverageError, "lora_magnitude_vector of"),
+    "dora without magnitudes": ({"use_dora": True}, KeyMismatchError, "lora_magnitude_vector of"),
 }
 
 
@@ -226,7 +226,7 @@ def _bytes_of(folder: Path) -> dict[str, bytes]:
 def test_names_with_the_name_of_the_adapter_in_them(base: Path, adapter: Path, tmp_path: Path) -> None:
     merge_adapter(base, adapter, tmp_path / "wanted")
     change(adapter, lambda found: {k.replace(".weight", ".mine.weight"): v for k, v in found.items()})
-    with pytest.raises(CoverageError, match="is of the adapter mine"):
+    with pytest.raises(KeyMismatchError, match="is of the adapter mine"):
         merge_adapter(base, adapter, tmp_path / "out")
     merge_adapter(base, adapter, tmp_path / "out", adapter_name="mine")
     assert _bytes_of(tmp_path / "out") == _bytes_of(tmp_path / "wanted")

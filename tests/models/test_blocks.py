@@ -8,7 +8,7 @@ import torch
 from tests.models import stepping
 from torch import nn
 
-from shardwise.errors import ConfigError, PlacementError
+from shardwise.errors import ConfigError, ShardingError
 from shardwise.models import wrap
 from shardwise.models.policies import repeated_blocks
 from shardwise.models.wrap import Sharding
@@ -100,7 +100,7 @@ def test_blocks_are_prepared_once():
 
 
 def test_what_has_no_blocks_is_refused():
-    with pytest.raises(PlacementError, match="Linear has neither _no_split_modules nor an nn.ModuleList"):
+    with pytest.raises(ShardingError, match="Linear has neither _no_split_modules nor an nn.ModuleList"):
         wrap.prepare_blocks(nn.Linear(2, 2), Sharding(activation_checkpointing=True))
     wrap.prepare_blocks(nn.Linear(2, 2), Sharding(activation_checkpointing=False))
 

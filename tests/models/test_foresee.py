@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import PlacementError
+from shardwise.errors import ShardingError
 from shardwise.layout import MeshShape, ModelLayout, Origin
-from shardwise.models import torch_words
-from shardwise.models.forecast_layout import foresee
+from shardwise.models import torch_api
+from shardwise.models.estimate_layout import predict_layout
 from shardwise.models.policies import Classes
-from shardwise.models.view import boxes_at, layout_of, look_inside, padded_numels
+from shardwise.models.view import boxes_at, collect_tensors, layout_of, padded_numels
 from shardwise.models.wrap import Sharding, wrap
 
 FLAT = [MeshShape.flat(size) for size in (1, 2, 3, 5, 8, 16)]
@@ -27,14 +27,14 @@ def nowhere(item):
 
 
 def foreseen(model, mesh, policy=None):
-    return foresee(model, policy or "auto", mesh, nowhere)
+    return predict_layout(model, policy or "auto", mesh, nowhere)
 
 
 def really_sharded(model, mesh, rank, policy=None):
     """The model after ``fully_shard`` as one rank, what it holds, and the elements of each parameter's memory."""
     device_mesh = init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
     wrap(model, Sharding(mesh=device_mesh, wrap=policy or "auto"))
-    held = look_inside(model)
+    held = collect_tensors(model)
     # torch keeps the coordinate of the first fake rank of a process, so it is given here.
     coordinate = (rank // mesh.sizes[-1], rank % mesh.sizes[-1])[-len(mesh.sizes) :]
     tensors = []
@@ -46,7 +46,7 @@ def really_sharded(model, mesh, rank, policy=None):
             assert sum(part.box.numel for part in boxes) == item.local.numel()
             tensor = replace(tensor, boxes=boxes)
         tensors.append(tensor)
-    return held, ModelLayout(tuple(tensors)), padded_numels(held, torch_words.fsdp_params(model))
+    return held, ModelLayout(tuple(tensors)), padded_numels(held, torch_api.fsdp_params(model))
 
 
 def assert_as_foreseen(make, mesh, policy=None):
@@ -67,7 +67,7 @@ def assert_as_foreseen(make, mesh, policy=None):
 
 def param_groups(model):
     """FSDP2's own groups; several modules may share one."""
-    return list({id(group): group for group in torch_words.param_groups(model)}.values())
+    return list({id(group): group for group in torch_api.param_groups(model)}.values())
 
 
 def specimen(name, dtype=torch.float32):
@@ -161,5 +161,5 @@ def test_a_parameter_that_is_not_contiguous_is_named():
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(4, 6)])
     model.layers[1].weight = nn.Parameter(torch.empty(4, 6, device="meta").t())
-    with pytest.raises(PlacementError, match=r"layers\.1\.weight has shape \(6, 4\) and strides \(1, 6\)"):
+    with pytest.raises(ShardingError, match=r"layers\.1\.weight has shape \(6, 4\) and strides \(1, 6\)"):
         foreseen(model, MeshShape.flat(2), "module_list")

@@ -6,12 +6,12 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwise.errors import CoverageError
+from shardwise.errors import KeyMismatchError
 from shardwise.layout import LocalBox
 from shardwise.models import initial_programs
 from shardwise.models.initial_programs import Programmed, fill_from_program
 from shardwise.models.initialize import Initializers, unfit_programs
-from shardwise.models.view import boxes_at, look_inside
+from shardwise.models.view import boxes_at, collect_tensors
 from shardwise.tensors import Box, Strided, contiguous_strides
 
 
@@ -111,7 +111,7 @@ class Orthogonal(nn.Module):
 
 def test_an_orthogonal_tensor_is_initialized_whole_within_the_budget():
     model = Orthogonal()
-    held = look_inside(model)
+    held = collect_tensors(model)
     assert not Initializers(model, held).programs({"weight"})["weight"].is_elementwise
     state = torch.get_rng_state()
     one, other = (Initializers(model, held).whole(held[0], seed=3) for _ in range(2))
@@ -129,16 +129,16 @@ def test_a_tensor_that_nothing_writes_is_not_left_as_zeros():
     """Also where an initializer could not be traced, so that nothing could be foreseen."""
     model = Orthogonal()
     model.forgotten = nn.Parameter(torch.empty(3))
-    held = look_inside(model)
+    held = collect_tensors(model)
     forgotten = next(item for item in held if item.fqn == "forgotten")
-    with pytest.raises(CoverageError, match="forgotten is missing and no initializer of the model writes it"):
+    with pytest.raises(KeyMismatchError, match="forgotten is missing and no initializer of the model writes it"):
         Initializers(model, held).whole(forgotten, seed=0)
 
 
 def test_the_user_s_random_state_is_left_alone():
     model = nn.Linear(4, 4)
     state = torch.get_rng_state()
-    Initializers(model, look_inside(model)).programs({"weight", "bias"})
+    Initializers(model, collect_tensors(model)).programs({"weight", "bias"})
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -176,7 +176,7 @@ class Model(PreTrainedModel):
 def test_a_module_s_initializer_may_write_into_what_is_in_it():
     with torch.device("meta"):
         model = Model(PretrainedConfig())
-    held = look_inside(model)
+    held = collect_tensors(model)
     model.seen.clear()
     programs = Initializers(model, held).programs(["outer.inner.written_from_outside"])
     assert len(programs["outer.inner.written_from_outside"].steps) == 1

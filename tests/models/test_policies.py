@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from shardwise.errors import ConfigError, PlacementError
+from shardwise.errors import ConfigError, ShardingError
 from shardwise.models.policies import Classes, MinSize, select_blocks, shard_dim
 from shardwise.models.wrap import Sharding, wrap
 
@@ -48,20 +48,20 @@ def test_automatic_uses_what_names_the_blocks():
 @pytest.mark.parametrize("policy", [Classes(("LlamaDecoderLayer",)), "no_split_modules"])
 def test_a_policy_that_matches_nothing_is_an_error(policy):
     model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(PlacementError, match="matches nothing in Sequential"):
+    with pytest.raises(ShardingError, match="matches nothing in Sequential"):
         select_blocks(model, policy)
 
 
 def test_each_name_has_to_match():
     """A block whose name is misspelt would stay in the root group without a word."""
     with pytest.raises(
-        PlacementError, match=r"Qwen3MPL, Qwen4Attention matches nothing in Qwen3ForCausalLM.*Qwen3MLP"
+        ShardingError, match=r"Qwen3MPL, Qwen4Attention matches nothing in Qwen3ForCausalLM.*Qwen3MLP"
     ):
         select_blocks(qwen3(), Classes(("Qwen3DecoderLayer", "Qwen4Attention", "Qwen3MPL")))
 
 
 def test_automatic_without_any_blocks_is_an_error():
-    with pytest.raises(PlacementError, match="whole_model"):
+    with pytest.raises(ShardingError, match="whole_model"):
         select_blocks(nn.Linear(2, 2), "auto")
 
 
@@ -83,7 +83,7 @@ def test_what_is_shared_counts_once():
 
 def test_a_size_that_nothing_has():
     with pytest.raises(
-        PlacementError, match=r"MinSize\(numel=5000\) matches nothing in Linear, which has 6 elements"
+        ShardingError, match=r"MinSize\(numel=5000\) matches nothing in Linear, which has 6 elements"
     ):
         select_blocks(nn.Linear(2, 2), MinSize(5000))
     with pytest.raises(ConfigError, match="numel=0 must be 1 element or more"):

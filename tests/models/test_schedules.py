@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.models.optimizer_state import why_unlike
+from shardwise.models.optimizer_parsing import scheduler_mismatch
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from shardwise.models.optimizer_state import why_unlike
     ],
 )
 def test_a_schedule_of_ones_own_may_keep_anything_under_names_of_torchs(state: dict[str, Any]) -> None:
-    assert why_unlike(state, dict(state)) is None
+    assert scheduler_mismatch(state, dict(state)) is None
 
 
 def test_what_is_a_list_of_numbers_here_has_to_be_one_there() -> None:
@@ -36,4 +36,4 @@ def test_what_is_a_list_of_numbers_here_has_to_be_one_there() -> None:
         ("lr_lambdas", [None, None]),
         ("lr_lambdas", [None, 3]),
     ):
-        assert why_unlike(here, {**here, name: other}), (name, other)
+        assert scheduler_mismatch(here, {**here, name: other}), (name, other)

@@ -13,16 +13,16 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardwise.errors import PlacementError
+from shardwise.errors import ShardingError
 from shardwise.layout import TensorKind
 from shardwise.models.selection import names_outside
 from shardwise.models.view import (
     boxes_at,
     canonical,
+    collect_tensors,
     describe_placement,
     layout_of,
     local_boxes,
-    look_inside,
     meta_leftovers,
 )
 from shardwise.tensors import contiguous_strides, numel
@@ -79,13 +79,13 @@ def test_temporary_buffers_have_an_order_that_their_registration_does_not_change
             model.register_buffer(name, torch.zeros(1), persistent=name.startswith("kept"))
         return model
 
-    names = [item.fqn for item in look_inside(made(["kept_z", "b", "kept_a", "a"]))]
+    names = [item.fqn for item in collect_tensors(made(["kept_z", "b", "kept_a", "a"]))]
     assert names == ["weight", "bias", "kept_z", "kept_a", "a", "b"]
-    assert names == [item.fqn for item in look_inside(made(["a", "kept_z", "b", "kept_a"]))]
+    assert names == [item.fqn for item in collect_tensors(made(["a", "kept_z", "b", "kept_a"]))]
 
 
 def test_every_tensor_is_seen_once_with_all_its_names():
-    found = look_inside(Model())
+    found = collect_tensors(Model())
     layout = layout_of(found)
     assert [tensor.fqn for tensor in layout.tensors] == [
         "steps",
@@ -145,5 +145,5 @@ def test_two_tensors_of_one_name_are_refused():
     model.inner = nn.Module()
     model.inner.layer = nn.Linear(2, 2, bias=False)
     model.inner._orig_mod = nn.ModuleDict({"layer": nn.Linear(2, 2, bias=False)})
-    with pytest.raises(PlacementError, match=r"another tensor is named inner\.layer\.weight"):
-        names_outside(model, look_inside(model), None)
+    with pytest.raises(ShardingError, match=r"another tensor is named inner\.layer\.weight"):
+        names_outside(model, collect_tensors(model), None)

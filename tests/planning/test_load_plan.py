@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Stored, slice_dim, stack
-from shardwise.errors import ConfigError, CoverageError
+from shardwise.errors import ConfigError, KeyMismatchError
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.planning.load_memory import stored_tensors
@@ -83,7 +83,7 @@ def test_all_faults_are_told_at_once():
         tensor("freq", 3, kind=TensorKind.BUFFER, origin=Origin.NOWHERE),
     ]
     stored = {"head": ((6, 2), F32), "position": ((4,), F32), "odd": ((1,), F32)}
-    with pytest.raises(CoverageError) as caught:
+    with pytest.raises(KeyMismatchError) as caught:
         plan(tensors, stored, unmatched={"odd": "odd"}, faults=["experts.w: numbered with gaps"])
     assert str(caught.value).splitlines() == [
         "the checkpoint somewhere does not fit the model",
@@ -108,7 +108,7 @@ REMEDIES = (
 
 def test_two_keys_for_one_tensor_are_refused():
     one, other = Stored("norm", (2,), F32), Stored("model.norm", (2,), F32)
-    with pytest.raises(CoverageError, match=r"norm: stored more than once, as norm, model\.norm"):
+    with pytest.raises(KeyMismatchError, match=r"norm: stored more than once, as norm, model\.norm"):
         plan([tensor("norm", 2)], {"norm": ((2,), F32), "model.norm": ((2,), F32)}, offers={"norm": (one, other)})
 
 
@@ -118,7 +118,7 @@ def test_a_mismatch_may_start_afresh_with_consent_only():
     made = plan([tensor("score", 5, 2)], stored, consent=consent)
     assert made.fills["score"] == Init(Origin.INIT_WEIGHTS)
     assert made.mismatched_keys == ("score",)
-    with pytest.raises(CoverageError, match="mismatched 1"):
+    with pytest.raises(KeyMismatchError, match="mismatched 1"):
         plan([tensor("score", 5, 2)], stored, consent=Consent(mismatched=Initialize(("head",))))
 
 
@@ -142,7 +142,7 @@ def test_unexpected_keys_with_consent_are_listed():
 
 def test_missing_without_an_initializer_is_refused_in_spite_of_consent():
     consent = Consent(missing=Initialize(("*",)))
-    with pytest.raises(CoverageError, match="nothing initializes it"):
+    with pytest.raises(KeyMismatchError, match="nothing initializes it"):
         plan([tensor("a", 2, origin=Origin.NOWHERE)], {}, consent=consent)
 
 
@@ -165,7 +165,7 @@ def test_a_shared_tensor_may_be_stored_under_any_of_its_names():
 
 
 def test_types_smaller_than_a_byte_are_refused():
-    with pytest.raises(CoverageError, match="without its quantizer"):
+    with pytest.raises(KeyMismatchError, match="without its quantizer"):
         plan([tensor("a", 4)], {"a": ((4,), F4)})
 
 
@@ -192,5 +192,5 @@ def test_the_digest_tells_plans_apart_and_not_the_order():
 def test_computed_shapes_are_compared_too():
     experts = stack([Stored(f"e.{i}", (2, 2), F32) for i in range(3)], 0)
     stored = {f"e.{i}": ((2, 2), F32) for i in range(3)}
-    with pytest.raises(CoverageError, match=r"stored \(3, 2, 2\) as Stack"):
+    with pytest.raises(KeyMismatchError, match=r"stored \(3, 2, 2\) as Stack"):
         plan([tensor("experts", 4, 2, 2)], stored, offers={"experts": (experts,)})

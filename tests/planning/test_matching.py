@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.errors import CoverageError, DisagreementError
+from shardwise.errors import KeyMismatchError, RankMismatchError
 from shardwise.planning.load_plan import Ignore
 from shardwise.planning.matching import Brought, StateSlot, Tolerance, match, match_groups
 from shardwise.tensors import Box, DType
@@ -36,19 +36,19 @@ def test_shards_are_a_whole_together():
     "brought", [[{"a": HALVES[0]}, {}], [{"a": WHOLE}, {"a": HALVES[1]}], [{"a": HALVES[1]}, {"a": HALVES[1]}]]
 )
 def test_parts_that_are_not_each_element_once_are_refused(brought):
-    with pytest.raises(DisagreementError, match="each element once"):
+    with pytest.raises(RankMismatchError, match="each element once"):
         match([place("a")], brought, STRICT)
 
 
 def test_ranks_bring_the_same_names_or_nothing():
-    with pytest.raises(DisagreementError, match="b is not on rank 0") as caught:
+    with pytest.raises(RankMismatchError, match="b is not on rank 0") as caught:
         match([place("a")], [{"a": WHOLE}, {}, {"a": WHOLE, "b": WHOLE}], STRICT)
     assert "ranks 0 and 2" in str(caught.value)
 
 
 def test_all_faults_come_at_once():
     places = [place("a"), place("b"), place("c", shape=(3, 2)), place("d", dtype=DType.I32)]
-    with pytest.raises(CoverageError) as caught:
+    with pytest.raises(KeyMismatchError) as caught:
         match(places, [{"a": WHOLE, "c": WHOLE, "d": WHOLE, "e": WHOLE}], STRICT)
     *lines, ways = str(caught.value).splitlines()
     assert lines == [
@@ -72,7 +72,7 @@ def test_what_is_tolerated_is_told():
 
 def test_a_tied_name_with_another_shape_is_a_fault_of_its_own():
     other = Brought((2, 2), DType.F32, (Box.whole((2, 2)),))
-    with pytest.raises(CoverageError, match=r"b: brought \(2, 2\)"):
+    with pytest.raises(KeyMismatchError, match=r"b: brought \(2, 2\)"):
         match([place("a", "b")], [{"a": WHOLE, "b": other}], STRICT)
 
 
@@ -112,5 +112,5 @@ def test_a_group_of_which_nothing_is_known_keeps_its_settings():
     ],
 )
 def test_groups_without_their_like_are_refused(given, stateful, text):
-    with pytest.raises(CoverageError, match=text):
+    with pytest.raises(KeyMismatchError, match=text):
         match_groups([["a", "b"], ["c"]], given, stateful, STRICT)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shardwise.conversion.expression import Stored
-from shardwise.errors import CoverageError
+from shardwise.errors import KeyMismatchError
 from shardwise.formats.peft_adapter import LoraConfig
 from shardwise.planning.merge_plan import (
     Added,
@@ -54,7 +54,7 @@ def planned(stored: Mapping[str, Stored], targets: MergeTargets = TARGETS, **set
 
 
 def refusal(stored: Mapping[str, Stored], **settings: Any) -> str:
-    with pytest.raises(CoverageError) as caught:
+    with pytest.raises(KeyMismatchError) as caught:
         planned(stored, **settings)
     lines = str(caught.value).splitlines()
     assert lines[0] == "adapter and base: the adapter does not fit the base"

@@ -2,15 +2,15 @@
 
 import pytest
 
-from shardwise.errors import DisagreementError
+from shardwise.errors import RankMismatchError
 from shardwise.planning.matching import (
     NOBODY,
     Item,
+    choose_dtypes,
     choose_sources,
     digest,
     require_alike,
-    settle_differences,
-    settle_dtypes,
+    resolve_differences,
 )
 
 ANYONE = "any"
@@ -50,7 +50,7 @@ def test_the_other_modes_rely_on_certain_ranks():
     ],
 )
 def test_ranks_that_should_have_values_and_do_not_are_named(live, values_from, who):
-    with pytest.raises(DisagreementError, match=who):
+    with pytest.raises(RankMismatchError, match=who):
         chosen(live, values_from)
 
 
@@ -60,18 +60,18 @@ def test_where_values_differ_the_rank_with_the_most_of_the_model_counts():
     sources = choose_sources(names, live, "any")
     assert sources == [(1, 1, 2), (0, 1, 2)]
     sums = [{"table": 5}, {"weight": 1, "table": 5}, {"weight": 2, "table": 6}]
-    settled, taken = settle_differences(names, sources, sums, [1, 2, 2], "any")
+    settled, taken = resolve_differences(names, sources, sums, [1, 2, 2], "any")
     assert settled == [(1, 1, 1), (1, 1, 1)]
     assert taken == {"weight": 1, "table": 1}
     equal = [{"table": 5}, {"weight": 1, "table": 5}, {"weight": 1, "table": 5}]
-    assert settle_differences(names, sources, equal, [1, 2, 2], "any") == (sources, {})
-    with pytest.raises(DisagreementError, match="2 tensors have other values on some ranks.*table"):
-        settle_differences(names, sources, sums, [1, 2, 2], "all_ranks")
+    assert resolve_differences(names, sources, equal, [1, 2, 2], "any") == (sources, {})
+    with pytest.raises(RankMismatchError, match="2 tensors have other values on some ranks.*table"):
+        resolve_differences(names, sources, sums, [1, 2, 2], "all_ranks")
 
 
 @pytest.mark.parametrize("source_of", [NOBODY, (0, 0), (1, 1)])
 def test_a_tensor_with_one_source_or_none_needs_no_checksum(source_of):
-    assert settle_differences(["w"], [source_of], [{}, {}], [1, 1], "all_ranks") == ([source_of], {})
+    assert resolve_differences(["w"], [source_of], [{}, {}], [1, 1], "all_ranks") == ([source_of], {})
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_tensor_with_one_source_or_none_needs_no_checksum(source_of):
     ],
 )
 def test_the_receivers_dtype_counts_but_exact_ones_are_never_cast(sources, dtypes, expected):
-    assert settle_dtypes(["w"], [sources], [[dtype] for dtype in dtypes]) == [expected]
+    assert choose_dtypes(["w"], [sources], [[dtype] for dtype in dtypes]) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_the_receivers_dtype_counts_but_exact_ones_are_never_cast(sources, dtype
     ],
 )
 def test_dtypes_that_cannot_be_everybodys_are_refused(sources, dtypes):
-    with pytest.raises(DisagreementError, match="w is .*float32 on rank 0"):
-        settle_dtypes(["w"], [sources], [[dtype] for dtype in dtypes])
+    with pytest.raises(RankMismatchError, match="w is .*float32 on rank 0"):
+        choose_dtypes(["w"], [sources], [[dtype] for dtype in dtypes])
 
 
 def item(name="w", *others, shape=(2, 3), trained=True):
@@ -122,7 +122,7 @@ def item(name="w", *others, shape=(2, 3), trained=True):
 )
 def test_models_that_differ_are_told_by_name(other, words):
     require_alike([[item()], [item()]])
-    with pytest.raises(DisagreementError, match=words):
+    with pytest.raises(RankMismatchError, match=words):
         require_alike([[item()], other])
 
 
@@ -138,5 +138,5 @@ def test_models_with_the_same_ties_are_alike():
 
 
 def test_the_order_of_tensors_counts():
-    with pytest.raises(DisagreementError, match="order of the tensors on rank 1"):
+    with pytest.raises(RankMismatchError, match="order of the tensors on rank 1"):
         require_alike([[item("a"), item("b")], [item("b"), item("a")]])

@@ -14,12 +14,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from shardwise import Full, Lora, Sharding
-from shardwise.engines import forecasting
+from shardwise.engines import estimating
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.layout import MeshShape
 from shardwise.models.build import build_on_meta
 from shardwise.models.quantization import Nf4
-from shardwise.report.forecast import Forecast
+from shardwise.report.estimate import Estimate
 from shardwise.tensors import DType
 
 NOWHERE = Path("/nowhere")
@@ -60,13 +60,13 @@ def index_of(config: Qwen3Config) -> CheckpointIndex:
     return CheckpointIndex("/nowhere", {"file": at}, entries, {}, "single")
 
 
-def planned(model: str, ranks: int, **options: Any) -> Forecast:
+def planned(model: str, ranks: int, **options: Any) -> Estimate:
     config = config_of(model)
     given: Any = {"model_class": Qwen3ForCausalLM, "device": "cpu", **options}
     return forecast_of(config, index_of(config), MeshShape.flat(ranks), **given)
 
 
-def windows(made: Forecast, ranks: int) -> int:
+def windows(made: Estimate, ranks: int) -> int:
     """Shared memory in which ranks of the recorded trainings gathered, and a buffer that was kept."""
     if ranks == 1:
         return 0
@@ -80,7 +80,7 @@ def test_recorded_trainings(
 ) -> None:
     """Peaks within a tenth, and 64 MiB for libraries; states within a hundredth."""
     monkeypatch.setattr(
-        forecasting.forecasts, "trl_logits_bytes", lambda tokens, words, *_, **__: 12 * min(tokens, 512) * words
+        estimating.estimates, "trl_logits_bytes", lambda tokens, words, *_, **__: 12 * min(tokens, 512) * words
     )
     is_nested, ranks = "nested" in cell["trained"], cell["ranks"]
     options: dict[str, Any] = {

@@ -74,8 +74,8 @@ def go_through(folder: str, budget_bytes: int) -> list[str]:
     options = shardwise.options.LoadOptions(budget_bytes=budget_bytes, progress=False)
     with understood():
         report = shardwise.load(model, folder, options=options)
-    assert report.forecast is not None
-    is_read_once = abs(report.read_bytes - report.forecast.read_bytes) <= 0.1 * report.forecast.read_bytes + 4096
+    assert report.estimate is not None
+    is_read_once = abs(report.read_bytes - report.estimate.read_bytes) <= 0.1 * report.estimate.read_bytes + 4096
     faults = [] if is_read_once else ["read other bytes than foreseen"]
     stored = load_file(Path(folder, "model.safetensors"))
     experts = torch.stack([stored[f"experts.{number}.weight"] for number in range(SHAPES["experts"][0])])

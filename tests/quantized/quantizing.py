@@ -226,9 +226,9 @@ def go_through(folder: str, numbers: dict[str, torch.Tensor], mesh: str, budget_
     options = shardwise.options.LoadOptions(budget_bytes=budget_bytes, progress=False)
     report = shardwise.load(model, folder, options=options)
     faults = differing(model, numbers)
-    assert report.forecast is not None
-    # A forecast counts no gaps between columns, and no groups read twice within a small budget.
-    foreseen, most = report.forecast.read_bytes, report.checkpoint_bytes
+    assert report.estimate is not None
+    # An estimate counts no gaps between columns, and no groups read twice within a small budget.
+    foreseen, most = report.estimate.read_bytes, report.checkpoint_bytes
     if not 0.9 * foreseen - 4096 < report.read_bytes < max(1.1 * foreseen, 3 * most) + 4096:
         faults.append(f"read {report.read_bytes} of {most}, foreseen {foreseen}")
     whole = shardwise.from_pretrained(folder, dtype="bfloat16", options=options)

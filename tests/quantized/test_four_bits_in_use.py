@@ -37,7 +37,7 @@ def require(told: tuple[str, str], kind: str, message: str) -> None:
 def test_what_goes_wrong_on_one_rank_is_everybodys(worlds, plain):
     first, second = worlds(2).run(four_bits_in_use.faults, str(plain))
     assert first == second
-    require(first["other blocks"], "DisagreementError", r"quantization on rank 1 .*block_size=32.* against .*=64")
+    require(first["other blocks"], "RankMismatchError", r"quantization on rank 1 .*block_size=32.* against .*=64")
     require(first["fails alone"], "CheckpointError", "rank 1: MemoryError: no room for the scales")
     require(first["merged"], "ConfigError", "is in four bits, and nothing is merged into it in its place; save the")
 
@@ -156,7 +156,7 @@ def test_a_load_that_is_refused_leaves_nothing_behind(plain, tmp_path):
     tensors = AutoModelForCausalLM.from_pretrained(plain).state_dict()
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(shardwise.CoverageError, match=r"model\.norm\.weight"):
+    with pytest.raises(shardwise.KeyMismatchError, match=r"model\.norm\.weight"):
         shardwise.load(model, tmp_path)
     after = model.state_dict()
     assert after.keys() == before.keys()

@@ -9,7 +9,7 @@ from tests.harness.memory_storage import MemoryReader
 
 from shardwise.errors import ConfigError, FormatError
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
-from shardwise.formats.opening import as_the_model_has_it, form_of, open_checkpoint
+from shardwise.formats.opening import dequantized_index, form_of, open_checkpoint
 from shardwise.tensors import DType, Form4, numel
 
 NOTHING = MemoryReader({})
@@ -126,11 +126,11 @@ STATE = {
 @pytest.mark.parametrize("dtype", ["U8", "F4"])
 def test_packed_bytes_may_be_stored_under_any_dtype(dtype: str) -> None:
     reader = in_four_bits(STATE, dtype)
-    assert as_the_model_has_it(reader, open_checkpoint(reader)).composed["m.weight"].shape == (2, 64)
+    assert dequantized_index(reader, open_checkpoint(reader)).composed["m.weight"].shape == (2, 64)
 
 
 @pytest.mark.parametrize("offset", [10**400, -(10**39), 1e39, True, "1", None], ids=lambda value: str(value)[:6])
 def test_an_offset_of_scales_that_is_no_float32_is_an_error_that_says_so(offset: object) -> None:
     reader = in_four_bits({**STATE, "nested_offset": offset})
     with pytest.raises(FormatError, match="m.weight: its quant_state has the nested_offset"):
-        as_the_model_has_it(reader, open_checkpoint(reader))
+        dequantized_index(reader, open_checkpoint(reader))

@@ -53,14 +53,14 @@ def bytes_of(dtype: torch.dtype) -> torch.Tensor:
 )
 def test_codes_whose_scales_nothing_reads(tmp_path, tensors, scale, consent):
     told = rf"m\.weight: stored in \w+, and its scales, m\.{scale}, would not be read"
-    with pytest.raises(shardwise.CoverageError, match=told) as caught:
+    with pytest.raises(shardwise.KeyMismatchError, match=told) as caught:
         shardwise.load(model_of(), folder_of(tmp_path, tensors), options=QUIET, **consent)
     assert "on_unexpected" not in str(caught.value)
     assert "quantization_config" in str(caught.value)
 
 
 def test_scales_are_not_left_out_either_where_the_model_is_of_floats_of_8_bits(tmp_path):
-    with pytest.raises(shardwise.CoverageError, match="would not be read"):
+    with pytest.raises(shardwise.KeyMismatchError, match="would not be read"):
         shardwise.load(
             model_of().to(torch.float8_e4m3fn), folder_of(tmp_path, float8()), options=QUIET, **EVERYTHING
         )
@@ -77,13 +77,17 @@ def test_narrow_numbers_without_scales_are_numbers(tmp_path, dtype):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
 def test_in_a_checkpoint_that_is_quantized_they_are_not(tmp_path, dtype, consent):
     folder = folder_of(tmp_path, {"weight": bytes_of(dtype)}, config={"quantization_config": FP8})
-    with pytest.raises(shardwise.CoverageError, match=r"without scales, and the checkpoint is quantized \(fp8\)"):
+    with pytest.raises(
+        shardwise.KeyMismatchError, match=r"without scales, and the checkpoint is quantized \(fp8\)"
+    ):
         shardwise.load(model_of(), folder, options=QUIET, **consent)
 
 
 def test_codes_under_names_of_their_own(tmp_path):
     tensors = {"weight_packed": torch.ones(2, 1, dtype=torch.int32), "weight_scale": torch.ones(2, 1)}
-    with pytest.raises(shardwise.CoverageError, match=r"m\.weight: stored as codes, in m\.weight_packed") as caught:
+    with pytest.raises(
+        shardwise.KeyMismatchError, match=r"m\.weight: stored as codes, in m\.weight_packed"
+    ) as caught:
         shardwise.load(model_of(), folder_of(tmp_path, tensors), options=QUIET)
     assert not re.search("on_(missing|unexpected|mismatched)", str(caught.value))
 

@@ -15,7 +15,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import StorageError
 from shardwise.storage.contract import LOCAL, ReadPolicy, StorageReader, ends_early
-from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.names import shown, unsafe_name_reason
 
 
 class ZipReader(StorageReader):
@@ -67,7 +67,7 @@ class ZipReader(StorageReader):
 
     def _about(self, file: str) -> zipfile.ZipInfo:
         archive = self._opened(file)
-        if (fault := why_unsafe(file)) is not None:
+        if (fault := unsafe_name_reason(file)) is not None:
             raise StorageError(f"{shown(file)}: refused as a file name below {self.root}, {fault}")
         try:
             return archive.getinfo(file)

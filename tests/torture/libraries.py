@@ -43,7 +43,7 @@ def _trainer_class() -> Any:
 
 def save_by_trainer(folder: str, seed: int, _: Path) -> None:
     """The checkpoint of step ``seed``, of a model that ``seed`` makes; the one before is removed."""
-    from shardwise.integrations.trainer_doors import for_trainer
+    from shardwise.integrations.trainer_marks import for_trainer
 
     arguments = TrainingArguments(
         folder, use_cpu=True, report_to=[], seed=seed, save_total_limit=1, disable_tqdm=True, max_steps=9

@@ -175,7 +175,7 @@ def held_in_training(directory: str, keywords: dict[str, Any]) -> tuple[dict[str
     """What this rank holds after a step of AdamW, in bytes, and the report of the load."""
     from torch.distributed.fsdp import FSDPModule
 
-    from shardwise.models import torch_words
+    from shardwise.models import torch_api
 
     torch.set_num_threads(1)
     model, report = shardwise.from_pretrained(directory, output_loading_info=True, **keywords)
@@ -191,8 +191,8 @@ def held_in_training(directory: str, keywords: dict[str, Any]) -> tuple[dict[str
     def nbytes(tensors: Any) -> int:
         return sum(truth_local(tensor).nbytes for tensor in tensors)
 
-    managers = torch_words.fsdp_params(model)
-    padded = {p: torch_words.padded_numel(m) * p.element_size() for p, m in managers.items()}
+    managers = torch_api.fsdp_params(model)
+    padded = {p: torch_api.padded_numel(m) * p.element_size() for p, m in managers.items()}
     groups = [
         sum(padded[p] * place()[1] for p in found)
         for module in model.modules()

@@ -16,7 +16,7 @@ from tests.tuning import on_ranks, reference
 from tests.tuning.test_tune import COPIES, DORA, EXPERTS, GAUSSIAN, NARROW, PATTERNS
 
 import shardwise
-from shardwise import ConfigError, CoverageError, ExistingLora, FormatError, Lora
+from shardwise import ConfigError, ExistingLora, FormatError, KeyMismatchError, Lora
 from shardwise.errors import StorageError
 from shardwise.storage.writing import LocalWriter, open_writer
 
@@ -206,7 +206,7 @@ def test_an_adapter_of_pickles_is_read_too(tied: Path, adapter: Path) -> None:
 
 def test_an_adapter_that_does_not_fit_is_refused_in_one_sentence(tied: Path, adapter: Path, tmp_path: Path) -> None:
     def refused(folder: Path) -> str:
-        with pytest.raises(CoverageError, match="the adapter does not fit the model") as caught:
+        with pytest.raises(KeyMismatchError, match="the adapter does not fit the model") as caught:
             shardwise.from_pretrained(
                 folder,
                 tuning=ExistingLora(adapter),
@@ -240,7 +240,7 @@ def test_an_adapter_that_is_not_whole_is_refused(tied: Path, adapter: Path, tmp_
     stored = load_file(file)
     save_file(dict(list(stored.items())[1:]), file)
     with pytest.raises(
-        CoverageError, match=r"missing +base_model\.model\.model\.layers\.0\.mlp\.down_proj\.lora_A"
+        KeyMismatchError, match=r"missing +base_model\.model\.model\.layers\.0\.mlp\.down_proj\.lora_A"
     ):
         shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
     file.write_bytes(file.read_bytes()[:-1])

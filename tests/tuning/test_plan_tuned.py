@@ -14,7 +14,7 @@ from tests.tuning.test_tune import ALL_LINEAR, COPIES, DORA, NARROW
 import shardwise
 from shardwise import ExistingLora, Freeze, Full, Lora
 from shardwise.cli import main
-from shardwise.engines.forecasting import tuning_named
+from shardwise.engines.estimating import tuning_named
 
 TUNINGS: dict[str, Any] = {
     "full": Full(),
@@ -34,10 +34,10 @@ def test_what_is_foreseen_is_what_is_held(name: str, half: Path, worlds: Worlds)
     foreseen = shardwise.plan(half, ranks=3, device="cpu", **keywords)
     for rank, (held, report) in enumerate(worlds(3).run(on_ranks.held_in_training, str(half), keywords)):
         training = foreseen.training
-        assert foreseen.ranks[rank].shard_bytes == report["placed_bytes"] == report["forecast"]["shard_bytes"]
-        assert foreseen.ranks[rank].read_bytes == report["forecast"]["read_bytes"]
+        assert foreseen.ranks[rank].shard_bytes == report["placed_bytes"] == report["estimate"]["shard_bytes"]
+        assert foreseen.ranks[rank].read_bytes == report["estimate"]["read_bytes"]
         assert report["read_bytes"] == pytest.approx(foreseen.ranks[rank].read_bytes, abs=4096)
-        assert foreseen.ranks[rank].host_bytes == report["forecast"]["host_bytes"]
+        assert foreseen.ranks[rank].host_bytes == report["estimate"]["host_bytes"]
         assert foreseen.trainable_parameters == report["trainable_parameters"]
         assert foreseen.parameters == report["parameters"]
         assert held["weights"] <= foreseen.ranks[rank].padded_bytes <= held["weights"] + held["padding"]

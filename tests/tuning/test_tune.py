@@ -349,7 +349,7 @@ def test_ranks_with_other_tunings_are_told_apart(tied: Path, worlds: Worlds) -> 
     for name in ("alpha", "layers"):
         errors = worlds(2).run(on_ranks.with_other_tunings, str(tied), name)
         assert errors[0] == errors[1]
-        assert errors[0] == ("DisagreementError", "what is tuned, and how, on rank 1 is not that of rank 0")
+        assert errors[0] == ("RankMismatchError", "what is tuned, and how, on rank 1 is not that of rank 0")
 
 
 @pytest.mark.distributed
@@ -388,7 +388,7 @@ def test_a_new_head_and_its_copy_begin_alike(tied: Path, worlds: Worlds) -> None
         "on_unexpected": shardwise.options.Ignore(("lm_head.*",)),
         "config_overrides": {"pad_token_id": 0},
     }
-    with pytest.raises(shardwise.CoverageError, match="score"):
+    with pytest.raises(shardwise.KeyMismatchError, match="score"):
         shardwise.from_pretrained(tied, **keywords)
     keywords["on_missing"] = shardwise.options.Initialize(only=("score.*",))
     alone = on_ranks.values_after_load(str(tied), keywords)

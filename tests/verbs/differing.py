@@ -85,9 +85,9 @@ def buffers_that_are_not_the_firsts(folder: str) -> dict[str, list[str]]:
         note("save", {name: file.get_tensor(name) for name in file.keys()}, report.differing_buffers)  # noqa: SIM118
 
     note("iter_hf_tensors", dict(shardwise.iter_hf_tensors(model)))
-    note("model_state, whole", shardwise.model_state(model, "full_on_all_ranks"))
-    sharded = shardwise.model_state(model, "sharded")
-    note("model_state, shards", sharded)
+    note("get_model_state_dict, whole", shardwise.get_model_state_dict(model, "full_on_all_ranks"))
+    sharded = shardwise.get_model_state_dict(model, "sharded")
+    note("get_model_state_dict, shards", sharded)
     assert sharded["table"].data_ptr() == model.table.data_ptr()  # what is equal is not copied
 
     for mode in ("sync", "async"):
@@ -127,7 +127,7 @@ def ways_out(model: nn.Module, optimizer: torch.optim.Optimizer, root: Path, **h
         "asynchronous": lambda: checkpointed("async"),
     }
     for form in ("full", "full_on_all_ranks", "sharded"):
-        ways[f"model_state {form}"] = lambda form=form: shardwise.model_state(model, form, **how)
+        ways[f"get_model_state_dict {form}"] = lambda form=form: shardwise.get_model_state_dict(model, form, **how)
     for form in ("full", "sharded", "local"):
         ways[f"accelerate {form}"] = lambda form=form: shardwise.save_accelerate_model(model, root, form, **how)
     return ways
@@ -173,7 +173,9 @@ def state_of_an_optimizer(folder: str) -> dict[str, str]:
     ways = ways_out(model, optimizer, root)
     ways = {name: ways[name] for name in ("synchronous", "asynchronous")}
     for form in ("full", "full_on_all_ranks", "sharded"):
-        ways[f"optimizer_state {form}"] = lambda form=form: shardwise.optimizer_state(model, optimizer, form)
+        ways[f"get_optimizer_state_dict {form}"] = lambda form=form: shardwise.get_optimizer_state_dict(
+            model, optimizer, form
+        )
     for form in ("full", "sharded", "local"):
         ways[f"accelerate {form}"] = lambda form=form: shardwise.save_accelerate_optimizer(
             model, optimizer, root, form
@@ -191,7 +193,7 @@ def counts_of_steps(folder: str) -> dict[str, str]:
         root = Path(folder, kind.__name__)
         ways: dict[str, Way] = {
             "checkpoint": ways_out(model, optimizer, root)["synchronous"],
-            "state": partial(shardwise.optimizer_state, model, optimizer),
+            "state": partial(shardwise.get_optimizer_state_dict, model, optimizer),
         }
         found |= {f"{name}, {kind.__name__}": error for name, error in errors(ways, root).items()}
     return found
@@ -247,7 +249,7 @@ def adapter_added_after_sharding(folder: str) -> dict[str, str]:
     ways["save_adapter"] = lambda: shardwise.save_adapter(model, root / "adapter", options=QUIET)
     only = shardwise.options.AdapterOnly()
     ways["adapter streamed"] = lambda: list(shardwise.iter_hf_tensors(model, only=only))
-    ways["adapter's state"] = lambda: shardwise.model_state(model, only=only)
+    ways["adapter's state"] = lambda: shardwise.get_model_state_dict(model, only=only)
     ways["adapter checkpointed"] = lambda: shardwise.Checkpointer(root / "only", only=only).save(
         1, shardwise.TrainState(model, optimizer)
     )
@@ -263,5 +265,5 @@ def adapter_of_an_uneven_base(folder: str) -> list[str]:
     shardwise.save_adapter(model, Path(folder, "adapter"), options=QUIET)
     only = shardwise.options.AdapterOnly()
     return [key for key, _ in shardwise.iter_hf_tensors(model, only=only)] + list(
-        shardwise.model_state(model, "full_on_all_ranks", only=only)
+        shardwise.get_model_state_dict(model, "full_on_all_ranks", only=only)
     )

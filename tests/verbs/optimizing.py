@@ -24,7 +24,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import shardwise
 from shardwise import Sharding
 from shardwise.models.rebind import state_like
-from shardwise.models.view import local_boxes, look_inside, raw_bytes, strided_view
+from shardwise.models.view import collect_tensors, local_boxes, raw_bytes, strided_view
 from shardwise.options import Ignore
 
 SMALL = shardwise.options.StateOptions(budget_bytes=4096)
@@ -92,7 +92,7 @@ MAKERS: dict[str, Callable[[nn.Module, float], list[Optimizer]]] = {
 
 def step(model: nn.Module, optimizers: Sequence[Optimizer], seed: int) -> None:
     """With gradients that are the same elements on every sharding; one parameter gets none in the first step."""
-    for item in look_inside(model):
+    for item in collect_tensors(model):
         if not item.tensor.requires_grad or (seed == 0 and item.fqn == "blocks.0.0.bias"):
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(item.fqn.encode()) + seed)
@@ -163,8 +163,8 @@ def full_state(way: str, maker: str) -> list[str]:
     whole = plain(way, 1)
     expected = by_name(whole, trained(whole, maker, 2))
     given: Any = optimizers[0] if len(optimizers) == 1 else optimizers
-    every = shardwise.optimizer_state(model, given, "full_on_all_ranks", options=SMALL)
-    first = shardwise.optimizer_state(model, given, "full", options=SMALL)
+    every = shardwise.get_optimizer_state_dict(model, given, "full_on_all_ranks", options=SMALL)
+    first = shardwise.get_optimizer_state_dict(model, given, "full", options=SMALL)
     faults = differences(every, expected)
     faults += differences(first, expected if not dist.is_initialized() or dist.get_rank() == 0 else {})
     held = {id(value) for item in optimizers for values in item.state.values() for value in values.values()}
@@ -178,22 +178,24 @@ def against_torch(maker: str) -> list[str]:
     optimizers = trained(model, maker, 2)
     whole = StateDictOptions(full_state_dict=True)
     theirs = get_optimizer_state_dict(model, optimizers, options=whole)
-    ours = shardwise.optimizer_state(model, optimizers, "full_on_all_ranks")
+    ours = shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
     faults = differences(ours, theirs, "full")
     sharded_theirs = get_optimizer_state_dict(model, optimizers)
-    faults += differences(shardwise.optimizer_state(model, optimizers, "sharded"), sharded_theirs, "sharded")
+    faults += differences(
+        shardwise.get_optimizer_state_dict(model, optimizers, "sharded"), sharded_theirs, "sharded"
+    )
     for name, state in (("theirs", theirs), ("their shards", sharded_theirs)):
         target = sharded("", 1)
         fresh = MAKERS[maker](target, 0.5)
-        shardwise.set_optimizer_state(target, fresh, state)
-        again = shardwise.optimizer_state(target, fresh, "full_on_all_ranks")
+        shardwise.set_optimizer_state_dict(target, fresh, state)
+        again = shardwise.get_optimizer_state_dict(target, fresh, "full_on_all_ranks")
         faults += differences(in_order(again), in_order(ours), name)
     target = sharded("", 1)
     fresh = MAKERS[maker](target, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         set_optimizer_state_dict(target, fresh, ours, options=whole)
-    again = shardwise.optimizer_state(target, fresh, "full_on_all_ranks")
+    again = shardwise.get_optimizer_state_dict(target, fresh, "full_on_all_ranks")
     for group in again["param_groups"]:  # which torch makes lists
         if "betas" in group:
             group["betas"] = tuple(group["betas"])
@@ -211,21 +213,25 @@ def there_and_back(way: str, maker: str, brought_by: str, onto: str) -> tuple[li
     target = sharded(onto, 2)
     theirs = MAKERS[maker](target, 0.5)
     if brought_by == "shards":
-        values = shardwise.model_state(source, "sharded")
-        state: Any = shardwise.optimizer_state(source, optimizers, "sharded")
+        values = shardwise.get_model_state_dict(source, "sharded")
+        state: Any = shardwise.get_optimizer_state_dict(source, optimizers, "sharded")
     else:
-        values = shardwise.model_state(source, "full_on_all_ranks")
-        state = part_of(shardwise.optimizer_state(source, optimizers, "full_on_all_ranks"), brought_by)
-    shardwise.set_model_state(target, values)
+        values = shardwise.get_model_state_dict(source, "full_on_all_ranks")
+        state = part_of(shardwise.get_optimizer_state_dict(source, optimizers, "full_on_all_ranks"), brought_by)
+    shardwise.set_model_state_dict(target, values)
     with mock.patch.object(Optimizer, "step", refuse_to_step):
-        report = shardwise.set_optimizer_state(target, theirs, state, options=SMALL)
+        report = shardwise.set_optimizer_state_dict(target, theirs, state, options=SMALL)
     whole = plain(way, 1)
     whole_optimizers = trained(whole, maker, 2)
     expected = in_order(by_name(whole, whole_optimizers))
-    faults = differences(in_order(shardwise.optimizer_state(target, theirs, "full_on_all_ranks")), expected)
+    faults = differences(
+        in_order(shardwise.get_optimizer_state_dict(target, theirs, "full_on_all_ranks")), expected
+    )
     step(target, theirs, 5)
     step(whole, whole_optimizers, 5)
-    faults += differences(shardwise.model_state(target, "full_on_all_ranks"), dict(whole.state_dict()), "then")
+    faults += differences(
+        shardwise.get_model_state_dict(target, "full_on_all_ranks"), dict(whole.state_dict()), "then"
+    )
     for parameter, values in ((p, v) for item in theirs for p, v in item.state.items()):
         for entry, value in values.items():
             if isinstance(parameter, DTensor) and entry != "step":
@@ -280,10 +286,10 @@ def refused(fault: str) -> tuple[str, str, list[str]]:
     """The error, and what has changed of the optimizer."""
     model = sharded("", 1)
     optimizers = trained(model, "adamw", 2)
-    before = shardwise.optimizer_state(model, optimizers, "full_on_all_ranks")
-    state = spoil(fault, shardwise.optimizer_state(model, optimizers, "full_on_all_ranks"))
-    kind, text = attempt(lambda: shardwise.set_optimizer_state(model, optimizers, state))
-    after = shardwise.optimizer_state(model, optimizers, "full_on_all_ranks")
+    before = shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
+    state = spoil(fault, shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks"))
+    kind, text = attempt(lambda: shardwise.set_optimizer_state_dict(model, optimizers, state))
+    after = shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
     return kind, text, differences(after, before)
 
 
@@ -291,9 +297,9 @@ def tolerated() -> tuple[list[str], dict[str, Any]]:
     """A parameter that the state does not know, one that it knows beside, and one whose moments do not fit."""
     model = sharded("", 1)
     optimizers = trained(model, "adamw", 2)
-    before = shardwise.optimizer_state(model, optimizers, "full_on_all_ranks")
+    before = shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
     step(model, optimizers, 5)
-    expected = shardwise.optimizer_state(model, optimizers, "full_on_all_ranks")
+    expected = shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
     for name in ("embed.weight", "blocks.0.0.weight"):
         before["param_groups"][0]["params"].remove(name)
     before["param_groups"][0]["params"] += ["old.weight", "_orig_mod.head.weight"]
@@ -301,7 +307,7 @@ def tolerated() -> tuple[list[str], dict[str, Any]]:
     del before["state"]["blocks.0.0.weight"]
     before["state"]["old.weight"] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(3)}
     before["state"]["blocks.1.0.weight"]["exp_avg"] = torch.ones(3)
-    report = shardwise.set_optimizer_state(
+    report = shardwise.set_optimizer_state_dict(
         model,
         optimizers,
         before,
@@ -309,7 +315,7 @@ def tolerated() -> tuple[list[str], dict[str, Any]]:
         on_unexpected=Ignore(only=("old.*",)),
         on_mismatched=Ignore(only=("blocks.1.0.weight: exp_avg",)),
     )
-    after = shardwise.optimizer_state(model, optimizers, "full_on_all_ranks")
+    after = shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
     kept = {"blocks.0.0.weight": expected["state"]["blocks.0.0.weight"]}
     moment = {"exp_avg": expected["state"]["blocks.1.0.weight"]["exp_avg"]}
     wanted = before["state"] | kept
@@ -324,23 +330,23 @@ def afresh() -> tuple[list[str], tuple[str, ...]]:
     model = sharded("", 1)
     optimizers = MAKERS["adamw"](model, 1)
     step(model, optimizers, 0)
-    state = shardwise.optimizer_state(model, optimizers, "full_on_all_ranks")
+    state = shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
     target = sharded("", 2)
     fresh = MAKERS["adamw"](target, 1)
-    report = shardwise.set_optimizer_state(target, fresh, state)
-    return differences(shardwise.optimizer_state(target, fresh, "full_on_all_ranks"), state), report.afresh
+    report = shardwise.set_optimizer_state_dict(target, fresh, state)
+    return differences(shardwise.get_optimizer_state_dict(target, fresh, "full_on_all_ranks"), state), report.afresh
 
 
 def wider() -> tuple[dict[str, Any], list[str]]:
     """State in half precision, for parameters in single."""
     model = sharded("", 1)
     optimizers = trained(model, "adamw", 2)
-    state = shardwise.optimizer_state(model, optimizers, "full_on_all_ranks")
+    state = shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
     for values in state["state"].values():
         values["exp_avg"] = values["exp_avg"].bfloat16()
     fresh = MAKERS["adamw"](model, 1)
-    report = shardwise.set_optimizer_state(model, fresh, state)
-    found = shardwise.optimizer_state(model, fresh, "full_on_all_ranks")
+    report = shardwise.set_optimizer_state_dict(model, fresh, state)
+    found = shardwise.get_optimizer_state_dict(model, fresh, "full_on_all_ranks")
     for values in state["state"].values():
         values["exp_avg"] = values["exp_avg"].float()
     return report.to_dict(), differences(found["state"], state["state"])
@@ -351,4 +357,4 @@ def other_setup() -> tuple[str, str]:
     optimizers = trained(model, "adamw", 2)
     if dist.get_rank() == 1:
         optimizers[0].state.popitem()
-    return attempt(lambda: shardwise.optimizer_state(model, optimizers))
+    return attempt(lambda: shardwise.get_optimizer_state_dict(model, optimizers))

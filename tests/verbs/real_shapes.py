@@ -16,13 +16,13 @@ from transformers import (
 )
 
 from shardwise.engines.arguments import OpenSource
-from shardwise.engines.bringing_up import Located
-from shardwise.engines.forecasting import forecast
+from shardwise.engines.estimating import estimate
+from shardwise.engines.pretrained_loading import Located
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.formats.quantized import form_of
 from shardwise.layout import MeshShape
 from shardwise.models.build import build_on_meta
-from shardwise.report import Forecast
+from shardwise.report import Estimate
 from shardwise.storage.contract import LOCAL
 from shardwise.tensors import DType
 
@@ -126,8 +126,8 @@ def sixty_layers_of_experts() -> Shapes:
     return Shapes(Qwen3MoeForCausalLM, config, files=16)
 
 
-def forecast_of(config: Any, index: CheckpointIndex, mesh: MeshShape, **options: Any) -> Forecast:
-    """The forecast of a checkpoint of which there are headers alone."""
+def forecast_of(config: Any, index: CheckpointIndex, mesh: MeshShape, **options: Any) -> Estimate:
+    """The estimate of a checkpoint of which there are headers alone."""
     source = OpenSource(index, cast(Any, None), {}, is_own=False)
     given: Any = {"read_policy": LOCAL, **options}
-    return forecast(Located(Path("/nowhere"), config, index, source, {}), mesh, given)
+    return estimate(Located(Path("/nowhere"), config, index, source, {}), mesh, given)

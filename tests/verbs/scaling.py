@@ -83,15 +83,15 @@ def go_through(folder: str, plain: str, mesh: str, budget_bytes: int, out: str) 
     wanted = {key: value for file in Path(plain).glob("*.safetensors") for key, value in load_file(file).items()}
     matrices = {name for name, tensor in wanted.items() if tensor.ndim == 2}
     faults = [f"{name} is not computed" for name in matrices - set(report.computed)]
-    forecast = report.forecast
-    assert forecast is not None
-    # A forecast counts no gaps between columns, which are read too.
+    estimate = report.estimate
+    assert estimate is not None
+    # An estimate counts no gaps between columns, which are read too.
     if (
-        not forecast.read_bytes
+        not estimate.read_bytes
         <= report.read_bytes
-        <= max(1.02 * forecast.read_bytes, report.checkpoint_bytes) + 4096
+        <= max(1.02 * estimate.read_bytes, report.checkpoint_bytes) + 4096
     ):
-        faults.append(f"read {report.read_bytes}, foreseen {forecast.read_bytes}")
+        faults.append(f"read {report.read_bytes}, foreseen {estimate.read_bytes}")
     for key, tensor in shardwise.iter_hf_tensors(model):
         if not torch.equal(tensor, wanted[key]):
             faults.append(f"{key} has other values")

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise.models.view import local_boxes, local_tensor, look_inside, raw_bytes, strided_view
+from shardwise.models.view import collect_tensors, local_boxes, local_tensor, raw_bytes, strided_view
 from shardwise.models.wrap import Sharding
 
 
@@ -100,8 +100,8 @@ def mesh_of(kind: str) -> Any:
 
 def differences(model: nn.Module, expected: nn.Module) -> list[str]:
     """What of this rank's part of a model is not, bit for bit, the same part of a whole one."""
-    found = look_inside(model)
-    wanted = {item.fqn: item for item in look_inside(expected)}
+    found = collect_tensors(model)
+    wanted = {item.fqn: item for item in collect_tensors(expected)}
     faults = [f"only one has {item.names}" for item in found if item.fqn not in wanted]
     faults += [f"absent: {name}" for name in wanted.keys() - {item.fqn for item in found}]
     for item in found:
@@ -358,7 +358,7 @@ def a_function_in_the_policy() -> tuple[bool, bool]:
 
 def fail_in_the_middle(failing: int) -> tuple[str, str]:
     """One rank cannot make memory for its shards."""
-    from shardwise.execution import supply as arrivals
+    from shardwise.execution import shard_transfer as arrivals
 
     original, calls = arrivals.materialize, 0
 

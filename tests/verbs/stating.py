@@ -86,8 +86,8 @@ def state_differences(state: dict[str, torch.Tensor], expected: dict[str, torch.
 def full_state(way: str, on: str) -> list[str]:
     """Faults of what this rank gets."""
     model = sharded(way, 1)
-    state = shardwise.model_state(model, on, options=SMALL)
-    own = shardwise.model_state(model, "sharded")["embed.weight"]
+    state = shardwise.get_model_state_dict(model, on, options=SMALL)
+    own = shardwise.get_model_state_dict(model, "sharded")["embed.weight"]
     if on == "full" and dist.is_initialized() and dist.get_rank() > 0:
         return [f"this rank got {name}" for name in state]
     faults = state_differences(state, plain(way, 1).state_dict())
@@ -112,16 +112,16 @@ def there_and_back(way: str, brought_by: str, onto: str) -> tuple[list[str], dic
     target = sharded(onto, 2)
     before = [id(parameter) for parameter in target.parameters()]
     if brought_by == "shards":
-        state = shardwise.model_state(sharded(way, 1), "sharded")
+        state = shardwise.get_model_state_dict(sharded(way, 1), "sharded")
     else:
-        state = part_of(shardwise.model_state(sharded(way, 1), "full_on_all_ranks"), brought_by)
-    report = shardwise.set_model_state(target, state, options=SMALL)
+        state = part_of(shardwise.get_model_state_dict(sharded(way, 1), "full_on_all_ranks"), brought_by)
+    report = shardwise.set_model_state_dict(target, state, options=SMALL)
     inner = getattr(target, "_orig_mod", target)
     faults = sharding.differences(inner, plain(way, 1))
     faults = [fault for fault in faults if ".angles" not in fault and (fault, onto) != ("modes changed", "wrapped")]
     if before != [id(parameter) for parameter in target.parameters()]:
         faults.append("parameters are other objects")
-    saved = {id(tensor): tensor for tensor in shardwise.model_state(target, "sharded").values()}
+    saved = {id(tensor): tensor for tensor in shardwise.get_model_state_dict(target, "sharded").values()}
     own_bytes = sum(local(tensor).nbytes for tensor in {id(t): t for t in saved.values()}.values())
     return faults, report.to_dict() | {"own_bytes": own_bytes}
 
@@ -134,13 +134,13 @@ def in_a_subgroup() -> list[str]:
     options = shardwise.options.StateOptions(process_group=group)
     model = sharding.live_model(1)
     shardwise.shard(model, options=shardwise.options.ShardOptions(process_group=group))
-    state = shardwise.model_state(model, options=options)
+    state = shardwise.get_model_state_dict(model, options=options)
     expected = plain("", 1).state_dict()
     faults = state_differences(state, expected if dist.get_rank(group) == 0 else {})
     with torch.no_grad():
         for parameter in model.parameters():
             local(parameter).zero_()
-    shardwise.set_model_state(model, state, options=options)
+    shardwise.set_model_state_dict(model, state, options=options)
     return faults + sharding.differences(model, plain("", 1))
 
 
@@ -149,7 +149,7 @@ def onto_meta() -> tuple[list[str], dict[str, Any]]:
     state = plain("", 1).state_dict() if dist.get_rank() == 0 else None
     model = sharding.meta_model()
     shardwise.shard(model)
-    report = shardwise.set_model_state(model, state)
+    report = shardwise.set_model_state_dict(model, state)
     faults = [fault for fault in sharding.differences(model, plain("", 1)) if ".angles" not in fault]
     return faults, report.to_dict()
 
@@ -188,7 +188,7 @@ def spoil(fault: str, state: dict[str, torch.Tensor]) -> Any:
         case "nobody":
             return None
         case "parts of several":
-            parts = shardwise.model_state(sharded("", 3), "sharded")
+            parts = shardwise.get_model_state_dict(sharded("", 3), "sharded")
             return parts if rank == 1 else state
     return state
 
@@ -197,7 +197,7 @@ def refused(fault: str) -> tuple[str, str, list[str]]:
     """The error of setting what is wrong, and what it has changed of the model."""
     model = sharded("", 2)
     state = spoil(fault, dict(plain("", 1).state_dict()))
-    kind, text = attempt(lambda: shardwise.set_model_state(model, state))
+    kind, text = attempt(lambda: shardwise.set_model_state_dict(model, state))
     return kind, text, sharding.differences(model, plain("", 2))
 
 
@@ -208,7 +208,7 @@ def tolerated() -> tuple[list[str], dict[str, Any]]:
     state["more"] = torch.ones(3)
     del state["blocks.0.norm.bias"], state["head.weight"]
     state["blocks.0.norm.weight"] = torch.ones(9)
-    report = shardwise.set_model_state(
+    report = shardwise.set_model_state_dict(
         model,
         {f"_orig_mod.{name}": tensor for name, tensor in state.items()},
         on_missing=Ignore(only=("*.norm.bias",)),
@@ -227,7 +227,7 @@ def cast() -> tuple[list[str], dict[str, Any]]:
     for name in state:
         if name.endswith("linear.weight"):
             state[name] = state[name].double()
-    report = shardwise.set_model_state(model, state)
+    report = shardwise.set_model_state_dict(model, state)
     faults = sharding.differences(model, plain("", 1))
     return [fault for fault in faults if ".angles" not in fault], report.to_dict()
 
@@ -246,7 +246,7 @@ def failing_gather(failing: int, on: str) -> tuple[str, str]:
         return begin(self, *args)
 
     with mock.patch.object(Exchange, "_pieces", pieces):
-        error = attempt(lambda: shardwise.model_state(model, on, options=SMALL))
+        error = attempt(lambda: shardwise.get_model_state_dict(model, on, options=SMALL))
     dist.barrier()  # the ranks are in step afterwards
     return error
 
@@ -255,19 +255,19 @@ def other_models() -> tuple[str, str]:
     model = sharded("", 1)
     if dist.get_rank() == 1:
         model.register_buffer("more", torch.zeros(1))
-    return attempt(lambda: shardwise.model_state(model))
+    return attempt(lambda: shardwise.get_model_state_dict(model))
 
 
 def other_arguments() -> tuple[str, str]:
     model = sharded("", 1)
     form = "full" if dist.get_rank() == 0 else "full_on_all_ranks"
-    return attempt(lambda: shardwise.model_state(model, form))
+    return attempt(lambda: shardwise.get_model_state_dict(model, form))
 
 
 def without_values() -> tuple[str, str]:
     model = sharding.meta_model()
     shardwise.shard(model)
-    return attempt(lambda: shardwise.model_state(model))
+    return attempt(lambda: shardwise.get_model_state_dict(model))
 
 
 def staged(budget: int) -> int:
@@ -283,7 +283,7 @@ def staged(budget: int) -> int:
         most = max(most, exchange._staging.nbytes)
 
     with mock.patch.object(Exchange, "_step", watch):
-        shardwise.model_state(model, options=shardwise.options.StateOptions(budget_bytes=budget))
+        shardwise.get_model_state_dict(model, options=shardwise.options.StateOptions(budget_bytes=budget))
     return most
 
 
@@ -321,17 +321,21 @@ def adapter_state(adapter: str, adapters: tuple[str, ...]) -> tuple[list[str], l
     }
     shardwise.shard(model)
     only = shardwise.options.AdapterOnly(adapter)
-    state = shardwise.model_state(model, "full_on_all_ranks", only=only)
+    state = shardwise.get_model_state_dict(model, "full_on_all_ranks", only=only)
     faults = state_differences(state, expected)
     target = lora(2, adapters)
     shardwise.shard(target)
-    base = {name: local(tensor).clone() for name, tensor in shardwise.model_state(target, "sharded").items()}
-    shards = shardwise.model_state(model, "sharded", only=only)
+    base = {
+        name: local(tensor).clone() for name, tensor in shardwise.get_model_state_dict(target, "sharded").items()
+    }
+    shards = shardwise.get_model_state_dict(model, "sharded", only=only)
     given = state if dist.get_rank() == 0 else None
     for brought in (given, shards):
-        shardwise.set_model_state(target, brought, only=only)
-        faults += state_differences(shardwise.model_state(target, "full_on_all_ranks", only=only), expected)
-    now = shardwise.model_state(target, "sharded")
+        shardwise.set_model_state_dict(target, brought, only=only)
+        faults += state_differences(
+            shardwise.get_model_state_dict(target, "full_on_all_ranks", only=only), expected
+        )
+    now = shardwise.get_model_state_dict(target, "sharded")
     changed = [name for name, tensor in now.items() if not torch.equal(base[name], local(tensor))]
     return faults, changed
 
@@ -339,8 +343,8 @@ def adapter_state(adapter: str, adapters: tuple[str, ...]) -> tuple[list[str], l
 def adapter_faults() -> list[tuple[str, str]]:
     model = lora(1, ("default",))
     calls: list[Callable[[], Any]] = [
-        lambda: shardwise.model_state(model, only=shardwise.options.AdapterOnly("other")),
-        lambda: shardwise.model_state(sharding.Net(), only=shardwise.options.AdapterOnly()),
+        lambda: shardwise.get_model_state_dict(model, only=shardwise.options.AdapterOnly("other")),
+        lambda: shardwise.get_model_state_dict(sharding.Net(), only=shardwise.options.AdapterOnly()),
     ]
     return [attempt(call) for call in calls]
 
@@ -351,7 +355,7 @@ def onto_meta_of_transformers() -> tuple[list[str], list[str], tuple[str, ...]]:
     with torch.device("meta"):
         model = type(real)(real.config)
     shardwise.shard(model)
-    report = shardwise.set_model_state(model, real.state_dict() if dist.get_rank() == 0 else None)
+    report = shardwise.set_model_state_dict(model, real.state_dict() if dist.get_rank() == 0 else None)
     differing = truth.differences(truth.snapshot(model), truth.snapshot(real))
     attributes = [name for name, tensor in model.named_buffers() if tensor.is_meta]
     rotary = model.model.rotary_emb

@@ -13,8 +13,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import shardwise
 from shardwise.engines.streaming import StreamOptions, iter_hf_tensors
-from shardwise.execution import Patience
-from shardwise.execution.replicas import Giver
+from shardwise.execution import Timeouts
+from shardwise.execution.replicas import ShardSender
 from shardwise.models.selection import MergedAdapter
 from shardwise.models.view import raw_bytes
 
@@ -119,7 +119,9 @@ def leave_after(name: str, counts: list[int | None], how: str) -> tuple[str, str
     specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
     model = sharded(specimen, "flat")
     count = counts[dist.get_rank()]
-    options = StreamOptions(bucket_bytes=1 << 14, patience=Patience(beat_s=0.1, silence_s=30, join_s=60))
+    options = StreamOptions(
+        bucket_bytes=1 << 14, timeouts=Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=30, join_timeout_s=60)
+    )
     seen = 0
     try:
         for _, _ in iter_hf_tensors(model, options=options):
@@ -139,24 +141,24 @@ def fail_while_packing(name: str, failing: int, after: int) -> tuple[str, str]:
     """One rank cannot give what it is to give."""
     specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
     model = sharded(specimen, "flat")
-    original = Giver.share
+    original = ShardSender.share
     calls = 0
 
-    def share(self: Giver, *args: Any) -> torch.Tensor:
+    def share(self: ShardSender, *args: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if dist.get_rank() == failing and calls > after:
             raise MemoryError("no memory is left")
         return original(self, *args)
 
-    Giver.share = share  # type: ignore[method-assign]
+    ShardSender.share = share  # type: ignore[method-assign]
     try:
         for _ in iter_hf_tensors(model, options=StreamOptions(bucket_bytes=1 << 14)):
             pass
     except shardwise.ShardwiseError as error:
         return type(error).__name__, str(error)
     finally:
-        Giver.share = original  # type: ignore[method-assign]
+        ShardSender.share = original  # type: ignore[method-assign]
     return "", ""
 
 

@@ -186,7 +186,7 @@ def test_ranks_that_ask_otherwise_are_told_which_argument(worlds, qwen3):
     assert mine == other
     for (kind, text), (*_, said) in zip(mine, asked, strict=True):
         assert said in text
-        assert kind == ("ConfigError" if text.startswith("rank 1: ") else "DisagreementError")
+        assert kind == ("ConfigError" if text.startswith("rank 1: ") else "RankMismatchError")
 
 
 @pytest.mark.distributed

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForMaskedLM
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import shardwise
-from shardwise import CoverageError
+from shardwise import KeyMismatchError
 from shardwise.models import pretrained
 
 
@@ -65,7 +65,7 @@ def test_a_conversion_that_computes_needs_its_inputs_within_the_budget(tmp_path,
     monkeypatch.setattr(pretrained, "conversion_transforms", lambda *_: [rule])
     model = TwoWeights()
     model.total = nn.Parameter(torch.empty(60, 20, device="meta"))
-    with pytest.raises(CoverageError, match=r"total is computed by Sum from 2 tensors.*raise budget_bytes"):
+    with pytest.raises(KeyMismatchError, match=r"total is computed by Sum from 2 tensors.*raise budget_bytes"):
         shardwise.load(model, tmp_path, options=shardwise.options.LoadOptions(budget_bytes=4096))
 
 
@@ -76,7 +76,7 @@ def test_a_conversion_that_cannot_be_foreseen_is_refused_by_name(tmp_path, monke
     model = nn.Module()
     model.total = nn.Parameter(torch.empty(4, 6, device="meta"))
     model.rest = nn.Parameter(torch.empty(4, 6, device="meta"))
-    with pytest.raises(CoverageError, match=r"conversion 1 .*total from one by Halve") as caught:
+    with pytest.raises(KeyMismatchError, match=r"conversion 1 .*total from one by Halve") as caught:
         shardwise.load(model, tmp_path)
     assert "missing" not in str(caught.value)
 

@@ -19,7 +19,7 @@ def test_copies_that_differ_are_refused_on_all_ranks(worlds, qwen3, tmp_path):
     kind, missing = first.pop("missing")
     assert kind == "StorageError"
     assert "rank 1: model-00002-of-00004.safetensors" in missing
-    assert {kind for kind, _ in first.values()} == {"DisagreementError"}
+    assert {kind for kind, _ in first.values()} == {"RankMismatchError"}
     said = {name: text for name, (_, text) in first.items()}
     words = {"metadata": "size", "padded": "size", "header": "header", "values": "values of tensors"}
     for name, word in words.items():
@@ -42,7 +42,7 @@ def test_equal_copies_are_loaded_and_told_of(worlds, qwen3, tmp_path):
 def test_readers_of_memory_are_compared(worlds, tmp_path):
     for plain, (kind, text) in worlds(3).run(copying.in_memory, copying.one_tensor(tmp_path)):
         assert plain == ("", "")
-        assert (kind, "on rank 2 is not that" in text) == ("DisagreementError", True)
+        assert (kind, "on rank 2 is not that" in text) == ("RankMismatchError", True)
 
 
 @pytest.mark.distributed
@@ -62,12 +62,12 @@ def test_adapters_files_of_torch_and_configs_are_compared_too(worlds, qwen3, tmp
     folders = {name: [str(tmp_path / f"{name}{seed}") for seed in (0, 1)] for name in ("adapter", "torch")}
     world = worlds(2)
     for kind, text in world.run(copying.adapters, str(qwen3), *folders["adapter"]):
-        assert (kind, "adapter_model.safetensors" in text) == ("DisagreementError", True)
+        assert (kind, "adapter_model.safetensors" in text) == ("RankMismatchError", True)
     for found in world.run(copying.torch_files, *folders["torch"]):
         for kind, text in found:
-            assert (kind, "on rank 1 is not that on rank 0" in text) == ("DisagreementError", True)
+            assert (kind, "on rank 1 is not that on rank 0" in text) == ("RankMismatchError", True)
     for kind, text in world.run(copying.settings_differ, str(qwen3), str(tmp_path / "copy")):
-        assert kind == "DisagreementError"
+        assert kind == "RankMismatchError"
         assert "hidden_act" in text
 
 

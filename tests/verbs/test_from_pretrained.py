@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import shardwise
-from shardwise import ConfigError, CoverageError, StorageError
+from shardwise import ConfigError, KeyMismatchError, StorageError
 from shardwise.options import Ignore, Initialize
 
 
@@ -181,7 +181,7 @@ def test_a_custom_key_mapping_is_applied_first(qwen3, changed):
         return {f"net.{name}": value for name, value in tensors.items()}
 
     directory = changed(qwen3, rename)
-    with pytest.raises(CoverageError, match="missing"):
+    with pytest.raises(KeyMismatchError, match="missing"):
         shardwise.from_pretrained(directory)
     model = shardwise.from_pretrained(directory, key_mapping={r"^net\.(.+)": r"\1"})
     assert truth.differences(truth.snapshot(model), truth.snapshot(shardwise.from_pretrained(qwen3))) == []
@@ -196,7 +196,7 @@ def test_all_faults_of_a_checkpoint_are_told_at_once(qwen3, changed):
         tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3, 32)
         return tensors | {"extra": torch.zeros(2)}
 
-    with pytest.raises(CoverageError) as caught:
+    with pytest.raises(KeyMismatchError) as caught:
         shardwise.from_pretrained(changed(qwen3, spoil))
     message = str(caught.value)
     assert "missing 1        model.layers.0.self_attn.q_norm.weight" in message
@@ -213,12 +213,12 @@ def test_a_checkpoint_of_another_architecture_is_refused_on_all_ranks(worlds, qw
     errors = worlds(2).run(on_ranks.error_of, str(qwen3), keywords)
     assert errors[0] == errors[1]
     kind, message = errors[0]
-    assert kind == "CoverageError"
+    assert kind == "KeyMismatchError"
     assert "self_attn.q_norm.weight" in message
 
 
 def test_weights_of_another_class_do_not_fit(qwen3):
-    with pytest.raises(CoverageError, match=r"does not fit the model\n.*k_norm"):
+    with pytest.raises(KeyMismatchError, match=r"does not fit the model\n.*k_norm"):
         shardwise.from_pretrained(qwen3, model_class=LlamaForCausalLM)
 
 
@@ -229,7 +229,7 @@ def test_experts_numbered_with_gaps_are_refused(tmp_path, changed):
     def renumber(tensors):
         return {name.replace("experts.3.", "experts.4."): value for name, value in tensors.items()}
 
-    with pytest.raises(CoverageError, match=r"numbered with gaps: \[3\] absent"):
+    with pytest.raises(KeyMismatchError, match=r"numbered with gaps: \[3\] absent"):
         shardwise.from_pretrained(changed(tmp_path / "whole", renumber))
 
 
@@ -250,7 +250,7 @@ def test_ranks_that_plan_differently_are_stopped_by_name(worlds, qwen3):
     errors = worlds(2).run(on_ranks.another_config_on_each_rank, str(qwen3))
     assert errors[0] == errors[1]
     kind, message = errors[0]
-    assert kind == "DisagreementError"
+    assert kind == "RankMismatchError"
     assert "ranks plan 2 tensors differently: lm_head.weight, model.embed_tokens.weight" in message
 
 
@@ -265,7 +265,7 @@ def test_ranks_that_plan_differently_are_stopped_by_name(worlds, qwen3):
 def test_ranks_with_other_arguments_are_stopped(worlds, qwen3, function, reason):
     errors = worlds(2).run(function, str(qwen3))
     assert errors[0] == errors[1]
-    assert errors[0][0] == "DisagreementError"
+    assert errors[0][0] == "RankMismatchError"
     assert reason in errors[0][1]
 
 
@@ -282,7 +282,7 @@ def test_a_process_group_of_some_ranks_loads_together(worlds, qwen3):
 def test_a_mesh_of_other_ranks_than_the_process_group_is_refused(worlds, qwen3):
     errors = worlds(3).run(on_ranks.mesh_of_others, str(qwen3))
     assert errors[0] == errors[1]
-    assert errors[0][0] == "PlacementError"
+    assert errors[0][0] == "ShardingError"
 
 
 @pytest.mark.distributed
@@ -364,7 +364,7 @@ def test_missing_tensors_that_nothing_initializes_are_told_before_reading(qwen3)
             self.extra = torch.nn.Parameter(torch.empty(3))
             self.post_init()
 
-    with pytest.raises(CoverageError, match="extra: no initializer of the model writes it"):
+    with pytest.raises(KeyMismatchError, match="extra: no initializer of the model writes it"):
         shardwise.from_pretrained(qwen3, model_class=Extra, on_missing=Initialize(("extra",)))
 
 
@@ -434,12 +434,12 @@ def test_a_load_that_does_not_fit_is_refused_before_anything_is_read(qwen3, monk
 
     monkeypatch.setattr(memory, "available_memory", lambda home: Available(host_bytes=100_000))
     with monkeypatch.context() as reading:
-        reading.setattr(loading.Placer, "place", read)
+        reading.setattr(loading.ReadExecutor, "place", read)
         told = r"rank 0 needs .* of host memory, of which 97.66 KiB is free"
-        with pytest.raises(shardwise.PlacementError, match=told):
+        with pytest.raises(shardwise.ShardingError, match=told):
             shardwise.from_pretrained(qwen3)
     options = shardwise.options.LoadOptions(check_memory=False)
     _, report = shardwise.from_pretrained(qwen3, options=options, output_loading_info=True)
-    assert report.forecast.host_bytes > 100_000
-    assert report.forecast.shard_bytes == report.placed_bytes
-    assert report.forecast.read_bytes == report.read_bytes
+    assert report.estimate.host_bytes > 100_000
+    assert report.estimate.shard_bytes == report.placed_bytes
+    assert report.estimate.read_bytes == report.read_bytes

@@ -16,14 +16,14 @@ def load_with_room(checkpoint: str) -> tuple[str, str]:
 
     options = shardwise.options.LoadOptions(budget_bytes=1 << 16)
     _, report = shardwise.from_pretrained(checkpoint, options=options, output_loading_info=True)
-    need = report.forecast.host_bytes
+    need = report.estimate.host_bytes
     original = memory.available_memory
 
     def load(room: int) -> str:
         memory.available_memory = lambda home: Available(host_bytes=room)
         try:
             shardwise.from_pretrained(checkpoint, options=options)
-        except shardwise.PlacementError as error:
+        except shardwise.ShardingError as error:
             return "needs" if "needs" in str(error) else str(error)
         finally:
             memory.available_memory = original

@@ -20,6 +20,6 @@ def mean_of_all() -> list[float]:
     shardwise.shard(model, Sharding(wrap="whole_model"))
     mean = model.get_buffer("0.running_mean")
     mean.fill_(float(dist.get_rank() + 1))
-    state = shardwise.model_state(model, "full_on_all_ranks")
+    state = shardwise.get_model_state_dict(model, "full_on_all_ranks")
     assert mean.tolist() == [dist.get_rank() + 1] * 4
     return state["0.running_mean"].tolist()

@@ -51,21 +51,21 @@ def test_meshes_may_change(worlds, way, onto, brought_by):
 
 
 FAULTS = {
-    "group": ("CoverageError", "no group of the state has the parameters of group 0"),
-    "missing": ("CoverageError", "missing 1        blocks.1.1.weight\nPass on_missing=Ignore"),
-    "unexpected": ("CoverageError", "unexpected 1     blocks.9.weight\nPass on_unexpected=Ignore"),
-    "twice": ("CoverageError", "twice 1          embed.weight"),
-    "lost moment": ("CoverageError", "missing 1        blocks.0.0.weight: exp_avg"),
-    "lost state": ("CoverageError", "blocks.0.0.weight: exp_avg_sq"),
-    "shape": ("CoverageError", "blocks.0.0.weight: exp_avg: brought (4, 5) F32 by rank 0, wanted (7, 5) F32"),
+    "group": ("KeyMismatchError", "no group of the state has the parameters of group 0"),
+    "missing": ("KeyMismatchError", "missing 1        blocks.1.1.weight\nPass on_missing=Ignore"),
+    "unexpected": ("KeyMismatchError", "unexpected 1     blocks.9.weight\nPass on_unexpected=Ignore"),
+    "twice": ("KeyMismatchError", "twice 1          embed.weight"),
+    "lost moment": ("KeyMismatchError", "missing 1        blocks.0.0.weight: exp_avg"),
+    "lost state": ("KeyMismatchError", "blocks.0.0.weight: exp_avg_sq"),
+    "shape": ("KeyMismatchError", "blocks.0.0.weight: exp_avg: brought (4, 5) F32 by rank 0, wanted (7, 5) F32"),
     "numbers": ("ConfigError", "numbers in place of parameters' names"),
     "layout": ("ConfigError", "the state of optimizers is {'state'"),
     "groups": ("ConfigError", "the state of optimizers is {'state'"),
     "object": ("ConfigError", "blocks.0.0.weight: exp_avg in the state is a list"),
-    "lost moment on rank 1": ("DisagreementError", "blocks.0.0.weight: exp_avg"),
-    "lost step on rank 1": ("DisagreementError", "blocks.0.0.weight: step"),
-    "meta on rank 1": ("PlacementError", "rank 1: 1 tensors of the state that was given are on meta"),
-    "nobody": ("CoverageError", "missing"),
+    "lost moment on rank 1": ("RankMismatchError", "blocks.0.0.weight: exp_avg"),
+    "lost step on rank 1": ("RankMismatchError", "blocks.0.0.weight: step"),
+    "meta on rank 1": ("ShardingError", "rank 1: 1 tensors of the state that was given are on meta"),
+    "nobody": ("KeyMismatchError", "missing"),
 }
 
 
@@ -102,5 +102,5 @@ def test_state_is_widened_to_its_parameter_and_told(worlds):
 
 def test_optimizers_that_differ_are_an_error_on_every_rank(worlds):
     for kind, text in worlds(2).run(optimizing.other_setup):
-        assert kind == "DisagreementError"
+        assert kind == "RankMismatchError"
         assert "what the optimizers hold of parameters" in text

@@ -13,10 +13,10 @@ from tests.verbs.real_shapes import Shapes, deepseek_v3, in_float8, qwen3_235b, 
 from shardwise.engines.outline import Outline, outline
 from shardwise.layout import MeshShape, Origin
 from shardwise.models import pretrained
-from shardwise.models.forecast_layout import foresee
+from shardwise.models.estimate_layout import predict_layout
 from shardwise.models.initialize import Initializers
-from shardwise.models.view import look_inside
-from shardwise.planning.load_memory import Homes, forecast_rank
+from shardwise.models.view import collect_tensors
+from shardwise.planning.load_memory import Homes, estimate_rank
 from shardwise.planning.load_plan import Consent, ModelRules, plan_load
 from shardwise.tuning.modes import Lora
 
@@ -64,10 +64,10 @@ def test_training_of_a_thousand_ranks():
     """Blocks that are alike run once, so that layers cost little."""
     step = {"per_device_train_batch_size": 1, "max_length": 4096, "gradient_checkpointing": True}
     tuning = Lora(LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
-    few, more = (
+    abbreviate, more = (
         forecast_of(qwen3_235b(layers), MeshShape.flat(1024), tuning=tuning, **step).training for layers in (2, 4)
     )
-    kept = [made.phases[1].device["activations"] for made in (few, more)]
+    kept = [made.phases[1].device["activations"] for made in (abbreviate, more)]
     layer = 4096 * 4096 * 2
     assert kept[1] - kept[0] == pytest.approx(2 * layer, rel=0.01)
 
@@ -83,7 +83,7 @@ def test_one_rank_plans_sixty_layers_of_experts_in_a_blink():
         built = built_of(shapes, index)
         plan, world = plan_of(built, index, mesh)
         here = replace(plan, layout=world.at(5))
-        found = forecast_rank(here, 5, Homes("cuda", 1 << 28))
+        found = estimate_rank(here, 5, Homes("cuda", 1 << 28))
         times.append(time.process_time() - start)
     assert found.read_bytes == pytest.approx(index.nbytes / 64, rel=0.01)
     assert min(times) < 1.5
@@ -97,8 +97,8 @@ def built_of(shapes: Shapes, index) -> Outline:
 
 
 def plan_of(built: Outline, index, mesh):
-    held = look_inside(built.model)
+    held = collect_tensors(built.model)
     Initializers(built.model, held).buffers({}, seed=0)
-    world = foresee(built.model, "auto", mesh, lambda item: Origin.INIT_WEIGHTS)
+    world = predict_layout(built.model, "auto", mesh, lambda item: Origin.INIT_WEIGHTS)
     rules = ModelRules(*pretrained.ignore_patterns(built.model))
     return plan_load(index, world.first, built.bindings, rules, Consent()), world

@@ -141,6 +141,6 @@ def save_at_odds(folder: str, changed: dict) -> tuple[str, str]:
 def test_ranks_that_are_called_differently_are_told(worlds, tmp_path, changed):
     first, second = worlds(2).run(save_at_odds, str(tmp_path), changed)
     assert first == second
-    assert first[0] == "DisagreementError"
+    assert first[0] == "RankMismatchError"
     assert next(iter(changed)).replace("options", "budget") in first[1]
     assert list(tmp_path.iterdir()) == []

@@ -106,7 +106,7 @@ def test_a_tensor_that_the_model_needs_is_missing(tmp_path):
     values = load_file(tmp_path / "model.safetensors")
     del values["model.norm.weight"]
     save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(shardwise.CoverageError, match=r"model\.norm\.weight"):
+    with pytest.raises(shardwise.KeyMismatchError, match=r"model\.norm\.weight"):
         shardwise.verify(tmp_path)
     result = command(tmp_path)
     assert result.exit_code == 2

@@ -152,7 +152,7 @@ def test_internal_names_are_the_modules_own(tmp_path):
 def test_a_model_on_meta_is_refused(tmp_path):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(shardwise.PlacementError, match=r"bias on meta: without values.*load the model first"):
+    with pytest.raises(shardwise.ShardingError, match=r"bias on meta: without values.*load the model first"):
         shardwise.save(model, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -160,7 +160,7 @@ def test_a_model_on_meta_is_refused(tmp_path):
 def test_a_dtype_that_no_file_holds_is_refused(tmp_path):
     model = nn.Linear(2, 2)
     model.register_buffer("waves", torch.zeros(2, dtype=torch.complex128))
-    with pytest.raises(shardwise.PlacementError, match=r"waves is torch.complex128, which safetensors cannot hold"):
+    with pytest.raises(shardwise.ShardingError, match=r"waves is torch.complex128, which safetensors cannot hold"):
         shardwise.save(model, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -171,8 +171,8 @@ def test_ranks_at_odds_are_refused(worlds, tmp_path, what):
     found = worlds(2).run(saving.save_unequal, str(tmp_path), what)
     assert len(set(found)) == 1, found
     kind, text = found[0]
-    wanted = {"meta": "PlacementError", "nonsense": "ConfigError"}
-    assert kind == wanted.get(what, "DisagreementError"), text
+    wanted = {"meta": "ShardingError", "nonsense": "ConfigError"}
+    assert kind == wanted.get(what, "RankMismatchError"), text
     assert text
     assert list(tmp_path.iterdir()) == []
 

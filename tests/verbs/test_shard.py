@@ -7,7 +7,7 @@ from tests.verbs import sharding
 
 import shardwise
 from shardwise.models.policies import Classes
-from shardwise.models.torch_words import SHARDS_INTEGERS
+from shardwise.models.torch_api import SHARDS_INTEGERS
 from shardwise.models.wrap import require_trainable_dtype
 
 pytestmark = pytest.mark.distributed
@@ -72,7 +72,7 @@ def test_what_differs_between_ranks_is_rank_0_s_and_told(worlds):
         assert faults == []
         assert report["differed"] == {"embed.weight": 0, "blocks.0.table.angles": 0}
     for kind, text in worlds(3).run(sharding.other_values, "all_ranks"):
-        assert kind == "DisagreementError"
+        assert kind == "RankMismatchError"
         assert "embed.weight, blocks.0.table.angles" in text
 
 
@@ -134,20 +134,20 @@ def test_a_transformers_model_of_one_rank_is_that_of_all(worlds, name, request):
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
-        ("another architecture", "DisagreementError", "blocks.2.linear.weight is a parameter of shape (5, 6)"),
-        ("another shape", "DisagreementError", "blocks.0.experts is a parameter of shape (2, 12, 4)"),
-        ("untied", "DisagreementError", "tied to head.weight on rank 0"),
-        ("other gradients", "DisagreementError", "trained, with gradients of torch.float32 on rank 1"),
-        ("frozen", "DisagreementError", "(2, 12, 3), trained on rank 0"),
+        ("another architecture", "RankMismatchError", "blocks.2.linear.weight is a parameter of shape (5, 6)"),
+        ("another shape", "RankMismatchError", "blocks.0.experts is a parameter of shape (2, 12, 4)"),
+        ("untied", "RankMismatchError", "tied to head.weight on rank 0"),
+        ("other gradients", "RankMismatchError", "trained, with gradients of torch.float32 on rank 1"),
+        ("frozen", "RankMismatchError", "(2, 12, 3), trained on rank 0"),
         (
             "in part",
-            "PlacementError",
+            "ShardingError",
             "sharded in part: fully_shard was applied to blocks.0.linear, and not to what",
         ),
-        ("sharded on one rank", "DisagreementError", "the state of the model (sharded already, or not) on rank 1"),
-        ("gradient", "PlacementError", "blocks.1.scale: a gradient would be lost"),
-        ("shared memory", "PlacementError", "head.weight and embed.weight are two parameters that share memory"),
-        ("subclass", "PlacementError", "blocks.0.experts is a Special"),
+        ("sharded on one rank", "RankMismatchError", "the state of the model (sharded already, or not) on rank 1"),
+        ("gradient", "ShardingError", "blocks.1.scale: a gradient would be lost"),
+        ("shared memory", "ShardingError", "head.weight and embed.weight are two parameters that share memory"),
+        ("subclass", "ShardingError", "blocks.0.experts is a Special"),
     ],
 )
 def test_a_model_that_cannot_be_sharded_is_told_by_name_and_left_alone(worlds, fault, kind, words):
@@ -159,10 +159,10 @@ def test_a_model_that_cannot_be_sharded_is_told_by_name_and_left_alone(worlds, f
 @pytest.mark.parametrize(
     ("keywords", "kind", "words"),
     [
-        ({"values_from": "all_ranks"}, "DisagreementError", "rank 1: embed.weight"),
+        ({"values_from": "all_ranks"}, "RankMismatchError", "rank 1: embed.weight"),
         (
             {"sharding": shardwise.Sharding(wrap=Classes(("Nothing",)))},
-            "PlacementError",
+            "ShardingError",
             "matches nothing in Model",
         ),
     ],
@@ -175,7 +175,7 @@ def test_arguments_that_cannot_be_honoured_leave_the_model_alone(worlds, keyword
 
 def test_ranks_with_other_arguments_are_told(worlds):
     for kind, text in worlds(2).run(sharding.other_arguments):
-        assert kind == "DisagreementError"
+        assert kind == "RankMismatchError"
         assert "arguments (mesh, policies, modes, budget) on rank 1" in text
 
 
@@ -229,18 +229,18 @@ def test_a_whole_parameter_that_was_on_meta_gets_the_mean_gradient(worlds, net_c
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
-        ("another model", "PlacementError", "parameter blocks.0.0.weight, (7, 5), in group 0 of optimizer 0 (SGD)"),
+        ("another model", "ShardingError", "parameter blocks.0.0.weight, (7, 5), in group 0 of optimizer 0 (SGD)"),
         (
             "twice",
-            "PlacementError",
+            "ShardingError",
             "blocks.0.0.weight is in group 0 of optimizer 1 (SGD) and in group 0 of optimizer 0",
         ),
-        ("factored", "PlacementError", "head.weight: rows of optimizer 0 has shape (3,), the parameter (3, 5)"),
-        ("history", "PlacementError", "head.weight: old of optimizer 0 is a list"),
+        ("factored", "ShardingError", "head.weight: rows of optimizer 0 has shape (3,), the parameter (3, 5)"),
+        ("history", "ShardingError", "head.weight: old of optimizer 0 is a list"),
         ("not a sequence", "ConfigError", "optimizers=(optimizer,)"),
-        ("other settings", "DisagreementError", "the setup of the optimizers"),
-        ("other order", "DisagreementError", "the setup of the optimizers"),
-        ("stale", "PlacementError", "is not the model's"),
+        ("other settings", "RankMismatchError", "the setup of the optimizers"),
+        ("other order", "RankMismatchError", "the setup of the optimizers"),
+        ("stale", "ShardingError", "is not the model's"),
     ],
 )
 def test_an_optimizer_that_cannot_be_bound_is_refused_by_name(worlds, fault, kind, words):

@@ -67,20 +67,20 @@ def test_so_does_a_model_of_transformers_with_what_no_state_has(worlds):
 
 
 FAULTS = {
-    "missing": ("CoverageError", "missing 2        blocks.0.norm.bias\n  {17}blocks.1.linear.weight"),
-    "unexpected": ("CoverageError", "unexpected 1     blocks.2.linear.weight"),
-    "shape": ("CoverageError", "blocks.1.linear.weight: brought (5, 5) BF16 by rank 0, wanted (5, 6) BF16"),
-    "kind": ("CoverageError", "blocks.0.codes: brought (9, 2) F32 by rank 0, wanted (9, 2) I32"),
-    "absent on rank 1": ("DisagreementError", "blocks.1.linear.weight is not on rank 1"),
-    "shape on rank 1": ("CoverageError", "blocks.1.linear.weight: brought (4, 6) BF16 by rank 1, wanted (5, 6)"),
-    "ties": ("CoverageError", "embed.weight and head.weight are one tensor in the model"),
-    "ties on rank 1": ("CoverageError", "rank 1: embed.weight and head.weight are one tensor"),
-    "meta on rank 1": ("PlacementError", "rank 1: 1 tensors of the state that was given are on meta"),
+    "missing": ("KeyMismatchError", "missing 2        blocks.0.norm.bias\n  {17}blocks.1.linear.weight"),
+    "unexpected": ("KeyMismatchError", "unexpected 1     blocks.2.linear.weight"),
+    "shape": ("KeyMismatchError", "blocks.1.linear.weight: brought (5, 5) BF16 by rank 0, wanted (5, 6) BF16"),
+    "kind": ("KeyMismatchError", "blocks.0.codes: brought (9, 2) F32 by rank 0, wanted (9, 2) I32"),
+    "absent on rank 1": ("RankMismatchError", "blocks.1.linear.weight is not on rank 1"),
+    "shape on rank 1": ("KeyMismatchError", "blocks.1.linear.weight: brought (4, 6) BF16 by rank 1, wanted (5, 6)"),
+    "ties": ("KeyMismatchError", "embed.weight and head.weight are one tensor in the model"),
+    "ties on rank 1": ("KeyMismatchError", "rank 1: embed.weight and head.weight are one tensor"),
+    "meta on rank 1": ("ShardingError", "rank 1: 1 tensors of the state that was given are on meta"),
     "no tensor": ("ConfigError", "blocks.1.linear.weight in the state is a list"),
     "no mapping on rank 1": ("ConfigError", "rank 1: state is a mapping from names"),
     "twice": ("ConfigError", "state has blocks.1.linear.weight twice"),
-    "nobody": ("CoverageError", "missing"),
-    "parts of several": ("DisagreementError", "is not, together, each element once"),
+    "nobody": ("KeyMismatchError", "missing"),
+    "parts of several": ("RankMismatchError", "is not, together, each element once"),
 }
 
 
@@ -116,25 +116,25 @@ def test_a_rank_that_fails_while_it_gathers_leaves_nobody_waiting(worlds, failin
 
 def test_other_models_are_an_error_on_every_rank(worlds):
     for kind, text in worlds(2).run(stating.other_models):
-        assert kind == "DisagreementError"
+        assert kind == "RankMismatchError"
         assert "more is" in text
 
 
 def test_other_arguments_are_an_error_on_every_rank(worlds):
     for kind, text in worlds(2).run(stating.other_arguments):
-        assert kind == "DisagreementError"
+        assert kind == "RankMismatchError"
         assert "arguments" in text
 
 
 @pytest.mark.parametrize("form", ["first_rank", "local", None])
 def test_what_is_no_form_is_refused(form):
     with pytest.raises(ConfigError, match="is not known. Pass one of 'full', 'full_on_all_ranks', 'sharded'"):
-        stating.shardwise.model_state(stating.sharding.Net(), form)
+        stating.shardwise.get_model_state_dict(stating.sharding.Net(), form)
 
 
 def test_a_model_without_values_has_no_state(worlds):
     for kind, text in worlds(2).run(stating.without_values):
-        assert kind == "PlacementError"
+        assert kind == "ShardingError"
         assert "are on meta" in text
 
 

@@ -9,7 +9,7 @@ from shardwise.conversion.computed import Computed, WholeOperation
 from shardwise.conversion.expression import Stored
 from shardwise.engines import streaming as stream
 from shardwise.engines.streaming import StreamOptions, iter_hf_tensors
-from shardwise.errors import ConfigError, CoverageError
+from shardwise.errors import ConfigError, KeyMismatchError
 from shardwise.models.revert import Output
 from shardwise.tensors import DType
 
@@ -119,7 +119,7 @@ def test_all_ranks_raise_when_one_cannot_give(worlds, failing, after):
 def test_ranks_must_ask_for_the_same(worlds):
     ends = worlds(2).run(streaming.disagree)
     assert ends[0] == ends[1]
-    assert ends[0][0] == "DisagreementError"
+    assert ends[0][0] == "RankMismatchError"
     assert "arguments" in ends[0][1]
 
 
@@ -135,5 +135,5 @@ def test_a_conversion_that_computes_is_refused(monkeypatch):
     computed = Computed(operation, "scale_twice", (), DType.F32, (Stored("scale", (), DType.F32),))
     outputs = {"scale_twice": Output("scale_twice", DType.F32, computed)}
     monkeypatch.setattr(stream, "revert", lambda *args, **keywords: outputs)
-    with pytest.raises(CoverageError, match="scale_twice: transformers computes"):
+    with pytest.raises(KeyMismatchError, match="scale_twice: transformers computes"):
         next(iter_hf_tensors(streaming.Odd()))

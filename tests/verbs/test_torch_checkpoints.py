@@ -16,7 +16,7 @@ from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import shardwise
-from shardwise import ConfigError, CoverageError, FormatError
+from shardwise import ConfigError, FormatError, KeyMismatchError
 from shardwise.models import pretrained
 
 SIZES = [1, 3]
@@ -114,7 +114,7 @@ def test_of_two_models_one_is_named_by_key_mapping(tmp_path):
     one, other = nn.Linear(3, 4), nn.Linear(3, 4)
     torch.save({"model": one.state_dict(), "ema": other.state_dict()}, tmp_path / "all.pt")
     found = nn.Linear(3, 4, device="meta")
-    with pytest.raises(CoverageError, match=r"unexpected 4 +\*\.|ema\.weight"):
+    with pytest.raises(KeyMismatchError, match=r"unexpected 4 +\*\.|ema\.weight"):
         shardwise.load(found, tmp_path / "all.pt")
     shardwise.load(
         found,
@@ -209,7 +209,7 @@ def test_a_distributed_checkpoint_without_a_config_says_what_to_pass(tmp_path):
 
 def test_a_shape_that_does_not_fit_is_told(tmp_path):
     torch.save({"weight": torch.ones(3, 4).t(), "bias": torch.ones(4)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CoverageError, match=r"weight: stored \(4, 3\) .*model wants \(4, 5\)"):
+    with pytest.raises(KeyMismatchError, match=r"weight: stored \(4, 3\) .*model wants \(4, 5\)"):
         shardwise.load(nn.Linear(5, 4, device="meta"), tmp_path)
 
 

@@ -54,12 +54,12 @@ def shown(checkpoint: str, folder: str) -> dict[str, str]:
     )
     said["files of save"] = [path.read_bytes() for path in sorted((root / "saved").iterdir())]
     said["stream"] = [key for key, _ in shardwise.iter_hf_tensors(model)]
-    state = shardwise.model_state(model, "full_on_all_ranks")
+    state = shardwise.get_model_state_dict(model, "full_on_all_ranks")
     said["state"] = list(state)
-    said["set state"] = shardwise.set_model_state(model, {name: value.half() for name, value in state.items()})
-    moments = shardwise.optimizer_state(model, optimizer, "full_on_all_ranks")
+    said["set state"] = shardwise.set_model_state_dict(model, {name: value.half() for name, value in state.items()})
+    moments = shardwise.get_optimizer_state_dict(model, optimizer, "full_on_all_ranks")
     said["optimizer"] = [moments["param_groups"], list(moments["state"])]
-    said["set optimizer"] = shardwise.set_optimizer_state(model, optimizer, moments)
+    said["set optimizer"] = shardwise.set_optimizer_state_dict(model, optimizer, moments)
     said["load"] = shardwise.load(model, checkpoint)
     with shardwise.Checkpointer(root / "checkpoints") as checkpointer:
         said["checkpoint"] = checkpointer.save(1, shardwise.TrainState(model, optimizer))
@@ -72,7 +72,7 @@ def shown(checkpoint: str, folder: str) -> dict[str, str]:
     ]
 
     without = {name: value for name, value in state.items() if "layers.1" not in name}
-    said["missing"] = attempt(shardwise.set_model_state, model, without)
+    said["missing"] = attempt(shardwise.set_model_state_dict, model, without)
     torch.manual_seed(dist.get_rank())
     model.model.added = checkpoint_wrapper(nn.Linear(2, 2))
     said["differing"] = attempt(shardwise.save, model, root / "refused")

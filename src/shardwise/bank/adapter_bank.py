@@ -16,13 +16,22 @@ from shardwise.bank import calls, rows, tenant_facts
 from shardwise.bank import state as states
 from shardwise.bank import tenant as tenants
 from shardwise.bank.backends import BackendChoice
-from shardwise.bank.files import agree, beside, config_of, find_training, lent, names_of_peft, outlined, read_tenant
-from shardwise.bank.routing import RouteSwitch, SiteHooks
+from shardwise.bank.files import (
+    agree,
+    beside,
+    config_of,
+    find_training,
+    names_of_peft,
+    outlined,
+    read_tenant,
+    with_lent_tensors,
+)
+from shardwise.bank.routing import ActiveRouting, SiteHooks
 from shardwise.bank.rows import RowTensors
 from shardwise.checkpoints.facts import digest_of
 from shardwise.engines.arguments import agree_on_call, require_meant
 from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
-from shardwise.engines.saving import carry_out_save
+from shardwise.engines.saving import execute_save
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
 from shardwise.models.view import computing_device
@@ -74,7 +83,7 @@ class AdapterBank:
         if backend not in get_args(BackendChoice):
             raise ConfigError(f"backend={backend!r}: pass 'auto' or 'loop'")
         self._tenants: dict[str, tenants.Tenant] = {}
-        self._switch = RouteSwitch()
+        self._switch = ActiveRouting()
         self._hooks = SiteHooks(self._model, self._switch)
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
@@ -93,7 +102,7 @@ class AdapterBank:
         """The most tokens of a row that the base takes."""
         return self._base.longest
 
-    def trained_counts(self) -> dict[str, int]:
+    def num_trainable_parameters(self) -> dict[str, int]:
         """Count the numbers that each tenant trains."""
         return {name: tenant.trained_count for name, tenant in self._tenants.items()}
 
@@ -110,7 +119,7 @@ class AdapterBank:
         Raises:
             ConfigError: the name is taken or invalid, the config is not supported, or the optimizer is not
                 elementwise.
-            DisagreementError: ranks pass different arguments.
+            RankMismatchError: ranks pass different arguments.
         """
         self._admit(self._agreed(name, config, keywords))
 
@@ -161,7 +170,7 @@ class AdapterBank:
 
         Raises:
             ConfigError: a batch or a tenant is invalid. Raised on every rank before anything is run.
-            DisagreementError: ranks name other tenants.
+            RankMismatchError: ranks name other tenants.
             TrainingError: an adapter was passed by, or the base has drawn random numbers.
             ShardwiseError: a pass failed. A note names its tenants.
         """
@@ -171,10 +180,10 @@ class AdapterBank:
         for number, entry in enumerate(call.agreed):
             tenant = self._tenant(str(entry.name))
             tenant.window.micro_batches += 1
-            tenant.window.learned_tokens += entry.learned_tokens
-            divisor = max(entry.learned_tokens, 1) if tenant.options.reduction == "mean" else 1
+            tenant.window.num_supervised_tokens += entry.num_supervised_tokens
+            divisor = max(entry.num_supervised_tokens, 1) if tenant.options.reduction == "mean" else 1
             losses[tenant.name] = tenants.TenantLoss(
-                sums.get(number, 0.0) / divisor, entry.learned_tokens, call.logprobs.get(number, [])
+                sums.get(number, 0.0) / divisor, entry.num_supervised_tokens, call.logprobs.get(number, [])
             )
         return tenants.FusedLosses(losses, passes, dict(call.chosen))
 
@@ -189,7 +198,7 @@ class AdapterBank:
 
         Raises:
             ConfigError: its window is not full, or a change is none.
-            DisagreementError: ranks step different tenants or pass different changes, or their optimizers have
+            RankMismatchError: ranks step different tenants or pass different changes, or their optimizers have
                 different settings (for example, from different schedules) or step counts. No step is taken then.
             RankLostError: a rank is lost. The bank is over then.
         """
@@ -212,7 +221,7 @@ class AdapterBank:
         tenant = agree_on_call(self._world, check)
         tenant.change(changes)
         learning_rate = float(tenant.optimizer.param_groups[0].get("lr", math.nan))
-        learned = tenant.window.learned_tokens
+        learned = tenant.window.num_supervised_tokens
         is_mean = tenant.options.reduction == "mean" and not calls.is_scaled_at_once(tenant)
 
         def step() -> tuple[bool, float]:
@@ -287,10 +296,10 @@ class AdapterBank:
             ConfigError: it belongs to another adapter, base or optimizer. The message has the differences. Nothing
                 is changed.
             FormatError: values are not finite. Nothing is changed.
-            DisagreementError: ranks pass different values. Nothing is changed.
+            RankMismatchError: ranks pass different values. Nothing is changed.
         """
         tenant = self._world.run_all(self._asked, name, on_other_base, on_not_finite)
-        found = states.given_training(tenant, state, lambda: names_of_peft(self._model, tenant))
+        found = states.parse_training(tenant, state, lambda: names_of_peft(self._model, tenant))
         base, allowed = (
             tenant_facts.facts_of_base(self._world, self._model),
             states.AllowedFaults(on_other_base, on_not_finite),
@@ -336,16 +345,16 @@ class AdapterBank:
             tokenizer: saved with it, if given.
             dtype: matrices are cast to it. The training state keeps its dtypes.
             verify: ``True`` reads tensors and headers back before the save counts.
-            options: memory budget, progress, process group, patience.
+            options: memory budget, progress, process group, timeouts.
 
         Raises:
             ConfigError: the optimizer or the schedule has a value that is not plain data, or the directory cannot
                 hold the files.
-            DisagreementError, FormatError, StorageError, RankLostError: as of ``save_adapter``.
+            RankMismatchError, FormatError, StorageError, RankLostError: as of ``save_adapter``.
         """
         tenant = self._world.run_all(self._tenant, name)
         agree(self._world, name, training_state)
-        whole = self._world.run_all(lent, self._model, tenant)
+        whole = self._world.run_all(with_lent_tensors, self._model, tenant)
         cast = self._world.run_all(resolved_dtype, dtype)
         training = None
         if training_state:
@@ -354,7 +363,7 @@ class AdapterBank:
         def ask() -> SaveRequest:
             return SaveRequest(whole, directory, PeftNames(), cast, tokenizer=tokenizer, training=training)
 
-        return carry_out_save(ask, "first_rank", options, "AdapterBank.save", verify=verify)
+        return execute_save(ask, "first_rank", options, "AdapterBank.save", verify=verify)
 
     def load(
         self,
@@ -388,11 +397,11 @@ class AdapterBank:
                 passed. Pass the same schedule again.
 
         Raises:
-            CoverageError: the tensors are not those that the config wants of this base.
+            KeyMismatchError: the tensors are not those that the config wants of this base.
             FormatError: a file is damaged, the training state has no checksums, values are not finite, or the
                 folder has no adapter. The message names the file.
             StorageError: the folder cannot be read.
-            ConfigError, DisagreementError: as in :meth:`create`, or the training belongs to another adapter, base,
+            ConfigError, RankMismatchError: as in :meth:`create`, or the training belongs to another adapter, base,
                 optimizer or schedule. The message has the differences.
         """
         self._world.run_all(require_meant, _PERMISSION, {"on_other_base": on_other_base})

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from shardwise.bank.tenant import TenantPair
+from shardwise.bank.tenant import LoraWeights
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -58,10 +58,10 @@ def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class SitePart:
+class RoutedSegment:
     """The rows ``start <= i < stop`` of a layer's input are a tenant's."""
 
-    pair: TenantPair
+    pair: LoraWeights
     start: int
     stop: int
     keys: torch.Tensor | None = None
@@ -81,7 +81,7 @@ class SegmentLoop:
     ``g`` are (rows, out). Parts are in order and do not overlap.
     """
 
-    def add(self, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
+    def add(self, parts: Sequence[RoutedSegment], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
         """Add the adapters to ``out``. Return the values saved for :meth:`lead_back`."""
         kept = []
         for part in parts:
@@ -93,7 +93,7 @@ class SegmentLoop:
 
     def lead_back(
         self,
-        parts: Sequence[SitePart],
+        parts: Sequence[RoutedSegment],
         x: torch.Tensor,
         kept: Sequence[torch.Tensor],
         g: torch.Tensor,
@@ -113,7 +113,7 @@ class SegmentLoop:
 class GroupedProducts(SegmentLoop):
     """Computes adjacent parts with equally many rows and one rank by one batched product."""
 
-    def add(self, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
+    def add(self, parts: Sequence[RoutedSegment], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
         """Add the adapters to ``out``. Return the values saved for :meth:`lead_back`."""
         kept: list[torch.Tensor] = []
         for run in runs(parts):
@@ -129,7 +129,7 @@ class GroupedProducts(SegmentLoop):
 
     def lead_back(
         self,
-        parts: Sequence[SitePart],
+        parts: Sequence[RoutedSegment],
         x: torch.Tensor,
         kept: Sequence[torch.Tensor],
         g: torch.Tensor,
@@ -159,7 +159,7 @@ class EmbeddingLoop(SegmentLoop):
     def __init__(self, factor: float) -> None:
         self._factor = factor
 
-    def add(self, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
+    def add(self, parts: Sequence[RoutedSegment], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
         """Add the adapters to ``out``."""
         for part in parts:
             pair, rows = part.pair, slice(part.start, part.stop)
@@ -169,7 +169,7 @@ class EmbeddingLoop(SegmentLoop):
 
     def lead_back(
         self,
-        parts: Sequence[SitePart],
+        parts: Sequence[RoutedSegment],
         x: torch.Tensor,
         kept: Sequence[torch.Tensor],  # noqa: ARG002
         g: torch.Tensor,
@@ -184,9 +184,9 @@ class EmbeddingLoop(SegmentLoop):
             pair.a_grad.T.index_put_((ids,), scaled @ pair.B, accumulate=True)
 
 
-def runs(parts: Sequence[SitePart]) -> list[list[SitePart]]:
+def runs(parts: Sequence[RoutedSegment]) -> list[list[RoutedSegment]]:
     """Group parts that follow each other without a gap, with as many rows and one rank."""
-    found: list[list[SitePart]] = []
+    found: list[list[RoutedSegment]] = []
     for part in parts:
         last = found[-1][-1] if found else None
         if (
@@ -201,23 +201,23 @@ def runs(parts: Sequence[SitePart]) -> list[list[SitePart]]:
     return found
 
 
-def _by_tenant(run: Sequence[SitePart], values: torch.Tensor) -> torch.Tensor:
+def _by_tenant(run: Sequence[RoutedSegment], values: torch.Tensor) -> torch.Tensor:
     """View the rows of a run as (tenants, rows, width)."""
     return values[run[0].start : run[-1].stop].view(len(run), -1, values.shape[-1])
 
 
-def _dropped(run: Sequence[SitePart], x: torch.Tensor) -> torch.Tensor:
+def _dropped(run: Sequence[RoutedSegment], x: torch.Tensor) -> torch.Tensor:
     if all(part.keys is None for part in run):
         return _by_tenant(run, x)
     return torch.stack([part.dropped(x[part.start : part.stop]) for part in run])
 
 
-def _scales(run: Sequence[SitePart], device: torch.device) -> torch.Tensor:
+def _scales(run: Sequence[RoutedSegment], device: torch.device) -> torch.Tensor:
     scales = [part.pair.scaling for part in run]
     return torch.tensor(scales, dtype=torch.float32, device=device).view(-1, 1, 1)
 
 
-def _packed(run: Sequence[SitePart], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed(run: Sequence[RoutedSegment], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Stack the matrices of a run: (tenants, rank, in) and (tenants, out, rank)."""
     A, B = torch.stack([part.pair.A for part in run]), torch.stack([part.pair.B for part in run])
     return A.to(dtype), B.to(dtype)
@@ -228,7 +228,7 @@ BackendChoice: TypeAlias = Literal["auto", "loop"]
 
 
 def choose_backend(
-    choice: BackendChoice, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor
+    choice: BackendChoice, parts: Sequence[RoutedSegment], x: torch.Tensor, out: torch.Tensor
 ) -> tuple[SegmentLoop, str]:
     """The backend of one layer, and why in a few words. Arithmetic alone: nothing is timed."""
     if choice == "loop":
@@ -244,7 +244,7 @@ def adapt(
     anchor: torch.Tensor,
     x: torch.Tensor,
     y: torch.Tensor,
-    parts: Sequence[SitePart],
+    parts: Sequence[RoutedSegment],
     backend: SegmentLoop,
 ) -> torch.Tensor:
     """Return ``y`` (..., out) with the adapters' delta of each row of ``x`` (..., in).
@@ -265,7 +265,7 @@ class _SegmentedProducts(torch.autograd.Function):
         _anchor: torch.Tensor,
         x: torch.Tensor,
         y: torch.Tensor,
-        parts: tuple[SitePart, ...],
+        parts: tuple[RoutedSegment, ...],
         backend: SegmentLoop,
     ) -> torch.Tensor:
         out = y.clone(memory_format=torch.contiguous_format)

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from shardwise.bank.backends import BackendChoice, key_of, row_keys
-from shardwise.bank.in_step import in_step
-from shardwise.bank.routing import Route, RouteSwitch, TenantRows
+from shardwise.bank.collective_resync import in_step
+from shardwise.bank.routing import ActiveRouting, BatchRouting, TenantRows
 from shardwise.bank.rows import (
     IGNORED,
     AgreedRows,
@@ -46,7 +46,7 @@ class SharedBase:
     world: World
     model: PreTrainedModel
     device: torch.device
-    switch: RouteSwitch
+    switch: ActiveRouting
     backend: BackendChoice
     pad_to: int
 
@@ -131,7 +131,7 @@ class RowCall:
     def _train(self) -> tuple[dict[int, float], int]:
         base, sums = self.base, dict[int, float]()
         scales = {
-            number: 1 / max(entry.learned_tokens, 1) if is_scaled_at_once(tenant) else 1.0
+            number: 1 / max(entry.num_supervised_tokens, 1) if is_scaled_at_once(tenant) else 1.0
             for number, (tenant, entry) in enumerate(zip(self.tenants, self.agreed, strict=True))
         }
         passes = self._passes(is_training=True)
@@ -193,7 +193,7 @@ def open_call(
     """The rows of a call, checked on all ranks, and counted. Collective: yes.
 
     Raises:
-        ConfigError, DisagreementError: the same on every rank.
+        ConfigError, RankMismatchError: the same on every rank.
     """
     rows: list[list[TenantRow]] = []
     found: list[Tenant | None] = []
@@ -316,11 +316,11 @@ class FusedPass:
             self.attention_mask[:] = 1
         self.device = device
         anchor = torch.zeros((), device=device, requires_grad=True)
-        self.route = Route(shape[0], shape[1], tuple(members), choice, anchor, is_training)
+        self.route = BatchRouting(shape[0], shape[1], tuple(members), choice, anchor, is_training)
         self.logprobs: torch.Tensor | None = None
         """(rows, tokens - 1), float32: of each label, given what stands before it; 0 where there is none."""
 
-    def forward(self, model: nn.Module, switch: RouteSwitch) -> None:
+    def forward(self, model: nn.Module, switch: ActiveRouting) -> None:
         """Collective: as the model is."""
         with switch.on(self.route):
             output: Any = model(
@@ -335,7 +335,7 @@ class FusedPass:
         )
         self.logprobs = -losses.view(following.shape)
 
-    def backward(self, switch: RouteSwitch, scales: Mapping[int, float]) -> dict[int, float]:
+    def backward(self, switch: ActiveRouting, scales: Mapping[int, float]) -> dict[int, float]:
         """Add to the gradients of the tenants, each token's loss times its weight and the scale of its entry.
 
         There is no sum over tenants that one of them could spoil: every token's loss has a gradient of its own.

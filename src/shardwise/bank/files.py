@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from shardwise.bank import state as states
 from shardwise.bank import tenant_facts
 from shardwise.bank.tenant import Tenant, TenantOptions, TenantStart
-from shardwise.engines.bringing_up import weights_in
 from shardwise.engines.model_states import set_model_values, stored_values
+from shardwise.engines.pretrained_loading import weights_in
 from shardwise.engines.save_plan import TrainingBeside
 from shardwise.engines.verifying import require_as_saved
 from shardwise.errors import ConfigError, FormatError
@@ -35,8 +35,8 @@ from shardwise.formats.safetensors_files import read_header
 from shardwise.layout import TensorKind
 from shardwise.models.build import build_on_meta
 from shardwise.models.selection import AdapterOnly, names_outside
-from shardwise.models.torch_words import original_class
-from shardwise.models.view import look_inside
+from shardwise.models.torch_api import original_class
+from shardwise.models.view import collect_tensors
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.storage.reading import LocalReader
 from shardwise.tuning import peft_compat
@@ -66,11 +66,11 @@ def config_of(folder: str | os.PathLike[str]) -> LoraConfig:
     return config
 
 
-def lent(model: PreTrainedModel, tenant: Tenant) -> nn.Module:
+def with_lent_tensors(model: PreTrainedModel, tenant: Tenant) -> nn.Module:
     """A model of PEFT's that is the base and this tenant. See [Note: Lent tensors]."""
     outline = outlined(model, tenant.config)
     own = {matrix.fqn: tenant.matrices[matrix.key] for matrix in outline.matrices()}
-    base = {name: item.tensor for item in look_inside(model) for name in item.names}
+    base = {name: item.tensor for item in collect_tensors(model) for name in item.names}
     for item in {id(item): item for item in outline.held.values()}.values():
         if item.fqn in own:
             item.install(nn.Parameter(own[item.fqn], requires_grad=False))
@@ -81,15 +81,15 @@ def lent(model: PreTrainedModel, tenant: Tenant) -> nn.Module:
 
 def names_of_peft(model: PreTrainedModel, tenant: Tenant) -> set[str]:
     """Return the names of all tensors that PEFT saves for a tenant: matrices, and embeddings that have adapters."""
-    whole = lent(model, tenant)
-    return set(names_outside(whole, look_inside(whole), AdapterOnly()))
+    whole = with_lent_tensors(model, tenant)
+    return set(names_outside(whole, collect_tensors(whole), AdapterOnly()))
 
 
 # ── saving ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def agree(world: World, name: str, training_state: object, on_not_finite: OnFault | None = None) -> None:
-    """Raises ConfigError for an invalid value, DisagreementError if ranks differ. Collective: yes."""
+    """Raises ConfigError for an invalid value, RankMismatchError if ranks differ. Collective: yes."""
 
     def check() -> tuple[str, str, str]:
         if not isinstance(training_state, bool):
@@ -145,7 +145,7 @@ def find_training(
     Collective: yes. The first rank reads all files once.
 
     Raises:
-        ConfigError, DisagreementError: the mode is none, or ranks differ.
+        ConfigError, RankMismatchError: the mode is none, or ranks differ.
         FormatError: a file is damaged or invalid, or the training file that the adapter names is missing or has no
             checksums.
         StorageError: it could not be read.
@@ -182,12 +182,12 @@ def read_tenant(
     """Return functions that read a tenant's matrices, and tensors of its training, from a folder. Collective: yes.
 
     Raises:
-        CoverageError: the stored tensors do not match the config.
-        FormatError, StorageError, DisagreementError, RankLostError: as of a load.
+        KeyMismatchError: the stored tensors do not match the config.
+        FormatError, StorageError, RankMismatchError, RankLostError: as of a load.
     """
 
     def fill(targets: Mapping[str, torch.Tensor]) -> None:
-        whole = world.run_all(lambda: _with_scratch(lent(model, tenant), set(tenant.shapes)))
+        whole = world.run_all(lambda: _with_scratch(with_lent_tensors(model, tenant), set(tenant.shapes)))
         _read(world, whole, folder, world.run_all(weights_in, folder), AdapterOnly())
         if isinstance(found, states.StoredTraining):
             _read(world, world.run_all(_module_of, targets), folder, Path(found.what).name, None)
@@ -205,7 +205,7 @@ def _read(world: World, module: nn.Module, folder: Path, file: str, only: Adapte
 
 def _with_scratch(whole: nn.Module, own: set[str]) -> nn.Module:
     """Return the same tensors with other memory for the base's tensors that PEFT saves with the adapter."""
-    held = look_inside(whole)
+    held = collect_tensors(whole)
     by_name = {name: item for item in held for name in item.names}
     for key, fqn in names_outside(whole, held, AdapterOnly()).items():
         if key not in own:

@@ -20,13 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.bank.backends import (
     BackendChoice,
     EmbeddingLoop,
+    RoutedSegment,
     SegmentLoop,
-    SitePart,
     adapt,
     choose_backend,
     key_of,
 )
-from shardwise.bank.tenant import Tenant, TenantPair, expert_site
+from shardwise.bank.tenant import LoraWeights, Tenant, expert_site
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.models import four_bit_layers
 from shardwise.models.four_bit_layers import weight_of_expert
@@ -46,7 +46,7 @@ class TenantRows:
 
 
 @dataclass(slots=True)
-class Route:
+class BatchRouting:
     """The rows of a micro-batch: (rows, tokens), and whose they are, in order. Rows of nobody come last.
 
     ``is_training`` is off for evaluation: there is no dropout, and no backward pass to wait for.
@@ -63,14 +63,14 @@ class Route:
     """Sites that the forward pass has come to, and those that the backward pass has."""
     reached: set[str] = field(default_factory=set)
 
-    def parts(self, site: str, step: int) -> list[SitePart]:
+    def parts(self, site: str, step: int) -> list[RoutedSegment]:
         """The tenants that have an adapter there. ``step``: how many rows of the input each row has there."""
         found = []
         for member in self.members:
             pair = member.tenant.pairs.get(site)
             if pair is not None and member.stop > member.start:
                 keys = member.keys if pair.dropout and self.is_training else None
-                found.append(SitePart(pair, member.start * step, member.stop * step, keys, key_of(site)))
+                found.append(RoutedSegment(pair, member.start * step, member.stop * step, keys, key_of(site)))
         return found
 
     def linear(self, site: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ class Route:
         """Return where the rows of each member begin, and where those of the last end."""
         return [member.start for member in self.members] + [member.stop for member in self.members[-1:]]
 
-    def pairs(self, site: str) -> list[TenantPair | None]:
+    def pairs(self, site: str) -> list[LoraWeights | None]:
         """Return the matrices of each member at a site."""
         return [member.tenant.pairs.get(site) for member in self.members]
 
@@ -126,13 +126,13 @@ class Route:
 
 
 @dataclass(slots=True)
-class RouteSwitch:
+class ActiveRouting:
     """The route that is on, if any. Autograd may look from a thread of its own, so this is no context variable."""
 
-    route: Route | None = None
+    route: BatchRouting | None = None
 
     @contextmanager
-    def on(self, route: Route) -> Iterator[None]:
+    def on(self, route: BatchRouting) -> Iterator[None]:
         before, self.route = self.route, route
         try:
             yield
@@ -140,7 +140,7 @@ class RouteSwitch:
             self.route = before
 
 
-def hook_layer(module: nn.Module, site: str, switch: RouteSwitch, *, is_embedding: bool) -> RemovableHandle:
+def hook_layer(module: nn.Module, site: str, switch: ActiveRouting, *, is_embedding: bool) -> RemovableHandle:
     """Add adapters to the output of a linear layer or an embedding.
 
     ``remove()`` of the returned handle removes the hook.
@@ -180,7 +180,7 @@ def require_fused_experts(name: str, module: nn.Module, parameter: str) -> str:
 
 
 def adapted_experts(
-    route: Route,
+    route: BatchRouting,
     name: str,
     module: Any,
     hidden_states: torch.Tensor,
@@ -223,14 +223,20 @@ def adapted_experts(
 
 
 def _product(
-    route: Route, module: Any, name: str, parameter: str, expert: int, rows: torch.Tensor, cuts: Sequence[int]
+    route: BatchRouting,
+    module: Any,
+    name: str,
+    parameter: str,
+    expert: int,
+    rows: torch.Tensor,
+    cuts: Sequence[int],
 ) -> torch.Tensor:
     weight = weight_of_expert(module, parameter, expert)
     found = rows @ weight if module.is_transposed else F.linear(rows, weight)
     if module.has_bias:
         found = found + getattr(module, f"{parameter}_bias")[expert]
     parts = [
-        SitePart(pair, cuts[number], cuts[number + 1])
+        RoutedSegment(pair, cuts[number], cuts[number + 1])
         for number, pair in enumerate(route.pairs(expert_site(name, parameter, expert)))
         if pair is not None and cuts[number] < cuts[number + 1]
     ]
@@ -240,7 +246,7 @@ def _product(
 class SiteHooks:
     """The layers of a base that are listening, and for how many tenants. No parameter is touched."""
 
-    def __init__(self, model: nn.Module, switch: RouteSwitch) -> None:
+    def __init__(self, model: nn.Module, switch: ActiveRouting) -> None:
         self._modules = {canonical(name): module for name, module in model.named_modules(remove_duplicate=False)}
         self._switch = switch
         self._used: Counter[str] = Counter()

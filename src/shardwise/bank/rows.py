@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardwise.errors import ConfigError, DisagreementError, TrainingError
-from shardwise.models.torch_words import is_compiled_in_place, normalizes_over_rows, splitting_dim
+from shardwise.errors import ConfigError, RankMismatchError, TrainingError
+from shardwise.models.torch_api import is_compiled_in_place, normalizes_over_rows, splitting_dim
 from shardwise.models.view import canonical
 
 IGNORED: Final = -100
@@ -115,7 +115,7 @@ class AgreedRows:
     rows: tuple[int, ...]
     """By rank."""
     longest: int
-    learned_tokens: int
+    num_supervised_tokens: int
 
 
 def facts_of(name: str | None, rows: Sequence[TenantRow]) -> AgreedRows:
@@ -127,12 +127,12 @@ def agreed_rows(told: Sequence[Sequence[AgreedRows]]) -> list[AgreedRows]:
     """Combine the rows of all ranks.
 
     Raises:
-        DisagreementError: ranks have named other tenants, or in another order.
+        RankMismatchError: ranks have named other tenants, or in another order.
     """
     names = [[facts.name for facts in own] for own in told]
     for rank, own in enumerate(names):
         if own != names[0]:
-            raise DisagreementError(
+            raise RankMismatchError(
                 f"rank {rank} has rows of {own}, and rank 0 of {names[0]}; name the same tenants in the same order "
                 "on every rank, with a batch of no rows where there are none"
             )
@@ -141,7 +141,7 @@ def agreed_rows(told: Sequence[Sequence[AgreedRows]]) -> list[AgreedRows]:
             entries[0].name,
             tuple(facts.rows[0] for facts in entries),
             max(facts.longest for facts in entries),
-            sum(facts.learned_tokens for facts in entries),
+            sum(facts.num_supervised_tokens for facts in entries),
         )
         for entries in zip(*told, strict=True)
     ]

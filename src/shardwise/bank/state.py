@@ -28,8 +28,8 @@ from shardwise.checkpoints import base_identity as bases
 from shardwise.checkpoints.facts import digest_of
 from shardwise.errors import ConfigError, FormatError
 from shardwise.formats.contract import parse_object
-from shardwise.models.optimizer_state import set_group, unlike
-from shardwise.models.torch_words import in_memory
+from shardwise.models.optimizer_parsing import set_group, unlike
+from shardwise.models.torch_api import in_memory
 from shardwise.planning.load_plan import Ignore, allows
 from shardwise.planning.matching import OnFault
 from shardwise.storage.names import shown
@@ -103,7 +103,7 @@ def require_on_fault(on_not_finite: object) -> None:
         raise ConfigError(f"on_not_finite={on_not_finite!r}: pass 'error' or Ignore()")
 
 
-def given_training(
+def parse_training(
     tenant: Tenant, state: Mapping[str, Any], names_of_peft: Callable[[], Collection[str]]
 ) -> StoredTraining | TenantStart:
     """Look at a state dict, or matrices by PEFT's names, that all ranks are given alike. Collective: yes.
@@ -112,7 +112,7 @@ def given_training(
 
     Raises:
         ConfigError: it is none, or its matrices are of another adapter.
-        DisagreementError: ranks are given other values.
+        RankMismatchError: ranks are given other values.
     """
     what = f"the state of {tenant.name!r}"
 
@@ -201,7 +201,7 @@ def go_on(
     if moments:
         tenant.optimizer.state[tenant.flat] = {key.removeprefix(_OPTIMIZER): own for key, own in moments.items()}
     told = _match_bases(facts.base, base, allowed.other_base).told
-    return TenantStart(facts.steps, facts.windows, facts.micro_batches, facts.learned_tokens, told)
+    return TenantStart(facts.steps, facts.windows, facts.micro_batches, facts.num_supervised_tokens, told)
 
 
 def _targets(
@@ -285,7 +285,7 @@ def _take_facts(tenant: Tenant, facts: TenantFacts) -> None:
     set_group(tenant.optimizer.param_groups[0], _taken_settings(facts.settings))
     tenant.max_grad_norm = float(facts.max_grad_norm)
     tenant.windows, tenant.steps = facts.windows, facts.steps
-    tenant.window = TenantWindow(facts.micro_batches, facts.learned_tokens)
+    tenant.window = TenantWindow(facts.micro_batches, facts.num_supervised_tokens)
 
 
 # ── compared ──────────────────────────────────────────────────────────────────────────────────────

@@ -160,7 +160,7 @@ class TenantWindow:
     """Counts of a tenant since its last step."""
 
     micro_batches: int = 0
-    learned_tokens: int = 0
+    num_supervised_tokens: int = 0
     """On all ranks."""
 
 
@@ -277,7 +277,7 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantPair:
+class LoraWeights:
     """A tenant's matrices at one site, float32: views of its flat buffer, and of that of its gradient."""
 
     A: torch.Tensor
@@ -301,19 +301,19 @@ def _views(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
 
 def _pairs_of(
     site: sites.AdaptedSite, matrices: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
-) -> dict[str, TenantPair]:
+) -> dict[str, LoraWeights]:
     """Return the matrices of a site by the names that the base's layer uses. For experts, those of each expert."""
     keys = (site.lora_A.key, site.lora_B.key)
     A, B = (matrices[key] for key in keys)
     a_grad, b_grad = (gradients[key] for key in keys)
     match site:
         case sites.LinearSite():
-            return {site.module: TenantPair(A, B, a_grad, b_grad, site.scaling, site.dropout)}
+            return {site.module: LoraWeights(A, B, a_grad, b_grad, site.scaling, site.dropout)}
         case sites.EmbeddingSite():
-            return {site.module: TenantPair(A, B, a_grad, b_grad, site.scaling)}
+            return {site.module: LoraWeights(A, B, a_grad, b_grad, site.scaling)}
         case sites.ExpertsSite():
             return {
-                expert_site(site.module, site.parameter, expert): TenantPair(
+                expert_site(site.module, site.parameter, expert): LoraWeights(
                     _rows_of_experts(A, site.experts)[expert],
                     _columns_of_experts(B, site.experts)[..., expert],
                     _rows_of_experts(a_grad, site.experts)[expert],
@@ -362,7 +362,7 @@ class TenantLoss:
 
     loss: float
     """Of all ranks' rows: the mean over the tokens that are learned, or the sum with weights."""
-    learned_tokens: int
+    num_supervised_tokens: int
     """On all ranks."""
     logprobs: list[torch.Tensor]
     """Of this rank's rows, one tensor (tokens - 1,) for each: of each label, given what stands before it."""
@@ -387,7 +387,7 @@ class TenantStep:
     """False where the gradient was not finite: matrices, moments and schedule are as before."""
     grad_norm: float
     """Before it was clipped."""
-    learned_tokens: int
+    num_supervised_tokens: int
     learning_rate: float
     """That the step was taken with."""
 
@@ -401,7 +401,7 @@ class TenantStart:
     """That are over, whether or not their step was taken."""
     micro_batches: int = 0
     """In the window that is open."""
-    learned_tokens: int = 0
+    num_supervised_tokens: int = 0
     """In it, on all ranks."""
     base: str = field(default="", compare=False)
     """How the base compares with the one it was trained on, in words."""

@@ -19,9 +19,9 @@ from shardwise.checkpoints import base_identity as bases
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
-from shardwise.models.optimizer_state import class_name
-from shardwise.models.torch_words import original_class
-from shardwise.models.view import canonical, look_inside
+from shardwise.models.optimizer_parsing import class_name
+from shardwise.models.torch_api import original_class
+from shardwise.models.view import canonical, collect_tensors
 from shardwise.storage.names import shown
 from shardwise.tuning.sites import ExpertsSite
 
@@ -51,7 +51,7 @@ class TenantFacts:
         windows: that are over.
         steps: that were taken.
         micro_batches: of the window that is open.
-        learned_tokens: in it, on all ranks.
+        num_supervised_tokens: in it, on all ranks.
     """
 
     base: Mapping[str, str]
@@ -68,7 +68,7 @@ class TenantFacts:
     windows: int
     steps: int
     micro_batches: int
-    learned_tokens: int
+    num_supervised_tokens: int
 
     def options(self) -> dict[str, Any]:
         """Return the options of a resumed tenant that are used unless others are passed.
@@ -92,7 +92,7 @@ class TenantFacts:
 
 def facts_of_base(world: World, model: PreTrainedModel) -> dict[str, str]:
     """Return the identity of a base. Collective: yes (two small exchanges)."""
-    samples = world.run_all(lambda: bases.BaseSamples.of(bases.base_of(look_inside(model), {})))
+    samples = world.run_all(lambda: bases.BaseSamples.of(bases.base_of(collect_tensors(model), {})))
     identity = world.map_reduce(samples.taken, lambda told: samples.identity(model, told))
     shapes = sorted((canonical(name), tuple(own.shape)) for name, own in model.named_parameters())
     return {
@@ -121,7 +121,7 @@ def facts_of(tenant: Tenant, base: Mapping[str, str]) -> TenantFacts:
         windows=tenant.windows,
         steps=tenant.steps,
         micro_batches=tenant.window.micro_batches,
-        learned_tokens=tenant.window.learned_tokens,
+        num_supervised_tokens=tenant.window.num_supervised_tokens,
     )
 
 

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwise.errors import DisagreementError, FormatError
+from shardwise.errors import FormatError, RankMismatchError
 from shardwise.layout import TensorKind, place_of
 from shardwise.models.four_bit_layers import SCALES
-from shardwise.models.view import Held, local_boxes, local_tensor, strided_view
+from shardwise.models.view import TensorRef, local_boxes, local_tensor, strided_view
 from shardwise.planning.fingerprints import MODULUS, lane_weights
 from shardwise.planning.load_plan import allows
 from shardwise.planning.matching import OnFault
@@ -177,7 +177,7 @@ def _of_the_base(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def base_of(held: Sequence[Held], stored: Mapping[str, object]) -> list[Held]:
+def base_of(held: Sequence[TensorRef], stored: Mapping[str, object]) -> list[TensorRef]:
     """The parameters that a checkpoint of these tensors takes for granted."""
     return [
         item
@@ -204,7 +204,7 @@ class BaseSamples:
     """The elements that this rank holds, and their weights."""
 
     @classmethod
-    def of(cls, base: Sequence[Held]) -> Self:
+    def of(cls, base: Sequence[TensorRef]) -> Self:
         """Choose samples. Collective: no."""
         chosen = heapq.nsmallest(
             _MOST_TENSORS,
@@ -243,13 +243,13 @@ class BaseSamples:
         """Return the identity of a model from the samples of all ranks. Collective: no.
 
         Raises:
-            DisagreementError: ranks have different bases.
+            RankMismatchError: ranks have different bases.
         """
         together = {part: total for own in taken for part, total in own.items()}  # replicas count once
         totals, numels = dict.fromkeys(self.kinds, 0), dict.fromkeys(self.kinds, 0)
         for (name, box), total in together.items():
             if name not in totals:
-                raise DisagreementError("frozen parameters are not the same on all ranks; load one base on all")
+                raise RankMismatchError("frozen parameters are not the same on all ranks; load one base on all")
             totals[name] = (totals[name] + total) % MODULUS
             numels[name] += box.numel
         samples = {

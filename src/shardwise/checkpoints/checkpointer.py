@@ -18,7 +18,7 @@ from shardwise.checkpoints.base_identity import BaseIdentity
 from shardwise.checkpoints.facts import Facts
 from shardwise.checkpoints.state import (
     CheckpointerOptions,
-    Looked,
+    CollectedState,
     Mode,
     StateContents,
     TrainState,
@@ -28,17 +28,17 @@ from shardwise.checkpoints.state import (
     key_of,
     look,
 )
-from shardwise.checkpoints.write import done_now
+from shardwise.checkpoints.write import run_now
 from shardwise.engines.arguments import hints_of, require_meant
-from shardwise.errors import ConfigError, DisagreementError, StorageError
+from shardwise.errors import ConfigError, RankMismatchError, StorageError
 from shardwise.execution.checksums import as_bytes
 from shardwise.execution.distributed_chunks import ChunkStaging, TensorsPlan, Views, plan_tensors, views_of
 from shardwise.execution.memory import collected_later
-from shardwise.execution.replicas import Replicas, settle_replicas
-from shardwise.execution.state_values import refuse_meta
+from shardwise.execution.replicas import Replicas, compare_replicas
+from shardwise.execution.state_values import reject_meta
 from shardwise.execution.tensor_facts import facts_by_name
-from shardwise.execution.world import Clock, OddRanks, World
-from shardwise.models.optimizer_state import class_name
+from shardwise.execution.world import Clock, MismatchedRanks, World
+from shardwise.models.optimizer_parsing import class_name
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import OnFault, Tolerance
@@ -69,7 +69,7 @@ class Checkpointer:
             trained parameters.
         on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
             have, are stored as the first rank has them, ``"first_rank"``, or are an error, ``"error"``.
-        options: budget, process group, patience.
+        options: budget, process group, timeouts.
 
     Raises:
         ConfigError: an argument cannot be honored.
@@ -97,7 +97,7 @@ class Checkpointer:
         self._on_differing_buffers = on_differing_buffers
         self._options = options
         self._staging = ChunkStaging()
-        self._looked: Looked | None = None
+        self._looked: CollectedState | None = None
         self._executor = futures.ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
         self._on_its_way: tuple[int, futures.Future[CheckpointReport]] | None = None
         self._newest = folder.newest_in(self._root)
@@ -135,9 +135,9 @@ class Checkpointer:
 
         Raises:
             ConfigError: an argument is not supported, or a part has a value that is not plain data.
-            PlacementError: tensors are on meta, or the shards of parameters or optimizer state cannot be
+            ShardingError: tensors are on meta, or the shards of parameters or optimizer state cannot be
                 determined.
-            DisagreementError: ranks have different models, optimizers or optimizer settings (learning rates, for
+            RankMismatchError: ranks have different models, optimizers or optimizer settings (learning rates, for
                 example), made different calls, or hold different values of replicated parameters or optimizer
                 state.
             StorageError: the folder cannot be written to, or somebody else writes there.
@@ -161,11 +161,11 @@ class Checkpointer:
                         job = replace(job, report=write.carry_out(world, job))
                 else:
                     with clock.phase("stage"):
-                        job = replace(job, content=done_now(job.content))
+                        job = replace(job, content=run_now(job.content))
             blocked_s, seconds = time.perf_counter() - start, dict(clock.seconds)
             job = replace(job, report=replace(job.report, blocked_s=blocked_s, seconds=seconds))
             if beside is not None:
-                self._on_its_way = step, self._executor.submit(write.carry_out_beside, beside, job)
+                self._on_its_way = step, self._executor.submit(write.write_in_background, beside, job)
             stack.pop_all()
         return job.report
 
@@ -215,11 +215,12 @@ class Checkpointer:
 
         Raises:
             ConfigError: an argument is none of these.
-            CoverageError: the checkpoint is of another kind of tuning, of another base or adapter, or does not fit.
+            KeyMismatchError: the checkpoint is of another kind of tuning, of another base or adapter, or does not
+                fit.
             FormatError: it is damaged, or another's.
             StorageError: there is none, or it cannot be read.
-            DisagreementError: ranks have different models or optimizers.
-            PlacementError: tensors on meta that the checkpoint does not hold.
+            RankMismatchError: ranks have different models or optimizers.
+            ShardingError: tensors on meta that the checkpoint does not hold.
             RankLostError: a rank has been lost.
 
         Every error is the same on every rank. Mismatches are reported before anything is changed.
@@ -284,8 +285,8 @@ class Checkpointer:
         self._newest = step
 
     def _world(self, call: str, purpose: str = "") -> World:
-        group, patience = self._options.process_group, self._options.patience
-        return World.current(group, patience, purpose=purpose, call=f"Checkpointer.{call}")
+        group, timeouts = self._options.process_group, self._options.timeouts
+        return World.current(group, timeouts, purpose=purpose, call=f"Checkpointer.{call}")
 
     def _job(self, world: World, clock: Clock, step: int, state: TrainState) -> write.Job:
         """Agree with all ranks on the content of the checkpoint. Collective: yes."""
@@ -295,7 +296,7 @@ class Checkpointer:
         with clock.phase("plan"):
             plan, views, replicas = _plan(world, looked)
         with clock.phase("compare"):
-            odd = settle_replicas(world, replicas, self._on_differing_buffers)
+            odd = compare_replicas(world, replicas, self._on_differing_buffers)
             differing = tuple(looked.buffers[key] for key in odd)
         facts = Facts(
             step=step,
@@ -345,7 +346,7 @@ class Checkpointer:
         write.require_after(self._root, step, self._newest)
         looked = look(state, self._only, self._looked)
         if looked is not self._looked:
-            refuse_meta({key_of(path): tensor for path, tensor in looked.tensors.items()}, "the state")
+            reject_meta({key_of(path): tensor for path, tensor in looked.tensors.items()}, "the state")
         self._looked = looked
         return contents_of(looked, state, rank)
 
@@ -378,7 +379,7 @@ class Checkpointer:
         return taken[0], *agreed, bases[0] if bases else None
 
 
-def _plan(world: World, looked: Looked) -> tuple[TensorsPlan, Views, Replicas]:
+def _plan(world: World, looked: CollectedState) -> tuple[TensorsPlan, Views, Replicas]:
     """Plan the writes of all ranks. Return also this rank's chunks, and its replicated tensors. Collective: yes."""
     tensors = {key_of(path): tensor for path, tensor in looked.tensors.items()}
     told = world.all_gather(facts_by_name, tensors)
@@ -410,15 +411,15 @@ def agreed_of(told: Sequence[SaveWords]) -> tuple[list[str], str]:
     """Return the generators of random numbers that are equal on all ranks, and whose the position in the data is.
 
     Raises:
-        DisagreementError: ranks were called differently, or have different settings.
+        RankMismatchError: ranks were called differently, or have different settings.
     """
-    if odd := OddRanks.among([item.call for item in told]):
-        raise DisagreementError(
+    if odd := MismatchedRanks.among([item.call for item in told]):
+        raise RankMismatchError(
             f"the list of arguments (step, keep, mode, only) on rank {odd.shown} is not that of rank 0"
         )
-    if odd := OddRanks.among([item.settings for item in told]):
+    if odd := MismatchedRanks.among([item.settings for item in told]):
         own, those = (", ".join(map(str, told[rank].rates[:4])) or "none" for rank in (odd.first, 0))
-        raise DisagreementError(
+        raise RankMismatchError(
             f"the settings of the optimizers on rank {odd.shown} are not those of rank 0 (learning rates {own} "
             f"against {those}); ranks have stepped with different schedules or settings: give all ranks the same"
         )
@@ -427,5 +428,5 @@ def agreed_of(told: Sequence[SaveWords]) -> tuple[list[str], str]:
     positions = {item.data for item in told}
     data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
     if "" in positions and data != "none":
-        raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
+        raise RankMismatchError("some ranks have a position in the data and others none; give all ranks theirs")
     return alike, data

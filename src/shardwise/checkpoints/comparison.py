@@ -9,23 +9,23 @@ from shardwise.checkpoints.base_identity import ALLOW_OTHER_BASE, BaseMatch
 from shardwise.checkpoints.folder import Opened
 from shardwise.checkpoints.state import (
     REDUCED,
+    CollectedState,
     KeyPath,
-    Looked,
     Stateful,
     TrainState,
     adapter_settings,
     in_words,
 )
-from shardwise.errors import CoverageError, FormatError
+from shardwise.errors import FormatError, KeyMismatchError
 from shardwise.execution.memory import collected_later
-from shardwise.models.optimizer_state import by_parameter, unlike, why_unlike
+from shardwise.models.optimizer_parsing import by_parameter, scheduler_mismatch, unlike
 from shardwise.models.selection import Selection
-from shardwise.models.torch_words import in_memory
+from shardwise.models.torch_api import in_memory
 from shardwise.planning.load_plan import allows, faults_in_words
 from shardwise.planning.matching import STATE_REMEDIES, Tolerance
 
 
-class Fits:
+class Comparison:
     """Matched tensors and parts of a checkpoint. ``faults`` has the names of the others, by kind.
 
     Attributes:
@@ -52,29 +52,29 @@ class Fits:
             self._refused[kind].append(sentence or name)
 
     def check(self, head: str) -> None:
-        """Raises CoverageError for all that is not tolerated."""
+        """Raises KeyMismatchError for all that is not tolerated."""
         if any(self._refused.values()):
-            raise CoverageError(faults_in_words(head, self._refused, STATE_REMEDIES))
+            raise KeyMismatchError(faults_in_words(head, self._refused, STATE_REMEDIES))
 
 
 @collected_later()
 def compare(
     opened: Opened,
-    looked: Looked,
+    looked: CollectedState,
     state: TrainState,
     common: Mapping[KeyPath, Any],
     world_size: int,
     tolerance: Tolerance,
-) -> Fits:
+) -> Comparison:
     """Compare everything except optimizer state with the current training.
 
     Raises:
-        CoverageError: the checkpoint does not match. The message has all faults.
+        KeyMismatchError: the checkpoint does not match. The message has all faults.
     """
     given = {"optimizers": state.all_optimizers, "schedulers": state.all_schedulers}
     wanted = {"rng", *(part for part, items in given.items() if items)}
     wanted |= {part for part in ("scaler", "data") if getattr(state, part) is not None}
-    fits = Fits(tolerance, wanted, opened.parts)
+    fits = Comparison(tolerance, wanted, opened.parts)
     _compare_model(opened, looked, fits)
     if "schedulers" in fits.parts and (why := _unlike(state.all_schedulers, common["schedulers",])):
         fits.add("mismatched", "schedulers", f"schedulers: {why}")
@@ -93,7 +93,9 @@ def compare(
     return fits
 
 
-def _why_elsewhere(opened: Opened, looked: Looked, common: Mapping[KeyPath, Any], world_size: int) -> str | None:
+def _why_elsewhere(
+    opened: Opened, looked: CollectedState, common: Mapping[KeyPath, Any], world_size: int
+) -> str | None:
     """Why reduced state, which is each rank's alone, is not for these ranks."""
     saved = opened.facts.world_size
     if REDUCED in common and saved != world_size:
@@ -109,10 +111,10 @@ def _why_elsewhere(opened: Opened, looked: Looked, common: Mapping[KeyPath, Any]
     return None
 
 
-def require_same_tuning(opened: Opened, looked: Looked, only: Selection, base: BaseMatch) -> None:
+def require_same_tuning(opened: Opened, looked: CollectedState, only: Selection, base: BaseMatch) -> None:
     facts, here = opened.facts, in_words(only)
     if facts.holds != here:
-        raise CoverageError(
+        raise KeyMismatchError(
             f"{opened.folder}: holds {facts.holds}, and this run checkpoints {here}; give the checkpointer the "
             "`only` with which it was saved, and tune the model alike"
         )
@@ -122,15 +124,15 @@ def require_same_tuning(opened: Opened, looked: Looked, only: Selection, base: B
             name for name in {*settings, *facts.adapter} if settings.get(name) != facts.adapter.get(name)
         )
         shown = "; ".join(f"{name} was {facts.adapter.get(name)!r}, is {settings.get(name)!r}" for name in names)
-        raise CoverageError(
+        raise KeyMismatchError(
             f"{opened.folder}: holds an adapter of another config: {shown}; make the adapter as it was made before"
         )
     if base.refused:
         faults = "\n  ".join(base.refused)
-        raise CoverageError(f"{opened.folder}: belongs to another base model:\n  {faults}\n{ALLOW_OTHER_BASE}")
+        raise KeyMismatchError(f"{opened.folder}: belongs to another base model:\n  {faults}\n{ALLOW_OTHER_BASE}")
 
 
-def _compare_model(opened: Opened, looked: Looked, fits: Fits) -> None:
+def _compare_model(opened: Opened, looked: CollectedState, fits: Comparison) -> None:
     """Find the key of every tensor that gets values."""
     keys = opened.model
     stored = {item.key: item for item in opened.index.tensors()}
@@ -154,7 +156,7 @@ def _compare_model(opened: Opened, looked: Looked, fits: Fits) -> None:
             fits.add("unexpected", name)
 
 
-def _settings(opened: Opened, looked: Looked, groups: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+def _settings(opened: Opened, looked: CollectedState, groups: Any) -> dict[str, tuple[str, dict[str, Any]]]:
     """The class of the optimizer that each parameter had, and its settings there."""
     if not isinstance(groups, list) or not all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
@@ -176,6 +178,6 @@ def _unlike(schedulers: Sequence[Stateful], stored: Any) -> str | None:
     if not isinstance(stored, list) or len(stored) != len(schedulers):
         return f"{len(stored) if isinstance(stored, list) else 'no list'} stored, there are {len(schedulers)}"
     for scheduler, told in zip(schedulers, stored, strict=True):
-        if why := why_unlike(scheduler.state_dict(), told):
+        if why := scheduler_mismatch(scheduler.state_dict(), told):
             return f"what is stored is not of a {type(scheduler).__name__} ({why})"
     return None

@@ -23,7 +23,7 @@ from shardwise.checkpoints.state import KeyPath
 from shardwise.conversion.expression import Expression
 from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.memory import Workers, collected_later
+from shardwise.execution.memory import WorkerPool, collected_later
 from shardwise.execution.rename_journal import remove_unnamed
 from shardwise.execution.torch_saves import loaded
 from shardwise.formats.contract import CheckpointIndex
@@ -384,7 +384,7 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
 
     Raises:
         FormatError: the files contradict their format or each other.
-        CoverageError: the model needs other tensors.
+        KeyMismatchError: the model needs other tensors.
         StorageError: bytes could not be read, or there is no complete checkpoint.
     """
     start = time.perf_counter()
@@ -431,5 +431,5 @@ def _damaged(opened: Opened) -> list[str]:
             if not reader.is_sound(*block):
                 found.append(block)
 
-        Workers(compare, [None] * reader.policy.concurrency).run(reader.blocks)
+        WorkerPool(compare, [None] * reader.policy.concurrency).run(reader.blocks)
         return [reader.told(*block) for block in sorted(found)]

@@ -12,14 +12,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoints.base_identity import BaseMatch, compare_bases
-from shardwise.checkpoints.comparison import Fits, compare, require_same_tuning
+from shardwise.checkpoints.comparison import Comparison, compare, require_same_tuning
 from shardwise.checkpoints.facts import CheckedReader
 from shardwise.checkpoints.folder import Opened, open_checkpoint, resolve, value_of
 from shardwise.checkpoints.state import (
     REDUCED,
     CheckpointerOptions,
+    CollectedState,
     KeyPath,
-    Looked,
     TrainState,
     in_words,
     look,
@@ -31,18 +31,18 @@ from shardwise.conversion.expression import Expression
 from shardwise.engines.arguments import OpenSource
 from shardwise.engines.load_plan import Load, LoadOptions
 from shardwise.engines.loading import carry_out
-from shardwise.engines.optimizer_fit import Fitting, Ours, fit
-from shardwise.errors import CoverageError, PlacementError
+from shardwise.engines.optimizer_fit import Fitting, OptimizerTargets, fit
+from shardwise.errors import KeyMismatchError, ShardingError
 from shardwise.execution.memory import collected_later
-from shardwise.execution.reading import Destination, Placer, arrange
+from shardwise.execution.reading import ReadExecutor, ReadTarget, plan_reads
 from shardwise.execution.replicas import require_alike_models
 from shardwise.execution.world import Clock, ProgressBar, World
 from shardwise.models.gradients import average_replicated_gradients
-from shardwise.models.optimizer_state import Given, read
+from shardwise.models.optimizer_parsing import ParsedState, read
 from shardwise.models.rebind import Key, made_again
 from shardwise.models.selection import Selection
-from shardwise.models.torch_words import in_memory, to_torch
-from shardwise.models.view import local_boxes, local_tensor, look_inside
+from shardwise.models.torch_api import in_memory, to_torch
+from shardwise.models.view import collect_tensors, local_boxes, local_tensor
 from shardwise.planning.load_plan import Consent
 from shardwise.planning.matching import Brought, Tolerance
 from shardwise.report.save_reports import RestoreReport
@@ -67,10 +67,10 @@ def restore(
         opened = world.broadcast(open_checkpoint, root, step)
     bar = ProgressBar("Restoring", world, 0, enabled=False)
     with world.run_all(opened.reader) as reader, bar, torch.device("cpu"):
-        placer = Placer(reader, opened.index, options.budget_bytes, bar, world)
+        placer = ReadExecutor(reader, opened.index, options.budget_bytes, bar, world)
         with clock.phase("plan"):  # nothing is changed yet
             looked, beside, base, fits = _compare_all(world, opened, reader, state, only, tolerance)
-            ours = Ours.of(looked.held, looked.bounds)
+            ours = OptimizerTargets.of(looked.held, looked.bounds)
             fitting = _fit_optimizers(world, opened, placer, ours, beside.common, fits, tolerance)
         with clock.phase("read"):
             ours, targets = _read(world, opened, placer, looked, fits, ours, fitting, options)
@@ -111,11 +111,11 @@ def _compare_all(
     state: TrainState,
     only: Selection,
     tolerance: Tolerance,
-) -> tuple[Looked, BesideTensors, BaseMatch, Fits]:
+) -> tuple[CollectedState, NonTensorState, BaseMatch, Comparison]:
     """Compare everything except optimizer state with the current training. Collective: yes."""
     looked = world.run_all(look, state, only)
     require_alike_models(world, looked.held, looked.bounds)
-    beside = BesideTensors.read(world, reader, opened)
+    beside = NonTensorState.read(world, reader, opened)
     base = _match_bases(world, opened, looked, tolerance)
     world.run_all(require_same_tuning, opened, looked, only, base)
     fits = world.run_all(compare, opened, looked, state, beside.common, world.size, tolerance)
@@ -125,13 +125,13 @@ def _compare_all(
 def _read(
     world: World,
     opened: Opened,
-    placer: Placer,
-    looked: Looked,
-    fits: Fits,
-    ours: Ours,
+    placer: ReadExecutor,
+    looked: CollectedState,
+    fits: Comparison,
+    ours: OptimizerTargets,
     fitting: Fitting | None,
     options: CheckpointerOptions,
-) -> tuple[Ours, dict[Key, torch.Tensor]]:
+) -> tuple[OptimizerTargets, dict[Key, torch.Tensor]]:
     """Read all tensors. Return the optimizers, perhaps with new parameters, and their state. Collective: yes."""
     model = {key: looked.stored[fqn].tensor for fqn, key in fits.model.items()}
     if any(item.tensor.is_meta for item in looked.held):
@@ -144,7 +144,7 @@ def _read(
     return ours, targets
 
 
-def _match_bases(world: World, opened: Opened, looked: Looked, tolerance: Tolerance) -> BaseMatch:
+def _match_bases(world: World, opened: Opened, looked: CollectedState, tolerance: Tolerance) -> BaseMatch:
     """Compare the base of a checkpoint with the current one. Collective: yes, if it compares values."""
     facts = opened.facts
     if facts.holds == in_words(None):
@@ -164,7 +164,7 @@ _PARTS = ("model", "optimizers", "schedulers", "scaler", "data", "rng")
 
 
 @dataclass(frozen=True, slots=True)
-class BesideTensors:
+class NonTensorState:
     """Plain data of a checkpoint, as one rank needs it.
 
     Attributes:
@@ -246,10 +246,10 @@ def _own_paths(opened: Opened, rank: int, world_size: int) -> dict[str, KeyPath]
 def _fit_optimizers(
     world: World,
     opened: Opened,
-    placer: Placer,
-    ours: Ours,
+    placer: ReadExecutor,
+    ours: OptimizerTargets,
     common: Mapping[KeyPath, Any],
-    fits: Fits,
+    fits: Comparison,
     tolerance: Tolerance,
 ) -> Fitting | None:
     """Find the targets of the state in the optimizers. None if no optimizer is restored. Collective: yes."""
@@ -264,7 +264,9 @@ def _fit_optimizers(
 
 
 @collected_later()
-def _given(opened: Opened, placer: Placer, ours: Ours, common: Mapping[KeyPath, Any]) -> Given:
+def _given(
+    opened: Opened, placer: ReadExecutor, ours: OptimizerTargets, common: Mapping[KeyPath, Any]
+) -> ParsedState:
     """The state of the optimizers: numbers as they are, tensors without values."""
     values: dict[str, dict[str, Any]] = {}
     for path, value in common.items():
@@ -294,7 +296,9 @@ def _dtype_of(opened: Opened, path: KeyPath) -> torch.dtype:
     return to_torch(index.composed[key].dtype if key in index.composed else index.entries[key].dtype)
 
 
-def _put_back_reduced(ours: Ours, values: Mapping[str, Mapping[str, Mapping[str, torch.Tensor]]]) -> None:
+def _put_back_reduced(
+    ours: OptimizerTargets, values: Mapping[str, Mapping[str, Mapping[str, torch.Tensor]]]
+) -> None:
     """Set the state that belongs to this rank alone."""
     for fqn, entries in values.items():
         if fqn in ours.optimizer_of:
@@ -306,25 +310,30 @@ def _put_back_reduced(ours: Ours, values: Mapping[str, Mapping[str, Mapping[str,
 # Into the model and the optimizers
 
 
-def _place(placer: Placer, opened: Opened, wanted: Mapping[str, torch.Tensor]) -> None:
+def _place(placer: ReadExecutor, opened: Opened, wanted: Mapping[str, torch.Tensor]) -> None:
     """Read tensors, by key, into this rank's memory, and see that nothing of them is left out."""
     expressions = opened.expressions
     items = [
-        Destination(key, expressions[key], local_boxes(tensor, key), tensor.dtype, local_tensor(tensor).device)
+        ReadTarget(key, expressions[key], local_boxes(tensor, key), tensor.dtype, local_tensor(tensor).device)
         for key, tensor in wanted.items()
     ]
-    arrangement = arrange(items, opened.index, placer.reader.policy, placer.budget_bytes, placer.world.place)
+    arrangement = plan_reads(items, opened.index, placer.reader.policy, placer.budget_bytes, placer.world.place)
     before = dict(placer.written)
     placer.place(arrangement, [local_tensor(wanted[item.fqn]) for item in arrangement.destinations])
     for item in items:
         held = sum(part.box.numel for part in item.boxes)
         count = placer.written.get(item.fqn, 0) - before.get(item.fqn, 0)
         if count != held:
-            raise CoverageError(f"{item.fqn}: {count} of {held} elements were read; the model is not whole now")
+            raise KeyMismatchError(f"{item.fqn}: {count} of {held} elements were read; the model is not whole now")
 
 
 def _bring_up(
-    world: World, opened: Opened, reader: StorageReader, looked: Looked, fits: Fits, options: CheckpointerOptions
+    world: World,
+    opened: Opened,
+    reader: StorageReader,
+    looked: CollectedState,
+    fits: Comparison,
+    options: CheckpointerOptions,
 ) -> int:
     """Materialize and fill a model on meta, like a load. Return the bytes read. Collective: yes."""
     model = looked.model
@@ -334,7 +343,7 @@ def _bring_up(
         hollow = [item.fqn for item in looked.held if item.tensor.is_meta and item.kind.is_saved]
         absent = [fqn for fqn in hollow if fqn not in fits.model]
         if absent:
-            raise PlacementError(
+            raise ShardingError(
                 f"{len(absent)} tensors of the model, such as {absent[0]}, are on meta, and the checkpoint does "
                 "not hold them; bring the model up with its weights first"
             )
@@ -343,7 +352,7 @@ def _bring_up(
             budget_bytes=options.budget_bytes,
             progress=False,
             process_group=options.process_group,
-            patience=options.patience,
+            timeouts=options.timeouts,
         )
         return Load(Bindings(offers), Consent(), {}, as_load)
 
@@ -355,13 +364,13 @@ def _bring_up(
     return report.read_bytes
 
 
-def _bound_again(looked: Looked) -> Ours:
+def _bound_again(looked: CollectedState) -> OptimizerTargets:
     """The optimizers hold the parameters that took the place of those on meta."""
-    held = look_inside(looked.model)
+    held = collect_tensors(looked.model)
     parameters = {item.fqn: item.tensor for item in held if isinstance(item.tensor, nn.Parameter)}
     for bound in looked.bounds:
         tensors, scalars = dict(bound.tensors), dict(bound.scalars)
         bound.unbind()
         bound.rebind(parameters, tensors, scalars)
         bound.tensors = tensors
-    return Ours.of(held, looked.bounds)
+    return OptimizerTargets.of(held, looked.bounds)

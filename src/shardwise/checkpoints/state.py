@@ -23,10 +23,10 @@ from shardwise.checkpoints.facts import as_json, digest_of, packed
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.state_values import StateOptions
 from shardwise.layout import TensorKind
-from shardwise.models.optimizer_state import labeled, written_out
-from shardwise.models.rebind import Bound, inner_tensors, layout_of, look_at
+from shardwise.models.optimizer_parsing import labeled, written_out
+from shardwise.models.rebind import Bound, bind_optimizers, inner_tensors, layout_of
 from shardwise.models.selection import AdapterOnly, Selection, names_outside
-from shardwise.models.view import Held, local_tensor, look_inside, without_compile
+from shardwise.models.view import TensorRef, collect_tensors, local_tensor, without_compile
 
 KeyPath: TypeAlias = tuple[str, ...]
 """What leads to a value of a checkpoint, as in ``("optimizer", "state", FQN, "exp_avg")``."""
@@ -82,13 +82,13 @@ class TrainState:
 
 
 @dataclass(frozen=True)
-class Looked:
+class CollectedState:
     """The model and its optimizers as they are now on this rank."""
 
     model: nn.Module
-    held: list[Held]
+    held: list[TensorRef]
     bounds: list[Bound]
-    stored: dict[str, Held]
+    stored: dict[str, TensorRef]
     """The model's tensors that a checkpoint holds, tied ones once, by FQN."""
     tensors: dict[KeyPath, torch.Tensor]
     """All that a checkpoint holds, the model's and the optimizers' own."""
@@ -158,28 +158,28 @@ class Looked:
         return {key_of(path): local_tensor(tensor) for path, tensor in self.tensors.items()}
 
 
-def look(state: TrainState, only: Selection, before: Looked | None = None) -> Looked:
+def look(state: TrainState, only: Selection, before: CollectedState | None = None) -> CollectedState:
     """Collect the tensors of a training. FSDP2 groups that are gathered are resharded.
 
     PEFT's selection for ``before`` is reused for a model with the same tensors.
 
     Raises:
         ConfigError: the model has no such adapter.
-        PlacementError: parameters of the optimizers are not the model's, or their state has no shards that follow.
+        ShardingError: parameters of the optimizers are not the model's, or their state has no shards that follow.
     """
     model = without_compile(state.model)
-    held = look_inside(model)
-    bounds = look_at(state.all_optimizers, held, KEEP_IT_APART, by_rank=True)
+    held = collect_tensors(model)
+    bounds = bind_optimizers(state.all_optimizers, held, KEEP_IT_APART, by_rank=True)
     facts = tuple((item.names, tuple(item.tensor.shape), item.tensor.requires_grad) for item in held)
     if before is not None and before.model is model and before.facts == facts:
         chosen = set(before.stored)
     else:
         chosen = chosen_names(model, held, only)
     stored = {item.fqn: item for item in held if item.fqn in chosen}
-    return Looked(model, held, bounds, stored, _tensors(stored, bounds), facts)
+    return CollectedState(model, held, bounds, stored, _tensors(stored, bounds), facts)
 
 
-def _tensors(stored: Mapping[str, Held], bounds: Sequence[Bound]) -> dict[KeyPath, torch.Tensor]:
+def _tensors(stored: Mapping[str, TensorRef], bounds: Sequence[Bound]) -> dict[KeyPath, torch.Tensor]:
     found: dict[KeyPath, torch.Tensor] = {("model", fqn): item.tensor for fqn, item in stored.items()}
     for bound in bounds:
         for key, value in [*bound.tensors.items(), *bound.scalars.items()]:
@@ -188,7 +188,7 @@ def _tensors(stored: Mapping[str, Held], bounds: Sequence[Bound]) -> dict[KeyPat
     return found
 
 
-def chosen_names(model: nn.Module, held: Sequence[Held], only: Selection) -> set[str]:
+def chosen_names(model: nn.Module, held: Sequence[TensorRef], only: Selection) -> set[str]:
     """Return the FQNs that a checkpoint stores: all, or an adapter and all other trained parameters."""
     saved = {item.fqn for item in held if item.kind.is_saved}
     if only is None:
@@ -243,7 +243,7 @@ class StateContents:
         rates: learning rates, by group.
     """
 
-    looked: Looked
+    looked: CollectedState
     common: dict[KeyPath, Any] = field(default_factory=dict)
     own: dict[KeyPath, Any] = field(default_factory=dict)
     random: dict[str, str] = field(default_factory=dict)
@@ -261,7 +261,7 @@ class StateContents:
 _NAMES = frozenset({"params", "param_names"})
 
 
-def contents_of(looked: Looked, state: TrainState, rank: int) -> StateContents:
+def contents_of(looked: CollectedState, state: TrainState, rank: int) -> StateContents:
     """Collect the values of the parts. Tensors are the model's and the optimizers' own.
 
     Raises:
@@ -321,7 +321,7 @@ class CheckpointerOptions(StateOptions):
         budget_bytes: host memory of one rank for staging (strided tensors, copies to and from an accelerator). The
             copies of ``mode="async"`` are not included.
         process_group: the ranks that train together. None is the default group, or this process alone.
-        patience: how long ranks wait for each other.
+        timeouts: how long ranks wait for each other.
     """
 
 

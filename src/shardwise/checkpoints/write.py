@@ -18,8 +18,8 @@ from shardwise.checkpoints.state import KeyPath
 from shardwise.errors import StorageError
 from shardwise.execution.committing import publish
 from shardwise.execution.distributed_chunks import TensorsPlan, Views, data_file, metadata_of, write_chunks
-from shardwise.execution.locked_folder import Marked, Saving, marked_by_first
-from shardwise.execution.saving_lock import Whose
+from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank
+from shardwise.execution.saving_lock import LockHolder
 from shardwise.execution.world import World
 from shardwise.execution.write import Sink
 from shardwise.formats.joining import METADATA
@@ -83,7 +83,7 @@ def carry_out(world: World, job: Job) -> CheckpointReport:
             checkpoint is not committed then, unless the message states otherwise.
         RankLostError: a rank has been lost.
     """
-    with marked_by_first(world, job.root, partial(_begin, job), partial(_undo, job)) as saving:
+    with locked_by_first_rank(world, job.root, partial(_begin, job), partial(_undo, job)) as saving:
         contents: list[RankContent] = []
         sizes: list[Mapping[KeyPath, int]] = []  # of all ranks, on the first
 
@@ -113,7 +113,7 @@ def _nbytes(job: Job, rank: int, values: Iterable[int]) -> int:
     return job.plan.nbytes(rank) + sum(values)
 
 
-def _begin(job: Job, marked: Marked) -> None:  # noqa: ARG001 - as of any folder that is marked
+def _begin(job: Job, marked: LockedFolder) -> None:  # noqa: ARG001 - as of any folder that is marked
     """Tidy up, and see that the step is a new one."""
     root, step, newest = job.root, job.step, job.newest
     folder.remove_left(root)  # before it is looked what counts; see [Note: Asked again]
@@ -135,7 +135,7 @@ def _begin(job: Job, marked: Marked) -> None:  # noqa: ARG001 - as of any folder
 
 def _commit(
     job: Job,
-    marked: Marked,
+    marked: LockedFolder,
     sizes: Sequence[Mapping[KeyPath, int]],
     checksums: Sequence[str],
 ) -> list[int]:
@@ -152,15 +152,15 @@ def _commit(
     with open_writer(job.folder) as writer:
         publish(writer, marked.held, METADATA, metadata, files, beside)
     removed: list[int] = []
-    if job.keep is not None and marked.held.whose() is Whose.OURS:
+    if job.keep is not None and marked.held.whose() is LockHolder.OURS:
         removed = folder.remove(job.root, folder.steps_in(job.root)[: -job.keep])
     marked.release()
     return removed
 
 
-def _undo(job: Job, marked: Marked) -> None:
+def _undo(job: Job, marked: LockedFolder) -> None:
     """Remove the files written for the step, unless it is committed or the folder belongs to another save."""
-    if marked.held.whose() is Whose.OURS:
+    if marked.held.whose() is LockHolder.OURS:
         folder.remove_own(job.root, job.step)
     elif job.folder.is_dir():
         with open_writer(job.folder) as inner:
@@ -185,7 +185,7 @@ def _write_own(world: World, job: Job, saving: Saving, content: RankContent, nby
 _T = TypeVar("_T")
 
 
-def carry_out_beside(world: World, job: Job) -> CheckpointReport:
+def write_in_background(world: World, job: Job) -> CheckpointReport:
     """Do the same in a thread. The ranks' threads meet over the store, in no collective. Leaves ``world``."""
     start = time.perf_counter()
     with world:
@@ -193,7 +193,7 @@ def carry_out_beside(world: World, job: Job) -> CheckpointReport:
     return replace(report, seconds={**report.seconds, "write": time.perf_counter() - start})
 
 
-def done_now(function: Callable[[], _T]) -> Callable[[], _T]:
+def run_now(function: Callable[[], _T]) -> Callable[[], _T]:
     """Call the function now and return a callable that returns or raises its outcome later.
 
     So a rank that fails here stays in step.

@@ -1,4 +1,4 @@
-"""``shardwise train`` and ``shardwise plan``: fine-tuning by TRL's trainers, and forecasts."""
+"""``shardwise train`` and ``shardwise plan``: fine-tuning by TRL's trainers, and estimates."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardwise.report.names import in_bytes
 from shardwise.storage.names import HubOptions, is_local, local_place
 
 if TYPE_CHECKING:
-    from shardwise.engines.forecasting import PlanOptions
-    from shardwise.report.forecast import Forecast
+    from shardwise.engines.estimating import PlanOptions
+    from shardwise.report.estimate import Estimate
     from shardwise.training.run import TrlOutcome
     from shardwise.training.run_config import RunConfig
 
@@ -214,7 +214,7 @@ def plan_command(
 
 def _of_config(
     file: str, overrides: tuple[str, ...], ranks: int | None, nodes: int, device: str, given: dict[str, Any]
-) -> Forecast:
+) -> Estimate:
     """Plan the training that a file describes."""
     if unused := [name for name, value in given.items() if value]:
         raise ConfigError(f"{unused[0]}: its option is for a model. Set it in {file}, or by --KEY VALUE.")
@@ -228,7 +228,7 @@ def _of_config(
     return plan_run(config, ranks=ranks, nodes=nodes, device=device)
 
 
-def _of_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: dict[str, Any]) -> Forecast:
+def _of_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: dict[str, Any]) -> Estimate:
     """Plan a load, and a training or a bank if options describe one."""
     if overrides:
         raise ConfigError(f"{overrides[0]}: is not an option for a model. See shardwise plan --help.")
@@ -236,13 +236,13 @@ def _of_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: 
         raise ConfigError("--ranks: is missing. Give the number of processes.")
     if is_local(model):  # told before seconds of imports
         local_place(model, HubOptions())
-    from shardwise.engines.forecasting import plan
+    from shardwise.engines.estimating import plan
 
     return plan(model, ranks=ranks, **_options(given))
 
 
 def _options(given: dict[str, Any]) -> PlanOptions:
-    from shardwise.engines.forecasting import tuning_named
+    from shardwise.engines.estimating import tuning_named
     from shardwise.engines.sharding import sharding_named
 
     found = {name: value for name, value in given.items() if value is not None}

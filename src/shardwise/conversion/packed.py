@@ -61,7 +61,7 @@ def from_bytes(raw: expression.Expression) -> expression.Expression:
     """Return the float32 (.., n) with these bytes (.., 4 n). Float inputs are returned unchanged."""
     if isinstance(raw, Computed) and isinstance(raw.operation, Reinterpret) and raw.operation.source is DType.F32:
         return raw.sources[0]
-    if (made := scales_as_numbers(raw)) is not None:
+    if (made := float_scales(raw)) is not None:
         return made
     return _reinterpreted(raw, DType.F32)
 
@@ -444,7 +444,7 @@ def quantized(
     )
 
 
-def scales_as_numbers(raw: expression.Expression) -> expression.Expression | None:
+def float_scales(raw: expression.Expression) -> expression.Expression | None:
     """Return the float32 scales with these bytes, from the computation that makes them, or None for other bytes."""
     if not isinstance(raw, Computed) or not isinstance(raw.operation, Quantize) or raw.output != _SCALES:
         return None

@@ -13,11 +13,11 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Union, cast, get
 
 import torch
 
-from shardwise.errors import ConfigError, DisagreementError, StorageError
+from shardwise.errors import ConfigError, RankMismatchError, StorageError
 from shardwise.execution.reading import identities_of
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
-from shardwise.formats.opening import as_the_model_has_it, open_checkpoint
+from shardwise.formats.opening import dequantized_index, open_checkpoint
 from shardwise.report.names import shown_ranks
 from shardwise.storage.contract import FilePlaces, StorageReader
 from shardwise.storage.machine import file_space
@@ -41,7 +41,7 @@ _INSTEAD: Mapping[str, str] = {
     "load_in_4bit": "pass quantization=Nf4()",
     "load_in_8bit": "weights in 8 bits are not known here; pass quantization=Nf4()",
     "max_memory": "each rank holds its own shards alone, and shardwise.plan tells how much that is; leave it out",
-    "state_dict": "build the model, and pass the state to shardwise.set_model_state",
+    "state_dict": "build the model, and pass the state to shardwise.set_model_state_dict",
 }
 """Keywords of transformers' ``from_pretrained`` that mean nothing here, and what to do."""
 
@@ -111,7 +111,7 @@ def world_of(options: object, call: str) -> World:
     """
     if not _is_ours(type(options)):
         return World.current(call=call)
-    return World.current(getattr(options, "process_group", None), getattr(options, "patience", None), call=call)
+    return World.current(getattr(options, "process_group", None), getattr(options, "timeouts", None), call=call)
 
 
 def agree_on_call(
@@ -127,11 +127,11 @@ def agree_on_call(
 
     Raises:
         ShardwiseError: the same on every rank, if ``check`` raised it on any.
-        DisagreementError: ranks were called with different arguments.
+        RankMismatchError: ranks were called with different arguments.
     """
     call, words = world.run_all(check, *args, **keywords)
     if fault := world.all_reduce_object(words, _difference):
-        raise DisagreementError(fault)
+        raise RankMismatchError(fault)
     return call
 
 
@@ -254,7 +254,7 @@ def read_index(
     reader = opened.reader
 
     def read() -> tuple[CheckpointIndex, dict[str, str]]:
-        index = as_the_model_has_it(
+        index = dequantized_index(
             reader,
             open_checkpoint(reader, weights_name=opened.file or weights_name, extra_files=extra, variant=variant),
         )

@@ -15,17 +15,17 @@ from transformers import PreTrainedModel
 from shardwise.conversion.computed import Bindings, SmallestBlocks, computed_leaves, computes
 from shardwise.conversion.expression import rows_stored, stored_leaves
 from shardwise.engines.arguments import OpenSource
-from shardwise.errors import CoverageError, PlacementError
-from shardwise.execution import Patience, memory
-from shardwise.execution.reading import Arrangement, Destination, arrange
+from shardwise.errors import KeyMismatchError, ShardingError
+from shardwise.execution import Timeouts, memory
+from shardwise.execution.reading import ReadSchedule, ReadTarget, plan_reads
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import ModelLayout, Origin, TensorKind
 from shardwise.models import initialize, pretrained
-from shardwise.models.view import Held, layout_of, look_inside, padded_numels, refuse_subclasses
-from shardwise.planning.load_memory import Available, Homes, forecast_rank
+from shardwise.models.view import TensorRef, collect_tensors, layout_of, padded_numels, reject_subclasses
+from shardwise.planning.load_memory import Available, Homes, estimate_rank
 from shardwise.planning.load_plan import Consent, Init, LoadPlan, ModelRules, Recompute, Tie, plan_load
-from shardwise.report.reports import RankForecast
+from shardwise.report.reports import RankEstimate
 
 if TYPE_CHECKING:
     from shardwise.models.initial_programs import Program
@@ -43,10 +43,10 @@ class LoadOptions:
         device: of an unsharded model on meta. Sharded ones use the device of their mesh.
         progress: show a bar on the first rank (if there is a terminal, and transformers' bars are not off).
         process_group: the ranks that load together. None is the default group, or this process alone.
-        patience: how long ranks wait for each other.
+        timeouts: how long ranks wait for each other.
         shared_reads: whether ranks that hold the same (replicas) read a share each and send it to the others:
             "auto" does so if the storage is remote, "always" and "never" are the other choices.
-        check_memory: refuse a load whose forecast exceeds free memory before anything is read.
+        check_memory: refuse a load whose estimate exceeds free memory before anything is read.
     """
 
     seed: int = 0
@@ -54,7 +54,7 @@ class LoadOptions:
     device: torch.device | None = None
     progress: bool = True
     process_group: dist.ProcessGroup | None = None
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts)
     shared_reads: SharedReads = "auto"
     check_memory: bool = True
 
@@ -85,17 +85,17 @@ class Load:
     additions: initialize.Additions = initialize.NOTHING_ADDED
     is_tuned: bool = False
     notes: tuple[str, ...] = ()
-    held: list[Held] = field(init=False)
+    held: list[TensorRef] = field(init=False)
     initializers: initialize.Initializers = field(init=False)
     computed: Mapping[str, initialize.ComputedBuffer] = field(init=False)
     plan: LoadPlan = field(init=False)
     programs: Mapping[str, Program] = field(init=False)
     home: torch.device = field(init=False)
     managers: memory.Managers = field(init=False)
-    items: Sequence[Destination] = field(init=False)
+    items: Sequence[ReadTarget] = field(init=False)
     shared: Mapping[str, tuple[Boxes, ...]] = field(init=False)
-    own: Arrangement = field(init=False)
-    forecast: RankForecast = field(init=False)
+    own: ReadSchedule = field(init=False)
+    estimate: RankEstimate = field(init=False)
     available: Available = field(init=False)
     settings: Mapping[str, str] = field(init=False)
 
@@ -106,7 +106,7 @@ class BaseForm:
     The methods are called in this order.
     """
 
-    def in_numbers(self, layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:  # noqa: ARG002
+    def in_numbers(self, layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:  # noqa: ARG002
         """Return the layout of the tensors that a checkpoint's keys are bound to."""
         return layout
 
@@ -114,11 +114,11 @@ class BaseForm:
         """Return the bindings of the stored tensors."""
         return bindings
 
-    def with_room(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
+    def allocate_staging(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
         """Allocate memory of the sharded model for values that are read temporarily, and return their bindings."""
         return bindings
 
-    def made_later(self, model: nn.Module) -> frozenset[str]:  # noqa: ARG002
+    def deferred_names(self, model: nn.Module) -> frozenset[str]:  # noqa: ARG002
         """Return names of tensors that nothing is read into, because :meth:`complete` makes them."""
         return frozenset()
 
@@ -126,13 +126,13 @@ class BaseForm:
         """Make these tensors. Return the number of elements written by name. Collective: yes."""
         return {}
 
-    def let_go(self, model: nn.Module) -> None:
+    def rollback(self, model: nn.Module) -> None:
         """Restore the model's tensors from before a load that has failed."""
 
 
 def load_words(consent: Consent, buffers: initialize.BufferRules, options: LoadOptions) -> dict[str, str]:
     """Return the settings of a load that must be equal on all ranks, as text, by name."""
-    alone = ("device", "progress", "process_group", "patience")
+    alone = ("device", "progress", "process_group", "timeouts")
     return {
         "on_missing": repr(consent.missing),
         "on_mismatched": repr(consent.mismatched),
@@ -150,13 +150,13 @@ def load_words(consent: Consent, buffers: initialize.BufferRules, options: LoadO
 def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> None:
     """Decide how a model is filled, on this rank alone, before anything is read."""
     options, policy = load.options, source.reader.policy
-    load.held = held = look_inside(model)
-    refuse_subclasses(held)
+    load.held = held = collect_tensors(model)
+    reject_subclasses(held)
     load.initializers = initialize.Initializers(model, held, load.additions)
     load.computed = load.initializers.buffers(load.buffers, seed=options.seed)
     load.plan = make_plan(load, source.index)
-    load.programs = foresee_initial_values(load.initializers, load.plan, options)
-    load.home, load.managers = memory.home_of(held, options.device), memory.managers_of(model)
+    load.programs = plan_initial_values(load.initializers, load.plan, options)
+    load.home, load.managers = memory.home_of(held, options.device), memory.fsdp_param_groups_of(model)
     by_name = {item.fqn: item for item in held}
     load.items = destinations(load.plan, by_name, memory.devices_of(held, load.managers, load.home))
     load.shared, mode, parts = {}, options.shared_reads, load.items
@@ -165,7 +165,7 @@ def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> N
 
         load.shared = shared_boxes(world, by_name, load.items)
         parts = shared_parts(world, load.shared, load.items)
-    load.own = arrange(parts, source.index, policy, options.budget_bytes, world.place)
+    load.own = plan_reads(parts, source.index, policy, options.budget_bytes, world.place)
     homes = Homes.of(
         load.plan,
         policy,
@@ -173,7 +173,7 @@ def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> N
         budget_bytes=options.budget_bytes,
         offloads_shards=load.home.type != "cpu" and memory.offloads_shards(load.managers),
     )
-    load.forecast = forecast_rank(load.plan, world.rank, homes, padded_numels(held, load.managers))
+    load.estimate = estimate_rank(load.plan, world.rank, homes, padded_numels(held, load.managers))
     brings_up = any(item.tensor.is_meta for item in held)
     load.available = memory.available_memory(load.home) if brings_up else Available()
     load.settings = pretrained.settings_of(load.additions.base or model)
@@ -183,7 +183,7 @@ def make_plan(load: Load, index: CheckpointIndex) -> LoadPlan:
     """Plan a load, with conversions that compute checked against the budget."""
     initializers, additions = load.initializers, load.additions
 
-    def origin_of(item: Held) -> Origin:
+    def origin_of(item: TensorRef) -> Origin:
         return load.computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initializers.origin_of(item)
 
     layout = layout_of(initializers.held, origin_of)
@@ -193,7 +193,7 @@ def make_plan(load: Load, index: CheckpointIndex) -> LoadPlan:
     for name, read in plan.reads().items():
         for leaf in computed_leaves(read.expression):
             if (nbytes := blocks.nbytes(leaf)) > load.options.budget_bytes:
-                raise CoverageError(
+                raise KeyMismatchError(
                     f"{name} is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which needs "
                     f"{nbytes:,} bytes at once; the budget is {load.options.budget_bytes:,}: raise budget_bytes"
                 )
@@ -205,13 +205,13 @@ def rules_of(model: nn.Module) -> ModelRules:
     return ModelRules(*pretrained.ignore_patterns(model))
 
 
-def foresee_initial_values(
+def plan_initial_values(
     initializers: initialize.Initializers, plan: LoadPlan, options: LoadOptions
 ) -> dict[str, Program]:
     """Return the programs that initialize missing tensors.
 
     Raises:
-        CoverageError: naming those that no initializer writes, or that need more than the budget.
+        KeyMismatchError: naming those that no initializer writes, or that need more than the budget.
     """
     drawn = [
         name
@@ -221,26 +221,26 @@ def foresee_initial_values(
     programs = initializers.programs([*plan.names(Init), *drawn])
     faults = initialize.unfit_programs(programs, options.budget_bytes)
     if faults:
-        raise CoverageError("tensors are missing that cannot be initialized:\n  " + "\n  ".join(faults))
+        raise KeyMismatchError("tensors are missing that cannot be initialized:\n  " + "\n  ".join(faults))
     return programs
 
 
 def destinations(
-    plan: LoadPlan, by_name: Mapping[str, Held], devices: Mapping[str, torch.device]
-) -> list[Destination]:
+    plan: LoadPlan, by_name: Mapping[str, TensorRef], devices: Mapping[str, torch.device]
+) -> list[ReadTarget]:
     """Return the targets of all reads."""
     boxes = {name: plan.layout.by_name[name].boxes for name in plan.reads()}
     return [
-        Destination(name, read.expression, boxes[name], by_name[name].tensor.dtype, devices[name])
+        ReadTarget(name, read.expression, boxes[name], by_name[name].tensor.dtype, devices[name])
         for name, read in plan.reads().items()
     ]
 
 
-def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> None:
+def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings) -> None:
     """Tie declared ties that the checkpoint has once and the model does not share yet.
 
     Raises:
-        PlacementError: when the model is already sharded, so that it is too late.
+        ShardingError: when the model is already sharded, so that it is too late.
     """
     by_name = {name: item for item in held for name in item.names}
     loose = {
@@ -255,7 +255,7 @@ def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> 
         return
     target, source = next(iter(loose.items()))
     if any(isinstance(item.tensor, DTensor) for item in held):
-        raise PlacementError(
+        raise ShardingError(
             f"{target} is declared tied to {source}, but the sharded model holds them apart; call "
             "model.tie_weights() before fully_shard"
         )
@@ -264,7 +264,7 @@ def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> 
 
 
 def facts_of_plan(plan: LoadPlan) -> dict[str, Any]:
-    """Fields of a report, or of a forecast, that describe how a model is filled."""
+    """Fields of a report, or of an estimate, that describe how a model is filled."""
     reads = plan.reads()
     kinds = {
         name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)

@@ -13,17 +13,24 @@ from shardwise._face import found_at
 from shardwise.conversion.expression import rows_stored
 from shardwise.engines import arguments
 from shardwise.engines.load_plan import BaseForm, Load, LoadOptions, load_words, prepare, tie_declared
-from shardwise.errors import CoverageError, PlacementError
+from shardwise.errors import KeyMismatchError, ShardingError
 from shardwise.execution.agreement import agree_on
-from shardwise.execution.audit import audit, require_equal_buffers, unequal_twins
+from shardwise.execution.audit import audit, find_unequal_tied, require_equal_buffers
 from shardwise.execution.memory import collected_later, materialize
-from shardwise.execution.reading import Placer
+from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.world import Clock, ProgressBar, World
 from shardwise.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
 from shardwise.models import pretrained
 from shardwise.models.initialize import Additions, BufferRules, RowNorms
 from shardwise.models.pretrained import bind, mark_loaded
-from shardwise.models.view import Held, layout_of, look_inside, meta_leftovers, strided_view, without_compile
+from shardwise.models.view import (
+    TensorRef,
+    collect_tensors,
+    layout_of,
+    meta_leftovers,
+    strided_view,
+    without_compile,
+)
 from shardwise.planning.load_memory import spare_tensors, stored_tensors
 from shardwise.planning.load_plan import Consent, Init, Keep, LoadPlan, OnMissing, OnUnexpected, Read
 from shardwise.report.reports import LoadReport
@@ -55,10 +62,10 @@ def carry_out(
         load = world.run_all(ready)
         plan, held, options = load.plan, load.held, load.options
         total_bytes, sharers = agree_on(
-            world, plan, load.settings, load.forecast, load.available, check_memory=options.check_memory
+            world, plan, load.settings, load.estimate, load.available, check_memory=options.check_memory
         )
     with ProgressBar("Loading weights", world, total_bytes, enabled=options.progress) as bar:
-        placer = Placer(
+        placer = ReadExecutor(
             source.reader,
             source.index,
             options.budget_bytes,
@@ -68,7 +75,7 @@ def carry_out(
             processors=max(1, processor_count() // sharers),
         )
         with clock.phase("read"):
-            require_equal_twins(world, plan, placer)
+            require_equal_tied(world, plan, placer)
 
         def read() -> None:
             with clock.phase("materialize"), collected_later():
@@ -93,12 +100,12 @@ def carry_out(
     return report
 
 
-def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:
+def require_equal_tied(world: World, plan: LoadPlan, placer: ReadExecutor) -> None:
     """Tensors that share storage and are stored twice must be stored equal. Collective: yes."""
     if not plan.twins:
         return
     names = world.map_reduce(
-        unequal_twins,
+        find_unequal_tied,
         lambda told: sorted({name for found in told for name in found}),
         plan,
         placer,
@@ -106,7 +113,7 @@ def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:
         world.size,
     )
     if names:
-        raise CoverageError(
+        raise KeyMismatchError(
             f"{', '.join(names)}: the model ties this tensor, but the checkpoint holds different values for its "
             "names; set tie_word_embeddings=False in the config, or untie the model before sharding it"
         )
@@ -117,7 +124,7 @@ def make_report(
     model: nn.Module,
     source: arguments.OpenSource,
     load: Load,
-    placer: Placer,
+    placer: ReadExecutor,
     clock: Clock,
 ) -> LoadReport:
     plan, index = load.plan, source.index
@@ -137,7 +144,7 @@ def make_report(
         reads=getattr(source.reader, "reads", 0),
         seconds={phase: clock.seconds[phase] for phase in order if phase in clock.seconds},
         loaded=len(reads),
-        forecast=load.forecast,
+        estimate=load.estimate,
         read_once=tuple(load.shared),
         files=tuple(index.files),
         kept=plan.names(Keep),
@@ -251,7 +258,7 @@ def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int])
             fill_with_norms(item, tensor, by_name[norms.matrix], layout.by_name[norms.matrix], norms)
             written[item.fqn] = tensor.local_numel
         elif item.kind is TensorKind.BUFFER and (value := load.computed[item.fqn].value) is not None:
-            give_value(item, value)
+            set_value(item, value)
 
 
 def boxes_to_fill(plan: LoadPlan, name: str) -> Sequence[LocalBox]:
@@ -261,17 +268,19 @@ def boxes_to_fill(plan: LoadPlan, name: str) -> Sequence[LocalBox]:
     return boxes if count is None else last_rows(boxes, count)
 
 
-def fill_with_norms(item: Held, tensor: TensorLayout, matrix: Held, rows: TensorLayout, norms: RowNorms) -> None:
+def fill_with_norms(
+    item: TensorRef, tensor: TensorLayout, matrix: TensorRef, rows: TensorLayout, norms: RowNorms
+) -> None:
     """The norms of the rows of a matrix, which is loaded alload. Memory: a block of rows.
 
     Raises:
-        PlacementError: this rank holds the vector, but not full rows.
+        ShardingError: this rank holds the vector, but not full rows.
     """
     held = [(box.box.offsets[:1], box.box.sizes[:1]) for box in tensor.boxes]
     if held != [(box.box.offsets[:1], box.box.sizes[:1]) for box in rows.boxes] or any(
         box.box.sizes[1:] != rows.shape[1:] for box in rows.boxes
     ):
-        raise PlacementError(
+        raise ShardingError(
             f"{item.fqn} begins as the norms of the rows of {matrix.fqn}, which is {rows.placement}, and it is "
             f"{tensor.placement}: this rank lacks rows it needs; use another initialization than DoRA's, or shard "
             "both on their first dimension"
@@ -282,7 +291,7 @@ def fill_with_norms(item: Held, tensor: TensorLayout, matrix: Held, rows: Tensor
         item.local[start : start + step] = norms.of(block).to(item.local.dtype)
 
 
-def give_value(item: Held, value: torch.Tensor) -> None:
+def set_value(item: TensorRef, value: torch.Tensor) -> None:
     """Give a buffer that has memory its value."""
     if _is_dense(item.local):
         item.local.copy_(value)
@@ -325,20 +334,20 @@ def load_checkpoint(
         nonlocal base
         base = form_of(model)
         transforms.extend(pretrained.conversion_transforms(model, key_mapping))
-        held = look_inside(model)
+        held = collect_tensors(model)
         layout = base.in_numbers(layout_of(held), held)
         spare = spare_tensors(source.index)
         bindings = bind(model, stored_tensors(source.index), layout, transforms, spare=spare)
         tie_declared(model, held, bindings)
-        bindings = base.with_room(model, base.offered(model, bindings))
-        additions = Additions(nested=base.made_later(model))
+        bindings = base.allocate_staging(model, base.offered(model, bindings))
+        additions = Additions(nested=base.deferred_names(model))
         return Load(bindings, consent, dict(buffers or {}), options, additions=additions)
 
     try:
         with source.closing():
             report = carry_out(world, model, source, ask, clock)
     finally:
-        base.let_go(model)
+        base.rollback(model)
     pretrained.record_conversions(model, transforms)
     return report
 
@@ -378,11 +387,11 @@ def load(
 
     Raises:
         ConfigError: an argument has the wrong type or value.
-        CoverageError: checkpoint and model do not match. The message has all faults, and no byte has been read.
+        KeyMismatchError: checkpoint and model do not match. The message has all faults, and no byte has been read.
         FormatError: the checkpoint's files contradict their format.
         StorageError: bytes could not be read. Some tensors may have been written.
-        PlacementError: the model's sharding cannot be understood.
-        DisagreementError: ranks pass different arguments, have different files or plans, or hold different
+        ShardingError: the model's sharding cannot be understood.
+        RankMismatchError: ranks pass different arguments, have different files or plans, or hold different
             non-persistent buffers.
 
     Every error is the same on every rank.

@@ -11,13 +11,13 @@ from typing import Unpack
 
 from shardwise.conversion.expression import Expression, Stored, key_of
 from shardwise.engines import offline
-from shardwise.engines.bringing_up import beside_of, weights_in
 from shardwise.engines.offline import companions_of, config_content, small_file, templates_of, write_templates
 from shardwise.engines.outline import ModelOptions, Outline, config_of
+from shardwise.engines.pretrained_loading import stored_prefix, weights_in
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
-from shardwise.errors import CoverageError, FormatError
+from shardwise.errors import FormatError, KeyMismatchError
 from shardwise.execution.audit import are_equal
-from shardwise.execution.reading import Placer
+from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.stream_out import Outgoing, edited
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.joining import beside
@@ -32,13 +32,13 @@ from shardwise.planning import merge_plan
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.save_reports import MergeAdapterReport
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.names import HubOptions, shown, why_unsafe
+from shardwise.storage.names import HubOptions, shown, unsafe_name_reason
 from shardwise.storage.reading import Beside, LocalReader, open_storage
 from shardwise.storage.remote import resolve
 from shardwise.storage.writing import LocalWriter
 from shardwise.tensors import DType, in_bytes_of
 
-ADAPTER = beside_of("merged")
+ADAPTER = stored_prefix("merged")
 """What the names of the adapter's files and keys begin with, beside those of the base."""
 
 
@@ -49,7 +49,7 @@ class _OpenedAdapter:
     config: LoraConfig
     index: CheckpointIndex
     reader: StorageReader
-    placer: Placer
+    placer: ReadExecutor
     tensors: Mapping[str, Stored]
 
 
@@ -57,7 +57,7 @@ def adapter_folder(given: Path, adapter_name: str) -> Path:
     """The folder itself, or that of the adapter of this name in it, where PEFT puts all but the default one."""
     if not given.is_dir():
         raise FormatError(f"{given}: is a file; pass the folder with {ADAPTER_CONFIG}")
-    fault = why_unsafe(adapter_name)
+    fault = unsafe_name_reason(adapter_name)
     if fault is not None or "/" in adapter_name:
         raise FormatError(f"{shown(adapter_name)}: is no name of an adapter; pass the one it was saved under")
     for folder in (given / adapter_name, given):
@@ -201,7 +201,7 @@ def merge_adapter(
 
     Raises:
         ConfigError: an argument cannot be honored, or an adapter of this kind cannot be merged.
-        CoverageError: adapter and base do not match, or merging would change nothing. The message names the
+        KeyMismatchError: adapter and base do not match, or merging would change nothing. The message names the
             tensors.
         FormatError, StorageError: a file contradicts its format, or cannot be read or written.
 
@@ -259,10 +259,10 @@ class _PlannedEdits:
     changed: set[str]
 
     def require_effect(self, folder: Path) -> None:
-        """Raises CoverageError if nothing has been changed."""
+        """Raises KeyMismatchError if nothing has been changed."""
         if not self.changed:
             modules = self.plan.modules
-            raise CoverageError(
+            raise KeyMismatchError(
                 f"{folder}: the outcome would equal the base: the deltas of all {len(modules)} modules "
                 f"({shown(modules[0])}, ...) are zero, or too small for the dtype; take a trained adapter, or a "
                 "wider dtype"

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from shardwise.engines.arguments import world_of
-from shardwise.engines.loading import give_value
+from shardwise.engines.loading import set_value
 from shardwise.errors import FormatError
 from shardwise.execution import state_values
-from shardwise.execution.memory import home_among, managers_of, materialize
+from shardwise.execution.memory import fsdp_param_groups_of, materialize, staging_device
 from shardwise.execution.moving import Traffic, gather
 from shardwise.execution.replicas import equal_on_all, require_alike_models
 from shardwise.execution.world import Clock, World
@@ -20,8 +20,8 @@ from shardwise.formats.opening import open_checkpoint
 from shardwise.layout import TensorKind
 from shardwise.models.initialize import Initializers
 from shardwise.models.selection import Selection, names_outside
-from shardwise.models.torch_words import in_memory
-from shardwise.models.view import Held, canonical, look_inside, refuse_subclasses, without_compile
+from shardwise.models.torch_api import in_memory
+from shardwise.models.view import TensorRef, canonical, collect_tensors, reject_subclasses, without_compile
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import OnFault, StateSlot, Tolerance, match, require_form
@@ -53,7 +53,7 @@ def state_report(
 
 
 @dataclass(frozen=True)
-class TakenModel:
+class CollectedModel:
     """Tensors of a model that are returned as its state dict, checked on all ranks.
 
     Attributes:
@@ -64,7 +64,7 @@ class TakenModel:
         home: where staging lies.
     """
 
-    held: list[Held]
+    held: list[TensorRef]
     names: Mapping[str, str]
     tensors: Mapping[str, torch.Tensor]
     differing: tuple[str, ...]
@@ -76,31 +76,32 @@ class TakenModel:
         return {name: found[first_of[fqn]] for name, fqn in self.names.items() if first_of[fqn] in found}
 
 
-def take_out_model(
+def collect_model(
     world: World,
     model: nn.Module,
     only: Selection,
     on_differing_buffers: OnDiffering,
     options: state_values.StateOptions,
-) -> TakenModel:
+) -> CollectedModel:
     """Collect the tensors of a state, and compare replicas between ranks. Collective: yes.
 
     Raises:
-        ConfigError, PlacementError, DisagreementError: as of :func:`~shardwise.engines.model_states.model_state`.
+        ConfigError, ShardingError, RankMismatchError: as of
+            :func:`~shardwise.engines.model_states.get_model_state_dict`.
     """
-    held = world.run_all(look_inside, model)
+    held = world.run_all(collect_tensors, model)
     require_alike_models(world, held, [])
     names = world.broadcast(names_outside, model, held, only)
     wanted = set(names.values())
     chosen = {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
-    world.run_all(state_values.refuse_meta, chosen, "the model")
-    home = home_among(held, chosen.values())
+    world.run_all(state_values.reject_meta, chosen, "the model")
+    home = staging_device(held, chosen.values())
     buffers = {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
     budget = options.budget_bytes
     tensors, differing = equal_on_all(
         world, chosen, buffers, on_differing_buffers, budget_bytes=budget, device=home
     )
-    return TakenModel(held, names, tensors, differing, home)
+    return CollectedModel(held, names, tensors, differing, home)
 
 
 def set_model_values(
@@ -116,10 +117,10 @@ def set_model_values(
     """Give a model values from wherever they are.
 
     Collective: yes.
-    Memory, errors: as of :func:`set_model_state`.
+    Memory, errors: as of :func:`set_model_state_dict`.
     """
     with clock.phase("agree"):
-        held = world.run_all(look_inside, model)
+        held = world.run_all(collect_tensors, model)
         require_alike_models(world, held, [])
         names = world.broadcast(names_outside, model, held, only)
         told = values.told(world)
@@ -127,15 +128,15 @@ def set_model_values(
         of = {place.names[0]: item for place, item in places}
         matched = world.run_all(lambda: match([place for place, _ in places], told, tolerance))
         taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
-        world.run_all(lambda: refuse_subclasses(list(taking.values())))
+        world.run_all(lambda: reject_subclasses(list(taking.values())))
         # Asked of initializers while all is on meta: a model that gets its values is as one that was loaded.
         initializers = Initializers(model, held)
         computed = world.run_all(_computed, initializers, only)
         values.require_ties(world, [item.place.names for item in matched.taken])
     with clock.phase("exchange"):
-        home = home_among(held, [item.tensor for item in held])
+        home = staging_device(held, [item.tensor for item in held])
         awaiting = [*taking.values(), *(item for item, _ in computed)]
-        world.run_all(lambda: materialize(awaiting, managers_of(model), home))
+        world.run_all(lambda: materialize(awaiting, fsdp_param_groups_of(model), home))
         targets = {name: item.tensor for name, item in taking.items()}
         traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
         recomputed = world.run_all(_fill, initializers, computed, home)
@@ -155,7 +156,7 @@ def set_model_values(
     )
 
 
-def _computed(initializers: Initializers, only: Selection) -> list[tuple[Held, torch.Tensor]]:
+def _computed(initializers: Initializers, only: Selection) -> list[tuple[TensorRef, torch.Tensor]]:
     """The buffers on meta that no state has, and that the model's initializers compute, with their values."""
     waiting = [item for item in initializers.held if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
     if not waiting or only is not None:
@@ -165,21 +166,21 @@ def _computed(initializers: Initializers, only: Selection) -> list[tuple[Held, t
 
 
 def _fill(
-    initializers: Initializers, computed: list[tuple[Held, torch.Tensor]], home: torch.device
+    initializers: Initializers, computed: list[tuple[TensorRef, torch.Tensor]], home: torch.device
 ) -> tuple[str, ...]:
     """Fill buffers, and attributes that were left on meta. Return the names of both."""
     for item, value in computed:
-        give_value(item, value)
+        set_value(item, value)
     attributes = initializers.compute_attributes(home) if computed else ()
     return (*(item.fqn for item, _ in computed), *attributes)
 
 
-def _places(held: list[Held], names: Mapping[str, str]) -> list[tuple[StateSlot, Held]]:
+def _places(held: list[TensorRef], names: Mapping[str, str]) -> list[tuple[StateSlot, TensorRef]]:
     """Tensors that take values, tied ones once, with all their names outside."""
     outside: dict[str, list[str]] = {}
     for name, fqn in names.items():
         outside.setdefault(fqn, []).append(name)
-    found: list[tuple[StateSlot, Held]] = []
+    found: list[tuple[StateSlot, TensorRef]] = []
     for item in held:
         own = tuple(name for fqn in item.names for name in outside.get(fqn, ()))
         if own:
@@ -189,7 +190,7 @@ def _places(held: list[Held], names: Mapping[str, str]) -> list[tuple[StateSlot,
 
 
 @torch.no_grad()
-def model_state(
+def get_model_state_dict(
     model: nn.Module,
     form: StateForm = "full",
     *,
@@ -212,24 +213,24 @@ def model_state(
         only: ``None``, or ``AdapterOnly()`` for an adapter of PEFT's, under the names of PEFT's files.
         on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
             have, are the first rank's in every form, ``"first_rank"``, or an error, ``"error"``.
-        options: budget, process group, patience.
+        options: budget, process group, timeouts.
 
     Returns:
         The tensors, without autograd. Empty on a rank that ``form`` excludes.
 
     Raises:
         ConfigError: an argument cannot be honored.
-        PlacementError: tensors are on meta, or are placed neither as shards nor as replicas.
-        DisagreementError: ranks have different models, or different values of parameters that several hold.
+        ShardingError: tensors are on meta, or are placed neither as shards nor as replicas.
+        RankMismatchError: ranks have different models, or different values of parameters that several hold.
         RankLostError: a rank has been lost.
 
     Every error is the same on every rank.
     """
     model = without_compile(model)
-    with world_of(options, "model_state") as world, torch.device("cpu"):
+    with world_of(options, "get_model_state_dict") as world, torch.device("cpu"):
         world.run_all(require_form, form)
         state_values.require_same_call(world, form, only, on_differing_buffers, options=options)
-        taken = take_out_model(world, model, only, on_differing_buffers, options)
+        taken = collect_model(world, model, only, on_differing_buffers, options)
         if form == "sharded":
             return taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
         budget = options.budget_bytes
@@ -237,7 +238,7 @@ def model_state(
 
 
 @torch.no_grad()
-def set_model_state(
+def set_model_state_dict(
     model: nn.Module,
     state: Mapping[str, torch.Tensor] | None,
     *,
@@ -267,14 +268,14 @@ def set_model_state(
         on_missing: ``"error"``, or ``Ignore(only=...)`` for tensors that may keep their values.
         on_unexpected: ``Ignore(only=...)`` for names in the state that the model does not have.
         on_mismatched: ``Ignore(only=...)`` for tensors that may keep their values where the shape differs.
-        options: budget, process group, patience.
+        options: budget, process group, timeouts.
 
     Raises:
         ConfigError: an argument cannot be honored.
-        CoverageError: missing, unexpected or mismatched tensors, or tied tensors with two values. The message has
-            all of them.
-        DisagreementError: ranks have different models, or bring different states.
-        PlacementError: the state has tensors on meta.
+        KeyMismatchError: missing, unexpected or mismatched tensors, or tied tensors with two values. The message
+            has all of them.
+        RankMismatchError: ranks have different models, or bring different states.
+        ShardingError: the state has tensors on meta.
         RankLostError: a rank has been lost.
 
     Every error is the same on every rank. All but the last come before anything is changed.
@@ -282,7 +283,7 @@ def set_model_state(
     model = without_compile(model)
     clock = Clock()
     tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
-    with world_of(options, "set_model_state") as world, torch.device("cpu"):
+    with world_of(options, "set_model_state_dict") as world, torch.device("cpu"):
         with clock.phase("agree"):
             state_values.require_same_call(world, only, tolerance, options=options)
             given = world.run_all(state_values.by_canonical_names, state, "state")

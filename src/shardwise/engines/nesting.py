@@ -21,9 +21,9 @@ from shardwise.execution.moving import gather
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout
 from shardwise.models.four_bit_base import offered_in_four_bits
-from shardwise.models.four_bit_files import layout_in_numbers
+from shardwise.models.four_bit_files import dequantized_layout
 from shardwise.models.four_bit_layers import NESTED, OFFSET, SCALES, WHOLE_SCALES, is_in_four_bits
-from shardwise.models.view import Held, canonical, local_boxes, local_tensor
+from shardwise.models.view import TensorRef, canonical, local_boxes, local_tensor
 
 _AT_ONCE_BYTES = 32 << 20
 """Of scales that are whole on every rank."""
@@ -93,13 +93,13 @@ def _nest(layer: Any, whole: torch.Tensor, offset: float) -> dict[str, int]:
 class _FourBitBases(BaseForm):
     """Layers in four bits, and experts."""
 
-    def in_numbers(self, layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
-        return layout_in_numbers(layout, held)
+    def in_numbers(self, layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:
+        return dequantized_layout(layout, held)
 
     def offered(self, model: nn.Module, bindings: Bindings) -> Bindings:
         return offered_in_four_bits(model, bindings)
 
-    def with_room(self, model: nn.Module, bindings: Bindings) -> Bindings:
+    def allocate_staging(self, model: nn.Module, bindings: Bindings) -> Bindings:
         """Give layers room for their scales as they are read, sharded as their codes are, and offer that."""
         offers = dict(bindings.offers)
         for name, layer in _to_nest(model):
@@ -116,7 +116,7 @@ class _FourBitBases(BaseForm):
             offers[f"{name}.{WHOLE_SCALES}"] = layer.whole_scales
         return replace(bindings, offers=offers)
 
-    def made_later(self, model: nn.Module) -> frozenset[str]:
+    def deferred_names(self, model: nn.Module) -> frozenset[str]:
         return frozenset(f"{name}.{local}" for name, _ in _to_nest(model) for local in (SCALES, NESTED, OFFSET))
 
     def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:
@@ -130,7 +130,7 @@ class _FourBitBases(BaseForm):
             written |= _nest_portion(world, portion, budget_bytes)
         return written
 
-    def let_go(self, model: nn.Module) -> None:
+    def rollback(self, model: nn.Module) -> None:
         for _, layer in list(_to_nest(model)):
             _let_go(layer)
 

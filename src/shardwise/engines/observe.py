@@ -25,7 +25,7 @@ from typing import Any, Self
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.processes import this_device
 from shardwise.execution.world import World
-from shardwise.models.torch_words import memory_in_use
+from shardwise.models.torch_api import memory_in_use
 from shardwise.observing import COLUMNS, FOLDER, STATUS, TRAFFIC, is_observed, observed_by
 
 

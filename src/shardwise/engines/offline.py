@@ -21,17 +21,17 @@ from shardwise.engines.load_plan import rules_of
 from shardwise.engines.outline import ModelOptions, Outline, outline
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.audit import are_equal
-from shardwise.execution.reading import Placer
+from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.stream_out import Outgoing, stream_out
 from shardwise.execution.world import ProgressBar, World
 from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex, parse_object
-from shardwise.formats.opening import as_the_model_has_it, open_checkpoint
+from shardwise.formats.opening import dequantized_index, open_checkpoint
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import pretrained
 from shardwise.models.revert import Output, revert
-from shardwise.models.torch_words import to_torch
-from shardwise.models.view import layout_of, look_inside
+from shardwise.models.torch_api import to_torch
+from shardwise.models.view import collect_tensors, layout_of
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import Consent, Ignore, LoadPlan, Tie, plan_load
 from shardwise.planning.save_plan import plan_save
@@ -104,18 +104,18 @@ class OfflineModel:
 @contextmanager
 def placer_of(
     reader: StorageReader, index: CheckpointIndex, advance: ProgressBar | None = None
-) -> Iterator[Placer]:
+) -> Iterator[ReadExecutor]:
     """Reads a checkpoint's tensors, on this process alone."""
     world = World(0, 1)
     with ProgressBar("", world, 0, enabled=False) as silent:
-        yield Placer(reader, index, BUDGET_BYTES, advance or silent, world)
+        yield ReadExecutor(reader, index, BUDGET_BYTES, advance or silent, world)
 
 
 def read_source(
     folder: Path,
     config: PreTrainedConfig,
     index: CheckpointIndex,
-    placer: Placer,
+    placer: ReadExecutor,
     options: ModelOptions,
     untied: Callable[[Outline], set[str]] = lambda _: set(),
 ) -> OfflineModel:
@@ -125,12 +125,12 @@ def read_source(
 
     Raises:
         ConfigError: the model cannot be built.
-        CoverageError: with every tensor that is missing or does not fit. Tensors that the model does not have are
-            carried along.
+        KeyMismatchError: with every tensor that is missing or does not fit. Tensors that the model does not have
+            are carried along.
     """
     built = outline(folder, config, index, options)
     apart = _settle_ties(built, placer, untied)
-    layout = layout_of(look_inside(built.model), Origin.INIT_WEIGHTS)
+    layout = layout_of(collect_tensors(built.model), Origin.INIT_WEIGHTS)
     consent = Consent("error", "error", Ignore(only=("*",)))
     plan = plan_load(index, layout, built.bindings_less_ties(), rules_of(built.model), consent)
     expressions = {name: read.expression for name, read in plan.reads().items()}
@@ -140,7 +140,7 @@ def read_source(
     )
 
 
-def _settle_ties(built: Outline, placer: Placer, untied: Callable[[Outline], set[str]]) -> set[str]:
+def _settle_ties(built: Outline, placer: ReadExecutor, untied: Callable[[Outline], set[str]]) -> set[str]:
     """Tie declared ties with equal values. Return the names with values of their own."""
     offers, twice, tensors = built.bindings.offers, built.ties_stored_twice(), built.layout.by_name
     differing = {
@@ -227,7 +227,7 @@ def index_of(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
         weights_name=opened.file or getattr(config, "transformers_weights", None),
         extra_files=getattr(type(config), "extra_files", ()),
     )
-    return as_the_model_has_it(opened.reader, index)
+    return dequantized_index(opened.reader, index)
 
 
 def made_of(

@@ -8,27 +8,27 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from shardwise.errors import CoverageError, DisagreementError
+from shardwise.errors import KeyMismatchError, RankMismatchError
 from shardwise.execution.world import World
-from shardwise.models.optimizer_state import (
-    Given,
+from shardwise.models.optimizer_parsing import (
+    ParsedState,
     by_parameter,
     labeled,
     set_group,
     unlike,
 )
 from shardwise.models.rebind import Bound, Key, state_like
-from shardwise.models.torch_words import in_memory, to_torch
-from shardwise.models.view import Held
+from shardwise.models.torch_api import in_memory, to_torch
+from shardwise.models.view import TensorRef
 from shardwise.planning import matching
-from shardwise.report.names import few
+from shardwise.report.names import abbreviate
 from shardwise.tensors import DType
 
 KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank, or use a Checkpointer"
 
 
 @dataclass(frozen=True, slots=True)
-class Ours:
+class OptimizerTargets:
     """Optimizers of this rank whose state is to be set."""
 
     bounds: list[Bound]
@@ -38,7 +38,7 @@ class Ours:
     """What the optimizers hold now, by label."""
 
     @classmethod
-    def of(cls, held: Sequence[Held], bounds: list[Bound]) -> Ours:
+    def of(cls, held: Sequence[TensorRef], bounds: list[Bound]) -> OptimizerTargets:
         return cls(
             bounds,
             {item.fqn: item.tensor for item in held if isinstance(item.tensor, nn.Parameter)},
@@ -65,46 +65,48 @@ class Ours:
         return None if key is None else self.bounds[key.optimizer].tensors.get(key)
 
 
-def _agreed(world: World, given: Given) -> tuple[Given, tuple[int, ...]]:
+def _agreed(world: World, given: ParsedState) -> tuple[ParsedState, tuple[int, ...]]:
     """The first bringing rank's groups and numbers, and the ranks that bring any. Collective: yes.
 
     Raises:
-        DisagreementError: ranks bring state of other parameters, or other groups.
+        RankMismatchError: ranks bring state of other parameters, or other groups.
     """
     told = world.all_gather_object(replace(given, tensors={}))
     bringing = [rank for rank, found in enumerate(told) if found]
     if not bringing:
-        return Given(), ()
+        return ParsedState(), ()
     first = told[bringing[0]]
     for rank in bringing[1:]:
         its = told[rank]
         if (first.groups, first.keys, set(first.scalars)) != (its.groups, its.keys, set(its.scalars)):
-            what = ", ".join(few(sorted(first.keys.keys() ^ its.keys.keys()))) or "the parameter groups differ"
-            raise DisagreementError(
+            what = (
+                ", ".join(abbreviate(sorted(first.keys.keys() ^ its.keys.keys()))) or "the parameter groups differ"
+            )
+            raise RankMismatchError(
                 f"ranks {bringing[0]} and {rank} bring different states of optimizers: {what}; bring the same on "
                 "every rank, or all of it on some and nothing on the others"
             )
     return first, tuple(bringing)
 
 
-def _require_same_kind(ours: Ours, agreed: Given) -> None:
-    """Raises :class:`CoverageError` for the state of another optimizer class, judging by its settings."""
+def _require_same_kind(ours: OptimizerTargets, agreed: ParsedState) -> None:
+    """Raises :class:`KeyMismatchError` for the state of another optimizer class, judging by its settings."""
     stored = {
         name: ("", settings)
         for names, settings in zip(agreed.groups, agreed.settings, strict=True)
         for name in names
     }
     if found := unlike(by_parameter(ours.bounds), stored):
-        shown = "\n  ".join(few(found))
-        raise CoverageError(
+        shown = "\n  ".join(abbreviate(found))
+        raise KeyMismatchError(
             f"the state is of other optimizers than these:\n  {shown}\nMake the optimizers as they were made when "
             "it was saved."
         )
 
 
 def _match(
-    ours: Ours,
-    agreed: Given,
+    ours: OptimizerTargets,
+    agreed: ParsedState,
     groups: matching.GroupMatch,
     told: Sequence[Mapping[str, matching.Brought]],
     tolerance: matching.Tolerance,
@@ -126,13 +128,13 @@ def _match(
     return matching.match(places, known, tolerance)
 
 
-def _forgotten(agreed: Given) -> set[str]:
+def _forgotten(agreed: ParsedState) -> set[str]:
     """Parameters that have no state afterwards: all of its groups', of a state before the first step."""
     return set() if agreed.keys else {name for names in agreed.groups for name in names}
 
 
 def _shape_and_dtype(
-    ours: Ours, name: str, parameter: str, item: matching.Brought
+    ours: OptimizerTargets, name: str, parameter: str, item: matching.Brought
 ) -> tuple[tuple[int, ...], DType]:
     present = ours.tensor(name)
     if present is not None:
@@ -149,7 +151,7 @@ def _shape_and_dtype(
 class Fitting:
     """A state and the optimizers that take it, all that is decided before anything is changed."""
 
-    agreed: Given
+    agreed: ParsedState
     brought_by: tuple[int, ...]
     groups: matching.GroupMatch
     matched: matching.Match
@@ -162,7 +164,7 @@ class Fitting:
     def unexpected(self) -> tuple[str, ...]:
         return self.groups.unexpected + self.matched.unexpected
 
-    def targets(self, ours: Ours) -> dict[Key, torch.Tensor]:
+    def targets(self, ours: OptimizerTargets) -> dict[Key, torch.Tensor]:
         """Return the target tensors: those that the optimizers already have, otherwise new memory."""
         optimizer_of = ours.optimizer_of
         targets: dict[Key, torch.Tensor] = {}
@@ -175,7 +177,7 @@ class Fitting:
             targets[Key(optimizer_of[parameter], parameter, entry)] = target
         return targets
 
-    def bind(self, ours: Ours, targets: Mapping[Key, torch.Tensor]) -> list[str]:
+    def bind(self, ours: OptimizerTargets, targets: Mapping[Key, torch.Tensor]) -> list[str]:
         """Set the optimizers' settings and state. Return the trained parameters that then have no state."""
         optimizer_of, forgotten = ours.optimizer_of, _forgotten(self.agreed)
         scalars = {
@@ -198,8 +200,8 @@ class Fitting:
 
 def fit(
     world: World,
-    ours: Ours,
-    given: Given,
+    ours: OptimizerTargets,
+    given: ParsedState,
     told: Sequence[Mapping[str, matching.Brought]],
     tolerance: matching.Tolerance,
 ) -> Fitting:
@@ -208,9 +210,9 @@ def fit(
     Collective: yes.
 
     Raises:
-        CoverageError: the state belongs to other optimizers, entries are missing, unexpected or mismatched, or a
+        KeyMismatchError: the state belongs to other optimizers, entries are missing, unexpected or mismatched, or a
             group has no counterpart in the state.
-        DisagreementError: ranks bring different states.
+        RankMismatchError: ranks bring different states.
     """
     agreed, brought_by = _agreed(world, given)
     stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))

@@ -12,23 +12,23 @@ from torch.optim import Optimizer
 
 from shardwise.engines.arguments import world_of
 from shardwise.engines.model_states import state_report
-from shardwise.engines.optimizer_fit import KEEP_IT_APART, Ours, fit
-from shardwise.errors import PlacementError
+from shardwise.engines.optimizer_fit import KEEP_IT_APART, OptimizerTargets, fit
+from shardwise.errors import ShardingError
 from shardwise.execution.checksums import as_bytes
-from shardwise.execution.memory import home_among
+from shardwise.execution.memory import staging_device
 from shardwise.execution.moving import gather
 from shardwise.execution.replicas import equal_on_all, require_alike_models
-from shardwise.execution.state_values import BroughtValues, StateOptions, Values, refuse_meta, require_same_call
+from shardwise.execution.state_values import BroughtValues, StateOptions, Values, reject_meta, require_same_call
 from shardwise.execution.world import Clock, World
-from shardwise.models.optimizer_state import (
-    Given,
+from shardwise.models.optimizer_parsing import (
+    ParsedState,
     class_name,
     copied,
     read,
     written_out,
 )
-from shardwise.models.rebind import Bound, Scalar, keeps_reduced, look_at
-from shardwise.models.view import Held, look_inside, without_compile
+from shardwise.models.rebind import Bound, Scalar, bind_optimizers, keeps_reduced
+from shardwise.models.view import TensorRef, collect_tensors, without_compile
 from shardwise.planning import matching
 from shardwise.planning.matching import digest, require_form
 from shardwise.planning.moves import StateForm, receivers
@@ -36,7 +36,7 @@ from shardwise.report.reports import StateReport
 
 
 @dataclass(frozen=True)
-class TakenOptimizers:
+class CollectedOptimizers:
     """State of optimizers by label, equal on all ranks. ``home`` is the device of staging buffers."""
 
     bounds: list[Bound]
@@ -50,34 +50,34 @@ class TakenOptimizers:
         return written_out(self.bounds, {**own, **self.scalars})
 
 
-def take_out_optimizers(
+def collect_optimizers(
     world: World,
     model: nn.Module,
     optimizers: Optimizer | Sequence[Optimizer],
     what: str,
     options: StateOptions,
-) -> TakenOptimizers:
+) -> CollectedOptimizers:
     """Collect the state of optimizers, and compare replicas between ranks. Collective: yes.
 
     ``what`` names them in messages.
 
     Raises:
-        ConfigError, PlacementError, DisagreementError: as of
-            :func:`~shardwise.engines.optimizer_states.optimizer_state`.
+        ConfigError, ShardingError, RankMismatchError: as of
+            :func:`~shardwise.engines.optimizer_states.get_optimizer_state_dict`.
     """
     held, bounds = _looked_at(world, model, optimizers)
     tensors, scalars = _held_by(world, bounds)
-    world.run_all(refuse_meta, tensors, what)
-    home = home_among(held, tensors.values())
+    world.run_all(reject_meta, tensors, what)
+    home = staging_device(held, tensors.values())
     numbers = {
         name: value if isinstance(value, torch.Tensor) else as_bytes(value) for name, value in scalars.items()
     }
     both = {**tensors, **numbers}
     equal_on_all(world, both, (), "error", budget_bytes=options.budget_bytes, device=home)
-    return TakenOptimizers(bounds, tensors, scalars, home)
+    return CollectedOptimizers(bounds, tensors, scalars, home)
 
 
-TakeApart: TypeAlias = Callable[[Ours], tuple[Given, Values]]
+TakeApart: TypeAlias = Callable[[OptimizerTargets], tuple[ParsedState, Values]]
 """Asked, on every rank, for this rank's part of a state, and for the values of its tensors."""
 
 
@@ -94,11 +94,11 @@ def set_optimizer_values(
     """Give optimizers a state from wherever its tensors are.
 
     Collective: yes.
-    Memory, errors: as of :func:`set_optimizer_state`.
+    Memory, errors: as of :func:`set_optimizer_state_dict`.
     """
     with clock.phase("agree"):
         held, bounds = _looked_at(world, model, optimizers)
-        ours = Ours.of(held, bounds)
+        ours = OptimizerTargets.of(held, bounds)
         given, values = take_apart(ours)
         told = values.told(world)
         fitting = fit(world, ours, given, told, tolerance)
@@ -106,7 +106,7 @@ def set_optimizer_values(
     with clock.phase("exchange"):
         targets = world.run_all(fitting.targets, ours)
         by_label = {key.label: target for key, target in targets.items()}
-        home = home_among(held, targets.values())
+        home = staging_device(held, targets.values())
         traffic = values.bring(world, matched, by_label, budget_bytes=options.budget_bytes, device=home)
     with clock.phase("finish"):
         afresh = world.run_all(fitting.bind, ours, targets)
@@ -129,21 +129,21 @@ def _looked_at(
     world: World,
     model: nn.Module,
     optimizers: Optimizer | Sequence[Optimizer],
-) -> tuple[list[Held], list[Bound]]:
+) -> tuple[list[TensorRef], list[Bound]]:
     """The model and its optimizers, which are the same on all ranks. Collective: yes."""
     several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
-    held = world.run_all(look_inside, model)
-    bounds = world.run_all(look_at, several, held, KEEP_IT_APART)
+    held = world.run_all(collect_tensors, model)
+    bounds = world.run_all(bind_optimizers, several, held, KEEP_IT_APART)
     world.run_all(_refuse_reduced, bounds)
     require_alike_models(world, held, bounds)
     return held, bounds
 
 
 def _refuse_reduced(bounds: Sequence[Bound]) -> None:
-    """Raises :class:`PlacementError` for optimizers whose state would not be their own if it were set."""
+    """Raises :class:`ShardingError` for optimizers whose state would not be their own if it were set."""
     for bound in bounds:
         if keeps_reduced(bound.optimizer):
-            raise PlacementError(
+            raise ShardingError(
                 f"{class_name(bound.optimizer)}: its state is reduced (8-bit, 4-bit or factored) and belongs "
                 "to each rank. Save and restore it with a Checkpointer, on as many ranks."
             )
@@ -157,7 +157,7 @@ def _held_by(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Ten
     Collective: yes.
 
     Raises:
-        DisagreementError: ranks hold something else.
+        RankMismatchError: ranks hold something else.
     """
     tensors = {key.label: tensor for bound in bounds for key, tensor in bound.tensors.items()}
     scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
@@ -167,7 +167,7 @@ def _held_by(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Ten
 
 
 @torch.no_grad()
-def optimizer_state(
+def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizer | Sequence[Optimizer],
     form: StateForm = "full",
@@ -188,25 +188,25 @@ def optimizer_state(
         model: whose parameters the optimizers hold.
         optimizers: one, or several in the same order on every rank.
         form: ``"full"``, ``"full_on_all_ranks"``, or ``"sharded"``.
-        options: budget, process group, patience.
+        options: budget, process group, timeouts.
 
     Returns:
         The state. An empty dict on a rank that ``form`` excludes.
 
     Raises:
         ConfigError: an argument cannot be honored.
-        PlacementError: parameters are not the model's or are in two groups, or a state value has not the
+        ShardingError: parameters are not the model's or are in two groups, or a state value has not the
             parameter's shape and is neither a DTensor nor a number.
-        DisagreementError: ranks have different models or optimizers, or different values of replicas.
+        RankMismatchError: ranks have different models or optimizers, or different values of replicas.
         RankLostError: a rank has been lost.
 
     Every error is the same on every rank.
     """
     model = without_compile(model)
-    with world_of(options, "optimizer_state") as world, torch.device("cpu"):
+    with world_of(options, "get_optimizer_state_dict") as world, torch.device("cpu"):
         world.run_all(require_form, form)
         require_same_call(world, form, options=options)
-        taken = take_out_optimizers(world, model, optimizers, "the optimizers", options)
+        taken = collect_optimizers(world, model, optimizers, "the optimizers", options)
         if form == "sharded":
             return taken.written()
         found = gather(world, taken.tensors, form, budget_bytes=options.budget_bytes, device=taken.home)
@@ -217,7 +217,7 @@ def optimizer_state(
 
 
 @torch.no_grad()
-def set_optimizer_state(
+def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizer | Sequence[Optimizer],
     state: Mapping[str, Any] | None,
@@ -229,9 +229,9 @@ def set_optimizer_state(
 ) -> StateReport:
     """Give a model's optimizers the settings and the state that they had, by the names of parameters.
 
-    The layout is that of :func:`optimizer_state`, with whole tensors or DTensors of any sharding, on every rank, or
-    on some and ``None`` (or nothing) on the others. A parameter may have any of its names. Groups are identified by
-    their parameters in any order, and get all settings of the state, learning rates included.
+    The layout is that of :func:`get_optimizer_state_dict`, with whole tensors or DTensors of any sharding, on every
+    rank, or on some and ``None`` (or nothing) on the others. A parameter may have any of its names. Groups are
+    identified by their parameters in any order, and get all settings of the state, learning rates included.
 
     Missing state is created without a step, sharded like its parameter, in the given dtype or in the parameter's if
     that is wider. Existing state keeps its dtype. Parameters without state in either start afresh
@@ -248,14 +248,14 @@ def set_optimizer_state(
             optimizer has and the given lacks (as in ``"layer.weight: exp_avg"``): they stay as they are.
         on_unexpected: ``Ignore(only=...)`` for parameters in the state that the optimizers do not hold.
         on_mismatched: ``Ignore(only=...)`` for state of another shape, which is left out.
-        options: budget, process group, patience.
+        options: budget, process group, timeouts.
 
     Raises:
         ConfigError: an argument cannot be honored.
-        CoverageError: the state belongs to other optimizers, entries are missing, unexpected or mismatched, or a
+        KeyMismatchError: the state belongs to other optimizers, entries are missing, unexpected or mismatched, or a
             group has no counterpart in the state.
-        DisagreementError: ranks have different models or optimizers, or bring different states.
-        PlacementError: as in :func:`optimizer_state`, or the state has tensors on meta.
+        RankMismatchError: ranks have different models or optimizers, or bring different states.
+        ShardingError: as in :func:`get_optimizer_state_dict`, or the state has tensors on meta.
         RankLostError: a rank has been lost.
 
     Every error is the same on every rank. All but the last come before anything is changed.
@@ -263,11 +263,11 @@ def set_optimizer_state(
     model = without_compile(model)
     clock = Clock()
     tolerance = matching.Tolerance(on_missing, on_unexpected, on_mismatched)
-    with world_of(options, "set_optimizer_state") as world, torch.device("cpu"):
+    with world_of(options, "set_optimizer_state_dict") as world, torch.device("cpu"):
         with clock.phase("agree"):
             require_same_call(world, tolerance, options=options)
 
-        def take_apart(ours: Ours) -> tuple[Given, Values]:
+        def take_apart(ours: OptimizerTargets) -> tuple[ParsedState, Values]:
             given = world.run_all(read, state, ours.first_names, ours.shapes)
             return given, BroughtValues(given.tensors)
 

@@ -21,12 +21,12 @@ from shardwise.formats.opening import form_of
 from shardwise.layout import ModelLayout
 from shardwise.models import build, pretrained
 from shardwise.models.build import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
-from shardwise.models.four_bit_base import put_base_into_four_bits
+from shardwise.models.four_bit_base import convert_base_to_four_bits
 from shardwise.models.initialize import BufferRules
 from shardwise.models.pretrained import bind
 from shardwise.models.quantization import Fp4, Mxfp4, Nf4, Quantization, is_mxfp4, of_transformers
-from shardwise.models.torch_words import to_torch
-from shardwise.models.view import layout_of, look_inside
+from shardwise.models.torch_api import to_torch
+from shardwise.models.view import collect_tensors, layout_of
 from shardwise.models.wrap import Sharding, TrainedDtype, require_trainable_dtype
 from shardwise.planning.load_memory import spare_tensors, stored_tensors
 from shardwise.planning.load_plan import Consent, OnMissing, OnUnexpected
@@ -240,7 +240,7 @@ def outline_of(
 
     Tensors that its class keeps in another dtype get that.
     """
-    held = look_inside(model)
+    held = collect_tensors(model)
     layout = layout_of(held)
     kept = pretrained.kept_dtypes(model, dtype)
 
@@ -336,7 +336,7 @@ def made_ready(
         casts_to: the compute dtype of all modules, or None for each parameter's own.
     """
     built.tie(untied)
-    bindings, notes = base_in_four_bits(built.model, built.bindings_less_ties(), options)
+    bindings, notes = four_bit_base_of(built.model, built.bindings_less_ties(), options)
     tuned = tune(
         built.model,
         bindings,
@@ -345,11 +345,11 @@ def made_ready(
         adapters=adapters,
         casts_to=casts_to,
     )
-    additions = replace(tuned.additions, nested=base_form_of(tuned.model).made_later(tuned.model))
+    additions = replace(tuned.additions, nested=base_form_of(tuned.model).deferred_names(tuned.model))
     return replace(tuned, additions=additions, notes=(*notes, *tuned.notes))
 
 
-def base_in_four_bits(
+def four_bit_base_of(
     model: PreTrainedModel, bindings: Bindings, options: TunedOptions
 ) -> tuple[Bindings, tuple[str, ...]]:
     """Convert a base on meta to 4 bits, as the options request. Return the new bindings, and notes.
@@ -361,7 +361,7 @@ def base_in_four_bits(
     stored: Any = model.config.__dict__.pop("quantization_config", None)
     keeps_experts = wanted == "as_stored"
     if keeps_experts and is_mxfp4(stored):
-        return put_base_into_four_bits(model, bindings, Mxfp4(), keeps_experts=True, config=stored)
+        return convert_base_to_four_bits(model, bindings, Mxfp4(), keeps_experts=True, config=stored)
     if keeps_experts and stored is None:
         raise ConfigError(
             "quantization='as_stored': the checkpoint is not stored in four bits by bitsandbytes, nor as MXFP4; "
@@ -381,7 +381,7 @@ def base_in_four_bits(
             f"quantization={_kind(wanted)}: the checkpoint has bytes of {kind}, as saved with names='internal'. "
             "Pass that, or leave it out."
         )
-    return put_base_into_four_bits(model, bindings, wanted, keeps_experts=keeps_experts, must_match=not is_stored)
+    return convert_base_to_four_bits(model, bindings, wanted, keeps_experts=keeps_experts, must_match=not is_stored)
 
 
 def _kind(quantization: Quantization) -> str:

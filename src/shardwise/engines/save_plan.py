@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.conversion.computed import computes
-from shardwise.errors import ConfigError, CoverageError
+from shardwise.errors import ConfigError, KeyMismatchError
 from shardwise.execution.memory import collected_later
 from shardwise.execution.replicas import Shares
 from shardwise.execution.state_values import StateOptions
@@ -20,8 +20,8 @@ from shardwise.layout import ModelLayout, TensorKind, place_of
 from shardwise.models import four_bit_files
 from shardwise.models.revert import Output, names_in_file, revert
 from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
-from shardwise.models.torch_words import from_torch, saved_dtype
-from shardwise.models.view import Held, layout_of, look_inside
+from shardwise.models.torch_api import from_torch, saved_dtype
+from shardwise.models.view import TensorRef, collect_tensors, layout_of
 from shardwise.planning.load_memory import ReadRequest, Staging, staging_within
 from shardwise.planning.save_plan import ADAPTER, MODEL, SavedTraining, SavePlan, arrange_writes, plan_save
 from shardwise.storage.contract import WritePolicy
@@ -45,7 +45,7 @@ class SaveOptions(StateOptions):
         budget_bytes: host memory that one rank may use for staging (casts, copies from an accelerator).
         progress: show a bar on the first rank (if there is a terminal, and transformers' bars are not off).
         process_group: the ranks that hold the model. None is the default group, or this process alone.
-        patience: how long ranks wait for each other.
+        timeouts: how long ranks wait for each other.
     """
 
     budget_bytes: int = 256 << 20
@@ -87,7 +87,7 @@ class PreparedSave:
     """All that is decided before anything is written. ``requests`` are this rank's own."""
 
     request: SaveRequest
-    held: Sequence[Held]
+    held: Sequence[TensorRef]
     shares: Shares
     layout: ModelLayout
     outputs: Mapping[str, Output]
@@ -99,7 +99,7 @@ class PreparedSave:
     digest: str
 
 
-def chosen(world: World, request: SaveRequest) -> tuple[list[Held], Mapping[str, str]]:
+def chosen(world: World, request: SaveRequest) -> tuple[list[TensorRef], Mapping[str, str]]:
     """Return the tensors to save.
 
     For an adapter, those that belong to it, and a map of names in its file to names in the model.
@@ -113,15 +113,15 @@ def chosen(world: World, request: SaveRequest) -> tuple[list[Held], Mapping[str,
         return held, {}
     places = world.broadcast(lambda: names_outside(request.model, held, AdapterOnly(names.adapter)))
     chosen = set(places.values())
-    beside = [] if request.training is None else look_inside(request.training.module)
+    beside = [] if request.training is None else collect_tensors(request.training.module)
     return [*(item for item in held if chosen.intersection(item.names)), *beside], places
 
 
-def _looked_at(request: SaveRequest) -> list[Held]:
-    held = look_inside(request.model)
+def _looked_at(request: SaveRequest) -> list[TensorRef]:
+    held = collect_tensors(request.model)
     if isinstance(request.names, PeftNames):
         return held
-    four_bit_files.refuse_without_scales(held)
+    four_bit_files.reject_without_scales(held)
     if request.names != "hub":
         return four_bit_files.held_as_stored(held)
     if request.dtype is not None and four_bit_files.has_four_bits(request.model):
@@ -135,7 +135,7 @@ def _looked_at(request: SaveRequest) -> list[Held]:
 def prepare(
     request: SaveRequest,
     token: str,
-    held: Sequence[Held],
+    held: Sequence[TensorRef],
     places: Mapping[str, str],
     shares: Shares,
     rank: int,
@@ -210,7 +210,7 @@ def _require_possible(request: SaveRequest, policy: WritePolicy) -> None:
 
 def _require_moved(outputs: Mapping[str, Output]) -> None:
     if keys := [key for key, output in outputs.items() if computes(output.expression)]:
-        raise CoverageError(
+        raise KeyMismatchError(
             f"{len(keys)} tensors of the checkpoint, such as {keys[0]}, are computed from whole tensors, which "
             "a save does not do yet; pass names='internal'"
         )
@@ -231,7 +231,7 @@ def _as_they_are(layout: ModelLayout, places: Mapping[str, str]) -> dict[str, Ou
     }
 
 
-def _is_staged(item: Held, dtype: torch.dtype | None) -> bool:
+def _is_staged(item: TensorRef, dtype: torch.dtype | None) -> bool:
     """Return whether a tensor cannot be written as it lies in memory."""
     stored = from_torch(item.tensor.dtype, item.fqn) if item.kind.is_saved else None
     return item.local.device.type != "cpu" or (stored is not None and saved_dtype(stored, dtype) != stored)

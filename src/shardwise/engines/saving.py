@@ -13,15 +13,15 @@ from torch import nn
 from shardwise.engines import save_plan
 from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.errors import ConfigError, StorageError
-from shardwise.execution.committing import Begun, begin_save, commit_save, undo_save
+from shardwise.execution.committing import CommitState, begin_save, commit_save, undo_save
 from shardwise.execution.memory import home_of
-from shardwise.execution.replicas import Giver, agree_on_shares
-from shardwise.execution.saving_lock import new_token, require_lock
+from shardwise.execution.replicas import ShardSender, agree_on_shares
+from shardwise.execution.saving_lock import new_save_id, require_lock
 from shardwise.execution.world import Clock, ProgressBar, World
 from shardwise.execution.write import Emitter, write_by_owners
 from shardwise.models import revert
 from shardwise.models.four_bit_layers import is_in_four_bits
-from shardwise.models.torch_words import to_torch
+from shardwise.models.torch_api import to_torch
 from shardwise.models.view import without_compile
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.save_plan import SavePlan
@@ -34,7 +34,7 @@ from shardwise.tensors import DType, in_bytes_of
 from shardwise.tuning import peft_compat
 
 
-def carry_out_save(
+def execute_save(
     ask: Callable[[], save_plan.SaveRequest],
     on_differing_buffers: OnDiffering,
     options: save_plan.SaveOptions,
@@ -46,7 +46,7 @@ def carry_out_save(
     clock = Clock()
     with world_of(options, call) as world:
         with clock.phase("plan"):
-            token = world.broadcast(new_token)
+            token = world.broadcast(new_save_id)
             request = world.run_all(ask)
             writer = world.run_all(open_writer, request.directory)
         with writer:
@@ -75,7 +75,7 @@ def _write_and_commit(
 ) -> SaveReport:
     """Create, write, sync, compare and commit: the same steps for every model and every world size."""
     plan = ready.plan
-    begun: list[tuple[Begun, dict[str, bytes]]] = []  # on the first rank
+    begun: list[tuple[CommitState, dict[str, bytes]]] = []  # on the first rank
 
     def begin() -> None:
         small_files = _small_files(ready.request, plan)
@@ -171,7 +171,7 @@ def _write_by_owners(
         emitter.writer,
         ready.plan.files,
         {key: output.expression for key, output in ready.outputs.items()},
-        Giver({name: item for item in ready.held for name in item.names}, ready.shares.by_name, world.rank),
+        ShardSender({name: item for item in ready.held for name in item.names}, ready.shares.by_name, world.rank),
         ready.shares.by_name,
         budget_bytes=options.budget_bytes,
         device=home_of(ready.held, None),
@@ -244,7 +244,7 @@ def _add_up(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
     """
     keys, files = list(plan.entries), [file.name for file in plan.files]
     own = [emitter.sums.get(key, 0) for key in keys] + [emitter.written_bytes.get(name, 0) for name in files]
-    total = world.sum_words(own)
+    total = world.sum_integers(own)
     for file, written in zip(plan.files, total[len(keys) :], strict=True):
         wanted = file.nbytes - len(file.header)
         if written != wanted:
@@ -286,15 +286,15 @@ def save(
         verify: ``True`` reads tensors and headers back before the save counts.
         on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
             have, are the first rank's, ``"first_rank"``, or an error, ``"error"``.
-        options: memory budget, progress, process group, patience.
+        options: memory budget, progress, process group, timeouts.
 
     Raises:
         ConfigError: an argument cannot be honored.
-        CoverageError: tensors that would have to be computed from whole ones.
-        DisagreementError: ranks hold different models, pass different arguments, or hold different values of
+        KeyMismatchError: tensors that would have to be computed from whole ones.
+        RankMismatchError: ranks hold different models, pass different arguments, or hold different values of
             replicated parameters.
         FormatError: something that no safetensors file can hold.
-        PlacementError: the model has tensors on meta, or the ranks do not hold all of one.
+        ShardingError: the model has tensors on meta, or the ranks do not hold all of one.
         StorageError: the directory cannot be written to, another save is writing to it, or bytes were lost.
         RankLostError: a rank has been lost.
 
@@ -308,7 +308,7 @@ def save(
         wanted = save_plan.resolved_dtype(dtype)
         return save_plan.SaveRequest(model, directory, names, wanted, in_bytes_of(max_shard_size), tokenizer)
 
-    return carry_out_save(ask, on_differing_buffers, options, "save", verify=verify)
+    return execute_save(ask, on_differing_buffers, options, "save", verify=verify)
 
 
 def save_adapter(
@@ -339,11 +339,11 @@ def save_adapter(
         verify: ``True`` reads tensors and headers back before the save counts.
         on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
             have, are the first rank's, ``"first_rank"``, or an error, ``"error"``.
-        options: memory budget, progress, process group, patience.
+        options: memory budget, progress, process group, timeouts.
 
     Raises:
         ConfigError: the model has no such adapter, or the directory cannot hold one.
-        DisagreementError, FormatError, PlacementError, StorageError, RankLostError: as for :func:`save`.
+        RankMismatchError, FormatError, ShardingError, StorageError, RankLostError: as for :func:`save`.
 
     Every error is the same on every rank. Until the save is committed, an error leaves the older adapter as it was.
     """
@@ -354,4 +354,4 @@ def save_adapter(
             model, directory, save_plan.PeftNames(adapter), save_plan.resolved_dtype(dtype), tokenizer=tokenizer
         )
 
-    return carry_out_save(ask, on_differing_buffers, options, "save_adapter", verify=verify)
+    return execute_save(ask, on_differing_buffers, options, "save_adapter", verify=verify)

@@ -14,15 +14,15 @@ from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.errors import ConfigError
 from shardwise.execution.moving import distribute
 from shardwise.execution.replicas import require_alike_models
+from shardwise.execution.shard_transfer import IncomingShards, SourceTable, agree_on_sources, wrap_without_values
 from shardwise.execution.state_values import StateOptions
-from shardwise.execution.supply import Arrivals, Supply, agree_on_supply, wrap_without_values
 from shardwise.execution.world import Clock, World
 from shardwise.layout import TensorKind
 from shardwise.models import wrap
 from shardwise.models.policies import Classes, MinSize, NamedPolicy, WrapPolicy, group_parameters
-from shardwise.models.rebind import Bound, look_at, require_steps_shards
-from shardwise.models.view import Held, is_sharded, look_inside, without_compile
-from shardwise.models.wrap import Sharding, TrainedDtype, refuse_unmovable, require_trainable_dtype
+from shardwise.models.rebind import Bound, bind_optimizers, require_steps_shards
+from shardwise.models.view import TensorRef, collect_tensors, is_sharded, without_compile
+from shardwise.models.wrap import Sharding, TrainedDtype, reject_unmovable, require_trainable_dtype
 from shardwise.planning.matching import ValuesFrom
 from shardwise.report.reports import ShardReport
 
@@ -34,12 +34,12 @@ class ShardOptions(StateOptions):
     Attributes:
         budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
         process_group: the ranks of the mesh. None is the default group, or this process alone.
-        patience: how long ranks wait for each other.
+        timeouts: how long ranks wait for each other.
     """
 
 
 def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock) -> ShardReport:
-    held = look_inside(model)
+    held = collect_tensors(model)
     mesh = sharding.mesh
     parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
     return ShardReport(
@@ -123,13 +123,13 @@ def shard(
         optimizers: those that were made of the model's parameters, on every rank in the same order.
         values_from: whose values count.
         trained_dtype: ``torch.float32`` keeps trained parameters in a wider dtype.
-        options: budget, process group, patience.
+        options: budget, process group, timeouts.
 
     Raises:
         ConfigError: an argument cannot be honored.
-        PlacementError: the policy matches nothing, the model is partly sharded, or parameters or optimizer state
+        ShardingError: the policy matches nothing, the model is partly sharded, or parameters or optimizer state
             cannot be moved.
-        DisagreementError: ranks have different models, optimizers, arguments, or values that must be equal.
+        RankMismatchError: ranks have different models, optimizers, arguments, or values that must be equal.
         RankLostError: a rank has been lost.
 
     Every error is the same on every rank. All but the last come before anything is changed.
@@ -147,10 +147,10 @@ def shard(
         with clock.phase("agree"):
             model = world.run_all(look)
             settled = world.run_all(wrap.with_mesh, sharding, options.process_group)
-            held = world.run_all(look_inside, model)
+            held = world.run_all(collect_tensors, model)
             was_sharded = world.run_all(is_sharded, model, held)
             world.require_equal(was_sharded, "the state of the model (sharded already, or not)")
-            bounds = world.run_all(look_at, optimizers, held)
+            bounds = world.run_all(bind_optimizers, optimizers, held)
             if was_sharded:
                 return replace(_report(world, model, settled, clock), was_sharded=True)
             world.run_all(_refuse, model, held, settled, optimizers)
@@ -158,13 +158,15 @@ def shard(
             world.require_equal(repr(words), "the list of arguments (mesh, policies, modes, budget)")
             require_alike_models(world, held, bounds)
         with clock.phase("compare"):
-            supply = agree_on_supply(world, held, bounds, values_from, trained_dtype)
+            supply = agree_on_sources(world, held, bounds, values_from, trained_dtype)
         moved = _move(world, model, held, bounds, settled, supply, options, clock)
         return replace(_report(world, model, settled, clock), **moved)
 
 
-def _refuse(model: nn.Module, held: Sequence[Held], sharding: Sharding, optimizers: Sequence[Optimizer]) -> None:
-    refuse_unmovable(held)
+def _refuse(
+    model: nn.Module, held: Sequence[TensorRef], sharding: Sharding, optimizers: Sequence[Optimizer]
+) -> None:
+    reject_unmovable(held)
     if sharding.mesh is not None:
         require_steps_shards(optimizers)
         group_parameters(model, sharding.wrap)
@@ -174,17 +176,17 @@ def _refuse(model: nn.Module, held: Sequence[Held], sharding: Sharding, optimize
 def _move(
     world: World,
     model: nn.Module,
-    held: list[Held],
+    held: list[TensorRef],
     bounds: list[Bound],
     sharding: Sharding,
-    supply: Supply,
+    supply: SourceTable,
     options: ShardOptions,
     clock: Clock,
 ) -> dict[str, Any]:
     """Wrap the model and move values. Return fields of the report. Collective: yes."""
     with clock.phase("wrap"):
         groups = world.run_all(wrap_without_values, model, held, bounds, sharding, supply)
-        arrivals = world.run_all(Arrivals, model, supply)
+        arrivals = world.run_all(IncomingShards, model, supply)
     with clock.phase("exchange"):
         handovers = world.run_all(arrivals.handovers, world)
         traffic = distribute(

@@ -11,18 +11,18 @@ from torch import nn
 
 from shardwise.conversion.computed import computes
 from shardwise.engines.save_plan import WrittenNames, resolved_dtype
-from shardwise.errors import ConfigError, CoverageError
-from shardwise.execution import Patience
+from shardwise.errors import ConfigError, KeyMismatchError
+from shardwise.execution import Timeouts
 from shardwise.execution.memory import home_of
 from shardwise.execution.moving import Exchange, part_of
-from shardwise.execution.replicas import Giver, MergingGiver, PackedRows, agree_on_shares, in_numbers
+from shardwise.execution.replicas import MergingShardSender, PackedRows, ShardSender, agree_on_shares, in_numbers
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout
 from shardwise.models import four_bit_files, selection
 from shardwise.models.four_bit_layers import SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.revert import Output, revert
-from shardwise.models.torch_words import saved_dtype, to_torch
-from shardwise.models.view import Held, layout_of, look_inside, without_compile
+from shardwise.models.torch_api import saved_dtype, to_torch
+from shardwise.models.view import TensorRef, collect_tensors, layout_of, without_compile
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.moves import Move, Round, plan_rounds, whole_on
 from shardwise.report.names import collapse
@@ -44,13 +44,13 @@ class StreamOptions:
         bucket_bytes: bytes that a rank sends or receives at once. Larger tensors travel in several parts.
         device: device of the yielded tensors. None is the model's compute device.
         process_group: the ranks that go through the tensors together: all that hold a part of the model.
-        patience: how long ranks wait for each other.
+        timeouts: how long ranks wait for each other.
     """
 
     bucket_bytes: int = 64 << 20
     device: torch.device | None = None
     process_group: dist.ProcessGroup | None = None
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < _SMALLEST_BUCKET_BYTES:
@@ -66,7 +66,7 @@ def walk_tensors(
     on_differing_buffers: OnDiffering,
     options: StreamOptions,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    with World.current(options.process_group, options.patience, call="iter_hf_tensors") as world:
+    with World.current(options.process_group, options.timeouts, call="iter_hf_tensors") as world:
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
         held, outputs, giver = _agreed_supply(world, model, names, only, arguments, on_differing_buffers, options)
         targets = range(1) if to == "first_rank" else range(world.size)
@@ -101,7 +101,7 @@ def _agreed_supply(
     arguments: tuple[object, ...],
     on_differing_buffers: OnDiffering,
     options: StreamOptions,
-) -> tuple[list[Held], Mapping[str, Output], Giver]:
+) -> tuple[list[TensorRef], Mapping[str, Output], ShardSender]:
     """Compare the calls. Return the tensors of the model, the outputs, and their source. Collective: yes."""
     held = world.run_all(_looked_at, model, names, only)
     world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
@@ -112,7 +112,7 @@ def _agreed_supply(
         held = [item for item in held if wanted.intersection(item.names)]
     shares = agree_on_shares(world, held, on_differing_buffers).by_name
     by_name = {name: item for item in held for name in item.names}
-    giver = Giver(by_name, shares, world.rank)
+    giver = ShardSender(by_name, shares, world.rank)
     if isinstance(only, selection.AdapterOnly):
         layout = layout_of(held)
         outputs: Mapping[str, Output] = {key: Output.of(key, layout.by_name[name]) for key, name in chosen.items()}
@@ -125,8 +125,8 @@ def _agreed_supply(
 
 
 def _merging(
-    world: World, held: Sequence[Held], giver: Giver, adapted: selection.Adapted, options: StreamOptions
-) -> MergingGiver:
+    world: World, held: Sequence[TensorRef], giver: ShardSender, adapted: selection.Adapted, options: StreamOptions
+) -> MergingShardSender:
     """Return the sender of tensors with the adapter merged in. Every rank then holds the full adapter.
 
     Collective: yes.
@@ -138,27 +138,27 @@ def _merging(
     packed = world.run_all(packed_rows, base_held)
     base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
     base_shares |= {name: tuple(map(in_numbers, base_shares[name])) for name in packed}
-    return MergingGiver(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
+    return MergingShardSender(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
 
 
 def _looked_at(
     model: nn.Module, names: WrittenNames, only: selection.Selection | selection.MergedAdapter
-) -> list[Held]:
-    held = look_inside(model)
+) -> list[TensorRef]:
+    held = collect_tensors(model)
     if not isinstance(only, selection.AdapterOnly):
-        four_bit_files.refuse_without_scales(held)
+        four_bit_files.reject_without_scales(held)
     if only is not None:
         return held
     return four_bit_files.held_in_files(held) if names == "hub" else four_bit_files.held_as_stored(held)
 
 
 def _wanted(
-    model: nn.Module, held: list[Held], names: WrittenNames, only: selection.MergedAdapter | None
+    model: nn.Module, held: list[TensorRef], names: WrittenNames, only: selection.MergedAdapter | None
 ) -> tuple[Mapping[str, Output], selection.Adapted | None]:
     """Return the outputs. For a merged adapter, return also the model without it.
 
     Raises:
-        ConfigError, CoverageError: they cannot be streamed.
+        ConfigError, KeyMismatchError: they cannot be streamed.
     """
     layout = layout_of(held)
     if only is None:
@@ -169,12 +169,12 @@ def _wanted(
                 "names them"
             )
         return four_bit_files.in_shapes_of_files(held, _outputs(model, layout, names)), None
-    four_bit_files.refuse_experts(held, _NOT_MERGED)
+    four_bit_files.reject_experts(held, _NOT_MERGED)
     adapted = selection.without_adapter(model, [name for item in held for name in item.names], only.adapter)
-    return _outputs(adapted.base, adapted.layout(four_bit_files.layout_in_numbers(layout, held)), names), adapted
+    return _outputs(adapted.base, adapted.layout(four_bit_files.dequantized_layout(layout, held)), names), adapted
 
 
-def packed_rows(held: Mapping[str, Held]) -> dict[str, PackedRows]:
+def packed_rows(held: Mapping[str, TensorRef]) -> dict[str, PackedRows]:
     """Return weights in 4 bits by name, with their dequantization."""
     layers = {name: item.slots[0] for name, item in held.items() if is_in_four_bits(item.slots[0].module)}
     scales = {id(slot.module): held[name] for name, slot in layers.items() if slot.name == SCALES}
@@ -193,20 +193,20 @@ def tensors_to_come(
     Nothing is sent.
 
     Raises:
-        ConfigError, CoverageError, PlacementError: as for going through them.
+        ConfigError, KeyMismatchError, ShardingError: as for going through them.
     """
     outputs, _ = _wanted(model, _looked_at(model, names, only), names, only)
     return {key: (to_torch(saved_dtype(item.dtype, dtype)), item.shape) for key, item in outputs.items()}
 
 
-def _home(held: Sequence[Held]) -> torch.device:
+def _home(held: Sequence[TensorRef]) -> torch.device:
     return home_of(held, held[0].local.device if held else None)
 
 
 def _whole(
     world: World,
     outputs: Sequence[Output],
-    giver: Giver,
+    giver: ShardSender,
     options: StreamOptions,
 ) -> dict[str, torch.Tensor]:
     """Tensors of the model, whole on every rank. Collective: yes."""
@@ -227,7 +227,7 @@ def _whole(
 def _outputs(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapping[str, Output]:
     made = revert(model, layout, internal_names=names == "internal")
     if keys := [key for key, output in made.items() if computes(output.expression)]:
-        raise CoverageError(
+        raise KeyMismatchError(
             f"{', '.join(pattern for pattern, _ in collapse(keys))}: transformers computes these from whole "
             "tensors of the model when it saves it; they cannot be put together in parts. Pass "
             "names='internal' for the model's own tensors"
@@ -297,14 +297,14 @@ def iter_hf_tensors(
         dtype: of the floating-point tensors, also while they are sent. None leaves every tensor its own.
         on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
             have, are the first rank's, ``"first_rank"``, or an error, ``"error"``.
-        options: bucket, device, process group, patience.
+        options: bucket, device, process group, timeouts.
 
     Raises:
         ConfigError: the arguments cannot be honored.
-        PlacementError: tensors have no values, or the ranks do not hold all of the model.
-        CoverageError: the checkpoint has tensors that are computed from the model's.
+        ShardingError: tensors have no values, or the ranks do not hold all of the model.
+        KeyMismatchError: the checkpoint has tensors that are computed from the model's.
         CheckpointError: (or a subclass) the failure of one rank.
-        DisagreementError: the ranks have different models or arguments, or different values of parameters that
+        RankMismatchError: the ranks have different models or arguments, or different values of parameters that
             several of them hold.
         RankLostError: a rank has been lost, or has left its loop.
 

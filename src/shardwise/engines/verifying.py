@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from shardwise.engines.forecasting import plan
+from shardwise.engines.estimating import plan
 from shardwise.errors import FormatError
-from shardwise.execution.memory import Workers
+from shardwise.execution.memory import WorkerPool
 from shardwise.formats.contract import CheckpointIndex, TensorEntry
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_training_file, training_beside
@@ -44,7 +44,7 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
 
     Raises:
         FormatError: the files contradict their format or each other.
-        CoverageError: the model needs other tensors.
+        KeyMismatchError: the model needs other tensors.
         StorageError: bytes could not be read.
     """
     start = time.perf_counter()
@@ -224,5 +224,5 @@ def _fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, in
             found[entry.key] = (found[entry.key] + part) % MODULUS
 
     memories = [bytearray(_VERIFIED_BYTES) for _ in range(reader.policy.concurrency)]
-    Workers(add, memories).run(blocks)
+    WorkerPool(add, memories).run(blocks)
     return found

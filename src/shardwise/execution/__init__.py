@@ -9,21 +9,24 @@ require_versions()
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Timeouts:
     """Times that ranks wait for each other, in seconds.
 
     Attributes:
-        beat_s: between two signs of life.
-        silence_s: without a sign of life, after which a rank counts as lost, in a call or since its last one.
-        join_s: until a rank reaches its first call, because it may still be busy.
+        heartbeat_interval_s: between two signs of life.
+        heartbeat_timeout_s: without a sign of life, after which a rank counts as lost, in a call or since its last
+            one.
+        join_timeout_s: until a rank reaches its first call, because it may still be busy.
     """
 
-    beat_s: float = 1.0
-    silence_s: float = 18.0
-    join_s: float = 1800.0
+    heartbeat_interval_s: float = 1.0
+    heartbeat_timeout_s: float = 18.0
+    join_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.beat_s < self.silence_s <= self.join_s or not math.isfinite(self.silence_s):
+        if not 0 < self.heartbeat_interval_s < self.heartbeat_timeout_s <= self.join_timeout_s or not math.isfinite(
+            self.heartbeat_timeout_s
+        ):
             raise ConfigError(
                 f"{self}: a beat is shorter than the silence, and that not longer than the wait to join"
             )

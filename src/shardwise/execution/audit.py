@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from shardwise.conversion.expression import Expression
-from shardwise.errors import CoverageError, DisagreementError
-from shardwise.execution.reading import Placer, identities_of
-from shardwise.execution.world import OddRanks, World, digest_of
+from shardwise.errors import KeyMismatchError, RankMismatchError
+from shardwise.execution.reading import ReadExecutor, identities_of
+from shardwise.execution.world import MismatchedRanks, World, digest_of
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import TensorKind
-from shardwise.models.torch_words import to_torch
-from shardwise.models.view import Held, raw_bytes
+from shardwise.models.torch_api import to_torch
+from shardwise.models.view import TensorRef, raw_bytes
 from shardwise.planning.load_plan import LoadPlan, Tie
 from shardwise.report.names import collapse, shown_ranks
 from shardwise.storage.contract import FilePlaces, StorageReader
@@ -39,7 +39,7 @@ def audit(plan: LoadPlan, written: Mapping[str, int], on_meta: Sequence[str]) ->
     full coverage.
 
     Raises:
-        CoverageError: naming the tensors that were not written in full, or that are still on meta.
+        KeyMismatchError: naming the tensors that were not written in full, or that are still on meta.
     """
     wrong: list[str] = []
     for tensor in plan.layout.saved():
@@ -51,26 +51,26 @@ def audit(plan: LoadPlan, written: Mapping[str, int], on_meta: Sequence[str]) ->
     wrong += [f"{name}: still on meta" for name in on_meta]
     if wrong:
         shown = "\n  ".join(pattern for pattern, _ in collapse(wrong)[:20])
-        raise CoverageError(
+        raise KeyMismatchError(
             f"the model is not whole after loading:\n  {shown}\n"
             "A tensor kept as a plain attribute can be registered as a buffer, which buffers=... then computes."
         )
 
 
-def require_equal_buffers(world: World, held: Sequence[Held]) -> None:
+def require_equal_buffers(world: World, held: Sequence[TensorRef]) -> None:
     """Raise on every rank when a non-persistent buffer differs between ranks. Collective: yes.
 
     Raises:
-        DisagreementError: naming the buffers.
+        RankMismatchError: naming the buffers.
     """
     digests = {item.fqn: _digest_of(item.local) for item in held if item.kind is TensorKind.BUFFER}
-    if world.map_reduce(lambda: digest_of(sorted(digests.items())), OddRanks.among) is None:
+    if world.map_reduce(lambda: digest_of(sorted(digests.items())), MismatchedRanks.among) is None:
         return
     first = world.broadcast(lambda: digests)
 
     def refuse(told: Sequence[Sequence[str]]) -> None:
         if names := sorted({name for found in told for name in found}):
-            raise DisagreementError(
+            raise RankMismatchError(
                 f"non-persistent buffers differ between ranks: {', '.join(names[:20])}; pass buffers=... with a "
                 "callable that computes them"
             )
@@ -87,7 +87,7 @@ def _digest_of(tensor: torch.Tensor) -> str:
 _BLOCK_NUMEL = 1 << 20
 
 
-def unequal_twins(plan: LoadPlan, placer: Placer, rank: int, size: int) -> list[str]:
+def find_unequal_tied(plan: LoadPlan, placer: ReadExecutor, rank: int, size: int) -> list[str]:
     """Names of tensors whose further expressions differ from the first in this rank's part of the rows."""
     reads = plan.reads()
     unequal: list[str] = []
@@ -99,7 +99,9 @@ def unequal_twins(plan: LoadPlan, placer: Placer, rank: int, size: int) -> list[
     return unequal
 
 
-def are_equal(first: Expression, second: Expression, dtype: DType, placer: Placer, rank: int, size: int) -> bool:
+def are_equal(
+    first: Expression, second: Expression, dtype: DType, placer: ReadExecutor, rank: int, size: int
+) -> bool:
     """Return whether two expressions have bitwise the same values as ``dtype``, in this rank's part of the rows.
 
     Rows are dealt to the ``size`` ranks in blocks, so that all ranks together read each expression once.
@@ -135,7 +137,7 @@ def require_one_checkpoint(
     See [Note: One checkpoint]. Collective: yes.
 
     Raises:
-        DisagreementError: naming a file, the ranks, and whether sizes, headers or values differ.
+        RankMismatchError: naming a file, the ranks, and whether sizes, headers or values differ.
         StorageError: a file is missing, or cannot be read.
     """
     files = sorted(index.files)
@@ -165,7 +167,7 @@ def require_one_checkpoint(
                     if facts[first][number][place] != facts[0][number][place]
                 ]
                 if ranks:
-                    raise DisagreementError(
+                    raise RankMismatchError(
                         f"{shown(file)} in {index.root}: its {word} on rank {shown_ranks(ranks)} is not that on "
                         "rank 0; copy the checkpoint anew to the machines of these ranks, or put it on a file "
                         "system that all machines share"

@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution.locked_folder import Marked
+from shardwise.execution.locked_folder import LockedFolder
 from shardwise.execution.rename_journal import finish, remove_empty, remove_unnamed, work_folder
-from shardwise.execution.saving_lock import HeldMark, Whose, take_lock
+from shardwise.execution.saving_lock import HeldLock, LockHolder, take_lock
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, is_training_file, named_training
 from shardwise.formats.safetensors_files import read_header
 from shardwise.planning import commit_plan, fingerprints, save_plan
@@ -39,8 +39,8 @@ _BLOCK_BYTES = 8 << 20
 # Any save
 
 
-def let_count(
-    writer: StorageWriter, held: HeldMark, commit: commit_plan.Commit, beside: Mapping[str, bytes]
+def commit_files(
+    writer: StorageWriter, held: HeldLock, commit: commit_plan.Commit, beside: Mapping[str, bytes]
 ) -> list[str]:
     """Commit a written and synced save and remove the older one. Return the removed names.
 
@@ -76,7 +76,7 @@ def let_count(
                 f"{writer.root}: another save has taken this one's place while it was committed; nothing of the "
                 "older one has been removed. Save to a directory of its own"
             )
-    if held.whose() is not Whose.OURS:
+    if held.whose() is not LockHolder.OURS:
         return []  # it counts. Whoever has the folder by now takes its place in turn, and removes what is older
     aside = {step.file: step.name for step in commit.aside}
     for name in {**dict.fromkeys(commit.obsolete), **aside}:
@@ -86,7 +86,7 @@ def let_count(
 
 def publish(
     writer: StorageWriter,
-    held: HeldMark,
+    held: HeldLock,
     name: str,
     content: bytes,
     files: Mapping[str, int],
@@ -94,8 +94,8 @@ def publish(
 ) -> None:
     """Let files that are written and synced count by one small file, which is put in its place last.
 
-    ``files`` have their names already. ``beside`` are small files that belong to them. Raises as :func:`let_count`
-    does.
+    ``files`` have their names already. ``beside`` are small files that belong to them. Raises as
+    :func:`commit_files` does.
     """
     ready = commit_plan.on_its_way(name, held.token)
     commit = commit_plan.Commit(
@@ -106,7 +106,7 @@ def publish(
         says={**beside, name: content},
         without=frozenset({ready}),
     )
-    let_count(writer, held, commit, beside)
+    commit_files(writer, held, commit, beside)
 
 
 def counts(writer: StorageWriter, commit: commit_plan.Commit) -> bool:
@@ -163,7 +163,7 @@ def _take(writer: StorageWriter, step: commit_plan.CommitStep) -> None:
 
 @contextmanager
 def _put_back_if_in_vain(
-    writer: StorageWriter, held: HeldMark, commit: commit_plan.Commit, beside: Mapping[str, bytes]
+    writer: StorageWriter, held: HeldLock, commit: commit_plan.Commit, beside: Mapping[str, bytes]
 ) -> Iterator[None]:
     """If the block fails and this save is not committed, restore the files that it set aside or replaced."""
     before = {name: writer.read(name) for name in {**beside, **commit.says}}
@@ -178,7 +178,7 @@ def _put_back_if_in_vain(
 
 def _put_back(
     writer: StorageWriter,
-    held: HeldMark,
+    held: HeldLock,
     commit: commit_plan.Commit,
     beside: Mapping[str, bytes],
     before: Mapping[str, bytes | None],
@@ -190,7 +190,7 @@ def _put_back(
         return  # somebody else's weights have the name
     if any(writer.read(name) not in (content, before[name]) for name, content in commit.says.items()):
         return  # somebody else's index, or config
-    if held.whose() is Whose.OURS:
+    if held.whose() is LockHolder.OURS:
         for name, content in {**beside, **commit.says}.items():
             old = before[name]
             if old == content or writer.read(name) != content:
@@ -247,15 +247,15 @@ def copy_in(writer: StorageWriter, source: str, file: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class CommitState:
     """A save that holds the lock of its folder, the folder's state before it, and its records."""
 
-    held: HeldMark
+    held: HeldLock
     standing: commit_plan.FolderState
     recorded: Sequence[fingerprints.RecordedSave]
 
 
-def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> Begun:
+def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> CommitState:
     """Lock the folder, read its state, and remove the remains of saves that were never committed.
 
     Raises:
@@ -288,10 +288,10 @@ def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> Begun:
         with contextlib.suppress(StorageError):
             held.release()
         raise
-    return Begun(held, standing, recorded)
+    return CommitState(held, standing, recorded)
 
 
-def undo_save(writer: StorageWriter, plan: save_plan.SavePlan, begun: Begun) -> None:
+def undo_save(writer: StorageWriter, plan: save_plan.SavePlan, begun: CommitState) -> None:
     """Remove the files of this save unless it is committed. The older save is unchanged."""
     with contextlib.suppress(StorageError):
         names = {name for name in writer.list() if commit_plan.is_on_its_way(name) and plan.token in name}
@@ -322,7 +322,7 @@ def _trainings_named(writer: StorageWriter, plan: save_plan.SavePlan) -> frozens
 def commit_save(
     writer: StorageWriter,
     plan: save_plan.SavePlan,
-    begun: Begun,
+    begun: CommitState,
     small_files: Mapping[str, bytes],
     sums: Mapping[str, int],
 ) -> list[str]:
@@ -336,7 +336,7 @@ def commit_save(
         sums: the fingerprint of every tensor, by key.
 
     Raises:
-        StorageError: as of :func:`let_count`.
+        StorageError: as of :func:`commit_files`.
     """
     sizes = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
     digests = {name: fingerprints.digest(content) for name, content in small_files.items()}
@@ -347,8 +347,8 @@ def commit_save(
     bound = _bound(writer, plan, small_files)
     free = {name: content for name, content in small_files.items() if name not in bound}
     commit = commit_plan.commit_of(plan, begun.standing, can_rename=writer.policy.can_rename, bound=bound)
-    removed = let_count(writer, begun.held, commit, {**free, fingerprints_file: both})
-    if begun.held.whose() is Whose.OURS:
+    removed = commit_files(writer, begun.held, commit, {**free, fingerprints_file: both})
+    if begun.held.whose() is LockHolder.OURS:
         writer.replace(fingerprints_file, fingerprints.to_bytes([recorded]))
     begun.held.release()
     writer.sync_names()
@@ -367,7 +367,7 @@ def _bound(writer: StorageWriter, plan: save_plan.SavePlan, small_files: Mapping
 
 
 def commit_written(
-    marked: Marked,
+    marked: LockedFolder,
     written: commit_plan.WrittenFiles,
     older: Sequence[str],
     beside: Mapping[str, bytes] = MappingProxyType({}),
@@ -377,14 +377,16 @@ def commit_written(
     ``beside`` are small files that are put in place just before.
 
     Raises:
-        StorageError: as of :func:`~shardwise.execution.committing.let_count`.
+        StorageError: as of :func:`~shardwise.execution.committing.commit_files`.
     """
     root = marked.writer.root
     renames = commit_plan.Renames(marked.token, tuple(written.named), tuple(older))
     folders = {name.rpartition("/")[0] for name in (*written.named, *written.beside, *older)} - {""}
     with FoldersWriter(root, folders) as writer:
-        let_count(writer, marked.held, renames.commit(written), beside)
-    if marked.held.whose() is not Whose.ANOTHERS:  # who has the folder by now has found the list, and finishes it
+        commit_files(writer, marked.held, renames.commit(written), beside)
+    if (
+        marked.held.whose() is not LockHolder.ANOTHERS
+    ):  # who has the folder by now has found the list, and finishes it
         finish(root, renames.file, marked.held)
     remove_empty(root, folders)
     remove_folder(work_folder(root, marked.token))

@@ -32,7 +32,7 @@ from shardwise.execution.tensor_facts import TensorFacts, held_by_rank
 from shardwise.execution.write import Sink
 from shardwise.formats.torch_files import read_torch_tensor
 from shardwise.layout import place_of
-from shardwise.models.torch_words import copy_all, save_without_data, stored_at
+from shardwise.models.torch_api import copy_all, save_without_data, stored_at
 from shardwise.models.view import local_boxes, strided_view
 from shardwise.planning.moves import Boxes, shares_by_rank, shares_of_first
 from shardwise.storage.reading import LocalReader
@@ -136,8 +136,8 @@ def plan_tensors(
     are further names of tensors, with their first ones.
 
     Raises:
-        DisagreementError: the ranks have different tensors.
-        PlacementError: together they do not hold all of one.
+        RankMismatchError: the ranks have different tensors.
+        ShardingError: together they do not hold all of one.
     """
     held = held_by_rank(told)
     ends = [0] * len(told)

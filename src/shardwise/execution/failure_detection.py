@@ -119,8 +119,10 @@ class Sign:
     def has_ended(self) -> bool:
         return self.told == _ENDED or self.place.has_ended()
 
-    def is_lost(self, silence_s: float) -> bool:
-        return self.has_ended or (time.monotonic() - self.since > silence_s and not self.place.is_running())
+    def is_lost(self, heartbeat_timeout_s: float) -> bool:
+        return self.has_ended or (
+            time.monotonic() - self.since > heartbeat_timeout_s and not self.place.is_running()
+        )
 
     @property
     def progress(self) -> int:
@@ -152,11 +154,11 @@ class Detector:
         self._thread = threading.Thread(target=self._run, name=f"shardwise-heartbeat-{rank}", daemon=True)
         self._thread.start()
 
-    def add(self, watcher: Any, beat_s: float) -> None:
+    def add(self, watcher: Any, heartbeat_interval_s: float) -> None:
         """Call ``watcher.look(store)`` once a heartbeat, on the detector's thread and over its connection."""
         self._watchers.add(watcher)
-        if beat_s < self._beat_s:
-            self._beat_s = beat_s
+        if heartbeat_interval_s < self._beat_s:
+            self._beat_s = heartbeat_interval_s
             self._awake.set()
 
     def remove(self, watcher: Any) -> None:

@@ -10,14 +10,14 @@ from os import PathLike, fspath
 from typing import TypeAlias
 
 from shardwise.errors import StorageError
-from shardwise.execution.saving_lock import LOCK_FILE, HeldMark, new_token, require_lock, take_lock
+from shardwise.execution.saving_lock import LOCK_FILE, HeldLock, new_save_id, require_lock, take_lock
 from shardwise.execution.world import World
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.writing import open_writer
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class LockedFolder:
     """A marked folder, as the first rank has it.
 
     Attributes:
@@ -27,7 +27,7 @@ class Marked:
     """
 
     writer: StorageWriter
-    held: HeldMark
+    held: HeldLock
     token: str
 
     @property
@@ -41,7 +41,7 @@ class Marked:
         self.writer.sync_names()
 
 
-OnFirst: TypeAlias = Callable[[Marked], None]
+OnFirst: TypeAlias = Callable[[LockedFolder], None]
 """What the first rank does in a marked folder."""
 
 
@@ -51,10 +51,10 @@ class Saving:
 
     token: str
     folder: str
-    _marked: Marked | None
+    _marked: LockedFolder | None
 
     @property
-    def marked(self) -> Marked:
+    def marked(self) -> LockedFolder:
         """On the first rank."""
         assert self._marked is not None, "only the first rank holds the mark"
         return self._marked
@@ -79,7 +79,7 @@ class Saving:
 
 
 @contextmanager
-def marked_by_first(
+def locked_by_first_rank(
     world: World, folder: str | PathLike[str], tidy: OnFirst | None = None, undo: OnFirst | None = None
 ) -> Iterator[Saving]:
     """Mark a folder on the first rank for the time of the block.
@@ -92,13 +92,13 @@ def marked_by_first(
     Raises:
         StorageError: another save holds the lock, the folder is not writable, or ``tidy`` failed.
     """
-    found: list[Marked] = []
+    found: list[LockedFolder] = []
     with ExitStack() as closing:
 
         def begin() -> str:
-            token = new_token()
+            token = new_save_id()
             writer = closing.enter_context(open_writer(folder))
-            found.append(Marked(writer, take_lock(writer, token), token))
+            found.append(LockedFolder(writer, take_lock(writer, token), token))
             if tidy is not None:
                 tidy(found[0])
             return token
@@ -117,12 +117,12 @@ def marked_by_first(
 
 
 @contextmanager
-def marked_here(folder: str | PathLike[str]) -> Iterator[Marked]:
+def locked_here(folder: str | PathLike[str]) -> Iterator[LockedFolder]:
     """Mark a folder for the time of the block, by one rank. Collective: no.
 
     Raises:
         StorageError: another save is writing there, or the folder cannot be written to.
     """
-    with marked_by_first(World(0, 1), folder) as saving:
+    with locked_by_first_rank(World(0, 1), folder) as saving:
         yield saving.marked
         saving.marked.release()

@@ -19,16 +19,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError
-from shardwise.models import torch_words
-from shardwise.models.torch_words import module_of, take_after, to_torch
-from shardwise.models.view import Held, local_tensor, strided_view
+from shardwise.models import torch_api
+from shardwise.models.torch_api import module_of, take_after, to_torch
+from shardwise.models.view import TensorRef, local_tensor, strided_view
 from shardwise.planning.load_memory import Available, Segment, staging_within
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.machine import GROUPS, OWN_GROUP, control_groups, number_in, text_of
 from shardwise.tensors import Strided
 
 
-def home_of(held: Sequence[Held], default: torch.device | None) -> torch.device:
+def home_of(held: Sequence[TensorRef], default: torch.device | None) -> torch.device:
     """Return the device that a model computes on: that of its mesh, otherwise ``default``, otherwise the CPU.
 
     Unsharded tensors (buffers, full parameters) belong there too.
@@ -42,7 +42,7 @@ def home_of(held: Sequence[Held], default: torch.device | None) -> torch.device:
     return default or torch.device("cpu")
 
 
-def home_among(held: Sequence[Held], tensors: Iterable[torch.Tensor]) -> torch.device:
+def staging_device(held: Sequence[TensorRef], tensors: Iterable[torch.Tensor]) -> torch.device:
     """Return the device of staging buffers: the mesh's, otherwise that of the tensors with values."""
     live = next((tensor for tensor in tensors if not tensor.is_meta), None)
     return home_of(held, None if live is None else local_tensor(live).device)
@@ -52,12 +52,12 @@ Managers: TypeAlias = Mapping[nn.Parameter, Any]
 """FSDP2's own object for each parameter that it shards."""
 
 
-def managers_of(model: nn.Module) -> Managers:
+def fsdp_param_groups_of(model: nn.Module) -> Managers:
     """Return the parameters that FSDP2 manages. Valid for meta tensors until they are materialized."""
-    return torch_words.fsdp_params(model)
+    return torch_api.fsdp_params(model)
 
 
-def devices_of(held: Sequence[Held], managers: Managers, home: torch.device) -> dict[str, torch.device]:
+def devices_of(held: Sequence[TensorRef], managers: Managers, home: torch.device) -> dict[str, torch.device]:
     """Return the device of each tensor by FQN, or the device that it will be materialized on."""
     return {
         item.fqn: _WantedMemory.of(item, managers, home).device
@@ -67,7 +67,7 @@ def devices_of(held: Sequence[Held], managers: Managers, home: torch.device) -> 
     }
 
 
-def materialize(held: Sequence[Held], managers: Managers, home: torch.device) -> dict[str, torch.Tensor]:
+def materialize(held: Sequence[TensorRef], managers: Managers, home: torch.device) -> dict[str, torch.Tensor]:
     """Allocate uninitialized memory of this rank's shard for every meta tensor. Real tensors are unchanged.
 
     ``managers`` belong to the model. A parameter that is not among them is in no FSDP2 group. Returns this rank's
@@ -83,21 +83,21 @@ def materialize(held: Sequence[Held], managers: Managers, home: torch.device) ->
 class _WantedMemory:
     """A tensor on meta, and the memory it is to have: ``size`` is padded where FSDP2 wants it so."""
 
-    item: Held
+    item: TensorRef
     manager: Any
     size: tuple[int, ...]
     device: torch.device
     is_pinned: bool
 
     @classmethod
-    def of(cls, item: Held, managers: Managers, home: torch.device) -> _WantedMemory:
+    def of(cls, item: TensorRef, managers: Managers, home: torch.device) -> _WantedMemory:
         tensor = item.tensor
         manager = managers.get(tensor) if isinstance(tensor, nn.Parameter) else None
         if manager is None:
             return cls(item, None, tuple(local_tensor(tensor).shape), home, is_pinned=False)
-        device = torch.device("cpu") if torch_words.is_offloaded(manager) else home
-        pins = torch_words.pins_memory(manager)
-        return cls(item, manager, torch_words.padded_size(manager), device, is_pinned=pins)
+        device = torch.device("cpu") if torch_api.is_offloaded(manager) else home
+        pins = torch_api.pins_memory(manager)
+        return cls(item, manager, torch_api.padded_size(manager), device, is_pinned=pins)
 
     def fulfil(self) -> torch.Tensor:
         """Install a tensor with memory, this rank's own part of it."""
@@ -107,8 +107,8 @@ class _WantedMemory:
         else:
             fresh = torch.empty_like(local_tensor(tensor), device=self.device)
         if self.manager is not None:
-            fresh = torch_words.without_padding(self.manager, fresh)
-        made = torch_words.sharded_as(tensor, fresh) if isinstance(tensor, DTensor) else fresh
+            fresh = torch_api.without_padding(self.manager, fresh)
+        made = torch_api.sharded_as(tensor, fresh) if isinstance(tensor, DTensor) else fresh
         if not isinstance(tensor, nn.Parameter):
             self.item.install(made)
             return fresh
@@ -118,16 +118,16 @@ class _WantedMemory:
         take_after(parameter, tensor)
         self.item.install(parameter)
         if self.manager is not None:
-            torch_words.adopt_sharded(self.manager, parameter)
+            torch_api.adopt_sharded(self.manager, parameter)
         return fresh
 
 
 def offloads_shards(managers: Managers) -> bool:
     """Return whether sharded parameters live on the CPU although the mesh is of another device."""
-    return any(torch_words.is_offloaded(manager) for manager in managers.values())
+    return any(torch_api.is_offloaded(manager) for manager in managers.values())
 
 
-class HostLanding:
+class HostStaging:
     """Staging for tensors in host memory. Memory: ``nbytes``, from the first request on that stages anything."""
 
     def __init__(self, nbytes: int) -> None:
@@ -152,7 +152,7 @@ class HostLanding:
         """Wait until all that was put is there."""
 
 
-class DeviceLanding:
+class DeviceStaging:
     """Staging for tensors on an accelerator: two pinned slabs in turn, and a stream of its own.
 
     Created on the thread that made or last wrote the tensors, so that the device's queue is in order.
@@ -209,7 +209,7 @@ class DeviceLanding:
         self._stream.synchronize()
 
 
-Landing: TypeAlias = HostLanding | DeviceLanding
+Landing: TypeAlias = HostStaging | DeviceStaging
 """Staging memory of one worker, and what it does with the bytes in it."""
 
 
@@ -220,12 +220,12 @@ def as_stored(staging: torch.Tensor, segment: Segment, start: int) -> torch.Tens
     return strided_view(values, Strided(0, source.sizes, source.strides))
 
 
-def landings(budget_bytes: int, concurrency: int, device: torch.device) -> Sequence[Landing]:
+def staging_buffers(budget_bytes: int, concurrency: int, device: torch.device) -> Sequence[Landing]:
     """At most ``concurrency`` landings for tensors on a device, that stage together within the budget."""
     staging = staging_within(budget_bytes, concurrency, on_device=device.type != "cpu")
     if device.type == "cpu":
-        return [HostLanding(staging.nbytes) for _ in range(staging.workers)]
-    return [DeviceLanding(staging.nbytes, device) for _ in range(staging.workers)]
+        return [HostStaging(staging.nbytes) for _ in range(staging.workers)]
+    return [DeviceStaging(staging.nbytes, device) for _ in range(staging.workers)]
 
 
 def memory_of(flat: torch.Tensor) -> memoryview:
@@ -245,7 +245,7 @@ def available_memory(home: torch.device) -> Available:
     """
     device_bytes = None
     if home.type != "cpu":
-        from shardwise.models.torch_words import free_memory
+        from shardwise.models.torch_api import free_memory
 
         device_bytes = free_memory(home)
     return Available(device_bytes, host_memory())
@@ -321,7 +321,7 @@ def computing(policy: ReadPolicy, processors: int) -> int:
 
 
 @dataclass
-class Workers(Generic[Task, Tool]):
+class WorkerPool(Generic[Task, Tool]):
     """Threads, each with a tool of its own, that take tasks in their order.
 
     The threads are daemons: one that hangs in a read of a dead file system does not keep the process alive.
@@ -383,10 +383,10 @@ class Workers(Generic[Task, Tool]):
             self._finished.notify_all()
 
 
-class Ahead(Generic[Task]):
+class Prefetch(Generic[Task]):
     """The value of a function that a thread of its own has begun to work out.
 
-    The thread is a daemon, as those of :class:`Workers` are.
+    The thread is a daemon, as those of :class:`WorkerPool` are.
     """
 
     def __init__(self, function: Callable[[], Task]) -> None:

@@ -1,10 +1,10 @@
 """Movement of tensors between ranks: gathers, scatters, resharding, and assembling of a checkpoint's tensors.
 
 [Note: Rounds] All ranks go through the same rounds (:mod:`shardwise.planning.moves`). A rank packs the data that it
-sends, all ranks synchronize (see [Note: Nobody waits in a collective] in :mod:`shardwise.execution.meetings`), and
-one all-to-all moves the bytes. Packing and unpacking, which can fail on one rank alone, are before a meeting, so a
-failed rank never misses a collective that others have entered. A round is on its way while the caller has the one
-before it.
+sends, all ranks synchronize (see [Note: Nobody waits in a collective] in
+:mod:`shardwise.execution.control_channel`), and one all-to-all moves the bytes. Packing and unpacking, which can
+fail on one rank alone, are before a meeting, so a failed rank never misses a collective that others have entered. A
+round is on its way while the caller has the one before it.
 """
 
 from __future__ import annotations
@@ -370,8 +370,8 @@ def gather(
     Collective: yes. Memory: ``budget_bytes``, and the full tensors on the ranks that get them.
 
     Raises:
-        DisagreementError: ranks have different tensors.
-        PlacementError: ranks do not have, together, all of a tensor.
+        RankMismatchError: ranks have different tensors.
+        ShardingError: ranks do not have, together, all of a tensor.
     """
     told = world.all_gather(facts_by_name, tensors)
     held = world.run_all(held_by_rank, told)

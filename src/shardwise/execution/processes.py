@@ -31,9 +31,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import PlacementError, RankLostError, ShardwiseError
+from shardwise.errors import RankLostError, ShardingError, ShardwiseError
+from shardwise.execution.control_channel import TELL_AGAIN_S, TELL_S, waiting_for
 from shardwise.execution.failure_detection import detector_of
-from shardwise.execution.meetings import TELL_AGAIN_S, TELL_S, waiting_for
 
 if TYPE_CHECKING:
     import torch
@@ -245,17 +245,17 @@ def at_own_gpu(rank: int, size: int) -> str:
     """Select this rank's accelerator, if there is one for each rank. Return the backends of its process group.
 
     Raises:
-        PlacementError: a module that was imported before the ranks were forked has begun to use GPUs.
+        ShardingError: a module that was imported before the ranks were forked has begun to use GPUs.
     """
     import torch
 
-    from shardwise.models.torch_words import accelerator, both_backends, is_forked_from_cuda, module_of
+    from shardwise.models.torch_api import accelerator, both_backends, is_forked_from_cuda, module_of
 
     kind = accelerator()
     if kind is None or torch.accelerator.device_count() < size:
         return "gloo"
     if is_forked_from_cuda():
-        raise PlacementError(
+        raise ShardingError(
             "a library that was imported before the ranks were started uses CUDA already, and ranks cannot share "
             f"that; start them by torchrun --nproc-per-node {size} instead"
         )
@@ -282,7 +282,7 @@ def run_launched(environment: Mapping[str, str], function: Callable[..., Any], *
     import torch.distributed as dist
 
     from shardwise.execution.world import World
-    from shardwise.models.torch_words import accelerator, both_backends, default_store, module_of
+    from shardwise.models.torch_api import accelerator, both_backends, default_store, module_of
 
     backend = "gloo"
     kind = accelerator()
@@ -346,7 +346,7 @@ def this_device() -> torch.device:
     import torch
     import torch.distributed as dist
 
-    from shardwise.models.torch_words import accelerator, has_collectives, module_of
+    from shardwise.models.torch_api import accelerator, has_collectives, module_of
 
     kind = accelerator()
     if kind is None or (dist.is_initialized() and not has_collectives(kind)):

@@ -20,11 +20,11 @@ from shardwise.conversion.computed import (
 from shardwise.conversion.expression import Expression, stored_leaves
 from shardwise.conversion.regions import Region
 from shardwise.errors import StorageError
-from shardwise.execution.memory import Landing, Workers, computing, landings, memory_of
+from shardwise.execution.memory import Landing, WorkerPool, computing, memory_of, staging_buffers
 from shardwise.execution.world import Progress, World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import LocalBox
-from shardwise.models.torch_words import to_torch
+from shardwise.models.torch_api import to_torch
 from shardwise.models.view import strided_view
 from shardwise.planning import load_memory
 from shardwise.storage.contract import ReadPolicy, StorageReader
@@ -34,7 +34,7 @@ from shardwise.tensors import Box, Strided
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
+class ReadTarget:
     """A tensor to fill on this rank: its expression, the boxes that this rank holds, its dtype, and its memory."""
 
     fqn: str
@@ -45,7 +45,7 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrangement:
+class ReadSchedule:
     """Schedule of reads: every decision that is made before the targets have memory.
 
     Attributes:
@@ -55,19 +55,19 @@ class Arrangement:
         computed: the blocks that are computed.
     """
 
-    destinations: tuple[Destination, ...]
+    destinations: tuple[ReadTarget, ...]
     files: tuple[str, ...]
     batches: tuple[tuple[torch.device, tuple[load_memory.ReadRequest, ...]], ...]
     computed: tuple[ComputeTask, ...]
 
 
-def arrange(
-    destinations: Iterable[Destination],
+def plan_reads(
+    destinations: Iterable[ReadTarget],
     index: CheckpointIndex,
     policy: ReadPolicy,
     budget_bytes: int,
     start_at: float = 0.0,
-) -> Arrangement:
+) -> ReadSchedule:
     """Decide how destinations are filled. Pure: reads nothing, and takes no memory for values.
 
     Args:
@@ -82,7 +82,7 @@ def arrange(
     leaves = (leaf for item in items for leaf in stored_leaves(item.expression))
     files = sorted({index.entries[leaf.key].file for leaf in leaves})
     computed: list[tuple[int, Computed, Region]] = []
-    on_device: dict[torch.device, list[tuple[int, Destination]]] = {}
+    on_device: dict[torch.device, list[tuple[int, ReadTarget]]] = {}
     for number, item in enumerate(items):
         on_device.setdefault(item.device, []).append((number, item))
     batches: list[tuple[torch.device, tuple[load_memory.ReadRequest, ...]]] = []
@@ -112,11 +112,11 @@ def arrange(
         )
         batches.append((device, tuple(requests)))
     most_bytes = load_memory.ComputingShare.of(budget_bytes, policy.concurrency).most_bytes
-    return Arrangement(items, tuple(files), tuple(batches), tuple(compute_tasks(computed, most_bytes)))
+    return ReadSchedule(items, tuple(files), tuple(batches), tuple(compute_tasks(computed, most_bytes)))
 
 
 @dataclass
-class Placer:
+class ReadExecutor:
     """Carries out copies, and counts the elements written by FQN.
 
     ``budget_bytes`` bounds the staging of all workers together. ``identities`` are those that the files of a remote
@@ -135,7 +135,7 @@ class Placer:
     _last: tuple[object, Mapping[str, torch.Tensor]] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def place(self, arrangement: Arrangement, tensors: Sequence[torch.Tensor]) -> None:
+    def place(self, arrangement: ReadSchedule, tensors: Sequence[torch.Tensor]) -> None:
         """Fill the tensors (this rank's own), one for each destination. Memory: the budget.
 
         Raises:
@@ -155,7 +155,7 @@ class Placer:
                 "again once nobody writes to it"
             )
 
-    def _place(self, arrangement: Arrangement, tensors: Sequence[torch.Tensor], budget_bytes: int) -> None:
+    def _place(self, arrangement: ReadSchedule, tensors: Sequence[torch.Tensor], budget_bytes: int) -> None:
         filling = FilledTensors(tensors, [item.fqn for item in arrangement.destinations])
         for device, requests in arrangement.batches:
             self._carry_out(requests, filling, device, budget_bytes)
@@ -178,13 +178,13 @@ class Placer:
 
     def _arranged(
         self, budget_bytes: int, wanted: Sequence[tuple[Expression, Box, torch.dtype]]
-    ) -> tuple[Arrangement, list[torch.Tensor]]:
+    ) -> tuple[ReadSchedule, list[torch.Tensor]]:
         cpu = torch.device("cpu")
         items = [
-            Destination("", expression, (LocalBox(box, Strided.contiguous(box.sizes)),), dtype, cpu)
+            ReadTarget("", expression, (LocalBox(box, Strided.contiguous(box.sizes)),), dtype, cpu)
             for expression, box, dtype in wanted
         ]
-        arrangement = arrange(items, self.index, self.reader.policy, budget_bytes, self.world.place)
+        arrangement = plan_reads(items, self.index, self.reader.policy, budget_bytes, self.world.place)
         return arrangement, [torch.empty(box.sizes, dtype=dtype, device=cpu) for _, box, dtype in wanted]
 
     def count(self, fqn: str, numel: int) -> None:
@@ -198,9 +198,9 @@ class Placer:
         device: torch.device,
         budget_bytes: int,
     ) -> None:
-        tools = landings(budget_bytes, self.reader.policy.concurrency, device)
+        tools = staging_buffers(budget_bytes, self.reader.policy.concurrency, device)
         try:
-            Workers(partial(self._answer, filling), tools, self.world.check).run(requests)
+            WorkerPool(partial(self._answer, filling), tools, self.world.check).run(requests)
         finally:  # whatever fails, nothing may be on its way to memory that is freed then
             for landing in tools:
                 landing.finish()
@@ -254,9 +254,9 @@ class Placer:
         small = [item for item in made if item.block.nbytes <= share.most_bytes]
         alone = [item for item in made if item.block.nbytes > share.most_bytes]
         if len(small) > 1:
-            tools = landings(share.staging_bytes, policy.concurrency, torch.device("cpu"))
+            tools = staging_buffers(share.staging_bytes, policy.concurrency, torch.device("cpu"))
             tools = tools[: computing(policy, self.processors)]
-            Workers(partial(self._make, filling, share.staging_bytes), tools, self.world.check).run(small)
+            WorkerPool(partial(self._make, filling, share.staging_bytes), tools, self.world.check).run(small)
         else:
             alone += small
         for item in alone:
@@ -305,7 +305,7 @@ def identities_of(
     def identify(file: str, _: None) -> None:
         found[file] = reader.identity(file)
 
-    Workers(identify, [None] * reader.policy.concurrency, check).run(files)
+    WorkerPool(identify, [None] * reader.policy.concurrency, check).run(files)
     return found
 
 

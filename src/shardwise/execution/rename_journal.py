@@ -14,8 +14,8 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution.locked_folder import Marked
-from shardwise.execution.saving_lock import HeldMark, Whose
+from shardwise.execution.locked_folder import LockedFolder
+from shardwise.execution.saving_lock import HeldLock, LockHolder
 from shardwise.formats.accelerate_saves import is_distributed_folder
 from shardwise.formats.distributed import read_metadata
 from shardwise.formats.joining import METADATA
@@ -45,7 +45,7 @@ def work_folder(folder: str | os.PathLike[str], token: str) -> Path:
     return Path(folder, token.join(_WORK))
 
 
-def tidy(marked: Marked) -> None:
+def tidy(marked: LockedFolder) -> None:
     """Finish pending renames, and remove the remains of saves of accelerate's files.
 
     Raises:
@@ -68,7 +68,7 @@ def tidy(marked: Marked) -> None:
             remove_folder(entry.path)
 
 
-def undo(marked: Marked, also: Collection[str] = ()) -> None:
+def undo(marked: LockedFolder, also: Collection[str] = ()) -> None:
     """Remove the files of this save unless it is committed. ``also`` are further folders that it wrote into."""
     root = marked.writer.root
     folders = distributed_folders(root)
@@ -109,7 +109,7 @@ def remove_empty(root: str, folders: Collection[str]) -> None:
             os.rmdir(os.path.join(root, folder))
 
 
-def finish(root: str, file: str, held: HeldMark) -> None:
+def finish(root: str, file: str, held: HeldLock) -> None:
     """Rename the listed files and remove older ones, while holding the lock.
 
     Whoever has taken the folder over does the same meanwhile, and may be done first. Then new files do not exist
@@ -138,7 +138,7 @@ def finish(root: str, file: str, held: HeldMark) -> None:
             return  # what is there by now may be of a newer save
         for name in renames.older:
             if name in there and name not in renames.names:
-                if held.whose() is not Whose.OURS:
+                if held.whose() is not LockHolder.OURS:
                     return  # the list stays until all that is older is gone; whoever has the folder goes on by it
                 writer.remove(name)
         writer.sync_names()

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError, DisagreementError, PlacementError
+from shardwise.errors import ConfigError, RankMismatchError, ShardingError
 from shardwise.execution.checksums import checksums
 from shardwise.execution.moving import Handover, LocalTensor, hand_over
 from shardwise.execution.tensor_facts import TensorFacts, facts_of, held_by_rank
@@ -25,8 +25,8 @@ from shardwise.execution.world import World, digest_of
 from shardwise.layout import TensorKind, place_of
 from shardwise.models.rebind import Bound
 from shardwise.models.selection import Factors
-from shardwise.models.torch_words import sets_grad_dtype
-from shardwise.models.view import Held, local_boxes, local_tensor, strided_view
+from shardwise.models.torch_api import sets_grad_dtype
+from shardwise.models.view import TensorRef, local_boxes, local_tensor, strided_view
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import Item, digest, require_alike
 from shardwise.planning.moves import Boxes, Common, in_common, shares_by_rank, shares_of_first
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class CircleName:
+class ReplicaGroup:
     """Ranks that hold the same elements (number, and digest of their ranks), of buffers or of other tensors."""
 
     size: int
@@ -49,7 +49,7 @@ class CircleName:
 class Replicas:
     """Tensors that this rank holds together with other ranks, by name, on their device."""
 
-    circles: Mapping[CircleName, Mapping[str, Sequence[torch.Tensor]]]
+    circles: Mapping[ReplicaGroup, Mapping[str, Sequence[torch.Tensor]]]
 
     @classmethod
     def among(
@@ -59,23 +59,23 @@ class Replicas:
 
         ``common`` has the tensors that this rank shares with others.
         """
-        found: dict[CircleName, dict[str, list[torch.Tensor]]] = {}
+        found: dict[ReplicaGroup, dict[str, list[torch.Tensor]]] = {}
         for name, boxes in common.items():
             local, places = local_tensor(tensors[name]), local_boxes(tensors[name], name)
             for box, holders in boxes:
-                circle = CircleName(len(holders), name in buffers, digest_of(holders))
+                circle = ReplicaGroup(len(holders), name in buffers, digest_of(holders))
                 part = strided_view(local, place_of(box, places))
                 found.setdefault(circle, {}).setdefault(name, []).append(part)
         return cls(found)
 
-    def digests(self) -> dict[CircleName, bytes]:
+    def digests(self) -> dict[ReplicaGroup, bytes]:
         """Return a digest for each circle, equal on its ranks if the values are."""
         return {
             circle: digest_of(checksums([part for parts in of.values() for part in parts]))
             for circle, of in self.circles.items()
         }
 
-    def details(self, circles: Collection[CircleName]) -> dict[CircleName, dict[str, list[int]]]:
+    def details(self, circles: Collection[ReplicaGroup]) -> dict[ReplicaGroup, dict[str, list[int]]]:
         """Return numbers for each tensor of these circles."""
         return {
             circle: {name: checksums(parts) for name, parts in of.items()}
@@ -84,14 +84,14 @@ class Replicas:
         }
 
 
-DigestWords: TypeAlias = tuple[str, dict[CircleName, bytes]]
+DigestWords: TypeAlias = tuple[str, dict[ReplicaGroup, bytes]]
 """What a rank is asked for, and its digests."""
 
-OddCircles: TypeAlias = frozenset[CircleName]
+OddCircles: TypeAlias = frozenset[ReplicaGroup]
 """The ranks that hold the same, and have different values."""
 
 
-def settle_replicas(world: World, replicas: Replicas, on_differing_buffers: OnDiffering) -> tuple[str, ...]:
+def compare_replicas(world: World, replicas: Replicas, on_differing_buffers: OnDiffering) -> tuple[str, ...]:
     """Compare replicas. Return the names of differing buffers, for which the first rank's values are used.
 
     Collective: yes. At most two meetings. The second only if something differs. Memory: that of
@@ -99,20 +99,20 @@ def settle_replicas(world: World, replicas: Replicas, on_differing_buffers: OnDi
 
     Raises:
         ConfigError: ``on_differing_buffers`` is no such mode.
-        DisagreementError: parameters or optimizer state differ, or buffers that must not. The message names them.
+        RankMismatchError: parameters or optimizer state differ, or buffers that must not. The message names them.
     """
-    odd = world.map_reduce(tell, odd_circles, replicas, on_differing_buffers)
-    return settle_odd(world, replicas, odd, on_differing_buffers)
+    odd = world.map_reduce(tell, mismatched_groups, replicas, on_differing_buffers)
+    return compare_mismatched(world, replicas, odd, on_differing_buffers)
 
 
-def odd_circles(asked: Sequence[DigestWords]) -> OddCircles:
+def mismatched_groups(asked: Sequence[DigestWords]) -> OddCircles:
     """Return the circles with differing values, after all ranks have sent the results of :func:`tell`.
 
     Raises:
-        DisagreementError: ``on_differing_buffers`` is not the same on all ranks.
+        RankMismatchError: ``on_differing_buffers`` is not the same on all ranks.
     """
     if len({mode for mode, _ in asked}) > 1:
-        raise DisagreementError("on_differing_buffers is not the same on all ranks; pass one value on every rank")
+        raise RankMismatchError("on_differing_buffers is not the same on all ranks; pass one value on every rank")
     return frozenset(
         circle
         for circle, found in _by_circle([digests for _, digests in asked]).items()
@@ -120,19 +120,19 @@ def odd_circles(asked: Sequence[DigestWords]) -> OddCircles:
     )
 
 
-def _by_circle(told: Sequence[Mapping[CircleName, T]]) -> dict[CircleName, dict[int, T]]:
+def _by_circle(told: Sequence[Mapping[ReplicaGroup, T]]) -> dict[ReplicaGroup, dict[int, T]]:
     """Group the digests of replicas by rank."""
-    circles: dict[CircleName, dict[int, T]] = {}
+    circles: dict[ReplicaGroup, dict[int, T]] = {}
     for rank, found in enumerate(told):
         for circle, value in found.items():
             circles.setdefault(circle, {})[rank] = value
     return circles
 
 
-def settle_odd(
+def compare_mismatched(
     world: World, replicas: Replicas, odd: OddCircles, on_differing_buffers: OnDiffering
 ) -> tuple[str, ...]:
-    """The same as :func:`settle_replicas`, if the circles with differing values are known.
+    """The same as :func:`compare_replicas`, if the circles with differing values are known.
 
     Collective: yes, if there are any.
     """
@@ -142,7 +142,7 @@ def settle_odd(
 
 
 def _settled(
-    details: Sequence[Mapping[CircleName, Mapping[str, list[int]]]], on_differing_buffers: OnDiffering
+    details: Sequence[Mapping[ReplicaGroup, Mapping[str, list[int]]]], on_differing_buffers: OnDiffering
 ) -> tuple[str, ...]:
     faults: dict[str, set[int]] = {}
     buffers: dict[str, set[int]] = {}
@@ -152,7 +152,7 @@ def _settled(
             if differing := {rank for rank in others if found[rank].get(name) != found[first].get(name)}:
                 (buffers if circle.has_buffers else faults).setdefault(name, set()).update(differing)
     if faults:
-        raise DisagreementError(
+        raise RankMismatchError(
             f"{_told(faults)}, and all that is taken out of the model would be a patchwork of them. Parameters "
             "stay equal where every rank begins with the same values and gradients are averaged. An adapter or a "
             "module that was added after sharding is not averaged: add it before (tuning=..., or before "
@@ -160,7 +160,7 @@ def _settled(
             "gradients. Replicas that have drifted apart go on from the last checkpoint"
         )
     if buffers and on_differing_buffers == "error":
-        raise DisagreementError(
+        raise RankMismatchError(
             f"{_told(buffers)}. These are buffers, such as running statistics: average them over the ranks, "
             "or pass on_differing_buffers='first_rank' for those of the first rank"
         )
@@ -204,12 +204,12 @@ def equal_on_all(
     Memory: the copies, and ``budget_bytes`` for staging, on ``device``.
 
     Raises:
-        DisagreementError: as in :func:`settle_replicas`, or ranks have different tensors.
+        RankMismatchError: as in :func:`compare_replicas`, or ranks have different tensors.
     """
     told = world.all_gather(lambda: {name: facts_of(tensor, name).boxes for name, tensor in tensors.items()})
     held = {name: tuple(found.get(name, ()) for found in told) for name in tensors}
     replicas = world.run_all(lambda: Replicas.among(tensors, in_common(held, world.rank), buffers))
-    differing = settle_replicas(world, replicas, on_differing_buffers)
+    differing = compare_replicas(world, replicas, on_differing_buffers)
     copies = {name: torch.empty_like(tensors[name]) for name in differing}
 
     def begin() -> list[Handover]:
@@ -231,11 +231,11 @@ def equal_on_all(
     return {**tensors, **copies}, differing
 
 
-def require_alike_models(world: World, held: Sequence[Held], bounds: Sequence[Bound]) -> None:
+def require_alike_models(world: World, held: Sequence[TensorRef], bounds: Sequence[Bound]) -> None:
     """Models and optimizers are the same on all ranks, but for their values. Collective: yes.
 
     Raises:
-        DisagreementError: naming tensors that differ.
+        RankMismatchError: naming tensors that differ.
     """
     items = [_item(item) for item in held]
     if len(set(world.all_gather_object(digest(items)))) > 1:
@@ -245,7 +245,7 @@ def require_alike_models(world: World, held: Sequence[Held], bounds: Sequence[Bo
     world.require_equal(setup, "the setup of the optimizers (their classes, groups and settings)")
 
 
-def _item(item: Held) -> Item:
+def _item(item: TensorRef) -> Item:
     tensor = item.tensor
     grad_dtype = ""
     if isinstance(tensor, nn.Parameter) and sets_grad_dtype(tensor):
@@ -266,7 +266,7 @@ class Shares:
     differing: tuple[str, ...]
 
 
-def agree_on_shares(world: World, held: Sequence[Held], on_differing_buffers: OnDiffering) -> Shares:
+def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffers: OnDiffering) -> Shares:
     """Determine the part that each rank sends, and check that replicas are equal.
 
     Every rank reports the tensors that it holds, because a mesh that is a part of the world (the data-parallel
@@ -276,15 +276,15 @@ def agree_on_shares(world: World, held: Sequence[Held], on_differing_buffers: On
     Collective: yes.
 
     Raises:
-        PlacementError: a tensor has no values, an unsupported placement, or elements that no rank holds.
-        DisagreementError: the ranks hold different tensors, or different values of replicas.
+        ShardingError: a tensor has no values, an unsupported placement, or elements that no rank holds.
+        RankMismatchError: the ranks hold different tensors, or different values of replicas.
     """
     require_alike_models(world, held, ())
     saved = [item for item in held if item.kind.is_saved]
 
     def look() -> dict[str, TensorFacts]:
         if absent := [item.fqn for item in saved if item.tensor.is_meta]:
-            raise PlacementError(
+            raise ShardingError(
                 f"{few_names(absent)} on meta: without values, there is nothing to take out; load the model first"
             )
         return {item.fqn: facts_of(item.tensor, item.fqn) for item in saved}
@@ -295,10 +295,10 @@ def agree_on_shares(world: World, held: Sequence[Held], on_differing_buffers: On
     tensors = {item.fqn: item.tensor for item in saved}
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
     replicas = world.run_all(lambda: Replicas.among(tensors, in_common(boxes, world.rank), buffers))
-    return Shares(shares, settle_replicas(world, replicas, on_differing_buffers))
+    return Shares(shares, compare_replicas(world, replicas, on_differing_buffers))
 
 
-def _dealt(saved: Sequence[Held], held: Mapping[str, tuple[Boxes, ...]]) -> dict[str, tuple[Boxes, ...]]:
+def _dealt(saved: Sequence[TensorRef], held: Mapping[str, tuple[Boxes, ...]]) -> dict[str, tuple[Boxes, ...]]:
     made: dict[tuple[int, int, int], tuple[Boxes, ...]] = {}
     shares: dict[str, tuple[Boxes, ...]] = {}
     for number, item in enumerate(saved):
@@ -322,8 +322,8 @@ class PackedRows:
         layer: the layer that dequantizes.
     """
 
-    weight: Held
-    scales: Held
+    weight: TensorRef
+    scales: TensorRef
     layer: Any
 
     def numbers(self, box: Box) -> torch.Tensor:
@@ -345,7 +345,7 @@ def in_numbers(boxes: Boxes) -> Boxes:
     return tuple(Box((box.offsets[0], 2 * box.offsets[1]), (box.sizes[0], 2 * box.sizes[1])) for box in boxes)
 
 
-class Giver:
+class ShardSender:
     """This rank's shares of a model's tensors. Both ``held`` and ``shares`` are by name.
 
     ``packed`` are 4-bit weights that are sent dequantized, by name. Their shares are boxes of dequantized values.
@@ -353,7 +353,7 @@ class Giver:
 
     def __init__(
         self,
-        held: Mapping[str, Held],
+        held: Mapping[str, TensorRef],
         shares: Mapping[str, Sequence[Boxes]],
         rank: int,
         packed: Mapping[str, PackedRows] = NOTHING_PACKED,
@@ -386,7 +386,7 @@ class Giver:
         return strided_view(item.local, place_of(box, local_boxes(item.tensor, item.fqn))).contiguous()
 
 
-class MergingGiver(Giver):
+class MergingShardSender(ShardSender):
     """Shares of the base's tensors plus the adapter's delta.
 
     Args:
@@ -395,14 +395,14 @@ class MergingGiver(Giver):
         rank: this rank.
         factors: by name in the base, of the weights that the adapter changes.
         matrices: all matrices of the adapter, whole, by FQN.
-        packed: as of :class:`Giver`.
+        packed: as of :class:`ShardSender`.
 
     Memory: ``matrices`` and twice the largest share, in float32 for adapted weights.
     """
 
     def __init__(
         self,
-        held: Mapping[str, Held],
+        held: Mapping[str, TensorRef],
         shares: Mapping[str, Sequence[Boxes]],
         rank: int,
         factors: Mapping[str, Factors],

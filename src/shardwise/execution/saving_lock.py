@@ -68,7 +68,7 @@ _GOING_ON: set[str] = set()
 """The tokens of the saves of this process that hold a mark, or are about to."""
 
 
-class Whose(Enum):
+class LockHolder(Enum):
     """Holder of the lease."""
 
     OURS = "this save's"
@@ -76,12 +76,12 @@ class Whose(Enum):
     ANOTHERS = "another save's"
 
 
-def new_token() -> str:
+def new_save_id() -> str:
     """Return a random id for a save, its lease and its files."""
     return secrets.token_hex(4)
 
 
-class HeldMark:
+class HeldLock:
     """The mark of this save, which is renewed until it is released."""
 
     def __init__(self, writer: StorageWriter, token: str) -> None:
@@ -91,9 +91,9 @@ class HeldMark:
         self._thread = threading.Thread(target=self._renew, name="shardwise-mark", daemon=True)
         self._thread.start()
 
-    def whose(self) -> Whose:
+    def whose(self) -> LockHolder:
         """Return the current lease holder."""
-        return whose_mark(self._writer, self.token)
+        return read_lock(self._writer, self.token)
 
     def require(self) -> None:
         """Raises StorageError when the mark is not this save's any more."""
@@ -116,7 +116,7 @@ class HeldMark:
         count = 0
         while not self._ended.wait(RENEWED_S):
             with contextlib.suppress(OSError, StorageError):  # whoever commits finds out
-                if whose_mark(self._writer, self.token) is not Whose.OURS:
+                if read_lock(self._writer, self.token) is not LockHolder.OURS:
                     continue  # it was taken over
                 count += 1
                 if _has_one_name(self._writer):
@@ -125,7 +125,7 @@ class HeldMark:
                     self._writer.replace(_name(self._writer, self.token) + _BEAT, str(count).encode())
 
 
-def take_lock(writer: StorageWriter, token: str) -> HeldMark:
+def take_lock(writer: StorageWriter, token: str) -> HeldLock:
     """Mark the folder as being saved to by this process, for the save that ``token`` (8 hex digits) names.
 
     A lock is taken over if its process on this machine is dead, if it belongs to a finished save of this process,
@@ -142,13 +142,13 @@ def take_lock(writer: StorageWriter, token: str) -> HeldMark:
         else:
             _list_own(writer, token)
         require_lock(writer, token)
-        return HeldMark(writer, token)
+        return HeldLock(writer, token)
     except BaseException:
         _GOING_ON.discard(token)
         raise
 
 
-def whose_mark(writer: StorageWriter, token: str) -> Whose:
+def read_lock(writer: StorageWriter, token: str) -> LockHolder:
     """Return the current lease holder as this writer sees it.
 
     On an object store other saves may be acquiring the lease as well.
@@ -156,10 +156,10 @@ def whose_mark(writer: StorageWriter, token: str) -> Whose:
     found = writer.read(_name(writer, token))
     if found is None:
         if _has_one_name(writer) or not _marks(writer.list()):
-            return Whose.NOBODYS
-        return Whose.ANOTHERS
+            return LockHolder.NOBODYS
+        return LockHolder.ANOTHERS
     mark = _SaverMark.of(found)
-    return Whose.OURS if mark is not None and mark.token == token else Whose.ANOTHERS
+    return LockHolder.OURS if mark is not None and mark.token == token else LockHolder.ANOTHERS
 
 
 def require_lock(writer: StorageWriter, token: str) -> None:

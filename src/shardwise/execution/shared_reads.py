@@ -12,15 +12,15 @@ from torch.distributed.tensor import DTensor
 from shardwise.conversion.computed import computes
 from shardwise.conversion.expression import rows_stored
 from shardwise.execution.moving import Handover, LocalTensor, hand_over
-from shardwise.execution.reading import Destination, Placer
+from shardwise.execution.reading import ReadExecutor, ReadTarget
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox, place_of
-from shardwise.models.view import Held, boxes_of_ranks
+from shardwise.models.view import TensorRef, boxes_of_ranks
 from shardwise.planning import moves
 
 
 def shared_boxes(
-    world: World, held: Mapping[str, Held], items: Sequence[Destination]
+    world: World, held: Mapping[str, TensorRef], items: Sequence[ReadTarget]
 ) -> dict[str, tuple[moves.Boxes, ...]]:
     """The tensors that ranks read together, by name, with the boxes that each rank holds: those with replicas.
 
@@ -45,8 +45,8 @@ def shared_boxes(
 
 
 def shared_parts(
-    world: World, shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[Destination]
-) -> list[Destination]:
+    world: World, shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[ReadTarget]
+) -> list[ReadTarget]:
     """The destinations with only this rank's share of the boxes of those that ranks read together."""
     shares = _shares_of_reads(shared, items)
     return [
@@ -58,7 +58,7 @@ def shared_parts(
 
 
 def _shares_of_reads(
-    shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[Destination]
+    shared: Mapping[str, tuple[moves.Boxes, ...]], items: Sequence[ReadTarget]
 ) -> dict[str, tuple[moves.Boxes, ...]]:
     wanted = sorted((item.fqn, item.dtype.itemsize) for item in items if item.fqn in shared)
     return {
@@ -69,9 +69,9 @@ def _shares_of_reads(
 def exchange_shared(
     world: World,
     shared: Mapping[str, tuple[moves.Boxes, ...]],
-    held: Mapping[str, Held],
-    items: Sequence[Destination],
-    placer: Placer,
+    held: Mapping[str, TensorRef],
+    items: Sequence[ReadTarget],
+    placer: ReadExecutor,
 ) -> None:
     """Send the shares that this rank has read to the other ranks that hold them, and get theirs.
 

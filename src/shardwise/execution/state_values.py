@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise.conversion.expression import Expression
-from shardwise.errors import ConfigError, CoverageError, PlacementError, StorageError
-from shardwise.execution import Patience, moving, tensor_facts
+from shardwise.errors import ConfigError, KeyMismatchError, ShardingError, StorageError
+from shardwise.execution import Timeouts, moving, tensor_facts
 from shardwise.execution.audit import are_equal, require_one_checkpoint
 from shardwise.execution.memory import require_budget
-from shardwise.execution.reading import Destination, Placer, arrange
+from shardwise.execution.reading import ReadExecutor, ReadTarget, plan_reads
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
-from shardwise.models import torch_words
+from shardwise.models import torch_api
 from shardwise.models.view import canonical, local_boxes, local_tensor, raw_bytes
 from shardwise.planning import matching
 from shardwise.report.names import few_names
@@ -35,12 +35,12 @@ class StateOptions:
     Attributes:
         budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
         process_group: the ranks that act together. None is the default group, or this process alone.
-        patience: how long ranks wait for each other.
+        timeouts: how long ranks wait for each other.
     """
 
     budget_bytes: int = 64 << 20
     process_group: dist.ProcessGroup | None = None
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
         require_budget(self.budget_bytes)
@@ -50,7 +50,7 @@ def require_same_call(world: World, *modes: object, options: StateOptions) -> No
     """Raise if ranks pass different arguments. Collective: yes.
 
     Raises:
-        DisagreementError: naming the ranks.
+        RankMismatchError: naming the ranks.
     """
     world.require_equal((repr(modes), options.budget_bytes), "the list of arguments (modes, budget)")
 
@@ -80,29 +80,29 @@ def brought(tensors: Mapping[str, Any]) -> dict[str, matching.Brought]:
 
     Raises:
         ConfigError: a value is no tensor.
-        PlacementError: a tensor is on meta, or is not placed as shards.
+        ShardingError: a tensor is on meta, or is not placed as shards.
     """
     others = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
     if others:
         raise ConfigError(f"{others[0]} in the state is a {_kind(tensors[others[0]])}; only tensors can be set")
-    refuse_meta(tensors, "the state that was given")
+    reject_meta(tensors, "the state that was given")
     return {
         name: matching.Brought(
-            tuple(tensor.shape), torch_words.in_memory(tensor.dtype), tensor_facts.boxes_of(tensor, name)
+            tuple(tensor.shape), torch_api.in_memory(tensor.dtype), tensor_facts.boxes_of(tensor, name)
         )
         for name, tensor in tensors.items()
     }
 
 
-def refuse_meta(tensors: Mapping[str, torch.Tensor], what: str) -> None:
+def reject_meta(tensors: Mapping[str, torch.Tensor], what: str) -> None:
     """Raise for tensors without values.
 
     Raises:
-        PlacementError: naming them.
+        ShardingError: naming them.
     """
     found = [name for name, tensor in tensors.items() if tensor.is_meta]
     if found:
-        raise PlacementError(f"{len(found)} tensors of {what} are on meta and have no values: {few_names(found)}")
+        raise ShardingError(f"{len(found)} tensors of {what} are on meta and have no values: {few_names(found)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class BroughtValues:
         """Raise when names of one tensor come with different values. Collective: yes.
 
         Raises:
-            CoverageError: naming the first two.
+            KeyMismatchError: naming the first two.
         """
         pairs = _pairs(ties, self.tensors)
 
@@ -143,7 +143,7 @@ class BroughtValues:
         Memory: ``budget_bytes``.
 
         Raises:
-            DisagreementError: ranks have different targets.
+            RankMismatchError: ranks have different targets.
         """
         told = world.all_gather(
             lambda: {name: tensor_facts.facts_of(target, name) for name, target in targets.items()}
@@ -179,7 +179,7 @@ def _pairs(ties: Sequence[Sequence[str]], present: Collection[str]) -> list[tupl
 
 def _refuse_untied(odd: Sequence[tuple[str, str]]) -> None:
     for first, other in odd:
-        raise CoverageError(
+        raise KeyMismatchError(
             f"{first} and {other} are one tensor in the model, and two with different values in the state; "
             "leave out the one that does not count"
         )
@@ -230,7 +230,7 @@ class StoredValues:
 
         _refuse_untied([pair for found in world.all_gather(unequal) for pair in found])
 
-    def _are_equal(self, pair: tuple[str, str], placer: Placer, world: World) -> bool:
+    def _are_equal(self, pair: tuple[str, str], placer: ReadExecutor, world: World) -> bool:
         one, other = (self.expressions[name] for name in pair)
         return one.dtype is other.dtype and are_equal(one, other, one.dtype, placer, world.rank, world.size)
 
@@ -257,9 +257,9 @@ class StoredValues:
                 target = targets[name]
                 boxes = tuple(part for part in local_boxes(target, name) if part.box.numel)
                 local = local_tensor(target)
-                items.append(Destination(name, self.expressions[item.name], boxes, local.dtype, local.device))
+                items.append(ReadTarget(name, self.expressions[item.name], boxes, local.dtype, local.device))
             policy = self.reader.policy
-            arrangement = arrange(items, self.index, policy, budget_bytes, world.place)
+            arrangement = plan_reads(items, self.index, policy, budget_bytes, world.place)
             placer.place(arrangement, [local_tensor(targets[item.fqn]) for item in arrangement.destinations])
             for destination in arrangement.destinations:
                 wanted = sum(part.box.numel for part in destination.boxes)
@@ -277,12 +277,12 @@ class StoredValues:
         """Small tensors, whole. Collective: no."""
         wanted = [(self.expressions[name], Box.whole(self.expressions[name].shape)) for name in names]
         placer = self._placer(World(0, 1))
-        found = placer.values_of([(item, box, torch_words.to_torch(item.dtype)) for item, box in wanted])
+        found = placer.values_of([(item, box, torch_api.to_torch(item.dtype)) for item, box in wanted])
         self.read_bytes += placer.read_bytes
         return found
 
-    def _placer(self, world: World) -> Placer:
-        return Placer(self.reader, self.index, self.budget_bytes, _Silent(), world)
+    def _placer(self, world: World) -> ReadExecutor:
+        return ReadExecutor(self.reader, self.index, self.budget_bytes, _Silent(), world)
 
 
 class _Silent:

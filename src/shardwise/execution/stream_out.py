@@ -14,13 +14,13 @@ import torch
 
 from shardwise.conversion.computed import Computed, ComputedBlock, SmallestBlocks, aligned_blocks, computed_leaves
 from shardwise.conversion.expression import Expression
-from shardwise.errors import CoverageError, FormatError
+from shardwise.errors import FormatError, KeyMismatchError
 from shardwise.execution.committing import begin_save, commit_save, undo_save
 from shardwise.execution.memory import memory_of, trim_heap
-from shardwise.execution.reading import Placer
+from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.world import World
 from shardwise.execution.write import OwnFiles, WrittenTensors
-from shardwise.models.torch_words import to_torch
+from shardwise.models.torch_api import to_torch
 from shardwise.planning.merge_plan import Added, Edit, LowRank, Replaced, WeightForm
 from shardwise.planning.save_plan import Saved, SavePlan
 from shardwise.report.names import in_bytes
@@ -130,7 +130,7 @@ class Outgoing:
     """
 
     made: Mapping[str, tuple[DType, Expression]]
-    placer: Placer
+    placer: ReadExecutor
 
     def tensors(self) -> list[Saved]:
         """Key, dtype and shape of all, in order."""
@@ -140,13 +140,13 @@ class Outgoing:
         """Check that computed tensors need at most :data:`COMPUTED_BYTES` at once.
 
         Raises:
-            CoverageError: naming a tensor that does.
+            KeyMismatchError: naming a tensor that does.
         """
         blocks = SmallestBlocks()
         for key, (_, expression) in self.made.items():
             for leaf in computed_leaves(expression):
                 if (nbytes := blocks.nbytes(leaf)) > COMPUTED_BYTES:
-                    raise CoverageError(
+                    raise KeyMismatchError(
                         f"{shown(key)} is made by {leaf.operation.label} of {len(leaf.sources)} tensors, of which "
                         f"{in_bytes(nbytes)} would be needed at once, and {in_bytes(COMPUTED_BYTES)} is the limit; "
                         "do this with transformers, or PEFT, in memory"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.errors import DisagreementError, PlacementError
+from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.models.view import local_boxes
 from shardwise.planning import moves
 from shardwise.report.names import few_names
@@ -41,7 +41,7 @@ def require_same_tensors(told: Sequence[Mapping[str, TensorFacts]]) -> None:
     """Raise when the facts of ranks are not of the same tensors.
 
     Raises:
-        DisagreementError: naming tensors.
+        RankMismatchError: naming tensors.
     """
     first = {name: (item.shape, item.dtype) for name, item in told[0].items()}
     for rank, found in enumerate(told):
@@ -49,7 +49,7 @@ def require_same_tensors(told: Sequence[Mapping[str, TensorFacts]]) -> None:
         if list(mine.items()) == list(first.items()):
             continue
         names = [name for name in dict.fromkeys([*first, *mine]) if mine.get(name) != first.get(name)]
-        raise DisagreementError(
+        raise RankMismatchError(
             f"rank {rank} has other tensors than rank 0 (absent, or of another shape, dtype or order): "
             f"{few_names(names or list(mine))}; build the model and its optimizers alike on every rank"
         )
@@ -59,8 +59,8 @@ def held_by_rank(told: Sequence[Mapping[str, TensorFacts]]) -> dict[str, tuple[m
     """Return the nonempty boxes of every tensor by rank, one value for all tensors with the same layout.
 
     Raises:
-        DisagreementError: ranks have different tensors.
-        PlacementError: ranks do not have, together, all of a tensor.
+        RankMismatchError: ranks have different tensors.
+        ShardingError: ranks do not have, together, all of a tensor.
     """
     require_same_tensors(told)
     made: dict[tuple[moves.Boxes, ...], tuple[moves.Boxes, ...]] = {}
@@ -69,7 +69,7 @@ def held_by_rank(told: Sequence[Mapping[str, TensorFacts]]) -> dict[str, tuple[m
         boxes = tuple(tuple(box for box in found[name].boxes if box.numel) for found in told)
         held[name] = made.setdefault(boxes, boxes)
     if lacking := [name for name, item in told[0].items() if not moves.covers(item.shape, held[name])]:
-        raise PlacementError(
+        raise ShardingError(
             f"the ranks do not hold, together, each element of {few_names(lacking)}; pass a process_group that has "
             "all ranks of the tensors' meshes"
         )

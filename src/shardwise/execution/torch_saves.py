@@ -14,7 +14,7 @@ from typing import IO, Any, TypeAlias, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import FormatError, PlacementError, StorageError
+from shardwise.errors import FormatError, ShardingError, StorageError
 from shardwise.execution.committing import make_file
 from shardwise.execution.distributed_chunks import (
     data_file,
@@ -31,7 +31,7 @@ from shardwise.execution.tensor_facts import TensorFacts, facts_of
 from shardwise.execution.world import World
 from shardwise.execution.write import Sink
 from shardwise.formats.joining import METADATA
-from shardwise.formats.torch_files import refuse_others
+from shardwise.formats.torch_files import reject_others
 from shardwise.models.view import local_boxes, local_tensor
 from shardwise.planning.commit_plan import WrittenFiles, fresh
 from shardwise.storage.contract import StorageWriter
@@ -67,8 +67,8 @@ def write_whole_file(
     Memory: on the first rank all tensors, on others ``budget_bytes``.
 
     Raises:
-        DisagreementError: ranks have different tensors.
-        PlacementError: ranks do not have, together, all of a tensor, or two tensors have one name.
+        RankMismatchError: ranks have different tensors.
+        ShardingError: ranks do not have, together, all of a tensor, or two tensors have one name.
         StorageError: the file could not be written.
     """
     keys: dict[int, str] = {}
@@ -89,7 +89,7 @@ def _require_apart(key_of: Mapping[Levels, str], tensors: Mapping[Levels, torch.
     of: dict[str, int] = {}
     for at, key in key_of.items():
         if of.setdefault(key, id(tensors[at])) != id(tensors[at]):
-            raise PlacementError(f"{key}: two tensors have this name, with dots in other places; rename one")
+            raise ShardingError(f"{key}: two tensors have this name, with dots in other places; rename one")
 
 
 def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: Any) -> tuple[int, WrittenFiles]:
@@ -213,14 +213,14 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
     Collective: yes.
 
     Raises:
-        PlacementError: the number of files is not that of ranks, or tensors contradict their placement.
+        ShardingError: the number of files is not that of ranks, or tensors contradict their placement.
         FormatError: a file holds more than data, or comes from FSDP1.
         StorageError: a file could not be read.
     """
 
     def read() -> Any:
         if len(names) != world.size:
-            raise PlacementError(
+            raise ShardingError(
                 f"{folder}: {len(names)} ranks saved what they held, each into a file of its own, and nothing says "
                 f"how to deal it to {world.size}; load it on {len(names)} ranks (load_accelerate_model does) and "
                 "save it in another form, or save with use_dcp=True"
@@ -256,7 +256,7 @@ def load_plain(file: Path, also: Sequence[Any] = ()) -> Any:
         StorageError: it could not be read.
     """
     with LocalReader(file.parent) as reader:
-        refuse_others(reader, file.name)
+        reject_others(reader, file.name)
     try:
         with torch.serialization.safe_globals(list(also)):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -289,7 +289,7 @@ def _require_sound(tensor: torch.Tensor, what: str) -> None:
             and sum(part.box.numel for part in boxes) == local.numel()
             and (len(boxes) != 1 or tuple(local.shape) == boxes[0].box.sizes)
         )
-    except PlacementError:
+    except ShardingError:
         raise
     except Exception as error:  # of whatever a stranger wrote in place of a mesh
         raise FormatError(
@@ -312,8 +312,8 @@ def write_distributed_folder(
     Memory: ``budget_bytes``, and that only for tensors that are strided, or on an accelerator.
 
     Raises:
-        DisagreementError: ranks have different tensors.
-        PlacementError: the ranks together do not hold all of a tensor, or two tensors have one name.
+        RankMismatchError: ranks have different tensors.
+        ShardingError: the ranks together do not hold all of a tensor, or two tensors have one name.
         StorageError: the folder could not be written to, or somebody else writes there, or has since.
     """
     tensors: dict[Levels, torch.Tensor] = {}
@@ -325,7 +325,7 @@ def write_distributed_folder(
             if isinstance(value, Mapping):
                 continue  # an empty dict; torch leaves it out
             if (key := key_of(way)) in keys:
-                raise PlacementError(f"{key}: two values have this name, with dots in other places; rename one")
+                raise ShardingError(f"{key}: two values have this name, with dots in other places; rename one")
             keys.add(key)
             if isinstance(value, torch.Tensor):
                 tensors[way] = value

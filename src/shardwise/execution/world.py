@@ -24,15 +24,15 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from shardwise import errors
-from shardwise.errors import ConfigError, DisagreementError
-from shardwise.execution import Patience
+from shardwise.errors import ConfigError, RankMismatchError
+from shardwise.execution import Timeouts
 from shardwise.execution.outcomes import SILENT, Failure, Stopped, decode, encode
-from shardwise.models import pretrained, torch_words
+from shardwise.models import pretrained, torch_api
 from shardwise.observing import phase
 from shardwise.report.names import shown_ranks
 
 if TYPE_CHECKING:
-    from shardwise.execution.meetings import Meetings
+    from shardwise.execution.control_channel import ControlChannel
 
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class World:
         rank: int,
         size: int,
         group: dist.ProcessGroup | None = None,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         around: World | None = None,
         purpose: str = "",
         call: str = ANY_CALL,
@@ -62,8 +62,8 @@ class World:
         self.rank = rank
         self.size = size
         self.group = group
-        self.patience = patience or Patience()
-        self.meetings: Meetings | None = None
+        self.timeouts = timeouts or Timeouts()
+        self.meetings: ControlChannel | None = None
         self._around = around
         self._settled: BaseException | None = None
         """The error of the last meeting, on every rank."""
@@ -74,10 +74,10 @@ class World:
             name = f"shardwise/{group.group_name if group is not None else 'all'}{purpose}"
             if around is not None and around.meetings is not None:
                 name += f"/in {around.meetings.name}/{around.meetings.join()}"
-            from shardwise.execution.meetings import Meetings
+            from shardwise.execution.control_channel import ControlChannel
 
             numbers = dist.get_process_group_ranks(group)
-            self.meetings = Meetings(torch_words.default_store(), name, rank, numbers, self.patience, call)
+            self.meetings = ControlChannel(torch_api.default_store(), name, rank, numbers, self.timeouts, call)
             self.while_waiting = None if around is None else around.check
             weakref.finalize(self, self.meetings.close)
 
@@ -85,7 +85,7 @@ class World:
     def current(
         cls,
         group: dist.ProcessGroup | None = None,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         around: World | None = None,
         purpose: str = "",
         call: str = ANY_CALL,
@@ -94,18 +94,18 @@ class World:
 
         Args:
             group: a process group, or None for the default one.
-            patience: how long ranks wait for each other.
+            timeouts: how long ranks wait for each other.
             around: a larger world, in a phase of which the ranks of the group act: they leave their work when that
                 one does.
             purpose: separates meetings that the same ranks hold in two threads at once.
             call: name of the public function, for messages. Ranks that meet in different calls all raise one
-                DisagreementError.
+                RankMismatchError.
         """
         if not dist.is_initialized():
             return cls(0, 1, call=call)
         if dist.get_rank(group) < 0:
             raise ConfigError("this rank is not in the process group it was given")
-        return cls(dist.get_rank(group), dist.get_world_size(group), group, patience, around, purpose, call)
+        return cls(dist.get_rank(group), dist.get_world_size(group), group, timeouts, around, purpose, call)
 
     @property
     def place(self) -> float:
@@ -143,7 +143,7 @@ class World:
         Raises:
             CheckpointError: (or a subclass) the same on every rank, if it raised on any.
             RankLostError: a rank has been lost.
-            DisagreementError: ranks are in different calls.
+            RankMismatchError: ranks are in different calls.
         """
         values: list[T] = []
         self._meet(lambda: values.append(function(*args, **keywords)), lambda _: None)
@@ -208,13 +208,13 @@ class World:
         """Raise on every rank when a value (picklable) differs between ranks. Collective: yes.
 
         Raises:
-            DisagreementError: a value differs. The message has the difference and the ranks without the first
+            RankMismatchError: a value differs. The message has the difference and the ranks without the first
                 rank's value.
         """
-        if odd := self.all_reduce_object(value, OddRanks.among):
-            raise DisagreementError(f"{what} on rank {odd.shown} is not that of rank 0")
+        if odd := self.all_reduce_object(value, MismatchedRanks.among):
+            raise RankMismatchError(f"{what} on rank {odd.shown} is not that of rank 0")
 
-    def sum_words(self, values: Sequence[int]) -> list[int]:
+    def sum_integers(self, values: Sequence[int]) -> list[int]:
         """Sum over all ranks, place by place, modulo 2**64. Collective: yes."""
         words = np.array([value % (1 << 64) for value in values], dtype=np.uint64)
         total = self.all_reduce_object(words, lambda told: np.stack(told).sum(axis=0, dtype=np.uint64))
@@ -255,7 +255,7 @@ class World:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.01)
         except Stopped:
-            torch_words.keep_forever(self.group)
+            torch_api.keep_forever(self.group)
             raise
         work.wait()
 
@@ -346,7 +346,7 @@ def _alone(function: Callable[[], T]) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class OddRanks:
+class MismatchedRanks:
     """Ranks that do not have the first rank's value.
 
     Attributes:
@@ -358,7 +358,7 @@ class OddRanks:
     shown: str
 
     @classmethod
-    def among(cls, values: Sequence[object]) -> OddRanks | None:
+    def among(cls, values: Sequence[object]) -> MismatchedRanks | None:
         """Return the ranks with differing values, or None if all are equal."""
         odd = [rank for rank, value in enumerate(values) if value != values[0]]
         return cls(odd[0], shown_ranks(odd)) if odd else None

@@ -12,14 +12,14 @@ from functools import partial
 import torch
 
 from shardwise.conversion.expression import Expression
-from shardwise.execution.memory import Ahead, Workers, as_stored, memory_of
+from shardwise.execution.memory import Prefetch, WorkerPool, as_stored, memory_of
 from shardwise.execution.moving import Exchange
 from shardwise.execution.reading import bytes_of
-from shardwise.execution.replicas import Giver
+from shardwise.execution.replicas import ShardSender
 from shardwise.execution.world import Progress, World
 from shardwise.formats.contract import TensorEntry
 from shardwise.formats.safetensors_files import NewFile
-from shardwise.models.torch_words import settle, to_torch
+from shardwise.models.torch_api import settle, to_torch
 from shardwise.models.view import strided_view
 from shardwise.planning.fingerprints import MODULUS, fingerprint
 from shardwise.planning.load_memory import ReadRequest, Segment, Staging, aligned
@@ -64,7 +64,7 @@ class Emitter:
                 self.written_bytes[request.file] = done + request.bytes.nbytes
                 self.progress.advance(request.bytes.nbytes)
 
-        Workers(carry_out, self._desks(), self.world.check).run(requests)
+        WorkerPool(carry_out, self._desks(), self.world.check).run(requests)
 
     def finish(self, requests: Sequence[ReadRequest], created: Collection[str] = ()) -> None:
         """Make the bytes of these requests durable.
@@ -77,7 +77,7 @@ class Emitter:
             for file in files:
                 self.writer.sync(file)
 
-        Ahead(sync).value(self.world.check)
+        Prefetch(sync).value(self.world.check)
 
     def require_same(self, reader: StorageReader, requests: Sequence[ReadRequest]) -> list[str]:
         """Read everything back. Return the keys of tensors whose bytes differ from memory.
@@ -94,7 +94,7 @@ class Emitter:
                     if reader.read(request.file, start, start + len(wanted)) != wanted:
                         differing.add(segment.copy.leaf.key)
 
-        Workers(compare, self._desks(), self.world.check).run(requests)
+        WorkerPool(compare, self._desks(), self.world.check).run(requests)
         return sorted(differing)
 
     def _desks(self) -> list[_WorkerStaging]:
@@ -201,7 +201,7 @@ class Sink:
             for item in named:
                 self._seen(*item)
 
-        showing = Ahead(show)
+        showing = Prefetch(show)
         self.writer.write(file, start, buffers)
         showing.value(self._check)
         nbytes = sum(len(data) for _, _, data in named)
@@ -217,7 +217,7 @@ def write_by_owners(
     writer: StorageWriter,
     files: Sequence[NewFile],
     expressions: Mapping[str, Expression],
-    giver: Giver,
+    giver: ShardSender,
     shares: Mapping[str, Sequence[Boxes]],
     *,
     budget_bytes: int,

@@ -186,7 +186,7 @@ _OF_CODES: Final = re.compile(
 )
 
 
-def names_beside(key: str, suffixes: tuple[str, ...], of_weights: tuple[str, ...]) -> list[str]:
+def companion_names(key: str, suffixes: tuple[str, ...], of_weights: tuple[str, ...]) -> list[str]:
     """Return a key with each suffix, and for a ``weight`` also with these names instead."""
     names = [f"{key}{suffix}" for suffix in suffixes]
     return names + [f"{key.removesuffix('weight')}{name}" for name in of_weights if key.endswith(".weight")]
@@ -195,15 +195,15 @@ def names_beside(key: str, suffixes: tuple[str, ...], of_weights: tuple[str, ...
 def scale_names(key: str) -> list[str]:
     """The keys under which any quantizer would store the scales of codes with this key."""
     suffixes = ("_scale_inv", "_scale", "_scales", "_scale_2", ".absmax", ".SCB")
-    return names_beside(key, suffixes, ("scale", "qscale_weight", "SCB"))
+    return companion_names(key, suffixes, ("scale", "qscale_weight", "SCB"))
 
 
 def packed_names(key: str) -> list[str]:
     """The keys under which any quantizer would store codes in place of a tensor with this key."""
-    return names_beside(key, ("_packed", "_blocks"), ("qweight",))
+    return companion_names(key, ("_packed", "_blocks"), ("qweight",))
 
 
-def belongs_to_codes(key: str) -> bool:
+def is_quantization_key(key: str) -> bool:
     """Return whether a key is one that quantizers use for codes or their companions."""
     return _OF_CODES.fullmatch(key) is not None
 

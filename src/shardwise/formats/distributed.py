@@ -25,7 +25,7 @@ from shardwise.formats.contract import (
 from shardwise.formats.pickles import DISTRIBUTED_METADATA, Record, read_pickle
 from shardwise.formats.torch_files import read_torch_file, read_torch_tensor
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.names import shown, unsafe_name_reason
 from shardwise.tensors import Box, ByteRange, DType
 
 SUFFIX = ".distcp"
@@ -261,7 +261,7 @@ class _Parser:
         file, start, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(file, str):
             self.refuse(f"{shown(key)} is in no file")
-        if (fault := why_unsafe(file)) is not None:
+        if (fault := unsafe_name_reason(file)) is not None:
             self.refuse(f"{shown(key)} is in the file {shown(file)}, which is refused: {fault}")
         if type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0 or start + nbytes >= 2**63:
             self.refuse(f"{shown(key)} has no range of bytes in {shown(file)}")

@@ -31,7 +31,7 @@ from shardwise.formats.contract import (
     parse_object,
 )
 from shardwise.storage.contract import FilePlaces, StorageReader
-from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.names import shown, unsafe_name_reason
 from shardwise.tensors import Box, ByteRange, DType, Strided, numel
 
 T = TypeVar("T")
@@ -185,7 +185,7 @@ def _weight_map(
 def _why_not_opened(file: str, suffix: str) -> str | None:
     if not file.endswith(suffix):
         return f"it does not end in {suffix}"
-    return why_unsafe(file)
+    return unsafe_name_reason(file)
 
 
 def _refuse_index(reader: StorageReader, name: str, cause: str) -> NoReturn:
@@ -286,7 +286,7 @@ class FoundTensor:
     chunks: tuple[Chunk, ...]
 
 
-def why_not_strided(strided: Strided, available: int) -> str | None:
+def strided_obstacle(strided: Strided, available: int) -> str | None:
     """Return the reason why a view cannot consist of distinct elements among ``available`` ones, or None."""
     if strided.numel == 0:
         return None

@@ -288,7 +288,7 @@ def quantization_config_of(content: Mapping[str, Any]) -> Mapping[str, Any] | No
     return found[0] if found else None
 
 
-def as_the_model_has_it(reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
+def dequantized_index(reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
     """Return a checkpoint with the model's dequantized tensors if its config has a quantization.
 
     That is ``config.json`` (see :func:`quantization_config_of`), or modelopt's ``hf_quant_config.json``.

@@ -237,7 +237,7 @@ class _Pairing:
         return whole, entry, self.index.entries.get(f"{whole}_scale"), (found, power)
 
     def _scale_of(self, key: str) -> contract.TensorEntry | None:
-        names = contract.names_beside(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
+        names = contract.companion_names(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
         found = [self.index.entries[name] for name in names if name in self.index.entries]
         if len(found) > 1:
             self.fault(f"{shown(key)} has several scales: {', '.join(shown(item.key) for item in found)}")

@@ -292,7 +292,7 @@ class TorchArchive(Archive):
         if tensor.storage.nbytes != place.nbytes:
             self.refuse(f"{shown(name)}: two sizes are told of its storage")
         strided, itemsize = tensor.strided, tensor.dtype.itemsize
-        fault = joining.why_not_strided(strided, place.nbytes // itemsize)
+        fault = joining.strided_obstacle(strided, place.nbytes // itemsize)
         if fault is not None:
             self.refuse(f"{shown(name)}: {fault}", remedy="save a contiguous copy of it (tensor.clone())")
         if strided.numel == 0 or strided.is_contiguous:
@@ -303,7 +303,7 @@ class TorchArchive(Archive):
         return joining.StoredView(self._file, ByteRange(place.start, place.start + whole), tensor.dtype, strided)
 
 
-def refuse_others(reader: StorageReader, file: str) -> None:
+def reject_others(reader: StorageReader, file: str) -> None:
     """Raise :class:`FormatError` for common files that are not archives of ``torch.save``."""
     _refuse_others(FileWindow(reader, file, 0, reader.size(file)), shown(file))
 

@@ -1,12 +1,12 @@
 """Models that are sharded here, in other libraries' ways of training and serving. Loaded when used."""
 
-from shardwise.integrations.accelerate_switch import AccelerateSwitch as AccelerateSwitch
-from shardwise.integrations.accelerate_switch import accelerate as accelerate
+from shardwise.integrations.accelerate_patches import AccelerateSwitch as AccelerateSwitch
+from shardwise.integrations.accelerate_patches import accelerate as accelerate
 from shardwise.integrations.pending import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
 from shardwise.integrations.pending import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
 from shardwise.integrations.pending import fsdp_ram_efficient_loading as fsdp_ram_efficient_loading
 from shardwise.integrations.trainer import ShardwiseTrainer as ShardwiseTrainer
-from shardwise.integrations.trainer_doors import for_trainer as for_trainer
-from shardwise.integrations.trainer_doors import undo_for_trainer as undo_for_trainer
+from shardwise.integrations.trainer_marks import for_trainer as for_trainer
+from shardwise.integrations.trainer_marks import undo_for_trainer as undo_for_trainer
 
 __all__: list[str]

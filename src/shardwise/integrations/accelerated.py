@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.integrations.accelerate_switch import accelerate
+from shardwise.integrations.accelerate_patches import accelerate
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -27,19 +27,19 @@ from torch.optim import Optimizer
 
 from shardwise.conversion.expression import Expression
 from shardwise.engines.arguments import read_index
-from shardwise.engines.bringing_up import decide_ties
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.model_states import set_model_values
 from shardwise.engines.outline import Outline, outline_of
-from shardwise.errors import ConfigError, CoverageError, PlacementError
+from shardwise.engines.pretrained_loading import decide_ties
+from shardwise.errors import ConfigError, KeyMismatchError, ShardingError
 from shardwise.execution.state_values import BroughtValues, StateOptions, StoredValues, Values, by_canonical_names
 from shardwise.execution.world import Clock, World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.models import build, pretrained
-from shardwise.models.rebind import Bound, look_at, plain_optimizer, require_steps_shards
-from shardwise.models.torch_words import buffers_of, parameters_of, writes_to
-from shardwise.models.view import look_inside, without_compile
+from shardwise.models.rebind import Bound, bind_optimizers, plain_optimizer, require_steps_shards
+from shardwise.models.torch_api import buffers_of, parameters_of, writes_to
+from shardwise.models.view import collect_tensors, without_compile
 from shardwise.planning.load_plan import Ignore
 from shardwise.planning.matching import Tolerance
 from shardwise.storage.reading import LocalReader, OpenStorage
@@ -80,7 +80,7 @@ Awaited: TypeAlias = tuple[Pending, dict[str, Expression]]
 
 def awaited_in(model: nn.Module) -> list[Awaited]:
     """All that is pending in a model and the models inside of it, by the names that tensors have now."""
-    held = look_inside(model)
+    held = collect_tensors(model)
     on_meta = {name for item in held for name in item.names if item.tensor.is_meta}
     copies = peft_compat.copied_names(model)
     found: list[Awaited] = []
@@ -147,7 +147,7 @@ def load_later(
         transforms = list(load_config.weight_mapping or ())
         drawn = outline_of(model, source.index, build.dtype_of_load(load_config), transforms)
         for sentence in drawn.bindings.faults:
-            raise CoverageError(f"{folder}: {sentence}")
+            raise KeyMismatchError(f"{folder}: {sentence}")
         # Both names of a tie may be stored, and what transformers compares is on meta.
         untied, _ = decide_ties(world, drawn, drawn.ties_stored_twice(), source, options)
         for name in untied:
@@ -198,7 +198,7 @@ def _registered(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor
 def _left(model: Any, folder: Path, drawn: Outline, index: CheckpointIndex) -> Any:
     """Record the pending tensors. Return the loading info for transformers."""
     offers = drawn.bindings_less_ties().offers
-    held = look_inside(model)
+    held = collect_tensors(model)
     missing: set[str] = set()
     mismatched: set[tuple[str, Any, Any]] = set()
     tensors: dict[int, tuple[torch.Tensor, Expression, int]] = {}
@@ -210,7 +210,7 @@ def _left(model: Any, folder: Path, drawn: Outline, index: CheckpointIndex) -> A
             if not claims:
                 missing.add(name)
             elif len(claims) > 1:
-                raise CoverageError(f"{folder}: {name} is stored more than once")
+                raise KeyMismatchError(f"{folder}: {name} is stored more than once")
             elif claims[0].shape != tuple(item.tensor.shape):
                 mismatched.add((name, torch.Size(claims[0].shape), item.tensor.shape))
             else:
@@ -286,9 +286,9 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *objects: Any)
     Collective: yes, over all ranks.
 
     Raises:
-        PlacementError: an optimizer holds tensors that are not parameters of the model, or has stepped already.
+        ShardingError: an optimizer holds tensors that are not parameters of the model, or has stepped already.
         ConfigError: the model is on meta, and the plugin does not load it.
-        DisagreementError: it is so on some ranks only.
+        RankMismatchError: it is so on some ranks only.
     """
     models = [item for item in objects if isinstance(item, nn.Module)]
     if len(models) != 1:
@@ -323,8 +323,8 @@ def load_full_state_dict(
     Memory: this rank's shards, and 256 MiB of staging.
 
     Raises:
-        PlacementError: tensors have values neither on the first rank nor in files.
-        CoverageError, DisagreementError, StorageError: as of :func:`~shardwise.engines.loading.load`.
+        ShardingError: tensors have values neither on the first rank nor in files.
+        KeyMismatchError, RankMismatchError, StorageError: as of :func:`~shardwise.engines.loading.load`.
     """
     plain = without_compile(model)
     awaited = _awaited.get(plain, [])
@@ -343,12 +343,12 @@ def load_full_state_dict(
 
 
 def _look(accelerator: Any, model: nn.Module, optimizers: list[Optimizer]) -> tuple[list[Bound], list[Awaited]]:
-    held = look_inside(model)
+    held = collect_tensors(model)
     require_steps_shards(optimizers)
-    bounds = look_at(optimizers, held)
+    bounds = bind_optimizers(optimizers, held)
     for bound in bounds:
         if bound.tensors or bound.scalars:
-            raise PlacementError(
+            raise ShardingError(
                 f"optimizer {bound.index} ({type(bound.optimizer).__name__}) has stepped already, and accelerate "
                 "would lose its state; prepare it before its first step, and load its state afterwards"
             )
@@ -364,7 +364,7 @@ def _look(accelerator: Any, model: nn.Module, optimizers: list[Optimizer]) -> tu
 
 def _rebind(model: nn.Module, bounds: list[Bound]) -> None:
     """Give optimizers the parameters that have taken the places of theirs."""
-    now = {name: item.tensor for item in look_inside(model) for name in item.names}
+    now = {name: item.tensor for item in collect_tensors(model) for name in item.names}
     for bound in bounds:
         for names, group in zip(bound.groups, bound.optimizer.param_groups, strict=True):
             group["params"] = [now[name] for name in names]
@@ -381,7 +381,7 @@ def _refuse_lost(full_sd: Mapping[str, torch.Tensor], live: Mapping[str, torch.T
     on_meta = {name: value for name, value in full_sd.items() if value.is_meta}
     lost = [name for name in by_canonical_names(on_meta, "the model") if name not in in_files and name not in live]
     if lost:
-        raise PlacementError(
+        raise ShardingError(
             f"{', '.join(lost[:5])}{f' and {len(lost) - 5} more' if len(lost) > 5 else ''}: on meta, in no file, "
             "made or changed from weights that from_pretrained had not read yet (a vocabulary that was resized, "
             "an adapter that begins with the base's weights, a copy of the model). Do that by "

@@ -2,9 +2,9 @@
 
 [Note: A rank that fails alone] Within a step ranks work by themselves in two places: while the batches are made,
 and in the loss, once the model has run. A rank that raises there leaves the training and announces its error
-([Note: Nobody waits in a collective] in ``execution/meetings.py``). The others would enter a collective and wait
-for it. So they meet first, over the store, which takes about a millisecond. On an accelerator, not after the loss:
-numerical errors of a loss appear only after synchronizing with the device, which is too slow for each step.
+([Note: Nobody waits in a collective] in ``execution/control_channel.py``). The others would enter a collective and
+wait for it. So they meet first, over the store, which takes about a millisecond. On an accelerator, not after the
+loss: numerical errors of a loss appear only after synchronizing with the device, which is too slow for each step.
 
 Whatever a rank raises elsewhere finds the others in a collective already. Those cannot be interrupted. A rank that
 is still in one a quarter of a minute after another has left reports it and exits.
@@ -29,14 +29,14 @@ from torch import nn
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.state import TrainState, generator_states, in_words, restore_generators
-from shardwise.errors import ConfigError, CoverageError, RankLostError
-from shardwise.execution.locked_folder import Marked
-from shardwise.execution.lost_ranks import naming_the_lost
+from shardwise.errors import ConfigError, KeyMismatchError, RankLostError
+from shardwise.execution.collective_errors import translate_collective_errors
+from shardwise.execution.locked_folder import LockedFolder
 from shardwise.execution.world import World
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
 from shardwise.integrations.agreed_events import AgreedEvents, raise_together
-from shardwise.integrations.trainer_doors import already_sharded, given_arguments, require_trainable
+from shardwise.integrations.trainer_marks import already_sharded, given_arguments, require_trainable
 from shardwise.integrations.trainer_runs import MODEL_ALONE, TrainerFacts
 from shardwise.interchange.trainer_restoring import load_trainer_checkpoint
 from shardwise.models.rebind import plain_optimizer, require_made_for_shards
@@ -70,7 +70,7 @@ class ShardwiseTrainer(_Trainer):
     exception of a callback on one rank is raised on all.
 
     Raises:
-        ConfigError: the model has not been to :func:`~shardwise.integrations.trainer_doors.for_trainer`, or the
+        ConfigError: the model has not been to :func:`~shardwise.integrations.trainer_marks.for_trainer`, or the
             arguments would have it sharded again, or trained by each rank alone.
     """
 
@@ -165,7 +165,7 @@ class ShardwiseTrainer(_Trainer):
         if watched.size > 1:
             watched.all_gather_object(None)
         try:
-            named = naming_the_lost(watched, self._where, _end_stuck, self.is_asked_to_stop)
+            named = translate_collective_errors(watched, self._where, _end_stuck, self.is_asked_to_stop)
             with named, self._meeting(watched):
                 return super().train(None if source is None else str(source), *others, **keywords)
         finally:
@@ -205,7 +205,7 @@ class ShardwiseTrainer(_Trainer):
         what = f"resume_from_checkpoint={str(source)!r}"
         own = in_words(self._only())
         if facts.holds not in (own, MODEL_ALONE):
-            raise CoverageError(
+            raise KeyMismatchError(
                 f"{what}: holds the state of {facts.holds}, and this training has {own}; resume it with the tuning "
                 "that it was saved with (Full, Freeze, Lora, and the adapter's name)"
             )
@@ -228,7 +228,7 @@ class ShardwiseTrainer(_Trainer):
         folder = folders.folder_of(run, step)
         with (
             World.current(call="Trainer._save_checkpoint") as world,
-            folders.marked_for(world, run, step) as saving,
+            folders.locked_for(world, run, step) as saving,
         ):
             with self._keeping_all() as limit:  # what is older goes when the new one counts
                 failure = _failure_of(super()._save_checkpoint, model, trial)
@@ -265,7 +265,7 @@ class ShardwiseTrainer(_Trainer):
         finally:
             self.args.save_total_limit = limit
 
-    def _end_save(self, run: Path, limit: int | None, marked: Marked) -> None:
+    def _end_save(self, run: Path, limit: int | None, marked: LockedFolder) -> None:
         """Remove checkpoints above the limit, and release the lock."""
         kinds = folders.checkpoints_in(run)
         complete = [step for step, kind in kinds.items() if kind is folders.FolderKind.COMPLETE]

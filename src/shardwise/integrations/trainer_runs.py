@@ -25,9 +25,9 @@ from typing import Any, Literal
 from shardwise.checkpoints.folder import newest_in
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.committing import publish, write_again
-from shardwise.execution.locked_folder import Marked, Saving, marked_by_first, marked_here
+from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank, locked_here
 from shardwise.execution.rename_journal import remove_unnamed
-from shardwise.execution.saving_lock import Whose
+from shardwise.execution.saving_lock import LockHolder
 from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
@@ -236,7 +236,7 @@ def steps_to_remove(complete: Sequence[int], limit: int | None, best: int | None
     return others[: max(0, len(complete) - max(limit, len(kept)))]
 
 
-def marked_for(world: World, run: Path, step: int) -> AbstractContextManager[Saving]:
+def locked_for(world: World, run: Path, step: int) -> AbstractContextManager[Saving]:
     """Lock an output folder while the checkpoint of this step is saved there, and remove remains.
 
     Collective: yes, at the beginning.
@@ -244,10 +244,10 @@ def marked_for(world: World, run: Path, step: int) -> AbstractContextManager[Sav
     Raises:
         StorageError: another save is in progress there or has saved this step, or files of others are in the way.
     """
-    return marked_by_first(world, run, partial(_begin, run, step), partial(_undo, run, step))
+    return locked_by_first_rank(world, run, partial(_begin, run, step), partial(_undo, run, step))
 
 
-def _begin(run: Path, step: int, marked: Marked) -> None:
+def _begin(run: Path, step: int, marked: LockedFolder) -> None:
     _remove_left(run)  # before it is looked what counts; see [Note: Asked again]
     folder = folder_of(run, step)
     if folder.is_dir():
@@ -260,12 +260,12 @@ def _begin(run: Path, step: int, marked: Marked) -> None:
         writer.sync_names()
 
 
-def _undo(run: Path, step: int, marked: Marked) -> None:
+def _undo(run: Path, step: int, marked: LockedFolder) -> None:
     """Remove the files written for the step, unless it is committed or the folder belongs to another save."""
     folder = folder_of(run, step)
     if not folder.is_dir():
         return
-    if marked.held.whose() is Whose.OURS:
+    if marked.held.whose() is LockHolder.OURS:
         if (folder / BEGUN_FILE).is_file():
             _remove_unless_it_counts(folder)
         return
@@ -279,7 +279,7 @@ def _undo(run: Path, step: int, marked: Marked) -> None:
                 os.rmdir(folder)
 
 
-def complete(marked: Marked, folder: Path, facts: TrainerFacts) -> None:
+def complete(marked: LockedFolder, folder: Path, facts: TrainerFacts) -> None:
     """Have a checkpoint count, once all that is in it lasts.
 
     Raises:
@@ -310,19 +310,19 @@ def _lasting(writer: FoldersWriter) -> set[str]:
     return found
 
 
-def remove_under(marked: Marked, run: Path, steps: Sequence[int]) -> None:
+def remove_under(marked: LockedFolder, run: Path, steps: Sequence[int]) -> None:
     """Remove checkpoints of a locked output folder, the file that commits each one first.
 
     Raises:
         StorageError: something cannot be removed.
     """
     for step in steps:
-        if marked.held.whose() is not Whose.OURS:
+        if marked.held.whose() is not LockHolder.OURS:
             return  # whoever has the folder by now does it
         try:
             _remove(folder_of(run, step))
         except StorageError:
-            if marked.held.whose() is Whose.OURS:
+            if marked.held.whose() is LockHolder.OURS:
                 raise  # else another one is removing the same
 
 
@@ -332,7 +332,7 @@ def remove_left(run: Path) -> None:
     Raises:
         StorageError: another save is in progress there, or a file cannot be removed.
     """
-    with marked_here(run):
+    with locked_here(run):
         _remove_left(run)
 
 
@@ -342,7 +342,7 @@ def remove_but(run: Path, best: int) -> None:
     Raises:
         StorageError: another save is in progress there, or a file cannot be removed.
     """
-    with marked_here(run) as marked:
+    with locked_here(run) as marked:
         complete = [step for step, kind in checkpoints_in(run).items() if kind is FolderKind.COMPLETE]
         remove_under(marked, run, [step for step in complete if step != best])
 

@@ -44,7 +44,7 @@ def weight_source(
         only: ``None``, or ``MergedAdapter()``: the base with a LoRA merged in, under the base's names.
         dtype: of floating-point tensors. None keeps each tensor's dtype.
         to: ``"all_ranks"``, or ``"first_rank"`` if only rank 0 sends (NCCL). The others get tensors on meta.
-        options: bucket, device, process group, patience.
+        options: bucket, device, process group, timeouts.
 
     Raises:
         ConfigError: vLLM is not installed, or older than 0.33.
@@ -101,7 +101,7 @@ def load_into(
         model: sharded or not, in the same state on every rank.
         only: ``None``, or ``MergedAdapter()``: the base with a LoRA merged in, under the base's names.
         dtype: of floating-point tensors. None keeps each tensor's dtype.
-        options: bucket, device, process group, patience.
+        options: bucket, device, process group, timeouts.
 
     Raises:
         ConfigError: the engine stopped before the last tensor.
@@ -123,5 +123,5 @@ def load_into(
         return taken
 
     # A rank may have got all that it wants of the others before one of them fails.
-    with World.current(options.process_group, options.patience, call="load_into") as world:
+    with World.current(options.process_group, options.timeouts, call="load_into") as world:
         return world.run_all(hand_over)

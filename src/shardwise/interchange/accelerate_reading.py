@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise.engines.arguments import world_of
 from shardwise.engines.model_states import set_model_values, stored_values
-from shardwise.engines.optimizer_fit import Ours
+from shardwise.engines.optimizer_fit import OptimizerTargets
 from shardwise.engines.optimizer_states import set_optimizer_values
 from shardwise.execution import state_values
 from shardwise.execution.rename_journal import as_renamed, home_of, lists_in
@@ -23,10 +23,10 @@ from shardwise.execution.world import Clock, World
 from shardwise.formats import accelerate_saves
 from shardwise.formats.joining import METADATA
 from shardwise.interchange.accelerate_writing import beside_trained
-from shardwise.models.optimizer_state import Given, ParameterOrder, read, with_names
+from shardwise.models.optimizer_parsing import ParameterOrder, ParsedState, read, with_names
 from shardwise.models.rebind import label
 from shardwise.models.selection import AdapterOnly, Selection
-from shardwise.models.view import canonical, look_inside, without_compile
+from shardwise.models.view import canonical, collect_tensors, without_compile
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import Ignore
 from shardwise.planning.matching import OnFault, Tolerance
@@ -50,7 +50,7 @@ class FilesSource:
         """Raise if ranks pass different arguments. Collective: yes.
 
         Raises:
-            DisagreementError: naming the ranks.
+            RankMismatchError: naming the ranks.
         """
         state_values.require_same_call(
             world, os.fspath(self.path), self.number, mode, self.tolerance, options=self.options
@@ -72,7 +72,7 @@ def load_accelerate_model(
     """Give a model the values that accelerate saved under FSDP, of version 1 or 2, in any of its forms.
 
     Every rank reads its own bytes, on any number of ranks. Only per-rank files need as many ranks as wrote them.
-    Values are cast as ``set_model_state`` does. No code in a file is run.
+    Values are cast as ``set_model_state_dict`` does. No code in a file is run.
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: ``options.budget_bytes``.
@@ -85,15 +85,15 @@ def load_accelerate_model(
         on_missing: ``Ignore(only=...)`` for tensors that may keep their values.
         on_unexpected: ``Ignore(only=...)`` for names that the model does not have.
         on_mismatched: ``Ignore(only=...)`` for tensors that may keep their values where the shape differs.
-        options: budget, process group, patience.
+        options: budget, process group, timeouts.
 
     Raises:
         ConfigError: an argument is not supported, or the model is stored in several forms.
-        CoverageError: missing, unexpected or mismatched tensors, all at once.
-        DisagreementError: ranks have different models, or files of ranks that do not fit together.
+        KeyMismatchError: missing, unexpected or mismatched tensors, all at once.
+        RankMismatchError: ranks have different models, or files of ranks that do not fit together.
         FormatError: the files are not accelerate's, are incomplete, contain objects other than data, or are in an
             unsupported form (LOCAL_STATE_DICT of FSDP1).
-        PlacementError: files of ranks are of another number of ranks.
+        ShardingError: files of ranks are of another number of ranks.
         StorageError: bytes could not be read.
         RankLostError: a rank has been lost.
 
@@ -123,7 +123,7 @@ def load_accelerate_optimizer(
 ) -> StateReport:
     """Set an optimizer's state from accelerate's files in any form, or from a file of ``optimizer.state_dict()``.
 
-    As :func:`~shardwise.engines.optimizer_states.set_optimizer_state`, with the reading of
+    As :func:`~shardwise.engines.optimizer_states.set_optimizer_state_dict`, with the reading of
     :func:`load_accelerate_model`, whose errors it has, too.
 
     Args:
@@ -132,10 +132,10 @@ def load_accelerate_optimizer(
         path: the folder that holds models and optimizers, or the optimizer's own file or folder in it.
         number: of the optimizer among those in the folder.
         order: ``"name"``, or ``"position"`` for a state that identifies parameters by numbers without names.
-        on_missing: as of :func:`~shardwise.engines.optimizer_states.set_optimizer_state`.
+        on_missing: as of :func:`~shardwise.engines.optimizer_states.set_optimizer_state_dict`.
         on_unexpected: likewise.
         on_mismatched: likewise.
-        options: budget, process group, patience.
+        options: budget, process group, timeouts.
 
     Raises:
         ConfigError: the state has numbers instead of names, and ``order`` does not map them.
@@ -161,7 +161,7 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
             if isinstance(only, AdapterOnly):
                 # What PEFT saves of the base (embeddings), accelerate leaves out of one file, in which it has
                 # what torch does not know as frozen: buffers, and the second names of tied parameters.
-                untouched = world.run_all(lambda: beside_trained(look_inside(model), only.adapter))
+                untouched = world.run_all(lambda: beside_trained(collect_tensors(model), only.adapter))
                 missing, unexpected = tolerance.missing, tolerance.unexpected
                 tolerance = replace(
                     tolerance, missing=_also(missing, untouched), unexpected=_also(unexpected, untouched)
@@ -187,7 +187,7 @@ def read_optimizer(
         with clock.phase("agree"):
             found = _found(world, source, accelerate_saves.OPTIMIZER, stack)
 
-        def take_apart(ours: Ours) -> tuple[Given, state_values.Values]:
+        def take_apart(ours: OptimizerTargets) -> tuple[ParsedState, state_values.Values]:
             return _state_of_optimizer(world, found, ours, order, options, stack)
 
         return set_optimizer_values(
@@ -219,11 +219,11 @@ def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> sta
 def _state_of_optimizer(
     world: World,
     found: accelerate_saves.AccelerateSave,
-    ours: Ours,
+    ours: OptimizerTargets,
     order: ParameterOrder,
     options: state_values.StateOptions,
     stack: ExitStack,
-) -> tuple[Given, state_values.Values]:
+) -> tuple[ParsedState, state_values.Values]:
     """Return this rank's part of the stored state, and the values of its tensors. Collective: yes."""
     if isinstance(found, accelerate_saves.OfRanks):
         state = read_rank_file(world, Path(found.folder), found.files)
@@ -232,7 +232,7 @@ def _state_of_optimizer(
     reader = stack.enter_context(world.run_all(LocalReader, found.folder))
     file = found.file if isinstance(found, accelerate_saves.WholeFile) else None
 
-    def look() -> tuple[SavedTree, Given, dict[str, Levels]]:
+    def look() -> tuple[SavedTree, ParsedState, dict[str, Levels]]:
         tree = read_distributed_tree(reader, options.budget_bytes) if file is None else read_file_tree(reader, file)
         saved = tree.inside("optimizer")
         return saved, *_read(saved.tree, ours, order)
@@ -241,7 +241,7 @@ def _state_of_optimizer(
     expressions = stored_tensors(saved.index)
     by_label = {name: expressions[saved.keys[ways[name]]] for name in given.tensors}
     values = state_values.StoredValues(reader, saved.index, by_label, options.budget_bytes)
-    return (given if world.rank == 0 else Given()), values
+    return (given if world.rank == 0 else ParsedState()), values
 
 
 def _found(
@@ -264,11 +264,11 @@ def _found(
     return world.broadcast(accelerate_saves.find_saved, path, kind, number)
 
 
-def _read(state: Any, ours: Ours, order: ParameterOrder) -> tuple[Given, dict[str, Levels]]:
+def _read(state: Any, ours: OptimizerTargets, order: ParameterOrder) -> tuple[ParsedState, dict[str, Levels]]:
     """A state taken apart, and the way to each of its values, by label.
 
     Raises:
-        ConfigError, CoverageError: it has another layout, or unknown parameters.
+        ConfigError, KeyMismatchError: it has another layout, or unknown parameters.
     """
     if isinstance(state, Mapping) and "param_groups" in state:
         state = {"state": {}, **state}  # a folder has no room for an empty dict

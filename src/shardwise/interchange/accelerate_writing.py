@@ -21,17 +21,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engines.arguments import world_of
-from shardwise.engines.model_states import take_out_model
-from shardwise.engines.optimizer_states import take_out_optimizers
+from shardwise.engines.model_states import collect_model
+from shardwise.engines.optimizer_states import collect_optimizers
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution import committing, rename_journal
-from shardwise.execution.locked_folder import Marked, Saving, marked_by_first, marked_here
+from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank, locked_here
 from shardwise.execution.state_values import StateOptions, require_same_call
 from shardwise.execution.torch_saves import flattened, write_distributed_folder, write_rank_files, write_whole_file
 from shardwise.execution.world import World
 from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER, SavedKind, is_of_accelerate
 from shardwise.models.selection import AdapterOnly, Selection
-from shardwise.models.view import Held, without_compile
+from shardwise.models.view import TensorRef, without_compile
 from shardwise.planning.commit_plan import WrittenFiles, fresh
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.matching import FileForm, require_file_form
@@ -60,7 +60,7 @@ class FilesPlace:
         """Raise if it is not supported, or if ranks pass different arguments. Collective: yes.
 
         Raises:
-            ConfigError, DisagreementError: the message has the argument.
+            ConfigError, RankMismatchError: the message has the argument.
         """
 
         def check() -> None:
@@ -101,12 +101,12 @@ def save_accelerate_model(
         only: ``None``, or ``AdapterOnly()`` for an adapter of PEFT's.
         on_differing_buffers: buffers that have other values on some ranks than on others are the first rank's,
             ``"first_rank"``, or an error, ``"error"``.
-        options: budget, process group, patience.
+        options: budget, process group, timeouts.
 
     Raises:
         ConfigError: an argument cannot be honored.
-        PlacementError: tensors are on meta, or are placed neither as shards nor as replicas.
-        DisagreementError: ranks have different models or arguments, or different values of replicas.
+        ShardingError: tensors are on meta, or are placed neither as shards nor as replicas.
+        RankMismatchError: ranks have different models or arguments, or different values of replicas.
         StorageError: files could not be written. The older ones are unchanged.
         RankLostError: a rank has been lost.
 
@@ -128,10 +128,10 @@ def save_accelerate_optimizer(
 
     ``"full"`` is ``optimizer.bin`` (``optimizer_1.bin``), ``"sharded"`` is ``optimizer_0/``, and
     ``"local"`` are ``optimizer_0_rank0.bin`` and so on. The layout inside is that of
-    :func:`~shardwise.engines.optimizer_states.optimizer_state`.
+    :func:`~shardwise.engines.optimizer_states.get_optimizer_state_dict`.
 
     Collective, Memory, Raises: as for :func:`save_accelerate_model`. State that cannot be sharded is a
-    PlacementError.
+    ShardingError.
 
     Args:
         model: whose parameters the optimizer holds.
@@ -139,7 +139,7 @@ def save_accelerate_optimizer(
         directory: the folder that holds models and optimizers.
         form: in which form.
         number: of the optimizer among those in the folder.
-        options: budget, process group, patience.
+        options: budget, process group, timeouts.
     """
     return save_optimizer(model, optimizer, FilesPlace(Path(directory), number, form), options)
 
@@ -156,7 +156,7 @@ def save_model(
     model = without_compile(model)
     with world_of(options, "save_accelerate_model") as world, torch.device("cpu"):
         place.agree(world, only, on_differing_buffers, options=options)
-        taken = take_out_model(world, model, only, on_differing_buffers, options)
+        taken = collect_model(world, model, only, on_differing_buffers, options)
         state = taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
         if place.form == "full" and isinstance(only, AdapterOnly):
             untouched = beside_trained(taken.held, only.adapter)
@@ -176,12 +176,12 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, place: FilesPlace, op
     model = without_compile(model)
     with world_of(options, "save_accelerate_optimizer") as world, torch.device("cpu"):
         place.agree(world, options=options)
-        taken = take_out_optimizers(world, model, optimizer, "the optimizer", options)
+        taken = collect_optimizers(world, model, optimizer, "the optimizer", options)
         path, nbytes = _write(world, place, OPTIMIZER, taken.written(), taken.home, options)
     return FilesReport(str(path), len(taken.tensors), nbytes, time.perf_counter() - start)
 
 
-def beside_trained(held: Sequence[Held], adapter: str) -> list[str]:
+def beside_trained(held: Sequence[TensorRef], adapter: str) -> list[str]:
     """All names of tensors that are not trained, nor the adapter's own, in a model of which something is."""
     untouched = [
         name
@@ -205,7 +205,7 @@ def _write(
         path, nbytes, written = _written(world, place.part_of.saving, place, kind, state, home, options)
         place.part_of.parts.append(written)
         return path, nbytes
-    with marked_by_first(world, place.folder, rename_journal.tidy, rename_journal.undo) as saving:
+    with locked_by_first_rank(world, place.folder, rename_journal.tidy, rename_journal.undo) as saving:
         path, nbytes, written = _written(world, saving, place, kind, state, home, options)
         world.broadcast(lambda: committing.commit_written(saving.marked, written, _older(place, kind, written)))
     return path, nbytes
@@ -311,16 +311,16 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
     """
     carried: set[str] = set()
 
-    def begin(marked: Marked) -> None:
+    def begin(marked: LockedFolder) -> None:
         rename_journal.tidy(marked)
         if is_new:
             _require_new(marked)
         os.mkdir(rename_journal.work_folder(folder, marked.token))
 
-    def end(marked: Marked) -> None:
+    def end(marked: LockedFolder) -> None:
         rename_journal.undo(marked, carried)
 
-    with marked_by_first(world, folder, begin, end) as saving:
+    with locked_by_first_rank(world, folder, begin, end) as saving:
         work = WorkFolder.of(saving)
         yield work
         seen = world.all_gather(_names_in, work)
@@ -351,7 +351,7 @@ def keep_newest(place: Path, newest: Path, limit: int | None) -> None:
     found = [folder for _, folder in sorted(_numbered(place)) if (folder / _ALWAYS_THERE).is_file()]
     for folder in found[: max(0, len(found) - limit)] if limit is not None else ():
         if folder != newest and not folder.is_symlink():  # else it is somebody else's, or elsewhere
-            with marked_here(folder) as marked, FoldersWriter(folder) as writer:
+            with locked_here(folder) as marked, FoldersWriter(folder) as writer:
                 rename_journal.tidy(marked)
                 writer.remove(_ALWAYS_THERE)  # a half of a state does not count as one
                 writer.sync_names()
@@ -364,7 +364,7 @@ def _numbered(place: Path) -> list[tuple[int, Path]]:
     return [(int(found[1]), path) for path in place.iterdir() if (found := _NUMBERED.fullmatch(path.name))]
 
 
-def _require_new(marked: Marked) -> None:
+def _require_new(marked: LockedFolder) -> None:
     root = marked.writer.root
     others = [name for name in os.listdir(root) if name not in marked.files]
     if others:
@@ -379,7 +379,7 @@ def _names_in(work: str) -> list[str]:
         return writer.list()
 
 
-def _commit_state(marked: Marked, work: WorkFolder, names: list[str]) -> None:
+def _commit_state(marked: LockedFolder, work: WorkFolder, names: list[str]) -> None:
     """Copy accelerate's files and commit everything."""
     written = WrittenFiles()
     for part in work.part.parts:

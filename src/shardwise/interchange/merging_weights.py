@@ -21,8 +21,8 @@ from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.committing import commit_written
-from shardwise.execution.locked_folder import marked_by_first
-from shardwise.execution.reading import Placer, bytes_of
+from shardwise.execution.locked_folder import locked_by_first_rank
+from shardwise.execution.reading import ReadExecutor, bytes_of
 from shardwise.execution.rename_journal import home_of, lists_in, tidy, undo
 from shardwise.execution.saved_trees import read_objects
 from shardwise.execution.stream_out import Outgoing
@@ -37,7 +37,7 @@ from shardwise.formats.torch_files import TorchFileContents, read_torch_file
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
 from shardwise.models.pretrained import assign_keys
-from shardwise.models.torch_words import to_torch
+from shardwise.models.torch_api import to_torch
 from shardwise.planning.commit_plan import WrittenFiles, fresh, look_at_folder
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.save_plan import INDEX_FILE, Saved
@@ -115,7 +115,7 @@ def merge_weights(
 
     Raises:
         ConfigError: an argument or the config cannot be honored.
-        CoverageError: the checkpoint and the model of the config do not cover each other.
+        KeyMismatchError: the checkpoint and the model of the config do not cover each other.
         FormatError, StorageError: a file contradicts its format or cannot be read or written, or the output read
             back differs.
     """
@@ -224,7 +224,7 @@ def _write_torch_file(
     written = WrittenTensors(bytes_by_file={named.torch_file: nbytes})
     with (
         ProgressBar("Merging", World(0, 1), nbytes, enabled=True) as bar,
-        marked_by_first(World(0, 1), writer.root, tidy, undo) as saving,
+        locked_by_first_rank(World(0, 1), writer.root, tidy, undo) as saving,
     ):
         file = fresh(named.torch_file, saving.token)
         contents = _write_around_tensors(writer, file, named)
@@ -328,7 +328,12 @@ def _damaged_in(file: Path, streamed: WrittenTensors, named: NamedOutputs) -> li
 
 
 def named_outputs(
-    folder: Path, index: CheckpointIndex, placer: Placer, *, base: str | os.PathLike[str] | None, dtype: str | None
+    folder: Path,
+    index: CheckpointIndex,
+    placer: ReadExecutor,
+    *,
+    base: str | os.PathLike[str] | None,
+    dtype: str | None,
 ) -> NamedOutputs:
     """Return the hub's names if the model is known, otherwise those of the checkpoint, with the reason."""
     config_folder = _config_folder(folder, base)
@@ -362,7 +367,7 @@ def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | 
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
-def _as_named(index: CheckpointIndex, placer: Placer, dtype: str | None, why: str) -> NamedOutputs:
+def _as_named(index: CheckpointIndex, placer: ReadExecutor, dtype: str | None, why: str) -> NamedOutputs:
     """Every tensor as it is, under the name it has."""
     if dtype is not None:
         raise ConfigError(f"dtype={dtype!r} is applied as the model says, which is not known: {why}")
@@ -378,7 +383,7 @@ def _as_named(index: CheckpointIndex, placer: Placer, dtype: str | None, why: st
 
 
 def optimizer_outputs(
-    reader: StorageReader, index: CheckpointIndex, placer: Placer, *, base: object, dtype: object
+    reader: StorageReader, index: CheckpointIndex, placer: ReadExecutor, *, base: object, dtype: object
 ) -> NamedOutputs:
     """The state of an optimizer in dicts and lists, as it was saved.
 
@@ -417,7 +422,7 @@ def _as_on_hub(
     folder: Path,
     config: PreTrainedConfig,
     index: CheckpointIndex,
-    placer: Placer,
+    placer: ReadExecutor,
     *,
     has_base: bool,
     dtype: str | None,

@@ -21,7 +21,7 @@ from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import load_checkpoint
 from shardwise.engines.model_states import set_model_values, stored_values
-from shardwise.errors import CoverageError, FormatError, StorageError
+from shardwise.errors import FormatError, KeyMismatchError, StorageError
 from shardwise.execution.rename_journal import as_renamed
 from shardwise.execution.state_values import StateOptions, require_same_call
 from shardwise.execution.torch_saves import load_plain
@@ -29,7 +29,7 @@ from shardwise.execution.world import Clock, World
 from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER, SavedKind
 from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS
 from shardwise.interchange.accelerate_reading import FilesSource, read_model, read_optimizer
-from shardwise.models.optimizer_state import ParameterOrder, why_unlike
+from shardwise.models.optimizer_parsing import ParameterOrder, scheduler_mismatch
 from shardwise.models.selection import AdapterOnly, has_adapters
 from shardwise.models.view import without_compile
 from shardwise.planning.load_plan import Consent
@@ -82,13 +82,13 @@ def load_trainer_checkpoint(
         adapter: of a PEFT model, which one.
         order: ``"position"`` where ``optimizer.pt`` does not name parameters, and the optimizer was made alike.
         on_unexpected: ``Ignore(only=...)`` for tensors of the checkpoint that the model does not have.
-        options: budget, process group, patience.
+        options: budget, process group, timeouts.
 
     Returns:
         The step to resume from, the restored parts, and the others with reasons.
 
     Raises:
-        ConfigError, CoverageError, FormatError, StorageError and others: as in the functions named above, for a
+        ConfigError, KeyMismatchError, FormatError, StorageError and others: as in the functions named above, for a
             schedule of another class, or for a folder without ``trainer_state.json``.
 
     Every error is the same on every rank.
@@ -153,7 +153,7 @@ def _set_model(
 ) -> StateReport | LoadReport:
     """Set a model's weights, or of a PEFT model its adapter's in ``file``. Collective: yes."""
     if file is None and not folder.is_fsdp:
-        as_load = LoadOptions(process_group=options.process_group, patience=options.patience)
+        as_load = LoadOptions(process_group=options.process_group, timeouts=options.timeouts)
         return load_checkpoint(world, model, folder.path, Consent(unexpected=on_unexpected), as_load, Clock())
     only = AdapterOnly(adapter) if has_adapters(model) else None
     tolerance, clock = Tolerance(unexpected=on_unexpected), Clock()
@@ -287,7 +287,7 @@ def schedule_in(
     """The scheduler's state, if it is one of this kind of scheduler.
 
     Raises:
-        CoverageError: it is of another.
+        KeyMismatchError: it is of another.
         FormatError: it is no state.
     """
     if _SCHEDULER_FILE not in folder.names:
@@ -301,8 +301,8 @@ def schedule_in(
     state = load_plain(file)
     if not isinstance(state, dict):
         raise FormatError(f"{file}: holds a {type(state).__name__}, not a scheduler's state")
-    if why := why_unlike(scheduler.state_dict(), state):
-        raise CoverageError(
+    if why := scheduler_mismatch(scheduler.state_dict(), state):
+        raise KeyMismatchError(
             f"{file}: is of another kind of scheduler than {type(scheduler).__name__} ({why}); make the scheduler "
             "as it was made when it was saved"
         )
@@ -313,12 +313,12 @@ def restore_schedule(folder: TrainerFolder, scheduler: Scheduler, state: dict[st
     """Put a state that has been looked at into a scheduler.
 
     Raises:
-        CoverageError: the scheduler refuses it.
+        KeyMismatchError: the scheduler refuses it.
     """
     try:
         scheduler.load_state_dict(state)
     except Exception as error:  # of whatever kind of scheduler
-        raise CoverageError(
+        raise KeyMismatchError(
             f"{folder.path / _SCHEDULER_FILE}: {type(scheduler).__name__} refuses it ({type(error).__name__}: "
             f"{error}); make the scheduler as it was made when it was saved"
         ) from error

@@ -16,8 +16,8 @@ from shardwise.errors import ConfigError, FormatError, KnownNames
 from shardwise.models import pretrained
 from shardwise.models.initialize import NewRows
 from shardwise.models.pretrained import models_of
-from shardwise.models.torch_words import to_torch
-from shardwise.models.view import Held, look_inside
+from shardwise.models.torch_api import to_torch
+from shardwise.models.view import TensorRef, collect_tensors
 from shardwise.tensors import DType
 
 with KnownNames("transformers", "5.17 to 5.23"):
@@ -206,7 +206,7 @@ def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, siblings: Mapping[st
     they were built with.
     """
     kept_dtype = pretrained.kept_dtypes(model, dtype)
-    for item in look_inside(model):
+    for item in collect_tensors(model):
         if item.kind.is_saved and item.fqn in siblings:
             kept = kept_dtype(siblings[item.fqn])
             if kept is not None and kept != item.tensor.dtype:
@@ -239,7 +239,7 @@ def set_vocab_size(config: PreTrainedConfig, size: int) -> None:
         config.vocab_size = size
 
 
-def vocabulary_tensors(model: PreTrainedModel, held: list[Held]) -> set[str]:
+def vocabulary_tensors(model: PreTrainedModel, held: list[TensorRef]) -> set[str]:
     """Return the names of tensors with a row for each token: the input embedding, the head, and the head's bias.
 
     Raises:

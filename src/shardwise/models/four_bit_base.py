@@ -25,7 +25,7 @@ from shardwise.models.quantization import (
     of_form,
     to_transformers,
 )
-from shardwise.models.torch_words import from_torch, original_class, parameters_of
+from shardwise.models.torch_api import from_torch, original_class, parameters_of
 from shardwise.report.names import collapse
 from shardwise.tensors import Code, DType, FourBitForm
 
@@ -112,7 +112,7 @@ def _candidates(
     for name, module in modules.items():
         if original_class(module) is nn.Linear:
             assert isinstance(module, nn.Linear)
-            why = layers.why_it_stays(module, quantization)
+            why = layers.skip_reason(module, quantization)
             if module is head or name == last:
                 why = "computes what comes out"
             elif name.endswith(_ROUTERS) and f"{name.rpartition('.')[0]}.experts" in modules:
@@ -120,7 +120,7 @@ def _candidates(
             yield (name,), module, layers.WEIGHT, why
         for local, stack in layers.stacks_of(name, module):
             fqn = f"{name}.{local}"
-            why = layers.why_they_stay(module, stack, quantization, is_stored=fqn in stored)
+            why = layers.experts_skip_reason(module, stack, quantization, is_stored=fqn in stored)
             yield (name, fqn), module, local, why
 
 
@@ -133,7 +133,7 @@ def _matches(pattern: str, name: str) -> bool:
     return found is not None or name.endswith(pattern)
 
 
-def put_base_into_four_bits(
+def convert_base_to_four_bits(
     model: PreTrainedModel,
     bindings: Bindings,
     quantization: KeptForm,
@@ -167,13 +167,13 @@ def put_base_into_four_bits(
         return bindings, notes_of(chosen, quantization)
     for name, layer in chosen.layers.items():
         form = next(filter(None, map(stored_form, bindings.offers[f"{name}.{layers.WEIGHT}"])), None)
-        layers.put_into_four_bits(layer, quantization if form is None else of_form(form, quantization))
+        layers.convert_to_four_bits(layer, quantization if form is None else of_form(form, quantization))
     kinds: dict[nn.Module, dict[str, KeptForm]] = {}
     for name, (module, local) in chosen.stacks.items():
         kind = of_form(stacks[name], quantization) if name in stacks else quantization
         kinds.setdefault(module, {})[local] = kind
     for module, names in kinds.items():
-        layers.put_experts_into_four_bits(module, names)
+        layers.convert_experts_to_four_bits(module, names)
     kept = tuple(sorted(pattern for pattern in chosen.stay))
     mark_in_four_bits(model, config or to_transformers(quantization, kept, model.dtype))
     return offered_in_four_bits(model, bindings), notes_of(chosen, quantization)

@@ -22,8 +22,8 @@ from shardwise.layout import ModelLayout, TensorKind, TensorLayout
 from shardwise.models import four_bit_layers as layers
 from shardwise.models.quantization import Packing
 from shardwise.models.revert import Output
-from shardwise.models.torch_words import from_torch
-from shardwise.models.view import Held, Slot
+from shardwise.models.torch_api import from_torch
+from shardwise.models.view import Slot, TensorRef
 from shardwise.tensors import Code, numel
 
 ABSMAX = "absmax"
@@ -41,17 +41,17 @@ def has_four_bits(model: nn.Module) -> bool:
     )
 
 
-def held_in_files(held: Sequence[Held]) -> list[Held]:
+def held_in_files(held: Sequence[TensorRef]) -> list[TensorRef]:
     """Return a model's tensors as they are stored: scales as floats, and the metadata of the packing.
 
     Raises:
         ConfigError: experts are in four bits.
     """
-    refuse_experts(
+    reject_experts(
         [item for item in held if not _is_mxfp4(item.slots[0].module, item.slots[0].name)],
         "files of bitsandbytes have no form for them; pass names='internal', which quantization=Nf4() reads",
     )
-    found: list[Held] = []
+    found: list[TensorRef] = []
     in_files = {layers.SCALES: f"{layers.WEIGHT}.{ABSMAX}", layers.NESTED: f"{layers.WEIGHT}.{NESTED_ABSMAX}"}
     for item in held_as_stored(held):
         module, name = item.slots[0].module, item.slots[0].name
@@ -67,7 +67,7 @@ def held_in_files(held: Sequence[Held]) -> list[Held]:
     return found
 
 
-def held_as_stored(held: Sequence[Held]) -> list[Held]:
+def held_as_stored(held: Sequence[TensorRef]) -> list[TensorRef]:
     """Return the same, with packed bytes of MXFP4 under their names in checkpoints: ``.._blocks``."""
     return [
         _renamed(item, item.tensor, item.kind, item.slots[0].name, f"{item.slots[0].name}{BLOCKS}")
@@ -85,7 +85,7 @@ def _is_mxfp4(module: nn.Module, stack: str) -> bool:
     )
 
 
-def refuse_without_scales(held: Sequence[Held]) -> None:
+def reject_without_scales(held: Sequence[TensorRef]) -> None:
     """Raises ConfigError for packed bytes of bitsandbytes' own layers, whose scales no tensor of the model has."""
     for item in held:
         kind = type(item.tensor)
@@ -96,7 +96,7 @@ def refuse_without_scales(held: Sequence[Held]) -> None:
             )
 
 
-def refuse_experts(held: Sequence[Held], why: str) -> None:
+def reject_experts(held: Sequence[TensorRef], why: str) -> None:
     """Raises ConfigError where experts are in four bits, with the reason why they may not be."""
     for slot in (item.slots[0] for item in held):
         if layers.are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
@@ -106,7 +106,7 @@ def refuse_experts(held: Sequence[Held], why: str) -> None:
             )
 
 
-def _constants(layer: Any, weight: Held) -> Iterator[Held]:
+def _constants(layer: Any, weight: TensorRef) -> Iterator[TensorRef]:
     """Small tensors that are equal on all ranks."""
     shape = (layer.out_features, layer.in_features)
     offset = layer.weight_nested_offset.item() if layer.is_nested else None
@@ -135,9 +135,9 @@ def constants_of(packing: Packing, shape: Sequence[int], offset: float | None) -
     return constants | {f"{QUANT_STATE}{form.value}": text}
 
 
-def _renamed(item: Held, tensor: torch.Tensor, kind: TensorKind, old: str, new: str) -> Held:
+def _renamed(item: TensorRef, tensor: torch.Tensor, kind: TensorKind, old: str, new: str) -> TensorRef:
     slots = [Slot(slot.module, new, f"{slot.fqn.removesuffix(old)}{new}") for slot in item.slots]
-    return Held(tensor, kind, slots)
+    return TensorRef(tensor, kind, slots)
 
 
 def _as_floats(raw: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ def _as_floats(raw: torch.Tensor) -> torch.Tensor:
     )
 
 
-def layout_in_numbers(layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
+def dequantized_layout(layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:
     """Return the layout with dequantized weights in place of 4-bit ones, without their scales.
 
     Boxes are of rows.
@@ -184,7 +184,7 @@ def layout_in_numbers(layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
     return ModelLayout(tuple(tensors))
 
 
-def in_shapes_of_files(held: Sequence[Held], outputs: Mapping[str, Output]) -> dict[str, Output]:
+def in_shapes_of_files(held: Sequence[TensorRef], outputs: Mapping[str, Output]) -> dict[str, Output]:
     """Return outputs with weights (n, 1) and scales (n,) if ``held`` is in the files' form. Others are unchanged.
 
     Packed bytes of MXFP4 (experts, out, in / 32, 16).

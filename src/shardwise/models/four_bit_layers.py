@@ -52,7 +52,7 @@ from shardwise.models.quantization import (
     has_bitsandbytes,
     product,
 )
-from shardwise.models.torch_words import parameters_of
+from shardwise.models.torch_api import parameters_of
 
 WEIGHT = "weight"
 SCALES = "weight_scales"
@@ -60,10 +60,10 @@ NESTED = "weight_nested_scales"
 OFFSET = "weight_nested_offset"
 WHOLE_SCALES = "weight_whole_scales"
 
-_SUFFIX = "InFourBits"
+_SUFFIX = "FourBitLinear"
 
 
-class InFourBits:
+class FourBitLinear:
     """Mixin of linear layers in 4 bits. See [Note: A layer in four bits].
 
     Attributes:
@@ -156,8 +156,8 @@ def _class() -> type[nn.Linear]:
     if has_bitsandbytes():
         from bitsandbytes.nn import Linear4bit
 
-        return type("Linear4bitInFourBits", (InFourBits, Linear4bit), {})
-    return type("LinearInFourBits", (InFourBits, nn.Linear), {})
+        return type("Linear4bitInFourBits", (FourBitLinear, Linear4bit), {})
+    return type("LinearInFourBits", (FourBitLinear, nn.Linear), {})
 
 
 def _without_values(class_of: Callable[..., type[nn.Module]], *base: Any) -> nn.Module:
@@ -167,10 +167,10 @@ def _without_values(class_of: Callable[..., type[nn.Module]], *base: Any) -> nn.
 
 def is_in_four_bits(module: nn.Module) -> TypeGuard[Any]:
     """Return whether a module is a layer in four bits."""
-    return isinstance(module, InFourBits)
+    return isinstance(module, FourBitLinear)
 
 
-def why_it_stays(module: nn.Linear, quantization: KeptForm) -> str | None:
+def skip_reason(module: nn.Linear, quantization: KeptForm) -> str | None:
     """Return the reason why a linear layer cannot be kept in 4 bits, or None."""
     return _why_unpacked(module.weight.dtype, module.in_features, quantization)
 
@@ -183,7 +183,7 @@ def _why_unpacked(dtype: torch.dtype, columns: int, quantization: KeptForm) -> s
     return None
 
 
-def put_into_four_bits(module: nn.Linear, quantization: KeptForm) -> None:
+def convert_to_four_bits(module: nn.Linear, quantization: KeptForm) -> None:
     """Convert a linear layer on meta to 4 bits, in place, so that hooks and names stay."""
     form, block, dtype = quantization.form, quantization.block_size, module.weight.dtype
     rows, columns = module.weight.shape
@@ -216,7 +216,7 @@ def put_into_four_bits(module: nn.Linear, quantization: KeptForm) -> None:
 _SCALES = "_scales"
 
 
-class ExpertsInFourBits(nn.Module):
+class FourBitExperts(nn.Module):
     """Mixin of fused experts in 4 bits. See [Note: Experts in four bits].
 
     Attributes:
@@ -255,7 +255,7 @@ class ExpertsInFourBits(nn.Module):
 class _Lookalike:
     """A module of experts whose stacks in four bits give the weights of single experts."""
 
-    def __init__(self, experts: ExpertsInFourBits) -> None:
+    def __init__(self, experts: FourBitExperts) -> None:
         self._experts = experts
 
     def __getattr__(self, name: str) -> Any:
@@ -267,7 +267,7 @@ class _Lookalike:
 class _WeightsOfExperts:
     """The weights of all experts, one of which can be taken."""
 
-    experts: ExpertsInFourBits
+    experts: FourBitExperts
     name: str
 
     def __getitem__(self, expert: int | torch.Tensor) -> _WeightOfOne:
@@ -349,9 +349,9 @@ def scales_of(name: str) -> str:
     return f"{name}{_SCALES}"
 
 
-def are_experts_in_four_bits(module: nn.Module) -> TypeGuard[ExpertsInFourBits]:
+def are_experts_in_four_bits(module: nn.Module) -> TypeGuard[FourBitExperts]:
     """Return whether a module is one of experts of which some weights are in four bits."""
-    return isinstance(module, ExpertsInFourBits)
+    return isinstance(module, FourBitExperts)
 
 
 def stacks_of(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -363,7 +363,9 @@ def stacks_of(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
             yield name, parameter
 
 
-def why_they_stay(module: nn.Module, stack: nn.Parameter, quantization: KeptForm, *, is_stored: bool) -> str | None:
+def experts_skip_reason(
+    module: nn.Module, stack: nn.Parameter, quantization: KeptForm, *, is_stored: bool
+) -> str | None:
     """Return the reason why a stack of weights cannot be kept in 4 bits, or None.
 
     ``is_stored``: the checkpoint has it in this very form.
@@ -377,7 +379,7 @@ def why_they_stay(module: nn.Module, stack: nn.Parameter, quantization: KeptForm
     return _why_unpacked(stack.dtype, 0 if is_stored else stack.shape[-1], quantization)
 
 
-def put_experts_into_four_bits(module: nn.Module, names: Mapping[str, KeptForm]) -> None:
+def convert_experts_to_four_bits(module: nn.Module, names: Mapping[str, KeptForm]) -> None:
     """Convert stacks of a module on meta to 4 bits, in place, so that hooks and names stay.
 
     ``names`` are those of the stacks, each with how it is to be kept.
@@ -406,7 +408,7 @@ def put_experts_into_four_bits(module: nn.Module, names: Mapping[str, KeptForm])
 @cache
 def _class_of_experts(kind: Any) -> type[nn.Module]:
     eager = staticmethod(eager_experts(kind))
-    return type(f"{kind.__name__}InFourBits", (ExpertsInFourBits, kind), {"_eager": eager})
+    return type(f"{kind.__name__}FourBitLinear", (FourBitExperts, kind), {"_eager": eager})
 
 
 def are_fused_experts(module: nn.Module) -> bool:

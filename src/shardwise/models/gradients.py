@@ -1,6 +1,6 @@
 """Gradients of a sharded model: clipping by one norm, averaging of unsharded parameters, and FSDP2's passes.
 
-Unexported names of FSDP2's groups are used here. All others of torch are in ``torch_words``.
+Unexported names of FSDP2's groups are used here. All others of torch are in ``torch_api``.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import ConfigError
-from shardwise.models import torch_words
-from shardwise.models.torch_words import param_groups
-from shardwise.models.view import canonical, few, local_tensor
+from shardwise.models import torch_api
+from shardwise.models.torch_api import param_groups
+from shardwise.models.view import abbreviate, canonical, local_tensor
 
 
 def clip_gradients(
@@ -40,7 +40,7 @@ def clip_gradients(
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         total += (norm.double().square() / _copies(parameter, ranks)).to(total.device)
     if ranks > 1:
-        total = total.to(torch_words.object_device(group))
+        total = total.to(torch_api.object_device(group))
         dist.all_reduce(total, group=group)
     norm = math.sqrt(square) if math.isfinite(square := total.item()) else square
     if math.isfinite(norm) and norm + _TINY > max_norm:
@@ -57,7 +57,7 @@ def _copies(parameter: nn.Parameter, ranks: int) -> float:
     if not isinstance(parameter, DTensor):
         return ranks
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    return ranks / math.prod(size for size, place in sizes if torch_words.splitting_dim(place) is not None)
+    return ranks / math.prod(size for size, place in sizes if torch_api.splitting_dim(place) is not None)
 
 
 def _own_gradient(parameter: nn.Parameter) -> torch.Tensor:
@@ -144,14 +144,14 @@ def require_synchronized(model: nn.Module, ranks: int) -> None:
             alone.append(canonical(name))
     if alone:
         raise ConfigError(
-            f"{few(alone)}: trained, but neither sharded nor averaged over the {ranks} ranks, so that each rank "
+            f"{abbreviate(alone)}: trained, but neither sharded nor averaged over the {ranks} ranks, so each rank "
             "would train its own. Add them before the model is sharded, call shardwise.models.gradients."
             "average_replicated_gradients(model, mesh) after adding them, or freeze them."
         )
     if elsewhere:
         raise ConfigError(
-            f"{few(elsewhere)}: trained on a mesh that has not all of the {ranks} ranks. Shard the model on a "
-            "mesh of all ranks, with an axis for replicas."
+            f"{abbreviate(elsewhere)}: trained on a mesh that has not all of the {ranks} ranks. Shard the model on "
+            "a mesh of all ranks, with an axis for replicas."
         )
 
 

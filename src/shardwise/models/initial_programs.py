@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from shardwise.layout import LocalBox
 from shardwise.models import pretrained
 from shardwise.models.pretrained import not_initializing
-from shardwise.models.torch_words import original_class, parameters_of, tree_leaves, tree_map_only, without_data
+from shardwise.models.torch_api import original_class, parameters_of, tree_leaves, tree_map_only, without_data
 from shardwise.models.view import strided_view
 from shardwise.tensors import contiguous_strides
 

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from torch import nn
 
-from shardwise.errors import CoverageError
+from shardwise.errors import KeyMismatchError
 from shardwise.layout import Origin, TensorKind
 from shardwise.models import pretrained
-from shardwise.models.torch_words import buffers_of, tree_leaves, tree_map_only, writes_to
-from shardwise.models.view import Held, attributes_on_meta
+from shardwise.models.torch_api import buffers_of, tree_leaves, tree_map_only, writes_to
+from shardwise.models.view import TensorRef, attributes_on_meta
 
 if TYPE_CHECKING:
     from shardwise.models.initial_programs import Program
@@ -93,7 +93,7 @@ NOTHING_ADDED = Additions()
 
 
 @contextlib.contextmanager
-def stand_ins(held: Sequence[Held], chosen: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def stand_ins(held: Sequence[TensorRef], chosen: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """For the time of the block, ``chosen`` tensors by FQN, and for all others harmless ones on meta.
 
     Computations within the block are on the host, whatever the user's default device.
@@ -135,10 +135,10 @@ class Initializers:
     """
 
     model: nn.Module
-    held: Sequence[Held]
+    held: Sequence[TensorRef]
     additions: Additions = NOTHING_ADDED
 
-    def origin_of(self, item: Held) -> Origin:
+    def origin_of(self, item: TensorRef) -> Origin:
         """Return the source of a parameter or persistent buffer that is missing in the checkpoint."""
         if item.fqn in self.additions.begun:
             return Origin.TUNING
@@ -159,13 +159,13 @@ class Initializers:
         others = [name for name in names if name not in self.additions.begun]
         return {**self._traced(others, lambda: self._run(others)), **self._traced(added, self.additions.initialize)}
 
-    def whole(self, item: Held, *, seed: int) -> torch.Tensor:
+    def whole(self, item: TensorRef, *, seed: int) -> torch.Tensor:
         """One tensor initialized whole on the CPU, for initializers that are not element by element.
 
         Memory: the full tensor. See :func:`unfit_programs`.
 
         Raises:
-            CoverageError: no initializer writes it, which is not known in advance if one could not be traced.
+            KeyMismatchError: no initializer writes it, which is not known in advance if one could not be traced.
         """
         from shardwise.models.initial_programs import seed_of
 
@@ -174,7 +174,7 @@ class Initializers:
         with _own_random_state(seed_of(seed, item.fqn, 0)), stand_ins(self.held, {item.fqn: whole}):
             self._run({item.fqn})
         if writes_to(whole) == untouched and whole.numel():
-            raise CoverageError(f"{item.fqn} is missing and no initializer of the model writes it")
+            raise KeyMismatchError(f"{item.fqn} is missing and no initializer of the model writes it")
         return whole
 
     def buffers(self, rules: BufferRules, *, seed: int) -> dict[str, ComputedBuffer]:
@@ -264,7 +264,7 @@ class Initializers:
                     tensor.program.is_elementwise = False
         return {name: tensor.program for name, tensor in chosen.items()}
 
-    def _written_into(self, buffers: Sequence[Held], *, seed: int) -> dict[str, torch.Tensor]:
+    def _written_into(self, buffers: Sequence[TensorRef], *, seed: int) -> dict[str, torch.Tensor]:
         """Return the values that initializers write to ``buffers``, by FQN."""
         if not buffers:
             return {}
@@ -300,7 +300,7 @@ def unfit_programs(programs: Mapping[str, Program], budget_bytes: int) -> list[s
     return faults
 
 
-def _by_rule(item: Held, rules: BufferRules) -> ComputedBuffer | None:
+def _by_rule(item: TensorRef, rules: BufferRules) -> ComputedBuffer | None:
     rule = next((rules[glob] for glob in rules if fnmatchcase(item.fqn, glob)), None)
     if rule is None:
         return None
@@ -308,7 +308,7 @@ def _by_rule(item: Held, rules: BufferRules) -> ComputedBuffer | None:
         return ComputedBuffer(Origin.CALLABLE, _checked(rule(item.slots[0].module), item))
 
 
-def _buffer_origin(item: Held, inside: Collection[nn.Module]) -> Origin:
+def _buffer_origin(item: TensorRef, inside: Collection[nn.Module]) -> Origin:
     module = item.slots[0].module
     if module in inside:
         return Origin.INIT_WEIGHTS
@@ -330,9 +330,9 @@ def _with_all_around(model: nn.Module, modules: Collection[nn.Module]) -> set[nn
     return {by_name[name] for name in names}
 
 
-def _checked(value: torch.Tensor, item: Held) -> torch.Tensor:
+def _checked(value: torch.Tensor, item: TensorRef) -> torch.Tensor:
     if value.shape != item.tensor.shape:
-        raise CoverageError(
+        raise KeyMismatchError(
             f"{item.fqn}: the callable given computes shape {tuple(value.shape)}, the buffer has "
             f"{tuple(item.tensor.shape)}"
         )

@@ -12,9 +12,9 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError, PlacementError
+from shardwise.errors import ConfigError, ShardingError
 from shardwise.models import pretrained
-from shardwise.models.torch_words import SHARDS_INTEGERS, parameters_of
+from shardwise.models.torch_api import SHARDS_INTEGERS, parameters_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
     """Return the names of the modules that become groups. Blocks may lie inside of blocks.
 
     Raises:
-        PlacementError: when there are none.
+        ShardingError: when there are none.
     """
     if policy == "whole_model":
         return []
@@ -79,7 +79,7 @@ def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
                 _require_each(model, policy)
             return names
     numel = sum(parameter.numel() for parameter in model.parameters())
-    raise PlacementError(
+    raise ShardingError(
         f"{policy} matches nothing in {type(model).__name__}, which has {numel:,} elements in modules of "
         f"{_classes_in(model)}; pass wrap=Classes(names=(...)), or 'whole_model' to gather everything at once"
     )
@@ -89,12 +89,12 @@ def _require_each(model: nn.Module, policy: Classes) -> None:
     """Raise for a name that no module of a model has, also where others are found: its blocks would stay ungrouped.
 
     Raises:
-        PlacementError: naming it.
+        ShardingError: naming it.
     """
     there = {name for prefix, module in model.named_modules() if prefix for name in _class_names(module)}
     absent = sorted(set(policy.names) - there)
     if absent:
-        raise PlacementError(
+        raise ShardingError(
             f"{policy}: {', '.join(absent)} matches nothing in {type(model).__name__}; its modules are of "
             f"{_classes_in(model)}"
         )
@@ -110,7 +110,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     Those that the model declares (``"no_split_modules"``), else those of its lists (``"module_list"``).
 
     Raises:
-        PlacementError: when there are none.
+        ShardingError: when there are none.
     """
     candidates: list[WrapPolicy] = ["no_split_modules", "module_list"]
     for candidate in candidates:
@@ -118,7 +118,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
         outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
         if outermost:
             return outermost
-    raise PlacementError(
+    raise ShardingError(
         f"{type(model).__name__} has neither _no_split_modules nor an nn.ModuleList of blocks, so there are none "
         "to recompute; pass activation_checkpointing=False"
     )
@@ -256,7 +256,7 @@ def group_parameters(
     Pure: needs no mesh and no process group, and leaves the model as it is.
 
     Raises:
-        PlacementError: when the policy matches nothing.
+        ShardingError: when the policy matches nothing.
     """
     inside = _Inside.of(model)
     whole = {**_unshardable(inside), **kept_whole}

@@ -26,7 +26,7 @@ from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression, Stored, key_of, substitute
 from shardwise.errors import KnownNames
 from shardwise.layout import ModelLayout
-from shardwise.models.torch_words import original_classes, to_torch
+from shardwise.models.torch_api import original_classes, to_torch
 
 if TYPE_CHECKING:
     from shardwise.models.tracing import Conversion

@@ -214,7 +214,7 @@ class Packing:
         transposed matrix is as the model has it, so that its products are the same bits.
         """
         known = dtype if dtype in COMPUTED_IN else torch.float32  # kernels know no others
-        made: torch.Tensor = numbers_of_four_bits(packed, scales, self.block_size, self.form.value, known)
+        made: torch.Tensor = dequantize_four_bits(packed, scales, self.block_size, self.form.value, known)
         made = made.to(dtype)
         return made.mT.contiguous().mT if self.is_transposed else made
 
@@ -225,8 +225,8 @@ def has_bitsandbytes() -> bool:
     return importlib.util.find_spec("bitsandbytes") is not None
 
 
-@torch.library.custom_op("shardwise::numbers_of_four_bits", mutates_args=())
-def numbers_of_four_bits(
+@torch.library.custom_op("shardwise::dequantize_four_bits", mutates_args=())
+def dequantize_four_bits(
     packed: torch.Tensor, scales: torch.Tensor, block_size: int, form: str, dtype: torch.dtype
 ) -> torch.Tensor:
     """Dequantize like :meth:`Packing.numbers`. ``form`` is the value of a ``FourBitForm``."""
@@ -333,7 +333,7 @@ def product(
     return made
 
 
-@numbers_of_four_bits.register_fake
+@dequantize_four_bits.register_fake
 def _(
     packed: torch.Tensor, _scales: torch.Tensor, _block_size: int, _form: str, dtype: torch.dtype
 ) -> torch.Tensor:

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.errors import ConfigError, CoverageError, PlacementError
-from shardwise.models.torch_words import splitting_dim
-from shardwise.models.view import Held, local_tensor
+from shardwise.errors import ConfigError, KeyMismatchError, ShardingError
+from shardwise.models.torch_api import splitting_dim
+from shardwise.models.view import TensorRef, local_tensor
 
 Scalar: TypeAlias = torch.Tensor | int | float | bool | str | None
 """What an optimizer keeps of a parameter beside tensors of its shape: counts of steps, mostly."""
@@ -123,9 +123,9 @@ def state_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(parameter.detach(), dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def look_at(
+def bind_optimizers(
     optimizers: Sequence[Optimizer],
-    held: Sequence[Held],
+    held: Sequence[TensorRef],
     way_out: str = "make the optimizer after sharding, or before its first step",
     *,
     by_rank: bool = False,
@@ -140,7 +140,7 @@ def look_at(
 
     Raises:
         ConfigError: it is not an optimizer.
-        PlacementError: parameters are not the model's or are in two groups, an optimizer does not step shards, or
+        ShardingError: parameters are not the model's or are in two groups, an optimizer does not step shards, or
             state cannot be sharded. The message names all of them.
     """
     given: object = optimizers
@@ -156,7 +156,7 @@ def look_at(
     ]
     faults += [f"{sentence}; {way_out}" for sentence in strange]
     if faults:
-        raise PlacementError("the optimizers cannot be bound to the model:\n  " + "\n  ".join(faults[:20]))
+        raise ShardingError("the optimizers cannot be bound to the model:\n  " + "\n  ".join(faults[:20]))
     return bounds
 
 
@@ -171,7 +171,7 @@ def _look_at(
     by_rank: bool,
 ) -> Bound:
     bound = Bound(optimizer, index, [], {}, {}, [])
-    why = why_whole(type(optimizer))
+    why = sharding_obstacle(type(optimizer))
     if why and any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
         faults.append(why)
     for number, group in enumerate(optimizer.param_groups):
@@ -263,7 +263,7 @@ def keeps_reduced(optimizer: Optimizer) -> bool:
     return bool(_library(type(optimizer)))
 
 
-def why_whole(kind: type[Optimizer]) -> str | None:
+def sharding_obstacle(kind: type[Optimizer]) -> str | None:
     """Return the reason, for an error, why a class cannot step sharded parameters, or None."""
     library = _library(kind)
     if library in ("", "torchao"):
@@ -273,10 +273,10 @@ def why_whole(kind: type[Optimizer]) -> str | None:
 
 
 def require_steps_shards(optimizers: Iterable[Optimizer]) -> None:
-    """Raise :class:`PlacementError` for optimizers whose parameters are not to be sharded."""
+    """Raise :class:`ShardingError` for optimizers whose parameters are not to be sharded."""
     for optimizer in optimizers:
-        if why := why_whole(type(optimizer)):
-            raise PlacementError(why)
+        if why := sharding_obstacle(type(optimizer)):
+            raise ShardingError(why)
 
 
 def require_made_for_shards(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -285,7 +285,7 @@ def require_made_for_shards(optimizer: Optimizer, parameters: Mapping[str, torch
     Collective: no. The result is the same on every rank.
 
     Raises:
-        PlacementError: it does not step shards, or (torchao's) not shards of several sizes.
+        ShardingError: it does not step shards, or (torchao's) not shards of several sizes.
     """
     sharded = {name: each for name, each in parameters.items() if isinstance(each, DTensor) and each.requires_grad}
     if sharded:
@@ -303,7 +303,7 @@ def require_made_for_shards(optimizer: Optimizer, parameters: Mapping[str, torch
         ]
         numel = each.numel() // math.prod(count for _, count in splits)
         if numel >= _LEAST and any(length % count for length, count in splits):
-            raise PlacementError(
+            raise ShardingError(
                 f"{whose}: {name}, of shape {tuple(each.shape)}, is cut into shards of several sizes, and a "
                 "compiled step takes those of one size. Train on a number of ranks that divides it, or use AdamW."
             )
@@ -344,13 +344,13 @@ def made_again(
     """Return a value of state made from its inner tensors, in memory of the kind that the optimizer would have.
 
     Raises:
-        CoverageError: the optimizer keeps other blocks.
+        KeyMismatchError: the optimizer keeps other blocks.
     """
     plain = values.get("")
     if _library(type(optimizer)) == "torchao":
         made: torch.Tensor = optimizer._new_buffer(parameter.detach(), entry == "exp_avg")
     elif plain is None:
-        raise CoverageError(f"{entry} was saved in another form than {type(optimizer).__name__} has. {_ANEW}")
+        raise KeyMismatchError(f"{entry} was saved in another form than {type(optimizer).__name__} has. {_ANEW}")
     elif getattr(optimizer, "is_paged", False) and plain.shape == parameter.shape:
         made = optimizer.get_state_buffer(parameter, dtype=plain.dtype)
     else:
@@ -359,7 +359,9 @@ def made_again(
         given = values.get(name)
         is_alike = given is not None and (given.shape, given.dtype) == (here.shape, here.dtype)
         if given is None or not is_alike or (name == "qmap" and not torch.equal(given, here.cpu())):
-            raise CoverageError(f"{entry} was saved in other blocks than {type(optimizer).__name__} keeps. {_ANEW}")
+            raise KeyMismatchError(
+                f"{entry} was saved in other blocks than {type(optimizer).__name__} keeps. {_ANEW}"
+            )
         here.copy_(given)
     return made
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion.expression import Expression, Stored
 from shardwise.errors import KnownNames
 from shardwise.layout import ModelLayout, TensorLayout
-from shardwise.models import torch_words
+from shardwise.models import torch_api
 from shardwise.models.pretrained import quantized_parts
 from shardwise.models.tracing import ModelFacade, NotStructural, Recorded, computed_whole
 from shardwise.tensors import DType
@@ -71,7 +71,7 @@ def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = Fals
     outputs: dict[str, Output] = {}
     followed = backwards(
         {
-            name: _Followed(tensor.shape, torch_words.to_torch(tensor.dtype), frozenset({name}))
+            name: _Followed(tensor.shape, torch_api.to_torch(tensor.dtype), frozenset({name}))
             for name, tensor in names.items()
         }
     )
@@ -122,7 +122,7 @@ def names_in_file(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
 
 
 def _recorded(name: str, tensor: TensorLayout) -> Recorded:
-    return Recorded(Stored(name, tensor.shape, tensor.dtype), torch_words.to_torch(tensor.dtype))
+    return Recorded(Stored(name, tensor.shape, tensor.dtype), torch_api.to_torch(tensor.dtype))
 
 
 def _outputs_of(made: Mapping[str, torch.Tensor]) -> dict[str, Output]:
@@ -135,7 +135,7 @@ def _outputs_of(made: Mapping[str, torch.Tensor]) -> dict[str, Output]:
     for key, value in made.items():
         if not isinstance(value, Recorded):
             raise NotStructural(f"{key} is computed")
-        outputs[key] = Output(key, torch_words.from_torch(value.dtype, key), value.expression)
+        outputs[key] = Output(key, torch_api.from_torch(value.dtype, key), value.expression)
     return outputs
 
 
@@ -146,7 +146,7 @@ class _Followed(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, sources: frozenset[str]) -> Self:
-        made: Self = torch_words.without_data(cls, shape, dtype)
+        made: Self = torch_api.without_data(cls, shape, dtype)
         made.sources = sources
         return made
 
@@ -162,9 +162,9 @@ class _Followed(torch.Tensor):
             seen.update(value.sources)
             return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-        flat = torch_words.tree_map(bare, (args, kwargs or {}))
+        flat = torch_api.tree_map(bare, (args, kwargs or {}))
         made = func(*flat[0], **{**flat[1], **({"device": "meta"} if "device" in flat[1] else {})})
-        return torch_words.tree_map(
+        return torch_api.tree_map(
             lambda item: cls(item.shape, item.dtype, frozenset(seen)) if isinstance(item, torch.Tensor) else item,
             made,
         )
@@ -207,7 +207,7 @@ def saved_conversions(model: nn.Module) -> list[Any]:
     used = getattr(model, "_weight_conversions", None)
     if used is not None:
         return list(used)
-    with torch_words.original_classes(model):
+    with torch_api.original_classes(model):
         found = get_model_conversion_mapping(model, add_legacy=False)
     return [item for item in found if not isinstance(item, PrefixChange)]
 
@@ -222,7 +222,7 @@ def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) 
     """
     if not isinstance(model, PreTrainedModel):
         return
-    kind: Any = torch_words.original_class(model)
+    kind: Any = torch_api.original_class(model)
     config: Any = deepcopy(model.config)
     config.architectures = [kind.__name__]
     if dtype is not None:

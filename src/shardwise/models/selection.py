@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.errors import ConfigError, PlacementError
+from shardwise.errors import ConfigError, ShardingError
 from shardwise.layout import ModelLayout
-from shardwise.models.torch_words import parameters_of
-from shardwise.models.view import Held, canonical, saved_names
+from shardwise.models.torch_api import parameters_of
+from shardwise.models.view import TensorRef, canonical, saved_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ Selection: TypeAlias = AdapterOnly | None
 _IN_PEFT_MODEL = "base_model.model."
 
 
-def names_outside(model: nn.Module, held: Sequence[Held], selection: Selection) -> dict[str, str]:
+def names_outside(model: nn.Module, held: Sequence[TensorRef], selection: Selection) -> dict[str, str]:
     """Every name of the state, to the canonical FQN of its tensor, in order.
 
     ``AdapterOnly`` may have PEFT query the hub for the vocabulary size of the base model.
 
     Raises:
         ConfigError: the model has no such adapter.
-        PlacementError: PEFT changes tensors, rather than choosing and renaming them.
+        ShardingError: PEFT changes tensors, rather than choosing and renaming them.
     """
     inside = saved_names(model, held)
     if selection is None:
@@ -46,7 +46,7 @@ def names_outside(model: nn.Module, held: Sequence[Held], selection: Selection) 
     return _as_peft_names_them(model, inside, selection.adapter)
 
 
-def _as_peft_names_them(model: nn.Module, inside: Mapping[str, Held], adapter: str) -> dict[str, str]:
+def _as_peft_names_them(model: nn.Module, inside: Mapping[str, TensorRef], adapter: str) -> dict[str, str]:
     """PEFT is called with stand-ins, which are recognized in its result by identity."""
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, Mapping) or adapter not in adapters:
@@ -60,7 +60,7 @@ def _as_peft_names_them(model: nn.Module, inside: Mapping[str, Held], adapter: s
     chosen = _ask_peft(model, stand_ins, adapter)
     changed = [name for name, tensor in chosen.items() if id(tensor) not in known]
     if changed:
-        raise PlacementError(
+        raise ShardingError(
             f"PEFT computes {changed[0]} ({len(changed)} in all) when it saves adapter {adapter!r}: it is no "
             "tensor of the model; take the whole state, with only=None"
         )
@@ -73,13 +73,13 @@ def _plain(names: Mapping[str, str]) -> dict[str, str]:
     """The same by canonical names.
 
     Raises:
-        PlacementError: two names are equal without wrapper prefixes.
+        ShardingError: two names are equal without wrapper prefixes.
     """
     found: dict[str, str] = {}
     for name, fqn in names.items():
         plain = canonical(name)
         if plain in found:
-            raise PlacementError(
+            raise ShardingError(
                 f"{name}: another tensor is named {plain} without the parts of wrappers; rename a module, since a "
                 "state has one tensor for a name"
             )

@@ -28,7 +28,7 @@ from shardwise.conversion.expression import (
     substitute,
 )
 from shardwise.layout import ModelLayout
-from shardwise.models.torch_words import from_torch, to_torch, without_data
+from shardwise.models.torch_api import from_torch, to_torch, without_data
 from shardwise.tensors import numel
 
 _COMPUTING_FACTOR = 2

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
-from shardwise.errors import PlacementError
+from shardwise.errors import ShardingError
 from shardwise.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
-from shardwise.models import torch_words
+from shardwise.models import torch_api
 from shardwise.report.names import few_names
 from shardwise.tensors import Box, Strided, contiguous_strides
 
@@ -44,7 +44,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Held:
+class TensorRef:
     """A parameter or buffer of a model with all the places it is registered at."""
 
     tensor: torch.Tensor
@@ -79,13 +79,13 @@ class Held:
         other = torch.empty_like(self.tensor, dtype=dtype)
         if isinstance(self.tensor, nn.Parameter):
             other = nn.Parameter(other, requires_grad=self.tensor.requires_grad)
-            torch_words.take_after(other, self.tensor)
+            torch_api.take_after(other, self.tensor)
         self.install(other)
 
     def replace(self, tensor: torch.Tensor) -> None:
         """Register another tensor at every place, whatever its type: also stand-ins that are no parameters."""
         for slot in self.slots:
-            registry_of = torch_words.parameters_of if self.kind is TensorKind.PARAMETER else torch_words.buffers_of
+            registry_of = torch_api.parameters_of if self.kind is TensorKind.PARAMETER else torch_api.buffers_of
             registry_of(slot.module)[slot.name] = tensor
         self.tensor = tensor
 
@@ -108,7 +108,7 @@ def strided_view(tensor: torch.Tensor, view: Strided) -> torch.Tensor:
     return torch.as_strided(tensor, view.sizes, view.strides, tensor.storage_offset() + view.offset)
 
 
-def look_inside(model: nn.Module) -> list[Held]:
+def collect_tensors(model: nn.Module) -> list[TensorRef]:
     """All parameters and buffers, shared ones once, in the order of the modules.
 
     A module's temporary buffers are in the order of their names: some models register them in that of a set, which
@@ -117,28 +117,28 @@ def look_inside(model: nn.Module) -> list[Held]:
     FSDP2 groups that are gathered are resharded first, so that parameters are seen as shards.
 
     Raises:
-        PlacementError: the model is under torch's ``replicate()``.
+        ShardingError: the model is under torch's ``replicate()``.
     """
     modules = list(model.named_modules(remove_duplicate=False))
     for name, module in modules:
-        if torch_words.is_under_replicate(module):
-            raise PlacementError(
+        if torch_api.is_under_replicate(module):
+            raise ShardingError(
                 f"{canonical(name) or 'the model'} is under torch's replicate(), which keeps every parameter whole "
                 "on every rank; build it without, and apply fully_shard, or shardwise.shard, on a mesh that has a "
                 "dimension to replicate over"
             )
         if isinstance(module, FSDPModule):
             module.reshard()
-    held: dict[int, Held] = {}
+    held: dict[int, TensorRef] = {}
     for module, tensor, name, kind, prefix in _registered(modules):
         item = held.get(id(tensor))
         if item is None:
-            item = held[id(tensor)] = Held(tensor, kind)
+            item = held[id(tensor)] = TensorRef(tensor, kind)
         item.slots.append(Slot(module, name, canonical(f"{prefix}.{name}" if prefix else name)))
     return list(held.values())
 
 
-def saved_names(model: nn.Module, held: Sequence[Held]) -> dict[str, Held]:
+def saved_names(model: nn.Module, held: Sequence[TensorRef]) -> dict[str, TensorRef]:
     """Every name that ``model.state_dict()`` has, as the modules have it (not canonical), in its order."""
     of = {id(item.tensor): item for item in held}
     return {
@@ -152,13 +152,13 @@ def _registered(
     modules: Iterable[tuple[str, nn.Module]],
 ) -> Iterator[tuple[nn.Module, torch.Tensor, str, TensorKind, str]]:
     for prefix, module in modules:
-        for name, parameter in torch_words.parameters_of(module).items():
+        for name, parameter in torch_api.parameters_of(module).items():
             if parameter is not None:
                 yield module, parameter, name, TensorKind.PARAMETER, prefix
-        if not torch_words.buffers_of(module):
+        if not torch_api.buffers_of(module):
             continue
-        buffers = {name: buffer for name, buffer in torch_words.buffers_of(module).items() if buffer is not None}
-        temporary = sorted(name for name in buffers if torch_words.is_temporary(module, name))
+        buffers = {name: buffer for name, buffer in torch_api.buffers_of(module).items() if buffer is not None}
+        temporary = sorted(name for name in buffers if torch_api.is_temporary(module, name))
         for name, buffer in buffers.items():
             if name not in temporary:
                 yield module, buffer, name, TensorKind.PERSISTENT_BUFFER, prefix
@@ -166,7 +166,9 @@ def _registered(
             yield module, buffers[name], name, TensorKind.BUFFER, prefix
 
 
-def layout_of(held: Sequence[Held], origin_of: Callable[[Held], Origin] | Origin = Origin.NOWHERE) -> ModelLayout:
+def layout_of(
+    held: Sequence[TensorRef], origin_of: Callable[[TensorRef], Origin] | Origin = Origin.NOWHERE
+) -> ModelLayout:
     """Return this rank's tensors as data. ``origin_of`` is the source of tensors that no checkpoint holds."""
     return ModelLayout(
         tuple(
@@ -181,16 +183,16 @@ def layout_of(held: Sequence[Held], origin_of: Callable[[Held], Origin] | Origin
     )
 
 
-def tensor_layout(item: Held, origin: Origin, boxes: tuple[LocalBox, ...], placement: str) -> TensorLayout:
+def tensor_layout(item: TensorRef, origin: Origin, boxes: tuple[LocalBox, ...], placement: str) -> TensorLayout:
     """A tensor as data, held as these boxes."""
     tensor = item.tensor
     return TensorLayout(
         names=item.names,
         kind=item.kind,
         shape=tuple(tensor.shape),
-        dtype=torch_words.from_torch(tensor.dtype, item.fqn)
+        dtype=torch_api.from_torch(tensor.dtype, item.fqn)
         if item.kind.is_saved
-        else torch_words.in_memory(tensor.dtype),
+        else torch_api.in_memory(tensor.dtype),
         boxes=boxes,
         placement=placement,
         requires_grad=tensor.requires_grad,
@@ -257,11 +259,11 @@ def boxes_at(
     """The boxes held at a coordinate of a mesh. Pure but for asking torch's placements.
 
     Raises:
-        PlacementError: for a placement that is neither a shard nor a replica.
+        ShardingError: for a placement that is neither a shard nor a replica.
     """
     for placement, size in zip(placements, mesh_shape, strict=True):
-        if torch_words.splitting_dim(placement) is None and not placement.is_replicate():
-            raise PlacementError(
+        if torch_api.splitting_dim(placement) is None and not placement.is_replicate():
+            raise ShardingError(
                 f"{fqn} is placed as {placement} on an axis of {size} ranks (the mesh has {mesh_shape}), which "
                 "holds no values of its own; redistribute it to Shard or Replicate before it is loaded"
             )
@@ -279,10 +281,10 @@ def _boxes_at(
     """Called once for each layer with equal arguments."""
     splits: list[list[tuple[Placement, int, int]]] = [[] for _ in shape]
     for placement, size, position in zip(placements, mesh_shape, coordinate, strict=True):
-        dim = torch_words.splitting_dim(placement)
+        dim = torch_api.splitting_dim(placement)
         if dim is not None:
             splits[dim].append((placement, size, position))
-    runs = [torch_words.held_runs(size, tuple(split)) for size, split in zip(shape, splits, strict=True)]
+    runs = [torch_api.held_runs(size, tuple(split)) for size, split in zip(shape, splits, strict=True)]
     boxes: list[LocalBox] = []
     local_starts = [list(itertools.accumulate((n for _, n in dim_runs), initial=0)) for dim_runs in runs]
     for picks in itertools.product(*(range(len(dim_runs)) for dim_runs in runs)):
@@ -298,7 +300,7 @@ def _boxes_at(
 
 def meta_leftovers(model: nn.Module) -> list[str]:
     """Names of everything still on meta: parameters, buffers, and tensors kept as plain attributes."""
-    found = [item.fqn for item in look_inside(model) if item.tensor.is_meta]
+    found = [item.fqn for item in collect_tensors(model) if item.tensor.is_meta]
     return found + [slot.fqn for slot in attributes_on_meta(model)]
 
 
@@ -321,14 +323,14 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
         yield from (item for item in value.values() if isinstance(item, torch.Tensor))
 
 
-def is_sharded(model: nn.Module, held: Sequence[Held]) -> bool:
+def is_sharded(model: nn.Module, held: Sequence[TensorRef]) -> bool:
     """Return whether ``fully_shard`` has been applied to all of a model (True), or to nothing of it (False).
 
     A sharded root, or model inside of PEFT's, is enough. Without a root that holds all parameters, every parameter
     must be in some group.
 
     Raises:
-        PlacementError: only some modules are sharded, or parameters are distributed, but not by ``fully_shard``.
+        ShardingError: only some modules are sharded, or parameters are distributed, but not by ``fully_shard``.
             The message names them.
     """
     groups = [canonical(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
@@ -340,13 +342,13 @@ def is_sharded(model: nn.Module, held: Sequence[Held]) -> bool:
     if groups and (not outside or all(id(item.tensor) in taken for item in parameters)):
         return True
     if groups:
-        raise PlacementError(
-            f"the model is sharded in part: fully_shard was applied to {few(groups)}, and not to what holds "
-            f"{few(outside)}; apply it to the root as well, or to nothing"
+        raise ShardingError(
+            f"the model is sharded in part: fully_shard was applied to {abbreviate(groups)}, and not to what holds "
+            f"{abbreviate(outside)}; apply it to the root as well, or to nothing"
         )
     if distributed:
-        raise PlacementError(
-            f"parameters are distributed, but not by fully_shard: {few(distributed)}; a model under tensor "
+        raise ShardingError(
+            f"parameters are distributed, but not by fully_shard: {abbreviate(distributed)}; a model under tensor "
             "parallelism is sharded by fully_shard itself"
         )
     return False
@@ -368,11 +370,11 @@ def computing_device(parameter: torch.Tensor) -> torch.device:
     return parameter.device
 
 
-def refuse_subclasses(held: Sequence[Held]) -> None:
+def reject_subclasses(held: Sequence[TensorRef]) -> None:
     """Raise for meta tensors of a subclass, because materialized tensors are plain, without its hooks.
 
     Raises:
-        PlacementError: naming them.
+        ShardingError: naming them.
     """
     faults = [
         (item.fqn, kind.__name__)
@@ -380,25 +382,25 @@ def refuse_subclasses(held: Sequence[Held]) -> None:
         if item.tensor.is_meta and (kind := type(item.local)) not in (torch.Tensor, nn.Parameter)
     ]
     if faults:
-        raise PlacementError(
-            f"{few([name for name, _ in faults])}: on meta, and a {faults[0][1]}, a subclass of Tensor whose "
-            "behavior (FSDP2's all-gather hooks, say) would be lost when it gets memory; load plain parameters, "
-            "and convert the model afterwards"
+        raise ShardingError(
+            f"{abbreviate([name for name, _ in faults])}: on meta, and a {faults[0][1]}, a subclass of Tensor "
+            "whose behavior (FSDP2's all-gather hooks, say) would be lost when it gets memory; load plain "
+            "parameters, and convert the model afterwards"
         )
 
 
-def few(names: Sequence[str]) -> str:
+def abbreviate(names: Sequence[str]) -> str:
     """Return the first few of many names, with equal patterns collapsed."""
     return few_names((name or "the root" for name in names), most=8)
 
 
-def padded_numels(held: Sequence[Held], managers: Mapping[nn.Parameter, Any]) -> dict[str, int]:
+def padded_numels(held: Sequence[TensorRef], managers: Mapping[nn.Parameter, Any]) -> dict[str, int]:
     """Elements of memory that this rank has for each sharded parameter of a sharded model, padding included.
 
     ``managers`` are FSDP2's own objects, by parameter.
     """
     return {
-        item.fqn: torch_words.padded_numel(managers[item.tensor])
+        item.fqn: torch_api.padded_numel(managers[item.tensor])
         for item in held
         if isinstance(item.tensor, nn.Parameter) and item.tensor in managers
     }

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
-from shardwise.errors import ConfigError, PlacementError
+from shardwise.errors import ConfigError, ShardingError
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
 from shardwise.models.policies import (
@@ -37,8 +37,8 @@ from shardwise.models.policies import (
     repeated_blocks,
     shard_dim,
 )
-from shardwise.models.torch_words import accelerator, has_collectives
-from shardwise.models.view import Held, canonical, few
+from shardwise.models.torch_api import accelerator, has_collectives
+from shardwise.models.view import TensorRef, abbreviate, canonical
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +156,11 @@ def with_mesh(sharding: Sharding, group: dist.ProcessGroup | None) -> Sharding:
     Collective: yes, over the default group, if no mesh is passed.
 
     Raises:
-        PlacementError: when the given mesh has other ranks.
+        ShardingError: when the given mesh has other ranks.
     """
     mesh = sharding.mesh if sharding.mesh is not None else default_mesh(group)
     if mesh is not None and sorted(mesh.mesh.flatten().tolist()) != ranks_of(group):
-        raise PlacementError(
+        raise ShardingError(
             f"the mesh has the ranks {mesh.mesh.flatten().tolist()}, and the process group that acts together has "
             f"{ranks_of(group)}; pass process_group=... in the options, with the mesh's ranks"
         )
@@ -179,11 +179,11 @@ def wrap(
     Collective: yes (creates process groups the first time a mesh is used).
 
     Raises:
-        PlacementError: when the policy matches nothing, or ``fully_shard`` would refuse the mesh or a parameter.
+        ShardingError: when the policy matches nothing, or ``fully_shard`` would refuse the mesh or a parameter.
     """
     mesh = sharding.mesh
     if mesh is None:
-        raise PlacementError("there is no mesh to shard the model on; pass one, or initialize torch.distributed")
+        raise ShardingError("there is no mesh to shard the model on; pass one, or initialize torch.distributed")
     grouping = group_parameters(model, sharding.wrap, kept_whole)
     _require_shardable(model, grouping, mesh)
     shard_size = mesh.size(mesh.ndim - 1)
@@ -212,7 +212,7 @@ def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:
     """Recompute a model's blocks if the sharding requests it, before, after or without :func:`wrap`.
 
     Raises:
-        ConfigError, PlacementError: as of :func:`blocks_to_prepare`.
+        ConfigError, ShardingError: as of :func:`blocks_to_prepare`.
     """
     for index, name in enumerate(blocks_to_prepare(model, sharding)):
         if index % int(sharding.activation_checkpointing) == 0:
@@ -225,7 +225,7 @@ def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
 
     Raises:
         ConfigError: the model recomputes activations by itself, or its blocks have been prepared already.
-        PlacementError: the model has no recognizable blocks.
+        ShardingError: the model has no recognizable blocks.
     """
     if not sharding.activation_checkpointing:
         return []
@@ -249,14 +249,14 @@ def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -
     """Reject by name the parameters that ``fully_shard`` would fail on halfway."""
     words = mesh_in_words(mesh)
     if mesh.ndim > 2:
-        raise PlacementError(
+        raise ShardingError(
             f"{type(model).__name__} cannot be sharded on the mesh {words}: fully_shard takes one axis (shard) or "
             "two (replicate, shard). Shard on the further axes yourself, then fully_shard on these, and call "
             "shardwise.load"
         )
     for name, parameter in model.named_parameters():
         if parameter not in grouping.whole and not parameter.is_contiguous():
-            raise PlacementError(
+            raise ShardingError(
                 f"{canonical(name)} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and "
                 f"cannot be sharded on the mesh {words}: fully_shard takes contiguous parameters only; have the "
                 "model's class make it contiguous"
@@ -266,7 +266,7 @@ def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -
 def _require_divisor(reshard_after_forward: bool | int, shard_size: int) -> None:  # noqa: FBT001 - FSDP2's own
     fitting = [size for size in range(2, shard_size + 1) if shard_size % size == 0]
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward not in fitting:
-        raise PlacementError(
+        raise ShardingError(
             f"reshard_after_forward={reshard_after_forward}: a number is that of ranks to which a block is dealt "
             f"after its forward pass, and divides the {shard_size} that it is sharded over: one of {fitting}, or "
             "True or False"
@@ -373,11 +373,11 @@ def _as_classes(given: Any) -> Any:
     return Matching(given) if callable(given) and not isinstance(given, type) else given
 
 
-def refuse_unmovable(held: Sequence[Held]) -> None:
+def reject_unmovable(held: Sequence[TensorRef]) -> None:
     """Raise for parameters whose values cannot be handed over as they are.
 
     Raises:
-        PlacementError: parameters are of a subclass with values outside of the tensor, have gradients, which would
+        ShardingError: parameters are of a subclass with values outside of the tensor, have gradients, which would
             be lost, or share memory without being one parameter, which would end. The message names them.
     """
     parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
@@ -388,7 +388,7 @@ def refuse_unmovable(held: Sequence[Held]) -> None:
     ]
     with_gradient = [item.fqn for item in parameters if item.tensor.grad is not None]
     if with_gradient:
-        faults.append(f"{few(with_gradient)}: a gradient would be lost; take the step, or call zero_grad()")
+        faults.append(f"{abbreviate(with_gradient)}: a gradient would be lost; take the step, or call zero_grad()")
     at: dict[object, str] = {}
     for item in parameters:
         if type(item.tensor) is nn.Parameter and not item.tensor.is_meta and item.tensor.numel():
@@ -399,7 +399,7 @@ def refuse_unmovable(held: Sequence[Held]) -> None:
                     "make them one parameter, by assigning it to both modules"
                 )
     if faults:
-        raise PlacementError("the model cannot be sharded as it is:\n  " + "\n  ".join(faults[:20]))
+        raise ShardingError("the model cannot be sharded as it is:\n  " + "\n  ".join(faults[:20]))
 
 
 def _memory(tensor: torch.Tensor) -> object:

@@ -5,7 +5,7 @@ from shardwise.engines.load_plan import LoadOptions as LoadOptions
 from shardwise.engines.save_plan import SaveOptions as SaveOptions
 from shardwise.engines.sharding import ShardOptions as ShardOptions
 from shardwise.engines.streaming import StreamOptions as StreamOptions
-from shardwise.execution import Patience as Patience
+from shardwise.execution import Timeouts as Timeouts
 from shardwise.execution.state_values import StateOptions as StateOptions
 from shardwise.models.build import ResizeVocab as ResizeVocab
 from shardwise.models.policies import Classes as Classes

@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 from shardwise.formats.accelerate_saves import is_of_accelerate
 from shardwise.formats.peft_adapter import is_training_file
 from shardwise.planning.save_plan import ADAPTER, SINGLE_FILE, SavePlan
-from shardwise.storage.names import why_unsafe
+from shardwise.storage.names import unsafe_name_reason
 
 OLDER = ".older"
 """Ends the name of older weights that were set aside for the moment of a commit."""
@@ -291,6 +291,6 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 4096
 
 def _is_safe(name: object) -> bool:
     """Check if a file below a folder may have this name, and its temporary name too."""
-    if not isinstance(name, str) or len(name) > _LONGEST_PATH or why_unsafe(name) is not None:
+    if not isinstance(name, str) or len(name) > _LONGEST_PATH or unsafe_name_reason(name) is not None:
         return False
     return all(len(os.fsencode(part)) <= _LONGEST_NAME for part in fresh(name, "0" * 8).split("/"))

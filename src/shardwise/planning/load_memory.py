@@ -1,7 +1,7 @@
-"""Pure planning of the read requests of a load, and a forecast of its memory on a rank.
+"""Pure planning of the read requests of a load, and an estimate of its memory on a rank.
 
 The copies of a plan and the policy of a storage determine a list of requests, which the execution layer carries
-out. A load whose forecast does not fit into memory is refused.
+out. A load whose estimate does not fit into memory is refused.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Final, TypeAlias
 from shardwise._face import found_at
 from shardwise.conversion.computed import Computed, Copy, SmallestBlocks, computed_leaves, computes
 from shardwise.conversion.expression import Expression, Stored, concat, rows_stored, stored_leaves, view
-from shardwise.errors import ConfigError, PlacementError
+from shardwise.errors import ConfigError, ShardingError
 from shardwise.formats.contract import CheckpointIndex, ComposedPart, Joined, TensorEntry, View, Whole
 from shardwise.layout import LocalBox, Spread, TensorKind, TensorLayout
 from shardwise.planning.load_plan import LoadPlan
 from shardwise.report.names import in_bytes
-from shardwise.report.reports import RankForecast
+from shardwise.report.reports import RankEstimate
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import ByteRange, DType, Strided, numel
 
@@ -65,9 +65,9 @@ def largest_computation(plan: LoadPlan) -> int:
     return max(map(blocks.nbytes, leaves), default=0)
 
 
-def forecast_rank(
+def estimate_rank(
     plan: LoadPlan, rank: int, homes: Homes, padded_numels: Mapping[str, int] | None = None
-) -> RankForecast:
+) -> RankEstimate:
     """Forecast the load of ``plan`` on the rank whose boxes are in ``plan.layout``.
 
     Args:
@@ -104,11 +104,11 @@ class LoadSizes:
             spread = spreads[plan.layout.by_name[name].fqn]
             self.read[spread] = self.read.get(spread, 0.0) + rate
 
-    def at(self, rank: int, position: int, homes: Homes) -> RankForecast:
+    def at(self, rank: int, position: int, homes: Homes) -> RankEstimate:
         device, host = homes.memory(sharded_bytes=self.sharded, whole_bytes=self.whole)
         held = sum(local_numel(spread, position) * size for spread, size in self.held.items())
         read = sum(local_numel(spread, position) * rate for spread, rate in self.read.items())
-        return RankForecast(rank, held, self.saved, device, host, round(read))
+        return RankEstimate(rank, held, self.saved, device, host, round(read))
 
 
 def local_numel(spread: Spread, position: int) -> int:
@@ -158,16 +158,16 @@ class Available:
     host_bytes: int | None = None
 
 
-def require_fits(forecast: RankForecast, available: Available) -> None:
+def require_fits(estimate: RankEstimate, available: Available) -> None:
     """Refuse a load that does not fit, before anything is read.
 
     Raises:
-        PlacementError: the load does not fit. The error contains the rank, the memory it needs, the free memory and
+        ShardingError: the load does not fit. The error contains the rank, the memory it needs, the free memory and
             remedies.
     """
     needs = (
-        ("device", forecast.device_bytes, available.device_bytes),
-        ("host", forecast.host_bytes, available.host_bytes),
+        ("device", estimate.device_bytes, available.device_bytes),
+        ("host", estimate.host_bytes, available.host_bytes),
     )
     faults = [
         f"{in_bytes(need)} of {kind} memory, of which {in_bytes(free)} is free"
@@ -175,8 +175,8 @@ def require_fits(forecast: RankForecast, available: Available) -> None:
         if free is not None and need > free
     ]
     if faults:
-        raise PlacementError(
-            f"rank {forecast.rank} needs {', and '.join(faults)}; load on more ranks, in a smaller dtype, or with "
+        raise ShardingError(
+            f"rank {estimate.rank} needs {', and '.join(faults)}; load on more ranks, in a smaller dtype, or with "
             "the shards offloaded to the host (Sharding(offload_policy=CPUOffloadPolicy())); "
             "LoadOptions(check_memory=False) loads all the same"
         )

@@ -11,10 +11,10 @@ from typing import Literal, TypeAlias
 
 from shardwise.conversion.computed import Bindings, computes
 from shardwise.conversion.expression import Expression, key_of, leaves_of, stored_leaves
-from shardwise.errors import ConfigError, CoverageError
-from shardwise.formats.contract import CheckpointIndex, belongs_to_codes, entries_of, packed_names, scale_names
+from shardwise.errors import ConfigError, KeyMismatchError
+from shardwise.formats.contract import CheckpointIndex, entries_of, is_quantization_key, packed_names, scale_names
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
-from shardwise.report.names import few
+from shardwise.report.names import abbreviate
 from shardwise.tensors import DType, casts_safely
 
 _CODES = (DType.F8_E4M3, DType.F8_E5M2, DType.I8, DType.U8)
@@ -37,7 +37,7 @@ def faults_in_words(head: str, faults: Mapping[str, Sequence[str]], remedies: Ma
     """Format an error message: each kind of fault with its count, its first names (collapsed), and the remedies."""
     lines = [head]
     for kind, sentences in faults.items():
-        for position, line in enumerate(few(sentences)):
+        for position, line in enumerate(abbreviate(sentences)):
             counted = f"{kind} {len(sentences)}" if position == 0 else ""
             lines.append(f"  {counted:<17}{line}")
     found = [remedies[kind] for kind, sentences in faults.items() if sentences and kind in remedies]
@@ -208,8 +208,8 @@ def plan_load(
     names.
 
     Raises:
-        CoverageError: there are missing, unexpected, mismatched, ambiguous or uncomputable tensors. The error lists
-            all of them.
+        KeyMismatchError: there are missing, unexpected, mismatched, ambiguous or uncomputable tensors. The error
+            lists all of them.
     """
     return _LoadPlanner(index, layout, bindings, rules, consent, known_as).plan()
 
@@ -257,7 +257,7 @@ class _LoadPlanner:
         if self.faults:
             ordered = {kind: self.faults[kind] for kind in _REMEDIES if kind in self.faults}
             head = f"the checkpoint {self.index.root} does not fit the model"
-            raise CoverageError(faults_in_words(head, ordered, _REMEDIES))
+            raise KeyMismatchError(faults_in_words(head, ordered, _REMEDIES))
         return LoadPlan(
             layout=self.layout,
             fills=self.fills,
@@ -371,7 +371,7 @@ class _LoadPlanner:
             elif allows(self.consent.unexpected, key):
                 self.unexpected.append(key)
                 self.ignored.append(key)
-            elif "quantized" not in self.faults or not belongs_to_codes(name):
+            elif "quantized" not in self.faults or not is_quantization_key(name):
                 renamed = f" (renamed to {name})" if name != key else ""
                 if name.endswith("_extra_state"):
                     renamed += " (extra state of a module, which cannot be loaded yet)"

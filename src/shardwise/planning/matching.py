@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from shardwise.errors import ConfigError, CoverageError, DisagreementError
+from shardwise.errors import ConfigError, KeyMismatchError, RankMismatchError
 from shardwise.planning.load_plan import OnUnexpected, allows, faults_in_words
 from shardwise.planning.moves import StateForm, covers
-from shardwise.report.names import collapse, few, few_names, shown_ranks
+from shardwise.report.names import abbreviate, collapse, few_names, shown_ranks
 from shardwise.tensors import Box, DType, follows
 
 OnFault: TypeAlias = OnUnexpected
@@ -97,9 +97,9 @@ def match(
     """Find the source of every slot.
 
     Raises:
-        DisagreementError: ranks that provide a state have different names, or their boxes do not form full tensors.
-        CoverageError: there are missing, unexpected or mismatched tensors that are not tolerated. The error lists
-            all of them.
+        RankMismatchError: ranks that provide a state have different names, or their boxes do not form full tensors.
+        KeyMismatchError: there are missing, unexpected or mismatched tensors that are not tolerated. The error
+            lists all of them.
     """
     bringing = [rank for rank, brought in enumerate(brought_by_rank) if brought]
     _require_same_names(brought_by_rank, bringing)
@@ -135,10 +135,10 @@ def match(
             parts.append(name)
         taken.append(Taken(place, name, brought_by_rank[bringing[0]][name].dtype, held))
     if any(faults.values()):
-        raise CoverageError(faults_in_words("the state does not fit:", faults, STATE_REMEDIES))
+        raise KeyMismatchError(faults_in_words("the state does not fit:", faults, STATE_REMEDIES))
     if parts:
-        shown = "\n  ".join(few(parts))
-        raise DisagreementError(
+        shown = "\n  ".join(abbreviate(parts))
+        raise RankMismatchError(
             f"what the ranks bring of these is not, together, each element once:\n  {shown}\nBring whole "
             "tensors, or on every rank its own shards of one sharding."
         )
@@ -151,8 +151,8 @@ def _require_same_names(brought_by_rank: Sequence[Mapping[str, Brought]], bringi
         lines = [f"{name} is not on rank {rank}" for name in first if name not in mine]
         lines += [f"{name} is not on rank {bringing[0]}" for name in mine if name not in first]
         if lines:
-            shown = "\n  ".join(few(lines))
-            raise DisagreementError(
+            shown = "\n  ".join(abbreviate(lines))
+            raise RankMismatchError(
                 f"ranks {bringing[0]} and {rank} bring different states:\n  {shown}\nBring the same on every "
                 "rank, or all of it on some and nothing on the others."
             )
@@ -202,8 +202,8 @@ def match_groups(
     Parameters that may be missing or unexpected are excluded from the comparison.
 
     Raises:
-        CoverageError: parameters are missing, unexpected or in two groups, or a group has no counterpart. The error
-            lists them.
+        KeyMismatchError: parameters are missing, unexpected or in two groups, or a group has no counterpart. The
+            error lists them.
     """
     here = {name for names in present for name in names}
     there = {name for names in given for name in names}
@@ -215,7 +215,7 @@ def match_groups(
         "twice": [name for name, count in Counter(itertools.chain(*given)).items() if count > 1],
     }
     if any(faults.values()):
-        raise CoverageError(
+        raise KeyMismatchError(
             faults_in_words("the parameter groups of the state do not fit:", faults, STATE_REMEDIES)
         )
     positions: dict[frozenset[str], list[int]] = {}
@@ -231,9 +231,10 @@ def match_groups(
             giver_of.append(found.pop(0) if len(found) > 1 else found[0])
         elif common:
             others = [position for position, group in enumerate(given) if common & frozenset(group)]
-            raise CoverageError(
-                f"no group of the state has the parameters of group {number} ({', '.join(few(sorted(common)))}); "
-                f"there they are in group {' and '.join(map(str, others))}, with others or fewer; make the groups "
+            raise KeyMismatchError(
+                f"no group of the state has the parameters of group {number} "
+                f"({', '.join(abbreviate(sorted(common)))}); there they are in group "
+                f"{' and '.join(map(str, others))}, with others or fewer; make the groups "
                 "as they were made before"
             )
         else:
@@ -315,7 +316,7 @@ def require_alike(items_by_rank: Sequence[Sequence[Item]]) -> None:
     """Check that the items of every rank equal those of rank 0.
 
     Raises:
-        DisagreementError: items differ. The error lists tensors, each with its description on both ranks.
+        RankMismatchError: items differ. The error lists tensors, each with its description on both ranks.
     """
     first = {item.names[0]: item for item in items_by_rank[0]}
     for rank, items in enumerate(items_by_rank):
@@ -329,7 +330,7 @@ def require_alike(items_by_rank: Sequence[Sequence[Item]]) -> None:
             lines = [f"the order of the tensors on rank {rank} is not that on rank 0"]
         if lines:
             shown = "\n  ".join(pattern for pattern, _ in collapse(lines)[:_SHOWN])
-            raise DisagreementError(
+            raise RankMismatchError(
                 f"the ranks hold different models:\n  {shown}\nBuild the model from one configuration on every "
                 "rank, with the same weights tied and frozen."
             )
@@ -341,7 +342,7 @@ def choose_sources(
     """Return the source rank of each rank for every tensor, or ``NOBODY``.
 
     Raises:
-        DisagreementError: ranks that ``values_from`` requires have no values.
+        RankMismatchError: ranks that ``values_from`` requires have no values.
     """
     most = [sum(live) for live in live_by_rank]
     lacking: dict[str, list[str]] = {}
@@ -357,7 +358,7 @@ def choose_sources(
         chosen.append(tuple(rank if rank in having else leader for rank in range(len(live))) if having else NOBODY)
     if lacking:
         lines = [f"{who}: {pattern}" for who, found in lacking.items() for pattern, _ in collapse(found)[:_SHOWN]]
-        raise DisagreementError(
+        raise RankMismatchError(
             f"{values_from} relies on values that ranks do not have:\n  "
             + "\n  ".join(lines)
             + "\n'any' takes them "
@@ -371,7 +372,7 @@ def leading(ranks: Sequence[int], most: Sequence[int]) -> int:
     return min(ranks, key=lambda rank: (-most[rank], rank))
 
 
-def settle_differences(
+def resolve_differences(
     names: Sequence[str],
     chosen: Sequence[tuple[int, ...]],
     sums_by_rank: Sequence[Mapping[str, int]],
@@ -383,7 +384,7 @@ def settle_differences(
     ``sums_by_rank`` contains each rank's checksums of the tensors that it shares with other sources.
 
     Raises:
-        DisagreementError: values differ, but ``values_from`` requires them to be equal.
+        RankMismatchError: values differ, but ``values_from`` requires them to be equal.
     """
     settled: list[tuple[int, ...]] = []
     taken: dict[str, int] = {}
@@ -394,14 +395,14 @@ def settle_differences(
             source_of = (taken[name],) * len(source_of)
         settled.append(source_of)
     if taken and values_from != "any":
-        raise DisagreementError(
+        raise RankMismatchError(
             f"{len(taken)} tensors have other values on some ranks than on others: {few_names(taken)}; seed the "
             "ranks alike, or pass values_from='first_rank' for those of rank 0"
         )
     return settled, taken
 
 
-def settle_dtypes(
+def choose_dtypes(
     names: Sequence[str], chosen: Sequence[tuple[int, ...]], dtypes_by_rank: Sequence[Sequence[str]]
 ) -> list[str]:
     """Return the dtype of every tensor on all ranks.
@@ -410,7 +411,7 @@ def settle_dtypes(
     booleans are never cast because their bits are their meaning. Dtypes have torch's names.
 
     Raises:
-        DisagreementError: ranks have a tensor in dtypes for which there is no common choice.
+        RankMismatchError: ranks have a tensor in dtypes for which there is no common choice.
     """
     settled: list[str] = []
     faults: list[str] = []
@@ -430,7 +431,7 @@ def settle_dtypes(
             )
     if faults:
         shown = "\n  ".join(pattern for pattern, _ in collapse(faults)[:_SHOWN])
-        raise DisagreementError(f"the ranks hold tensors in different dtypes:\n  {shown}\nBuild them in one dtype.")
+        raise RankMismatchError(f"the ranks hold tensors in different dtypes:\n  {shown}\nBuild them in one dtype.")
     return settled
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from shardwise.conversion.expression import Expression, Shape, Stored
-from shardwise.errors import CoverageError
+from shardwise.errors import KeyMismatchError
 from shardwise.formats.peft_adapter import LoraConfig
-from shardwise.report.names import few
+from shardwise.report.names import abbreviate
 from shardwise.storage.names import shown
 
 _LISTED = 20
@@ -137,7 +137,7 @@ def plan_merge(
         what: description of the adapter and its base for the error.
 
     Raises:
-        CoverageError: there are unused tensors, modules that are not in the base, or shapes that do not fit. The
+        KeyMismatchError: there are unused tensors, modules that are not in the base, or shapes that do not fit. The
             error lists all of them.
     """
     return _MergePlanner(config, stored, targets, adapter_name).plan(what)
@@ -179,7 +179,7 @@ class _MergePlanner:
         for module, parts in factors.items():
             self.fold(module, parts)
         if self.faults:
-            raise CoverageError(self.message(what))
+            raise KeyMismatchError(self.message(what))
         return MergePlan(
             {name: _replacements_first(edits) for name, edits in self.tensors.items()},
             {key: _replacements_first(edits) for key, edits in self.keys.items()},
@@ -193,7 +193,7 @@ class _MergePlanner:
         lines = [f"{what}: the adapter does not fit the base"]
         for kind, sentences in self.faults.items():
             lines.append(f"  {kind}: {len(sentences)}")
-            lines += [f"    {line}" for line in few(sentences, _LISTED)]
+            lines += [f"    {line}" for line in abbreviate(sentences, _LISTED)]
         return "\n".join([*lines, "Merge it into the base that it was trained on."])
 
     # What a key means

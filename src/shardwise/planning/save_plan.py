@@ -137,13 +137,13 @@ def _nbytes(item: Saved) -> int:
     return numel(item[2]) * item[1].itemsize
 
 
-Held = Mapping[str, Sequence[tuple[Box, Strided]]]
+TensorRef = Mapping[str, Sequence[tuple[Box, Strided]]]
 """By name of a tensor of the model: boxes of it that this rank writes, and where they lie in its memory."""
 
 
 def arrange_writes(
     saved: Iterable[tuple[TensorEntry, Expression]],
-    held: Held,
+    held: TensorRef,
     numbers: Mapping[str, int],
     staged: Collection[str],
     policy: WritePolicy,

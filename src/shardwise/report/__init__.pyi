@@ -1,6 +1,6 @@
 """What happened or will happen, as plain data, and how names and sizes are put into words."""
 
-from shardwise.report.forecast import Forecast as Forecast
+from shardwise.report.estimate import Estimate as Estimate
 from shardwise.report.names import collapse as collapse
 from shardwise.report.names import shown_ranks as shown_ranks
 from shardwise.report.reports import LoadReport as LoadReport

@@ -59,7 +59,7 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def few(lines: Iterable[str], most: int = 12) -> list[str]:
+def abbreviate(lines: Iterable[str], most: int = 12) -> list[str]:
     """Names or sentences, collapsed, the first dozen."""
     groups = collapse(lines)
     shown = [pattern + (f" (x{count})" if count > 1 else "") for pattern, count in groups[:most]]
@@ -77,7 +77,7 @@ def few_names(names: Iterable[str], most: int = _SHOWN) -> str:
 
 def listing(word: str, names: Iterable[str]) -> list[str]:
     """Return lines of a report with these names under ``word``: collapsed, the first few."""
-    return [f"  {word:<11} {line}" for line in few(names, _SHOWN)]
+    return [f"  {word:<11} {line}" for line in abbreviate(names, _SHOWN)]
 
 
 def trainable_in_words(trainable: int, parameters: int) -> str:

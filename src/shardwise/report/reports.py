@@ -75,7 +75,7 @@ class RankReport(Report):
 
 
 @dataclass(frozen=True, slots=True)
-class RankForecast:
+class RankEstimate:
     """Forecast of a load on one rank, in bytes.
 
     Attributes:
@@ -120,7 +120,7 @@ class LoadReport(RankReport):
     """Read system calls (or requests) of this rank."""
     loaded: int
     """Tensors filled from the checkpoint."""
-    forecast: RankForecast
+    estimate: RankEstimate
     """What was foreseen for this rank, every rank reading for itself; what is held and read can be compared."""
     files: tuple[str, ...] = hidden()
     """Names of the checkpoint's files, relative to ``checkpoint``."""

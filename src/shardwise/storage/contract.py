@@ -61,7 +61,7 @@ class StorageReader(Protocol):
     """A folder of files that are read by byte range.
 
     File names are relative to the root and "/"-separated. A name that could lead out of the root is refused with a
-    :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.why_unsafe`). All sizes and
+    :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.unsafe_name_reason`). All sizes and
     positions are in bytes. Every method may be called from several threads at once.
 
     A missing file is a StorageError whose ``__cause__`` is a :class:`FileNotFoundError`. Every other failure
@@ -200,7 +200,7 @@ class StorageWriter(Protocol):
     """A folder in which files are created, written by range, and renamed.
 
     Files are directly in the root. A name that leads anywhere else is refused with a
-    :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.why_not_plain`). All sizes and
+    :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.nested_name_reason`). All sizes and
     positions are in bytes. :meth:`write` and :meth:`sync` may be called from several threads at once and, if
     ``policy.has_random_writes``, from several processes that each have a writer for the same root.
 

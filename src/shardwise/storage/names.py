@@ -15,7 +15,7 @@ _DRIVE = re.compile(r"[A-Za-z]:")
 _SHOWN_CHARACTERS = 200
 
 
-def why_unsafe(name: str) -> str | None:
+def unsafe_name_reason(name: str) -> str | None:
     """Return the reason why ``name`` could leave the storage's root or is no file name, or None if it is safe.
 
     Names come from files of untrusted origin (``weight_map`` of an index), so the rule is the same on every system:
@@ -39,9 +39,9 @@ def why_unsafe(name: str) -> str | None:
     return None
 
 
-def why_not_plain(name: str) -> str | None:
+def nested_name_reason(name: str) -> str | None:
     """Return the reason why ``name`` is not a file directly in the storage's root, or None if it is."""
-    return why_unsafe(name) or ("it has a folder in it" if "/" in name else None)
+    return unsafe_name_reason(name) or ("it has a folder in it" if "/" in name else None)
 
 
 def shown(name: str) -> str:
@@ -223,7 +223,7 @@ def local_place(name_or_path: str | os.PathLike[str], options: HubOptions) -> Pa
 
 def require_subfolder(named: str, options: HubOptions) -> None:
     """Raise StorageError if the subfolder leads out of the checkpoint's folder."""
-    fault = why_unsafe(options.subfolder) if options.subfolder else None
+    fault = unsafe_name_reason(options.subfolder) if options.subfolder else None
     if fault is not None:
         raise StorageError(
             f"{shown(named)}: subfolder {options.subfolder!r} is refused, {fault}. "

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from shardwise.errors import ConfigError, StorageError
 from shardwise.report.names import in_bytes
 from shardwise.storage.contract import OBJECT_STORE_WRITES, CannotListError, StorageWriter, WritePolicy, as_bytes
-from shardwise.storage.names import redacted, scheme_of, shown, why_not_plain, without_secrets
+from shardwise.storage.names import nested_name_reason, redacted, scheme_of, shown, without_secrets
 
 _TIMEOUTS: Final = {"connect_timeout": "30s", "read_timeout": "30s", "timeout": "1h"}
 """Silence of half a minute is a failure; a request as a whole may take long, as others share the network."""
@@ -361,7 +361,7 @@ class ObjectWriter(StorageWriter):
 
     def _path(self, file: str) -> str:
         self._require_open(file)
-        fault = why_not_plain(file)
+        fault = nested_name_reason(file)
         if fault is not None:
             raise StorageError(
                 f"{shown(file)}: refused as the name of a file in {self.root}, {fault}. Name a file of that folder"

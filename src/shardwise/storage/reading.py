@@ -23,7 +23,7 @@ from shardwise.storage.names import (
     scheme_of,
     shown,
     split_file,
-    why_unsafe,
+    unsafe_name_reason,
     without_secrets,
 )
 
@@ -193,7 +193,7 @@ class LocalReader(StorageReader):
     def _path(self, file: str) -> str:
         if self._closed:
             raise self._is_closed(file)
-        fault = why_unsafe(file)
+        fault = unsafe_name_reason(file)
         if fault is not None:
             raise StorageError(
                 f"{shown(file)}: refused as a file name below {self._root}, {fault}. "

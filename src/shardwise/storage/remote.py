@@ -23,7 +23,7 @@ from shardwise.storage.names import (
     local_place,
     scheme_of,
     shown,
-    why_unsafe,
+    unsafe_name_reason,
     without_secrets,
 )
 from shardwise.storage.objects import FileState, Objects, fill
@@ -338,7 +338,7 @@ class RemoteReader(StorageReader):
 
     def _look_at(self, file: str, *, is_first: bool = False) -> FileState:
         self._require_open(file)
-        fault = why_unsafe(file)
+        fault = unsafe_name_reason(file)
         if fault is not None:
             raise StorageError(
                 f"{shown(file)}: refused as a file name below {self.root}, {fault}. "

@@ -23,7 +23,7 @@ from shardwise.storage.direct_io import (
     open_direct,
     put_together,
 )
-from shardwise.storage.names import failed, is_url, scheme_of, shown, why_not_plain, without_secrets
+from shardwise.storage.names import failed, is_url, nested_name_reason, scheme_of, shown, without_secrets
 from shardwise.storage.reading import advance, is_network, one_call, type_at
 
 _MODE = 0o666
@@ -316,7 +316,7 @@ class LocalWriter(contract.StorageWriter):
 
     def _path(self, file: str) -> str:
         self._require_open(file)
-        fault = why_not_plain(file)
+        fault = nested_name_reason(file)
         if fault is not None:
             raise StorageError(
                 f"{shown(file)}: refused as the name of a file in {self._root}, {fault}. Name a file of that folder"

@@ -20,7 +20,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from shardwise.errors import ConfigError
-from shardwise.execution.locked_folder import Marked, marked_by_first
+from shardwise.execution.locked_folder import LockedFolder, locked_by_first_rank
 from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
@@ -76,7 +76,7 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
         data = trl_setup.load_data(arguments, config.method, processor, local_rank)
         model = trl_setup.bring_up(arguments, config.method)
         trl_setup.require_pad_token(model, processor)
-        reference = trl_setup.bring_up_reference(arguments, config.method)
+        reference = trl_setup.load_reference(arguments, config.method)
         trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data)
         guard_trackers(trainer)
         stop = StopOnSignal(request)
@@ -129,7 +129,7 @@ def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*
     """
     folder = output / RUN_FOLDER
 
-    def check(_marked: Marked) -> None:
+    def check(_marked: LockedFolder) -> None:
         file = folder / _RUN_FILE
         has_weights = bool(checkpoints_in(output)) or any(any(output.glob(one)) for one in weights)
         if has_weights and not file.is_file():
@@ -150,7 +150,7 @@ def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*
 
     with World.current(call="train") as world:
         world.broadcast(folder.mkdir, parents=True, exist_ok=True)
-        with marked_by_first(world, folder, check) as held:
+        with locked_by_first_rank(world, folder, check) as held:
             try:
                 yield
             finally:

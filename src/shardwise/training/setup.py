@@ -15,17 +15,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.trainer.utils import get_peft_config
 
-from shardwise.engines.bringing_up import from_pretrained
-from shardwise.engines.forecasting import PlanOptions, plan
+from shardwise.engines.estimating import PlanOptions, plan
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.outline import PretrainedOptions
+from shardwise.engines.pretrained_loading import from_pretrained
 from shardwise.errors import ConfigError
 from shardwise.integrations import ShardwiseTrainer, for_trainer
 from shardwise.models.policies import Classes, MinSize, WrapPolicy
 from shardwise.models.quantization import Fp4, Nf4
-from shardwise.models.torch_words import accelerator
+from shardwise.models.torch_api import accelerator
 from shardwise.models.wrap import Sharding, replicated_mesh
-from shardwise.report.forecast import Forecast
+from shardwise.report.estimate import Estimate
 from shardwise.storage.names import HubOptions, redacted, without_secrets
 from shardwise.training import dataset_loading
 from shardwise.training.dataset_loading import AnyDataset
@@ -120,7 +120,7 @@ def bring_up(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
 
     Raises:
         ConfigError: keys contradict each other.
-        ShardwiseError: as of :func:`~shardwise.engines.bringing_up.from_pretrained`.
+        ShardwiseError: as of :func:`~shardwise.engines.pretrained_loading.from_pretrained`.
     """
     keywords = model_options(arguments, method)
     keywords["tuning"] = tuning = tuning_of(arguments)
@@ -140,7 +140,7 @@ def _without_secrets(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def bring_up_reference(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel | None:
+def load_reference(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel | None:
     """Load the reference model of a preference training, sharded. None if TRL needs none. Collective: yes.
 
     TRL would load it whole on each rank. The reference of a LoRA is the model without it.
@@ -150,7 +150,7 @@ def bring_up_reference(arguments: TrlArguments, method: TrainMethod) -> PreTrain
     return for_trainer(from_pretrained(arguments.model.model_name_or_path, **model_options(arguments, method)))
 
 
-def bring_up_base(arguments: TrlArguments) -> PreTrainedModel:
+def load_base(arguments: TrlArguments) -> PreTrainedModel:
     """Load the base of many LoRAs, sharded and frozen, in bfloat16 if ``bf16`` is set. Collective: yes."""
     options = model_options(arguments, "sft")
     if arguments.training.bf16 and not arguments.model.dtype:
@@ -367,7 +367,7 @@ def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
         )
 
 
-def plan_run(config: RunConfig, *, ranks: int | None = None, nodes: int = 1, device: str = "cuda") -> Forecast:
+def plan_run(config: RunConfig, *, ranks: int | None = None, nodes: int = 1, device: str = "cuda") -> Estimate:
     """Forecast a training by its configuration, with TRL's defaults. Rows are taken to have ``max_length`` tokens.
 
     A pair of DPO is two rows. Generation of GRPO and reference models are not included, as a note states.
@@ -376,7 +376,7 @@ def plan_run(config: RunConfig, *, ranks: int | None = None, nodes: int = 1, dev
 
     Raises:
         ConfigError: the configuration is rejected, or has no number of ranks.
-        ShardwiseError: as of :func:`~shardwise.engines.forecasting.plan`.
+        ShardwiseError: as of :func:`~shardwise.engines.estimating.plan`.
     """
     ranks = ranks or config.own["num_processes"]
     if not ranks:

@@ -28,12 +28,12 @@ class TokenizedRows:
     Attributes:
         rows: with ``input_ids`` and ``labels``.
         lengths: of the rows in tokens.
-        learned_tokens: labels of all rows that are predicted.
+        num_supervised_tokens: labels of all rows that are predicted.
     """
 
     rows: datasets.Dataset
     lengths: Sequence[int]
-    learned_tokens: int
+    num_supervised_tokens: int
 
     def __len__(self) -> int:
         return len(self.lengths)

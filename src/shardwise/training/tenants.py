@@ -22,7 +22,7 @@ from shardwise.bank.rows import RowTensors
 from shardwise.bank.tenant import TenantLoss
 from shardwise.engines.save_plan import SaveOptions
 from shardwise.errors import ConfigError, FormatError, TrainingError
-from shardwise.execution.lost_ranks import naming_the_lost
+from shardwise.execution.collective_errors import translate_collective_errors
 from shardwise.execution.world import World
 from shardwise.report.names import table_lines
 from shardwise.storage.writing import open_writer
@@ -84,7 +84,7 @@ def _joined(
         with _named(name):
             rows[name] = tokenized(own, processor, local_rank)
     first = next(iter(parsed.values()))
-    model = trl_setup.bring_up_base(first)
+    model = trl_setup.load_base(first)
     if first.training.gradient_checkpointing:
         keywords = {**(first.training.gradient_checkpointing_kwargs or {}), "use_reentrant": False}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
@@ -130,7 +130,10 @@ def train_in_turns(tenants: Sequence[TenantTraining], budget: int, request: Any)
     world = World.current(call="the tenants' passes")
     total = sum(one.state.max_steps - one.state.global_step for one in tenants)
     is_silent = world.rank != 0 or tenants[0].args.disable_tqdm
-    with tqdm(total=total, disable=is_silent) as bar, naming_the_lost(world, lambda: "in a pass of tenants"):
+    with (
+        tqdm(total=total, disable=is_silent) as bar,
+        translate_collective_errors(world, lambda: "in a pass of tenants"),
+    ):
         taken = [one for one in queue if one.is_done]
         while True:
             for one in taken:
@@ -346,8 +349,8 @@ class TenantTraining:
         return strategy == "steps" and not self.state.global_step % getattr(self.state, f"{kind}_steps")
 
     def _take_step(self) -> None:
-        learned = sum(one.learned_tokens for one in self._window)
-        loss = sum(one.loss * one.learned_tokens for one in self._window) / max(learned, 1)
+        learned = sum(one.num_supervised_tokens for one in self._window)
+        loss = sum(one.loss * one.num_supervised_tokens for one in self._window) / max(learned, 1)
         self._window = []
         step = self.bank.optim_step(self.name)
         if not step.is_taken or not math.isfinite(loss):
@@ -379,7 +382,7 @@ class TenantTraining:
         for batch in budget.micro_batches(rows, range(len(rows)), at_once, world.size):
             [logprobs] = self.bank.forward([(self.name, rows.tensors(batch.rows[world.rank]))])
             own -= sum(float(values.double().sum()) for values in logprobs)
-        self._log(eval_loss=world.all_reduce_object(own, math.fsum) / rows.learned_tokens)
+        self._log(eval_loss=world.all_reduce_object(own, math.fsum) / rows.num_supervised_tokens)
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint between two steps, unless there is one of this step. Collective: yes."""

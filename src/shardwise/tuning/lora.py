@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression
-from shardwise.errors import ConfigError, CoverageError
+from shardwise.errors import ConfigError, KeyMismatchError
 from shardwise.models.initialize import Additions, RowNorms
 from shardwise.models.selection import AdapterOnly, names_outside
-from shardwise.models.view import Held, look_inside
+from shardwise.models.view import TensorRef, collect_tensors
 from shardwise.tuning import peft_compat
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Adapter:
 
 
 def match_adapter(
-    model: nn.Module, held: Sequence[Held], name: str, adapter: Adapter, required: Collection[str]
+    model: nn.Module, held: Sequence[TensorRef], name: str, adapter: Adapter, required: Collection[str]
 ) -> dict[str, Expression]:
     """Return the values of the adapter's tensors, by name in the model, after PEFT has injected its modules.
 
@@ -48,8 +48,8 @@ def match_adapter(
         required: names of tensors that the folder must contain.
 
     Raises:
-        CoverageError: there are missing or unexpected tensors, or tensors of another shape. The error lists all of
-            them.
+        KeyMismatchError: there are missing or unexpected tensors, or tensors of another shape. The error lists all
+            of them.
     """
     places = names_outside(model, held, AdapterOnly(name))
     by_name = {alias: item for item in held for alias in item.names}
@@ -67,7 +67,7 @@ def match_adapter(
         config, shown = adapter.config, [*missing[:_SHOWN], *unexpected[:_SHOWN], *mismatched[:_SHOWN]]
         more = len(missing) + len(unexpected) + len(mismatched) - len(shown)
         listed = "\n  ".join([*shown, *([f"... and {more} more"] if more else [])])
-        raise CoverageError(
+        raise KeyMismatchError(
             f"{adapter.directory}: the adapter does not fit the model\n  {listed}\nIts config says that it belongs "
             f"to {config.base_model_name_or_path or 'a base it does not name'}, with r={config.r} and "
             f"target_modules={_shown(config.target_modules)}; take that base, or the config it was trained with."
@@ -84,10 +84,10 @@ def with_lora(
 ) -> Tuned:
     """Inject PEFT's modules, and map the base's names to the new ones by the identity of modules."""
     _require_numbers(base, config)
-    before = look_inside(base)
+    before = collect_tensors(base)
     old_names = {(id(slot.module), slot.name): slot.fqn for item in before for slot in item.slots}
     model = _injected(base, config, name, adapter)
-    held = look_inside(model)
+    held = collect_tensors(model)
     new_names = {(id(slot.module), slot.name): slot.fqn for item in held for slot in item.slots}
     renamed = {old: new_names[slot] for slot, old in old_names.items()}
     known_as = {new: old for old, new in renamed.items()}
@@ -175,7 +175,7 @@ def _originals(model: Any, adapter: str, names: Mapping[tuple[int, str], str]) -
 
 
 def _first_offers(
-    copied: Mapping[str, str], offers: Mapping[str, object], held: Sequence[Held]
+    copied: Mapping[str, str], offers: Mapping[str, object], held: Sequence[TensorRef]
 ) -> Iterable[tuple[str, str]]:
     """Yield (copy, name with offers of its original) if there is one, under any name of a tied weight."""
     names = {name: item.names for item in held for name in item.names}
@@ -185,7 +185,7 @@ def _first_offers(
             yield copy, offered
 
 
-def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, Held]) -> Additions:
+def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, TensorRef]) -> Additions:
     """Return PEFT's additions to the model, and their initialization.
 
     Raises:

@@ -16,8 +16,8 @@ from shardwise.errors import ConfigError
 from shardwise.models import pretrained
 from shardwise.models.policies import listed_blocks
 from shardwise.models.selection import AdapterOnly, Selection
-from shardwise.models.torch_words import parameters_of
-from shardwise.models.view import look_inside
+from shardwise.models.torch_api import parameters_of
+from shardwise.models.view import collect_tensors
 from shardwise.models.wrap import TrainedDtype, trained_dtype_of
 from shardwise.tuning import lora, peft_compat
 from shardwise.tuning.lora import Adapter, Tuned, matches, near
@@ -64,7 +64,7 @@ class Tuning:
 
         Raises:
             ConfigError: a name matches nothing, or a setting is not supported.
-            CoverageError: an adapter does not fit the model.
+            KeyMismatchError: an adapter does not fit the model.
         """
         return Tuned(base, base, bindings)
 
@@ -311,7 +311,7 @@ def tune(
 
     Raises:
         ConfigError: a name matches nothing, or a setting is not supported.
-        CoverageError: an existing adapter does not fit the model.
+        KeyMismatchError: an existing adapter does not fit the model.
     """
     made = tuning.prepare(base, bindings, adapters)
     _recast(made.model, trained, casts_to)
@@ -319,7 +319,7 @@ def tune(
         return made
     parameters = {
         name: item.tensor
-        for item in look_inside(made.model)
+        for item in collect_tensors(made.model)
         if isinstance(item.tensor, nn.Parameter)
         for name in item.names
     }
@@ -332,7 +332,7 @@ def _recast(model: nn.Module, trained: TrainedDtype, casts_to: torch.dtype | Non
     Raises:
         ConfigError: a module would compute with parameters of two dtypes.
     """
-    for item in look_inside(model):
+    for item in collect_tensors(model):
         tensor = item.tensor
         if not isinstance(tensor, nn.Parameter):
             continue

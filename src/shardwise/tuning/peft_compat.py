@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ConfigError, KnownNames
 from shardwise.models import pretrained
 from shardwise.models.four_bit_layers import is_in_four_bits, shown_as_numbers
-from shardwise.models.torch_words import original_class
+from shardwise.models.torch_api import original_class
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.layout import LocalBox
 from shardwise.models.initial_programs import Program, fill_from_program, program_of
 from shardwise.models.initialize import Initializers
-from shardwise.models.view import Held, look_inside
+from shardwise.models.view import TensorRef, collect_tensors
 from shardwise.tensors import Box, Strided, contiguous_strides
 from shardwise.tuning import peft_compat
 from shardwise.tuning.lora import with_lora
@@ -85,7 +85,7 @@ class AdapterOutline:
     """An adapter outside of any model: its sites in the order of the model, and its initialization."""
 
     sites: tuple[AdaptedSite, ...]
-    held: Mapping[str, Held]
+    held: Mapping[str, TensorRef]
     initializers: Initializers
     programs: Mapping[str, Program]
 
@@ -130,7 +130,7 @@ def outline_adapter(base: PreTrainedModel, config: LoraConfig) -> AdapterOutline
     """
     _require_matrices(config)
     made = with_lora(base, Bindings({}), config, _ADAPTER, None)
-    held = {name: item for item in look_inside(made.model) for name in item.names}
+    held = {name: item for item in collect_tensors(made.model) for name in item.names}
     faults: list[str] = []
     sites: list[AdaptedSite] = []
     adapted: Any = made.model

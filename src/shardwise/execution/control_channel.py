@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
-from shardwise.errors import CheckpointError, DisagreementError, RankLostError
-from shardwise.execution import Patience
+from shardwise.errors import CheckpointError, RankLostError, RankMismatchError
+from shardwise.execution import Timeouts
 from shardwise.execution.failure_detection import KeyStore, ProcessPlace, alive_keys, detector_of
 from shardwise.report.names import shown_ranks
 
@@ -55,7 +55,7 @@ _LOST, _OTHER_CALL = "lost", "other call"
 """Kinds of verdicts; each is written before its text."""
 
 
-class Meetings:
+class ControlChannel:
     """One rank's end of a call's meetings.
 
     Args:
@@ -63,15 +63,15 @@ class Meetings:
         name: the same on all ranks of one group.
         rank: this rank in the group.
         numbers: the ranks of the group in the default group.
-        patience: how long to wait.
+        timeouts: how long to wait.
         call: description of this rank's call, the same on all ranks.
     """
 
     def __init__(
-        self, store: Any, name: str, rank: int, numbers: Sequence[int], patience: Patience, call: str
+        self, store: Any, name: str, rank: int, numbers: Sequence[int], timeouts: Timeouts, call: str
     ) -> None:
         self.rank, self.numbers, self.size = rank, numbers, len(numbers)
-        self.patience = patience
+        self.timeouts = timeouts
         self.name = name
         self.while_waiting: Callable[[], None] | None = None
         """Called about once a beat by a rank that waits; an exception it raises ends the wait."""
@@ -95,7 +95,7 @@ class Meetings:
 
     @property
     def has_lost_store(self) -> bool:
-        return self._store_error is not None or self._unheard_s > _DEAF * self.patience.silence_s
+        return self._store_error is not None or self._unheard_s > _DEAF * self.timeouts.heartbeat_timeout_s
 
     @property
     def _store_error(self) -> Exception | None:
@@ -114,7 +114,7 @@ class Meetings:
             return RankLostError(self._verdict.partition("\n")[2])
         if self._store_error is not None:
             return _store_lost(self._store_error)
-        limit_s = self.patience.silence_s * (_HASTY if in_haste else 1)
+        limit_s = self.timeouts.heartbeat_timeout_s * (_HASTY if in_haste else 1)
         if self._unheard_s > limit_s:
             return _deaf(self._unheard_s)
         signs = [self._detector.signs.get(number) for number in self._watched]
@@ -144,7 +144,7 @@ class Meetings:
 
         Raises:
             RankLostError: naming the rank that is gone, or that never came.
-            DisagreementError: ranks are in different calls.
+            RankMismatchError: ranks are in different calls.
         """
         if self.rank == 0:
             return self._ask(self._lead, conclude)
@@ -156,7 +156,7 @@ class Meetings:
         A rank that is lost now is not missed.
         """
         if self.rank == 0 and self._step:
-            with contextlib.suppress(RankLostError, DisagreementError):
+            with contextlib.suppress(RankLostError, RankMismatchError):
                 self._ask(self._await_others)
 
     def cut(self) -> None:
@@ -169,7 +169,7 @@ class Meetings:
         number = self.numbers[self.rank]
         text = f"rank {number} ({ProcessPlace.here()}) has left the call: {cause}"
         with contextlib.suppress(Exception):
-            self._start(self._publish, _LOST, text).result(timeout=self.patience.beat_s)
+            self._start(self._publish, _LOST, text).result(timeout=self.timeouts.heartbeat_interval_s)
 
     def find_lost(self) -> None:
         """Wait until the detector is sure whether a rank is lost.
@@ -177,7 +177,7 @@ class Meetings:
         Raises:
             RankLostError: naming the rank.
         """
-        deadline = time.monotonic() + self.patience.silence_s + 4 * self.patience.beat_s
+        deadline = time.monotonic() + self.timeouts.heartbeat_timeout_s + 4 * self.timeouts.heartbeat_interval_s
         while self._verdict is None and not self.has_lost_store and time.monotonic() < deadline:
             time.sleep(_LAST_POLL_S)
         if self._verdict is not None or self.has_lost_store:
@@ -201,11 +201,11 @@ class Meetings:
         answer = self._start(task, *args, **keywords)
         while True:
             try:
-                return answer.result(timeout=self.patience.beat_s)
+                return answer.result(timeout=self.timeouts.heartbeat_interval_s)
             except TimeoutError:
                 if self.while_waiting is not None:
                     self.while_waiting()
-                if self._unheard_s > _DEAF * self.patience.silence_s:
+                if self._unheard_s > _DEAF * self.timeouts.heartbeat_timeout_s:
                     raise _deaf(self._unheard_s) from None
 
     def _start(self, task: Callable[Concatenate[KeyStore, P], T], *args: P.args, **keywords: P.kwargs) -> Future[T]:
@@ -215,7 +215,7 @@ class Meetings:
         def run() -> None:
             try:
                 answer.set_result(task(self._joined(), *args, **keywords))
-            except (RankLostError, DisagreementError) as error:
+            except (RankLostError, RankMismatchError) as error:
                 answer.set_exception(error)
             except Exception as error:
                 self._error = error
@@ -246,7 +246,7 @@ class Meetings:
             )
         self._since = time.monotonic()
         self._tell_at = self._since + TELL_S
-        self._detector.add(self, self.patience.beat_s)
+        self._detector.add(self, self.timeouts.heartbeat_interval_s)
         return keys
 
     def _lead(self, keys: KeyStore, conclude: Callable[[dict[int, bytes]], bytes]) -> bytes:
@@ -306,12 +306,14 @@ class Meetings:
         """Raise the verdict, on the first rank not before the others have read it: the store may end with it."""
         verdict = self._verdict = self._verdict or keys.set_first("lost", f"{_LOST}\nthe store is lost")
         heard = keys.count("heard", 1)
-        deadline = time.monotonic() + max(2 * self.patience.beat_s, _GRACE * self.patience.silence_s)
+        deadline = time.monotonic() + max(
+            2 * self.timeouts.heartbeat_interval_s, _GRACE * self.timeouts.heartbeat_timeout_s
+        )
         while self.rank == 0 and heard < self.size - 1 and time.monotonic() < deadline:
             time.sleep(_LAST_POLL_S)
             heard = keys.count("heard", 0)
         kind, _, text = verdict.partition("\n")
-        error: type[CheckpointError] = DisagreementError if kind == _OTHER_CALL else RankLostError
+        error: type[CheckpointError] = RankMismatchError if kind == _OTHER_CALL else RankLostError
         raise error(text)
 
     # On the detector's thread
@@ -334,9 +336,9 @@ class Meetings:
         self._detector.look_for(alive_keys(store), self._watched)
         signs = {number: self._detector.signs.get(number) for number in self._watched}
         for number, sign in signs.items():
-            if self._verdict is None and sign is not None and sign.is_lost(self.patience.silence_s):
-                silence_s = time.monotonic() - sign.since
-                cause = f"no sign of life for {silence_s:.0f} s; it was killed, has ended, or is stopped"
+            if self._verdict is None and sign is not None and sign.is_lost(self.timeouts.heartbeat_timeout_s):
+                heartbeat_timeout_s = time.monotonic() - sign.since
+                cause = f"no sign of life for {heartbeat_timeout_s:.0f} s; it was killed, has ended, or is stopped"
                 cause = "its process has ended" if sign.has_ended else cause
                 text = f"rank {number} ({sign.place}) is lost: {cause}; look at its own output, and at the "
                 self._publish(keys, _LOST, f"{text}system's log for a process killed for want of memory")
@@ -348,7 +350,7 @@ class Meetings:
         if unknown and now > self._tell_at:
             self._tell_at = now + TELL_AGAIN_S
             _log.warning("%s", waiting_for(unknown, self.size, address_of(self._store)))
-        if now - self._since > self.patience.join_s:
+        if now - self._since > self.timeouts.join_timeout_s:
             for rank, number in enumerate(self.numbers):
                 if not keys.has(f"here/{rank}"):
                     waited = f"within {now - self._since:.0f} s; every rank has to make it"

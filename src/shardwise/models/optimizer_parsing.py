@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.errors import ConfigError, CoverageError
+from shardwise.errors import ConfigError, KeyMismatchError
 from shardwise.models.rebind import Bound, Key, Scalar, label
-from shardwise.models.view import canonical, few
+from shardwise.models.view import abbreviate, canonical
 
 
 def labeled(bounds: Sequence[Bound]) -> dict[str, Key]:
@@ -47,7 +47,7 @@ def copied(value: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Given:
+class ParsedState:
     """A state as one rank gives it, by the first names of the parameters.
 
     Attributes:
@@ -70,25 +70,26 @@ class Given:
 
 def read(
     state: Mapping[str, Any] | None, first_names: Mapping[str, str], shapes: Mapping[str, torch.Size]
-) -> Given:
+) -> ParsedState:
     """Take a state apart. ``first_names`` has those of all names of a parameter, ``shapes`` is by first name.
 
     Raises:
         ConfigError: it has another layout, or values that cannot be set.
     """
-    given = Given()
+    given = ParsedState()
     whole: object = state or {}
     if not isinstance(whole, Mapping) or (whole and not _is_laid_out(whole)):
         raise ConfigError(
             "the state of optimizers is {'state': {name: {...}}, 'param_groups': [{'params': [name, ...], ...}]}, "
-            "as optimizer_state() and torch.distributed.checkpoint.state_dict make it, or None on a rank without"
+            "as get_optimizer_state_dict() and torch.distributed.checkpoint.state_dict make it, or None on a rank "
+            "without"
         )
     for group in whole.get("param_groups", ()):
         names = group["params"]
         if not all(isinstance(name, str) for name in names):
             raise ConfigError(
                 "the state of optimizers has numbers in place of parameters' names, as optimizer.state_dict() "
-                "makes it; take optimizer_state(model, optimizer)"
+                "makes it; take get_optimizer_state_dict(model, optimizer)"
             )
         given.groups.append([first_names.get(canonical(name), canonical(name)) for name in names])
         given.settings.append({key: copied(value) for key, value in group.items() if key not in _NAMES})
@@ -119,7 +120,7 @@ def with_names(
 
     Raises:
         ConfigError: the numbers have no names, and their order is unknown.
-        CoverageError: groups or shapes are not those of the present parameters.
+        KeyMismatchError: groups or shapes are not those of the present parameters.
     """
     given = [group for group in state.get("param_groups", ()) if isinstance(group, Mapping)]
     numbers = [list(group.get("params", ())) for group in given]
@@ -153,7 +154,7 @@ def _names_in_order(
         )
     sizes, wanted = [len(members) for members in numbers], [len(members) for members in groups]
     if sizes != wanted:
-        raise CoverageError(
+        raise KeyMismatchError(
             f"the state has groups of {sizes} parameters, by number, and the optimizer of {wanted}; make the "
             "optimizer as it was made when the state was saved"
         )
@@ -169,7 +170,7 @@ def _require_shapes(
         for entry, value in entries.items():
             is_tensor = isinstance(value, torch.Tensor) and value.numel() != 1
             if is_tensor and name in shapes and value.shape != shapes[name]:
-                raise CoverageError(
+                raise KeyMismatchError(
                     f"{entry} of parameter {number} has shape {tuple(value.shape)} in the state, and {name}, which "
                     f"is in its place, {tuple(shapes[name])}; make the optimizer as it was made when the state was "
                     "saved"
@@ -189,7 +190,7 @@ def _is_laid_out(whole: Mapping[str, Any]) -> bool:
 _NAMES = ("params", "param_names")
 
 
-def _sort_in(given: Given, parameter: str, entry: str, value: Any, shape: torch.Size | None) -> None:
+def _sort_in(given: ParsedState, parameter: str, entry: str, value: Any, shape: torch.Size | None) -> None:
     name = label(parameter, entry)
     given.keys[name] = parameter, entry
     is_tensor = isinstance(value, torch.Tensor)
@@ -256,7 +257,7 @@ def unlike(
         else:
             for why in _differences(settings, told):
                 found.setdefault(f"{why} ({here})", []).append(name)
-    return [f"{why}: {few(sorted(names))}" for why, names in sorted(found.items())]
+    return [f"{why}: {abbreviate(sorted(names))}" for why, names in sorted(found.items())]
 
 
 def _differences(settings: Mapping[str, Any], told: Mapping[str, Any]) -> list[str]:
@@ -306,7 +307,7 @@ _OF_VERSIONS = frozenset({"verbose", "_is_initial", "_get_lr_called_within_step"
 """Entries that only some versions of torch have, and no rate depends on."""
 
 
-def why_unlike(present: Mapping[str, Any], stored: object) -> str | None:
+def scheduler_mismatch(present: Mapping[str, Any], stored: object) -> str | None:
     """Return the reason why ``stored`` is not a state of the scheduler whose state is ``present``, or None.
 
     torch accepts any state, and a mismatch appears steps later, or never.
@@ -329,7 +330,7 @@ def _is_like(here: object, there: object) -> bool:
         is_list = isinstance(there, (list, tuple)) and len(there) == len(here)
         return is_list and all(map(_is_like, here, there))  # type: ignore[call-overload]
     if isinstance(here, dict) and isinstance(there, dict):
-        return why_unlike(here, there) is None
+        return scheduler_mismatch(here, there) is None
     return type(here) is type(there) or (_is_number(here) and _is_number(there))
 
 

@@ -12,24 +12,24 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shardwise.engines import outline as outlines
 from shardwise.engines.arguments import hints_of, require_known, require_meant
-from shardwise.engines.bringing_up import Located, find
-from shardwise.engines.load_plan import LoadOptions, facts_of_plan, foresee_initial_values, rules_of
-from shardwise.errors import ConfigError, PlacementError
+from shardwise.engines.load_plan import LoadOptions, facts_of_plan, plan_initial_values, rules_of
+from shardwise.engines.pretrained_loading import Located, find
+from shardwise.errors import ConfigError, ShardingError
 from shardwise.execution.memory import collected_later
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
 from shardwise.layout import Activations, MeshShape, ModelLayout, Origin, TensorKind, WorldLayout
-from shardwise.models.forecast_layout import foresee, trace_activations
+from shardwise.models.estimate_layout import predict_layout, trace_activations
 from shardwise.models.initialize import Initializers
 from shardwise.models.policies import WrapPolicy, repeated_blocks
-from shardwise.models.torch_words import from_torch
-from shardwise.models.view import Held, look_inside
+from shardwise.models.torch_api import from_torch
+from shardwise.models.view import TensorRef, collect_tensors
 from shardwise.models.wrap import Sharding, prepare_blocks
-from shardwise.planning import forecasts
+from shardwise.planning import estimates
 from shardwise.planning.load_memory import Homes, largest_computation
 from shardwise.planning.load_plan import LoadPlan, plan_load
-from shardwise.report.forecast import Forecast
+from shardwise.report.estimate import Estimate
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.names import is_url
 from shardwise.tensors import DType
@@ -76,7 +76,7 @@ class PlanOptions(outlines.FilledOptions, total=False):
     mixed_precision: Literal["no", "bf16", "fp16"]
 
 
-def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[PlanOptions]) -> Forecast:
+def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[PlanOptions]) -> Estimate:
     """Estimate memory and reads of ``from_pretrained``, and of a training with ``tuning``, on each rank.
 
     The checkpoint is a directory, a hub id in the cache, or a URL. Only its config and the headers of its files are
@@ -90,8 +90,8 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
 
     Raises:
         ConfigError: the config, the mesh or an argument cannot be used, or the model cannot run without data.
-        PlacementError: the wrap policy matches nothing, or the model has a parameter that ``fully_shard`` rejects.
-        CoverageError: checkpoint and model do not cover each other, as for a load.
+        ShardingError: the wrap policy matches nothing, or the model has a parameter that ``fully_shard`` rejects.
+        KeyMismatchError: checkpoint and model do not cover each other, as for a load.
         FormatError, StorageError: the checkpoint's files contradict their format, or cannot be read.
     """
     require_known("plan", options, hints_of(PlanOptions))
@@ -105,11 +105,11 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
     with ExitStack() as stack:
         found = find(World(0, 1), name_or_path, given, stack)
         stack.enter_context(torch.device("cpu"))
-        return forecast(found, mesh, options)
+        return estimate(found, mesh, options)
 
 
 @collected_later()
-def forecast(found: Located, mesh: MeshShape, options: PlanOptions) -> Forecast:
+def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
     """Forecast a checkpoint whose headers have been read."""
     index, reader = found.source.index, found.source.reader
     built = outlines.outline(found.directory, found.config, found.index, options, outlines.resizing(options))
@@ -129,17 +129,17 @@ def forecast(found: Located, mesh: MeshShape, options: PlanOptions) -> Forecast:
     )
     if homes.offloads_shards and mesh.ranks == 1 and "tuning" in options:
         raise ConfigError("offload_policy: one rank is not sharded, so nothing is offloaded. Use two ranks.")
-    groups = forecasts.forecast_groups(world, _dtype(param_dtype), _dtype(reduce_dtype))
-    ranks = forecasts.forecast_ranks(plan, world, homes)
-    trained = [tensor for tensor in world.first.tensors if forecasts.is_trained(tensor)]
+    groups = estimates.estimate_groups(world, _dtype(param_dtype), _dtype(reduce_dtype))
+    ranks = estimates.estimate_ranks(plan, world, homes)
+    trained = [tensor for tensor in world.first.tensors if estimates.is_trained(tensor)]
     training = None
     if "tuning" in options:
         step = _step(tuned, world, options, sharding)
-        training = forecasts.forecast_training(world, groups, step, homes, param_dtype=param_dtype is not None)
+        training = estimates.estimate_training(world, groups, step, homes, param_dtype=param_dtype is not None)
     notes = [*tuned.notes, *(f"{name} = {other}: {_STORED_TWICE}" for name, other in twice)]
     if (needed := largest_computation(plan)) > budget_bytes:
         notes.append(f"a conversion needs budget_bytes={needed:,}; a load with {budget_bytes:,} refuses it")
-    return Forecast(
+    return Estimate(
         checkpoint=index.root,
         model_class=type(built.model).__name__,
         dtype=str(found.config.dtype).removeprefix("torch."),
@@ -147,7 +147,7 @@ def forecast(found: Located, mesh: MeshShape, options: PlanOptions) -> Forecast:
         checkpoint_bytes=index.nbytes,
         checkpoint_tensors=len(index.tensors()),
         bytes_per_dtype=_bytes_per_dtype(world.first),
-        file_bytes=forecasts.file_bytes(plan, world, index),
+        file_bytes=estimates.file_bytes(plan, world, index),
         whole=world.whole,
         **facts_of_plan(plan),
         device=homes.device,
@@ -189,13 +189,13 @@ def mesh_of(ranks: int, options: PlanOptions) -> MeshShape:
 # Training
 
 
-def _step(tuned: Tuned, world: WorldLayout, options: PlanOptions, sharding: Sharding) -> forecasts.Step:
+def _step(tuned: Tuned, world: WorldLayout, options: PlanOptions, sharding: Sharding) -> estimates.Step:
     """Return a training step, with activations if the batch size is given."""
     rows, tokens = options.get("per_device_train_batch_size", 0), options.get("max_length", 0)
     optim = options.get("optim", "adamw_torch_fused")
     accumulates = options.get("gradient_accumulation_steps", 1) > 1
     if not (rows and tokens):
-        return forecasts.Step(optim, accumulates=accumulates)
+        return estimates.Step(optim, accumulates=accumulates)
     precision = options.get("mixed_precision", "no")
     autocast = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     param_dtype = sharding.mp_policy.param_dtype if world.mesh.ranks > 1 else None
@@ -206,11 +206,11 @@ def _step(tuned: Tuned, world: WorldLayout, options: PlanOptions, sharding: Shar
         words, hidden = head.weight.shape[-2:]
         itemsize = (autocast or param_dtype or head.weight.dtype).itemsize
         on_cpu, trained = options.get("device", "cuda") == "cpu", head.weight.requires_grad
-        logits = forecasts.trl_logits_bytes(rows * tokens, words, hidden, itemsize, on_cpu=on_cpu, trained=trained)
+        logits = estimates.trl_logits_bytes(rows * tokens, words, hidden, itemsize, on_cpu=on_cpu, trained=trained)
     recomputed = True if options.get("gradient_checkpointing") else sharding.activation_checkpointing
     prepare_blocks(base, replace(sharding, activation_checkpointing=recomputed))
     activations = _traced(tuned, world, (rows, tokens), param_dtype, autocast)
-    return forecasts.Step(optim, rows, tokens, accumulates, logits, activations)
+    return estimates.Step(optim, rows, tokens, accumulates, logits, activations)
 
 
 def _traced(
@@ -222,7 +222,7 @@ def _traced(
 ) -> Activations:
     try:
         blocks = repeated_blocks(tuned.base)
-    except PlacementError:  # a model without any runs as a whole
+    except ShardingError:  # a model without any runs as a whole
         blocks = []
     in_root = {*world.groups[-1].parameters, *world.whole}
     try:
@@ -250,17 +250,17 @@ def _plan(
 ) -> tuple[WorldLayout, LoadPlan]:
     """The layout of all ranks, and the plan of a load, with all that a load finds wrong before it reads."""
     model, additions = tuned.model, tuned.additions
-    held = look_inside(model)
+    held = collect_tensors(model)
     initializers = Initializers(model, held, additions)
     buffers = initializers.buffers(options.get("buffers", {}), seed=0)
 
-    def origin_of(item: Held) -> Origin:
+    def origin_of(item: TensorRef) -> Origin:
         return buffers[item.fqn].origin if item.kind is TensorKind.BUFFER else initializers.origin_of(item)
 
-    world = foresee(model, wrap_policy, mesh, origin_of, root=tuned.base, kept_whole=tuned.whole)
+    world = predict_layout(model, wrap_policy, mesh, origin_of, root=tuned.base, kept_whole=tuned.whole)
     rules = rules_of(tuned.base)
     found = plan_load(index, world.first, tuned.bindings, rules, outlines.consent_of(options), additions.known_as)
-    foresee_initial_values(initializers, found, LoadOptions(budget_bytes=budget_bytes))
+    plan_initial_values(initializers, found, LoadOptions(budget_bytes=budget_bytes))
     return world, found
 
 

@@ -17,18 +17,18 @@ from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import Activations, Spread, TensorKind, TensorLayout, WorldLayout
 from shardwise.planning.load_memory import Homes, LoadSizes, bytes_per_element, is_sharded, local_numel
 from shardwise.planning.load_plan import LoadPlan
-from shardwise.report.forecast import GroupForecast, PhaseMemory, TrainingForecast
-from shardwise.report.reports import RankForecast
+from shardwise.report.estimate import GroupEstimate, PhaseMemory, TrainingEstimate
+from shardwise.report.reports import RankEstimate
 from shardwise.tensors import DType, numel
 
 
-def forecast_ranks(plan: LoadPlan, world: WorldLayout, homes: Homes) -> tuple[RankForecast, ...]:
+def estimate_ranks(plan: LoadPlan, world: WorldLayout, homes: Homes) -> tuple[RankEstimate, ...]:
     """Forecast the load of ``plan`` on every rank of the mesh, if each rank reads its own bytes."""
     sizes = LoadSizes(plan, world.first.tensors, world.spreads)
     at = [sizes.at(position, position, homes) for position in range(world.mesh.shard_size)]
     found = ((rank, at[world.mesh.position(rank)]) for rank in range(world.mesh.ranks))
     return tuple(
-        RankForecast(rank, s.shard_bytes, s.padded_bytes, s.device_bytes, s.host_bytes, s.read_bytes)
+        RankEstimate(rank, s.shard_bytes, s.padded_bytes, s.device_bytes, s.host_bytes, s.read_bytes)
         for rank, s in found
     )
 
@@ -61,9 +61,9 @@ def is_trained(tensor: TensorLayout) -> bool:
     return tensor.kind is TensorKind.PARAMETER and tensor.requires_grad
 
 
-def forecast_groups(
+def estimate_groups(
     world: WorldLayout, gathered_as: DType | None, summed_in: DType | None = None
-) -> tuple[GroupForecast, ...]:
+) -> tuple[GroupEstimate, ...]:
     """Return the parameter groups that are not empty, the root's last.
 
     Args:
@@ -71,7 +71,7 @@ def forecast_groups(
         gathered_as: ``param_dtype`` of the mixed precision policy, or None for each parameter's own dtype.
         summed_in: ``reduce_dtype``, or None for the dtype in which gradients are computed.
     """
-    found: list[GroupForecast] = []
+    found: list[GroupEstimate] = []
     for group in world.groups:
         tensors = [world.first.by_name[name] for name in group.parameters]
         gathered = gradients = reduced = 0
@@ -85,7 +85,7 @@ def forecast_groups(
         if tensors:
             dtypes = "+".join(dict.fromkeys(tensor.dtype.label for tensor in tensors))
             count = sum(tensor.numel for tensor in tensors)
-            found.append(GroupForecast(group.modules, dtypes, count, gathered, gradients, reduced))
+            found.append(GroupEstimate(group.modules, dtypes, count, gathered, gradients, reduced))
     return tuple(found)
 
 
@@ -145,14 +145,14 @@ _ON_HOST: Final = ("weights", "optimizer", "gradients", "optimizer step")
 """Terms that CPU offload moves to the host."""
 
 
-def forecast_training(
-    world: WorldLayout, groups: Sequence[GroupForecast], step: Step, homes: Homes, *, param_dtype: bool
-) -> TrainingForecast:
+def estimate_training(
+    world: WorldLayout, groups: Sequence[GroupEstimate], step: Step, homes: Homes, *, param_dtype: bool
+) -> TrainingEstimate:
     """Forecast the memory of a training step on rank 0, which has the largest shards.
 
     Args:
         world: layout of all ranks.
-        groups: result of :func:`forecast_groups`.
+        groups: result of :func:`estimate_groups`.
         step: settings of the training step.
         homes: placement of tensors.
         param_dtype: whether shards are cast before they are gathered.
@@ -173,7 +173,7 @@ def forecast_training(
         ("optimizer step", {"gradients": gradients, "optimizer step": _step_bytes(step.optim, local, homes)})
     )
     ranks = range(world.mesh.ranks)
-    return TrainingForecast(
+    return TrainingEstimate(
         step.optim,
         step.batch_size,
         step.max_length,
@@ -202,7 +202,7 @@ class _GroupSizes:
     root_sum: int
 
     @classmethod
-    def of(cls, world: WorldLayout, groups: Sequence[GroupForecast], homes: Homes) -> _GroupSizes:
+    def of(cls, world: WorldLayout, groups: Sequence[GroupEstimate], homes: Homes) -> _GroupSizes:
         copies = 2 if homes.device == "cpu" else 1  # gloo copies what it sums
         if world.mesh.ranks == 1:
             return cls(0, 0, 0, 0, 0)

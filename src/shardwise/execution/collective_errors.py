@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardwise.errors import RankLostError, ShardwiseError
-from shardwise.execution.meetings import Meetings
+from shardwise.execution.control_channel import ControlChannel
 
 if TYPE_CHECKING:
     from shardwise.execution.world import World
@@ -39,7 +39,7 @@ _ASKED_S = 1.0
 
 
 @contextmanager
-def naming_the_lost(
+def translate_collective_errors(
     world: World,
     where: Callable[[], str],
     when_stuck: WhenStuck = lambda error: None,
@@ -85,7 +85,7 @@ def naming_the_lost(
 
 @contextmanager
 def _watched(
-    line: Meetings | None, where: Callable[[], str], when_stuck: WhenStuck, is_asked: Callable[[], bool]
+    line: ControlChannel | None, where: Callable[[], str], when_stuck: WhenStuck, is_asked: Callable[[], bool]
 ) -> Iterator[None]:
     if line is None:
         yield
@@ -94,7 +94,7 @@ def _watched(
 
     def watch() -> None:
         since = math.inf
-        while not has_left.wait(min(line.patience.beat_s, _ASKED_S)):
+        while not has_left.wait(min(line.timeouts.heartbeat_interval_s, _ASKED_S)):
             in_haste = is_asked()
             lost = line.lost(in_haste=in_haste)
             since = math.inf if lost is None else min(since, time.monotonic())

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardwise.engines.model_states import model_state
-from shardwise.errors import ConfigError, PlacementError
+from shardwise.engines.model_states import get_model_state_dict
+from shardwise.errors import ConfigError, ShardingError
 from shardwise.execution.state_values import StateOptions
 from shardwise.execution.world import World
 from shardwise.integrations import accelerate_compat as compat
@@ -32,9 +32,9 @@ from shardwise.interchange.accelerate_reading import load_accelerate_model, load
 from shardwise.interchange.accelerate_writing import LinkedFolder, WorkFolder
 from shardwise.models.build import loading_door, placing_door
 from shardwise.models.gradients import average_replicated_gradients, clip_gradients
-from shardwise.models.rebind import look_at, plain_optimizer
+from shardwise.models.rebind import bind_optimizers, plain_optimizer
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
-from shardwise.models.view import is_sharded, look_inside, without_compile
+from shardwise.models.view import collect_tensors, is_sharded, without_compile
 from shardwise.planning.matching import FileForm
 from shardwise.tuning.peft_compat import adapter_doors
 
@@ -188,16 +188,16 @@ def is_left_alone(model: nn.Module) -> bool:
     Unsharded parameters are allowed.
 
     Raises:
-        PlacementError: it has sharded a part of the model, or something else has sharded it.
+        ShardingError: it has sharded a part of the model, or something else has sharded it.
     """
     plain = without_compile(model)
     for module in plain.modules():
         if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
-            raise PlacementError(
+            raise ShardingError(
                 f"the model is wrapped in {type(module).__name__}; pass the model inside of it, sharded by "
                 "shardwise.shard, or by fully_shard"
             )
-    return is_sharded(plain, look_inside(plain))
+    return is_sharded(plain, collect_tensors(plain))
 
 
 def _agree_on_sharded(world: World, models: Sequence[nn.Module]) -> bool:
@@ -205,7 +205,7 @@ def _agree_on_sharded(world: World, models: Sequence[nn.Module]) -> bool:
     found = world.run_all(lambda: [is_left_alone(model) for model in models])
     world.require_equal(found, "the state of the model (sharded already, or not)")
     if any(found) and not all(found):
-        raise PlacementError("of the models, some are sharded already and some are not; prepare them apart")
+        raise ShardingError("of the models, some are sharded already and some are not; prepare them apart")
     return any(found)
 
 
@@ -231,12 +231,12 @@ def _leave_alone(
                 "the accelerator's plugin is of FSDP1 (fsdp_version=1), and the model is sharded by FSDP2; pass "
                 "FullyShardedDataParallelPlugin(fsdp_version=2), or set fsdp_version: 2 in its configuration"
             )
-        held = look_inside(without_compile(models[0]))
+        held = collect_tensors(without_compile(models[0]))
         if on_meta := [item.fqn for item in held if item.tensor.is_meta]:
-            raise PlacementError(
+            raise ShardingError(
                 f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on meta; call shardwise.load before prepare"
             )
-        look_at([plain_optimizer(item) for item in objects if isinstance(item, Optimizer)], held, _BEFORE)
+        bind_optimizers([plain_optimizer(item) for item in objects if isinstance(item, Optimizer)], held, _BEFORE)
 
     world.run_all(check)
     if not accelerator.is_fsdp2:
@@ -327,7 +327,7 @@ def get_state_dict(
     if not accelerator.is_fsdp2:
         found: Mapping[str, torch.Tensor] = original(accelerator, model, unwrap)
         return found
-    return model_state(model, "full")
+    return get_model_state_dict(model, "full")
 
 
 def clip_grad_norm(

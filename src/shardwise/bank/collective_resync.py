@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from shardwise.errors import DisagreementError
+from shardwise.errors import RankMismatchError
 from shardwise.execution.outcomes import Stopped
 from shardwise.execution.world import World
 from shardwise.models.gradients import Gather, gather_zeros, seeing_gathers
@@ -28,7 +28,7 @@ _LOOK_S = 0.02
 
 
 @contextmanager
-def in_step(world: World, root: nn.Module | None, recover: Callable[[], object]) -> Iterator[StepKeeper]:
+def in_step(world: World, root: nn.Module | None, recover: Callable[[], object]) -> Iterator[CollectiveResync]:
     """A block in which all ranks pass through a base, and then meet. See [Note: In step].
 
     Args:
@@ -36,14 +36,14 @@ def in_step(world: World, root: nn.Module | None, recover: Callable[[], object])
         root: the outermost FSDP2 module, or None if nothing is gathered.
         recover: has FSDP2 forget a pass that was broken off on this rank.
     """
-    keeper = StepKeeper(world, root if world.size > 1 else None, recover)
+    keeper = CollectiveResync(world, root if world.size > 1 else None, recover)
     try:
         yield keeper
     finally:
         keeper.end()
 
 
-class StepKeeper:
+class CollectiveResync:
     """Synchronization of one block of a rank with the others. See :func:`in_step`."""
 
     def __init__(self, world: World, root: nn.Module | None, recover: Callable[[], object]) -> None:
@@ -96,7 +96,7 @@ class StepKeeper:
         with self._lock:
             self._is_stopping = True
         try:
-            with World.current(self._world.group, self._world.patience, purpose="/in step") as beside:
+            with World.current(self._world.group, self._world.timeouts, purpose="/in step") as beside:
                 self._longest = beside.all_reduce_object(self._gathered, longest)
         except Exception as error:
             self._fault = error
@@ -117,12 +117,12 @@ def longest(gathered: Sequence[list[Gather]]) -> list[Gather]:
     """The most that a rank has gathered, of all of which the others' are beginnings.
 
     Raises:
-        DisagreementError: they are not.
+        RankMismatchError: they are not.
     """
     most = max(gathered, key=len)
     for rank, own in enumerate(gathered):
         if own != most[: len(own)]:
-            raise DisagreementError(
+            raise RankMismatchError(
                 f"rank {rank} has gathered other groups of the base than the rank that is ahead, so ranks cannot "
                 "be brought into step: no collective of this process group can be relied on. The bank is over; "
                 "start again, and go on from what was saved last"

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from shardwise.errors import KnownNames, PlacementError
+from shardwise.errors import KnownNames, ShardingError
 from shardwise.tensors import DType
 
 with KnownNames("torch", "2.11 to 2.15"):
@@ -66,10 +66,10 @@ def module_of(device: torch.device) -> Any:
     """torch's module for a kind of accelerator.
 
     Raises:
-        PlacementError: it is not of a supported kind.
+        ShardingError: it is not of a supported kind.
     """
     if device.type not in KINDS:
-        raise PlacementError(
+        raise ShardingError(
             f"device {device}: tensors are brought to the CPU, and to accelerators of these kinds: "
             f"{', '.join(KINDS)}; load on the CPU and move the model afterwards"
         )
@@ -155,10 +155,10 @@ def from_torch(dtype: torch.dtype, fqn: str) -> DType:
     """The safetensors dtype of a model's tensor.
 
     Raises:
-        PlacementError: when safetensors has no such dtype.
+        ShardingError: when safetensors has no such dtype.
     """
     if dtype not in _FROM_TORCH:
-        raise PlacementError(f"{fqn} is {dtype}, which safetensors cannot hold")
+        raise ShardingError(f"{fqn} is {dtype}, which safetensors cannot hold")
     return _FROM_TORCH[dtype]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from shardwise.errors import PlacementError
+from shardwise.errors import ShardingError
 from shardwise.layout import (
     Activations,
     GroupLayout,
@@ -28,16 +28,23 @@ from shardwise.layout import (
     WorldLayout,
 )
 from shardwise.models.policies import Group, WrapPolicy, group_parameters, shard_dim
-from shardwise.models.torch_words import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
-from shardwise.models.view import Held, boxes_at, local_boxes, look_inside, placement_in_words, tensor_layout
+from shardwise.models.torch_api import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
+from shardwise.models.view import (
+    TensorRef,
+    boxes_at,
+    collect_tensors,
+    local_boxes,
+    placement_in_words,
+    tensor_layout,
+)
 from shardwise.tensors import contiguous_strides
 
 
-def foresee(
+def predict_layout(
     model: nn.Module,
     policy: WrapPolicy,
     mesh: MeshShape,
-    origin_of: Callable[[Held], Origin],
+    origin_of: Callable[[TensorRef], Origin],
     *,
     root: nn.Module | None = None,
     kept_whole: Mapping[nn.Parameter, str] = MappingProxyType({}),
@@ -49,9 +56,9 @@ def foresee(
     Pure: needs no process group, and leaves the model as it is.
 
     Raises:
-        PlacementError: the policy matches nothing, or ``fully_shard`` would reject a parameter.
+        ShardingError: the policy matches nothing, or ``fully_shard`` would reject a parameter.
     """
-    held = look_inside(model)
+    held = collect_tensors(model)
     grouping = group_parameters(root or model, policy, kept_whole)
     fqns = {item.tensor: item.fqn for item in held}
 
@@ -82,7 +89,7 @@ class _Spreader:
         self.whole = whole
         self.made: dict[object, Spread] = {}
 
-    def spread(self, item: Held) -> tuple[Spread, str]:
+    def spread(self, item: TensorRef) -> tuple[Spread, str]:
         """Return the distribution of a tensor, and its description."""
         tensor = item.tensor
         if item.kind is not TensorKind.PARAMETER or tensor in self.whole:
@@ -92,7 +99,7 @@ class _Spreader:
                 self.made[whole_key] = Spread((boxes,) * self.mesh.shard_size, tensor.numel())
             return self.made[whole_key], "whole"
         if not tensor.is_contiguous():
-            raise PlacementError(
+            raise ShardingError(
                 f"{item.fqn} has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}: fully_shard "
                 "takes contiguous parameters only; have the model's class make it contiguous"
             )
@@ -176,7 +183,7 @@ def _needs_gradient(leaf: object) -> bool:
 
 def _make_fake(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Replace tensors on meta by fake ones on the CPU. Tied ones stay tied."""
-    for item in look_inside(model):
+    for item in collect_tensors(model):
         tensor = item.tensor
         is_parameter = item.kind is TensorKind.PARAMETER
         is_cast = dtype is not None and is_parameter and tensor.is_floating_point()

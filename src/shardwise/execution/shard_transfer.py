@@ -8,23 +8,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import DisagreementError
+from shardwise.errors import RankMismatchError
 from shardwise.execution import moving
 from shardwise.execution.checksums import checksum
-from shardwise.execution.memory import home_of, managers_of, materialize
+from shardwise.execution.memory import fsdp_param_groups_of, home_of, materialize
 from shardwise.execution.world import World
 from shardwise.layout import TensorKind
-from shardwise.models import torch_words, wrap
+from shardwise.models import torch_api, wrap
 from shardwise.models.gradients import average_replicated_gradients
 from shardwise.models.rebind import Bound, Key, Scalar, state_like
-from shardwise.models.view import Held, boxes_of_ranks, look_inside
+from shardwise.models.view import TensorRef, boxes_of_ranks, collect_tensors
 from shardwise.models.wrap import Sharding
 from shardwise.planning import matching
 from shardwise.tensors import Box
 
 
 @dataclass(frozen=True)
-class Supply:
+class SourceTable:
     """The ranks whose values every tensor gets, and its dtype, by name.
 
     Attributes:
@@ -46,17 +46,17 @@ class Supply:
     scalars: dict[Key, Scalar]
 
 
-def agree_on_supply(
+def agree_on_sources(
     world: World,
-    held: Sequence[Held],
+    held: Sequence[TensorRef],
     bounds: Sequence[Bound],
     values_from: matching.ValuesFrom,
     trained_dtype: wrap.TrainedDtype,
-) -> Supply:
+) -> SourceTable:
     """Determine the ranks that have values of each tensor, compare replicas, and choose sources. Collective: yes.
 
     Raises:
-        DisagreementError: ranks that ``values_from`` relies on have no values, values differ that it takes to be
+        RankMismatchError: ranks that ``values_from`` relies on have no values, values differ that it takes to be
             equal, or dtypes cannot be settled.
     """
     keys = _state_keys(world, bounds)
@@ -69,7 +69,7 @@ def agree_on_supply(
     chosen = world.run_all(matching.choose_sources, names, has, values_from)
     own = [_name_of(tensors[name].dtype) if name in tensors else "" for name in names]
     stored = _filled(world.all_gather_object(own), chosen)
-    agreed = world.run_all(matching.settle_dtypes, names, chosen, stored)
+    agreed = world.run_all(matching.choose_dtypes, names, chosen, stored)
     several = [
         name
         for name, source_of in zip(names, chosen, strict=True)
@@ -77,7 +77,7 @@ def agree_on_supply(
     ]
     sums = world.all_gather(lambda: {name: checksum(live[name]) for name in several})
     most = list(map(sum, has))
-    settled, differed = world.run_all(matching.settle_differences, names, chosen, sums, most, values_from)
+    settled, differed = world.run_all(matching.resolve_differences, names, chosen, sums, most, values_from)
     scalars = _scalars(world, bounds, most, values_from, differed)
     before = {
         name: [stored[rank][index] for rank in (*settled[index], *range(world.size))]
@@ -95,7 +95,7 @@ def agree_on_supply(
         for name in names
         if (other := [dtype for dtype in before[name] if dtype != _name_of(dtypes[name])])
     }
-    return Supply(keys, live, dict(zip(names, settled, strict=True)), dtypes, cast, differed, scalars)
+    return SourceTable(keys, live, dict(zip(names, settled, strict=True)), dtypes, cast, differed, scalars)
 
 
 def _scalars(
@@ -118,13 +118,13 @@ def _scalars(
         having = [rank for rank, values in enumerate(told) if key in values]
         rank = 0 if values_from == "first_rank" else matching.leading(having, most)
         if rank not in having:
-            raise DisagreementError(f"{values_from} relies on values that rank 0 does not have: {key}")
+            raise RankMismatchError(f"{values_from} relies on values that rank 0 does not have: {key}")
         chosen[key] = told[rank][key]
         if values_from == "first_rank" or len({repr(told[other][key]) for other in having}) == 1:
             continue
         differed[str(key)] = rank
         if values_from != "any":
-            raise DisagreementError(
+            raise RankMismatchError(
                 f"{key} is {told[rank][key]} on rank {rank}, and not so on others; pass values_from='first_rank' "
                 "for those of rank 0"
             )
@@ -139,7 +139,7 @@ def _state_keys(world: World, bounds: Sequence[Bound]) -> dict[str, Key]:
     keys = {str(key): key for tensors, _ in told for key in tensors}
     confused = [str(key) for _, scalars in told for key in scalars if str(key) in keys]
     if confused:
-        raise DisagreementError(f"{confused[0]} has the parameter's shape on some ranks, and another on others")
+        raise RankMismatchError(f"{confused[0]} has the parameter's shape on some ranks, and another on others")
     return keys
 
 
@@ -159,7 +159,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def wrap_without_values(
-    model: nn.Module, held: Sequence[Held], bounds: Sequence[Bound], sharding: Sharding, supply: Supply
+    model: nn.Module, held: Sequence[TensorRef], bounds: Sequence[Bound], sharding: Sharding, supply: SourceTable
 ) -> tuple[str, ...]:
     """Put parameters without values in place of all, and shard these: the same steps for every state of a model."""
     attributes: dict[str, dict[str, object]] = {}
@@ -170,26 +170,26 @@ def wrap_without_values(
             attributes[item.fqn] = dict(vars(item.tensor))
             empty = torch.empty(item.tensor.shape, dtype=supply.dtypes[item.fqn], device="meta")
             parameter = nn.Parameter(empty, requires_grad=item.tensor.requires_grad)
-            torch_words.take_after(parameter, item.tensor)
+            torch_api.take_after(parameter, item.tensor)
             item.install(parameter)
     wrap.prepare_blocks(model, sharding)
     groups = wrap.wrap(model, sharding) if sharding.mesh is not None else ()
-    for item in look_inside(model):
+    for item in collect_tensors(model):
         vars(item.tensor).update(attributes.get(item.fqn, {}))
     return groups
 
 
-class Arrivals:
+class IncomingShards:
     """Receiving side of a resharding on this rank.
 
     The tensors of the wrapped model and the state of its optimizers.
     """
 
-    def __init__(self, model: nn.Module, supply: Supply) -> None:
+    def __init__(self, model: nn.Module, supply: SourceTable) -> None:
         self.model = model
         self.supply = supply
-        self.managers = managers_of(model)
-        self.held = {item.fqn: item for item in look_inside(model)}
+        self.managers = fsdp_param_groups_of(model)
+        self.held = {item.fqn: item for item in collect_tensors(model)}
         live = next(iter(supply.live.values()), None)
         self.home = home_of(list(self.held.values()), None if live is None else live.device)
         self.state: dict[Key, torch.Tensor] = {}
@@ -219,7 +219,7 @@ class Arrivals:
         parameters = [self.held[keys[name].parameter if name in keys else name] for name in names]
         wanted = [item for item in parameters if item.kind is TensorKind.PARAMETER]
         materialize(wanted, self.managers, self.home)
-        landings: dict[str, moving.LocalTensor] = {}
+        staging_buffers: dict[str, moving.LocalTensor] = {}
         for name in names:
             if name in keys:
                 target = self._new_state(keys[name])
@@ -229,8 +229,8 @@ class Arrivals:
                     shape, dtype = item.tensor.shape, self.supply.dtypes[name]
                     item.install(torch.empty(shape, dtype=dtype, device=self.home))
                 target = item.tensor
-            landings[name] = moving.LocalTensor.of(target, name)
-        return landings
+            staging_buffers[name] = moving.LocalTensor.of(target, name)
+        return staging_buffers
 
     def _new_state(self, key: Key) -> torch.Tensor:
         self.state[key] = state_like(self.held[key.parameter].tensor, self.supply.dtypes[str(key)])

@@ -14,11 +14,11 @@ from shardwise.engines import arguments
 from shardwise.engines import outline as outlines
 from shardwise.engines.load_plan import Load, LoadOptions, load_words
 from shardwise.engines.loading import carry_out, form_of
-from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
+from shardwise.errors import ConfigError, FormatError, RankMismatchError, StorageError
 from shardwise.execution.agreement import require_same_settings
 from shardwise.execution.audit import are_equal
-from shardwise.execution.reading import Placer
-from shardwise.execution.world import Clock, OddRanks, ProgressBar, World
+from shardwise.execution.reading import ReadExecutor
+from shardwise.execution.world import Clock, MismatchedRanks, ProgressBar, World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.joining import beside
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -45,7 +45,7 @@ _CONFIGS = ("config.json", "generation_config.json")
 _MAX_CONFIG_BYTES = 10_000_000
 
 
-def settle_call(
+def check_call(
     name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, *, asks_for_report: bool
 ) -> tuple[outlines.PretrainedOptions, dict[str, str]]:
     """Return the checked keywords, and the settings that must be equal on all ranks.
@@ -84,7 +84,7 @@ def bring_up(
     There is no report if nothing is loaded.
 
     Collective: yes.
-    Memory, errors: as of :func:`~shardwise.engines.bringing_up.from_pretrained`.
+    Memory, errors: as of :func:`~shardwise.engines.pretrained_loading.from_pretrained`.
     """
     options = keywords.get("options", LoadOptions())
     wished = keywords.get("sharding", Sharding())
@@ -110,7 +110,7 @@ def bring_up(
                 wrap.wrap(tuned.base, sharding, tuned.whole)
             bindings = tuned.bindings
             if not is_later:
-                bindings = form_of(tuned.model).with_room(tuned.model, bindings)
+                bindings = form_of(tuned.model).allocate_staging(tuned.model, bindings)
             return request_of(replace(tuned, bindings=bindings), keywords, already_read_bytes)
 
         if is_later:
@@ -204,7 +204,7 @@ def _with_adapter(
     folder = arguments.resolve_everywhere(world, given, hub, AdapterFiles())
     file, config = world.run_all(lambda: (weights_in(folder), peft_compat.config_in(str(folder))))
     reader = stack.enter_context(world.run_all(LocalReader, folder))
-    found, inside = arguments.read_index(world, OpenStorage(reader, file)), beside_of(name)
+    found, inside = arguments.read_index(world, OpenStorage(reader, file)), stored_prefix(name)
     both = replace(
         source,
         index=beside(source.index, found.index, inside),
@@ -283,8 +283,8 @@ def build_together(
         return sorted(made[0].ties_stored_twice())
 
     pairs = world.all_gather(build)
-    if odd := OddRanks.among(pairs):
-        raise DisagreementError(
+    if odd := MismatchedRanks.among(pairs):
+        raise RankMismatchError(
             f"the list of declared ties that are stored twice on rank {odd.shown} is not that of rank 0"
         )
     return made[0], pairs[0]
@@ -305,7 +305,7 @@ def decide_ties(
         return set(), 0
     offers = built.bindings.offers
     with ProgressBar("Comparing ties", world, 0, enabled=False) as bar:
-        placer = Placer(source.reader, source.index, options.budget_bytes, bar, world)
+        placer = ReadExecutor(source.reader, source.index, options.budget_bytes, bar, world)
 
         def differing() -> set[str]:
             return {
@@ -365,19 +365,20 @@ def from_pretrained(
 
     Raises:
         ConfigError: the config or an argument cannot be honored.
-        PlacementError: the wrap policy matches nothing, or the model cannot be sharded on the mesh.
-        CoverageError, FormatError, StorageError, DisagreementError: as for :func:`~shardwise.engines.loading.load`.
+        ShardingError: the wrap policy matches nothing, or the model cannot be sharded on the mesh.
+        KeyMismatchError, FormatError, StorageError, RankMismatchError: as for
+            :func:`~shardwise.engines.loading.load`.
     """
     clock = Clock()
     with arguments.world_of(keywords.get("options", LoadOptions()), "from_pretrained") as world:
         keywords = arguments.agree_on_call(
-            world, settle_call, name_or_path, keywords, asks_for_report=output_loading_info
+            world, check_call, name_or_path, keywords, asks_for_report=output_loading_info
         )
         model, report = bring_up(world, name_or_path, keywords, clock)
     return (model, report) if output_loading_info and report is not None else model
 
 
-def beside_of(name: str) -> str:
+def stored_prefix(name: str) -> str:
     """Return the prefix of an adapter's files and keys if they are stored with those of its base."""
     return f"(adapter {name})"
 

@@ -7,14 +7,14 @@ from operator import attrgetter
 from typing import Any
 
 from shardwise.report.names import in_bytes, trainable_in_words
-from shardwise.report.reports import RankForecast, Report, hidden, row
+from shardwise.report.reports import RankEstimate, Report, hidden, row
 
 _ROWS = 16
 """Number of ranks up to which each has a line of its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class GroupForecast:
+class GroupEstimate:
     """A group of ``fully_shard``.
 
     Attributes:
@@ -52,7 +52,7 @@ class PhaseMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingForecast:
+class TrainingEstimate:
     """Memory of training on the rank that needs the most, in bytes.
 
     Attributes:
@@ -93,7 +93,7 @@ class TrainingForecast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast(Report):
+class Estimate(Report):
     """Forecast of bringing up a model, made before a tensor is read and without ranks.
 
     Attributes:
@@ -120,8 +120,8 @@ class Forecast(Report):
     checkpoint_bytes: int
     checkpoint_tensors: int
     bytes_per_dtype: Mapping[str, int] = hidden()
-    groups: tuple[GroupForecast, ...] = hidden()
-    ranks: tuple[RankForecast, ...] = hidden()
+    groups: tuple[GroupEstimate, ...] = hidden()
+    ranks: tuple[RankEstimate, ...] = hidden()
     file_bytes: Mapping[str, int] = hidden(default_factory=dict)
     whole: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -133,10 +133,10 @@ class Forecast(Report):
     trained: tuple[str, ...] = ()
     trainable_parameters: int = 0
     notes: tuple[str, ...] = row("note", default=())
-    training: TrainingForecast | None = None
+    training: TrainingEstimate | None = None
 
     @property
-    def largest_group(self) -> GroupForecast:
+    def largest_group(self) -> GroupEstimate:
         return max(self.groups, key=attrgetter("gathered_bytes"))
 
     @property
@@ -166,7 +166,7 @@ class Forecast(Report):
         return max(max(peaks) - memory_bytes, 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """The forecast as plain JSON values, with totals in ``summary``."""
+        """The estimate as plain JSON values, with totals in ``summary``."""
         training = self.training
         return {
             **super().to_dict(),
@@ -210,7 +210,7 @@ def _terms(terms: Mapping[str, int]) -> str:
     return ", ".join(f"{term} {in_bytes(nbytes)}" for nbytes, term in found)
 
 
-def _table(ranks: Sequence[RankForecast]) -> list[str]:
+def _table(ranks: Sequence[RankEstimate]) -> list[str]:
     """Return a line for each rank. For many ranks, the minimum, the mean and the maximum."""
     columns = [
         [rank.shard_bytes for rank in ranks],

@@ -29,12 +29,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardwise.engines.saving import save, save_adapter
-from shardwise.errors import ConfigError, PlacementError
+from shardwise.errors import ConfigError, ShardingError
 from shardwise.execution.world import World
 from shardwise.integrations import trainer_compat as compat
 from shardwise.models.gradients import average_replicated_gradients, is_averaged, require_synchronized
 from shardwise.models.selection import has_adapters
-from shardwise.models.view import few, without_compile
+from shardwise.models.view import abbreviate, without_compile
 
 
 class _Filled:
@@ -80,7 +80,7 @@ def for_trainer(model: ModelT) -> ModelT:
     Raises:
         ConfigError: it is not such a model, is the result of ``torch.compile``, is not sharded, or has parameters
             that each rank would train for itself.
-        PlacementError: it has tensors on meta.
+        ShardingError: it has tensors on meta.
 
     Every error is the same on every rank.
     """
@@ -180,7 +180,7 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
     """The model of transformers in this one, which the Trainer can train.
 
     Raises:
-        ConfigError, PlacementError: it cannot.
+        ConfigError, ShardingError: it cannot.
     """
     if without_compile(model) is not model:
         raise ConfigError(
@@ -190,9 +190,9 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
     inner = _inner(model)
     on_meta = [name for name, item in [*model.named_parameters(), *model.named_buffers()] if item.is_meta]
     if on_meta:
-        raise PlacementError(
-            f"{few(on_meta)}: on meta, and the Trainer's optimizer would be made of what has no memory; load the "
-            "model first (from_pretrained, or shardwise.load), then call for_trainer"
+        raise ShardingError(
+            f"{abbreviate(on_meta)}: on meta, so the Trainer's optimizer would hold tensors without memory. Load "
+            "the model first (from_pretrained, or shardwise.load), then call for_trainer."
         )
     if world.size > 1 and not any(isinstance(module, FSDPModule) for module in inner.modules()):
         raise ConfigError(
