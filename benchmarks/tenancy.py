@@ -58,7 +58,7 @@ def bank_of(job: TenancyJob, ranks: Sequence[int]) -> Any:
 
     bank = shardwise.AdapterBank(shardwise.from_pretrained(job.folder, dtype="float32"))
     for tenant, rank in enumerate(ranks):
-        bank.create(str(tenant), lora(rank), optimizer=adamw, max_grad_norm=MAX_NORM)
+        bank.add_adapter(str(tenant), lora(rank), optimizer=adamw, max_grad_norm=MAX_NORM)
     return bank
 
 
@@ -259,14 +259,14 @@ def comings(job: TenancyJob, bank: Any, most: int, lora_rank: int) -> dict[str, 
         for others in (most, 1):
             own: dict[str, list[float]] = {"create": [], "save": [], "remove": []}
             for repeat in range(max(job.repeats, 2)):
-                own["create"].append(timed(lambda: bank.create("late", lora(lora_rank)))[0])
+                own["create"].append(timed(lambda: bank.add_adapter("late", lora(lora_rank)))[0])
                 place = Path(places[0], f"{others}-{repeat}")
                 own["save"].append(timed(lambda place=place: bank.save("late", place))[0])
-                own["remove"].append(timed(lambda: bank.remove("late"))[0])
+                own["remove"].append(timed(lambda: bank.delete_adapter("late"))[0])
             found[str(others)] = own
             for tenant in range(1, most):
                 if str(tenant) in bank.names:
-                    bank.remove(str(tenant))
+                    bank.delete_adapter(str(tenant))
         dist.barrier()
     return found
 

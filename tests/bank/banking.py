@@ -59,7 +59,7 @@ class Recipe:
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda own: torch.optim.AdamW(own, lr=1e-2)
     schedule: Callable[[Any], Any] | None = None
     max_grad_norm: float = math.inf
-    accumulation: int = 1
+    gradient_accumulation_steps: int = 1
     rows: int = 2
     tokens: int = 7
     seed: int = 0
@@ -73,7 +73,7 @@ class Recipe:
         return {
             "optimizer": self.optimizer,
             "max_grad_norm": self.max_grad_norm,
-            "accumulation": self.accumulation,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "seed": self.seed,
             **schedule,
             **self.more,
@@ -99,7 +99,13 @@ def recipes() -> dict[str, Recipe]:
         "ada": Recipe(
             {"r": 4, "lora_alpha": 8, "target_modules": attention}, adamw(lr=1e-2, weight_decay=0.1), rows=3
         ),
-        "bob": Recipe({"r": 8, "target_modules": "all-linear"}, sgd, max_grad_norm=0.3, accumulation=2, tokens=12),
+        "bob": Recipe(
+            {"r": 8, "target_modules": "all-linear"},
+            sgd,
+            max_grad_norm=0.3,
+            gradient_accumulation_steps=2,
+            tokens=12,
+        ),
         "cy": Recipe(
             {
                 "r": 3,
@@ -109,7 +115,7 @@ def recipes() -> dict[str, Recipe]:
             },
             adamw(lr=5e-3),
             schedule=falling,
-            accumulation=3,
+            gradient_accumulation_steps=3,
             seed=7,
         ),
         "dee": Recipe({"r": 16, "lora_alpha": 4, "target_modules": ["down_proj", *attention]}, tokens=15, rows=4),
@@ -136,7 +142,7 @@ def no_rows() -> dict[str, torch.Tensor]:
 
 
 def create(bank: Any, name: str, recipe: Recipe) -> None:
-    bank.create(name, recipe.lora(), **recipe.keywords())
+    bank.add_adapter(name, recipe.lora(), **recipe.keywords())
 
 
 def train(
@@ -158,7 +164,11 @@ def train(
     told = []
     for number in range(first, first + micro_batches):
         own = {name: number - (began or {}).get(name, 0) for name in members}
-        ready = {name: recipe for name, recipe in members.items() if own[name] < STEPS * recipe.accumulation}
+        ready = {
+            name: recipe
+            for name, recipe in members.items()
+            if own[name] < STEPS * recipe.gradient_accumulation_steps
+        }
         batches = []
         for name, recipe in ready.items():
             batch = rows(name, recipe, own[name])
@@ -171,7 +181,7 @@ def train(
                 )
         told.append(bank.forward_backward(batches))
         for name, recipe in ready.items():
-            if (own[name] + 1) % recipe.accumulation == 0:
+            if (own[name] + 1) % recipe.gradient_accumulation_steps == 0:
                 told.append(bank.optim_step(name))
     return told
 
@@ -206,8 +216,11 @@ def alone(
     own = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = recipe.optimizer(own)
     schedule = recipe.schedule(optimizer) if recipe.schedule else None
-    for start in range(0, steps * recipe.accumulation, recipe.accumulation):
-        window = [padded(rows_for(name, recipe, start + number), pad_to) for number in range(recipe.accumulation)]
+    for start in range(0, steps * recipe.gradient_accumulation_steps, recipe.gradient_accumulation_steps):
+        window = [
+            padded(rows_for(name, recipe, start + number), pad_to)
+            for number in range(recipe.gradient_accumulation_steps)
+        ]
         learned = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
         for batch in window:
             logits = model(batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits

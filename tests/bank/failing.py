@@ -123,7 +123,7 @@ def one_rank_fails(base: Path, groups: str) -> dict[str, Any]:
             errors[kind] = said(lambda number=number: go(bank, number, share))  # type: ignore[misc]
             if kind == "forward":
                 alone = [("x", share("x", rows_of("x", members()["x"], number, bad=True)))]
-                errors["to look"] = said(lambda alone=alone: bank.forward(alone))  # type: ignore[misc]
+                errors["to look"] = said(lambda alone=alone: bank.compute_logprobs(alone))  # type: ignore[misc]
         for each in (bank, quiet):
             go(each, number, share)
     return {

@@ -128,9 +128,11 @@ def faults(base: Path) -> dict[str, Any]:
     errors = {
         "rows of one rank": said(lambda: bank.forward_backward([("ada", bad)])),
         "other tenants": said(lambda: bank.forward_backward([(("ada", "dee")[rank], good)])),
-        "another config": said(lambda: bank.create("x", replace(ada, config={**ada.config, "r": 4 + rank}).lora())),
-        "another rate": said(lambda: bank.create("x", ada.lora(), optimizer=banking.adamw(lr=0.1 + rank))),
-        "another seed": said(lambda: bank.create("x", ada.lora(), seed=rank)),
+        "another config": said(
+            lambda: bank.add_adapter("x", replace(ada, config={**ada.config, "r": 4 + rank}).lora())
+        ),
+        "another rate": said(lambda: bank.add_adapter("x", ada.lora(), optimizer=banking.adamw(lr=0.1 + rank))),
+        "another seed": said(lambda: bank.add_adapter("x", ada.lora(), seed=rank)),
     }
     assert bank.names == ("ada", "dee", "bob")
 

@@ -23,7 +23,7 @@ def members() -> dict[str, Recipe]:
     found["ada"] = replace(found["ada"], schedule=banking.falling, max_grad_norm=0.5)
     found["eve"] = replace(found["eve"], optimizer=torch.optim.Adagrad)
     return {
-        name: replace(own, accumulation=WINDOWS, config={**own.config, "lora_dropout": 0.2})
+        name: replace(own, gradient_accumulation_steps=WINDOWS, config={**own.config, "lora_dropout": 0.2})
         for name, own in found.items()
     }
 

@@ -75,7 +75,10 @@ def slower_on_rank_1(optimizer: Any) -> LambdaLR:
 
 
 def other_settings(base: Path) -> dict[str, Any]:
-    members = {"ada": replace(ADA, schedule=slower_on_rank_1), "bob": replace(recipes()["bob"], accumulation=1)}
+    members = {
+        "ada": replace(ADA, schedule=slower_on_rank_1),
+        "bob": replace(recipes()["bob"], gradient_accumulation_steps=1),
+    }
     bank = on_ranks.bank_of(base, members)
     rank = here()["rank"]
     train(bank, members, 1, **here())
@@ -173,7 +176,7 @@ NO_ROWS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("call", ["forward_backward", "forward"])
+@pytest.mark.parametrize("call", ["forward_backward", "compute_logprobs"])
 def test_rows_that_are_none_are_refused_by_name(base, call):
     bank = bank_of(base, {"ada": ADA})
     for batches, match in NO_ROWS.values():

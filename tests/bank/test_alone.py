@@ -97,7 +97,7 @@ def test_tenants_come_and_go_unnoticed(base, begun, alone):
     create(bank, "bob", members["bob"])
     train(bank, {**steady, "bob": members["bob"]}, 3, first=4)  # one of bob's windows, and a half
     assert bank.names == ("ada", "dee", "bob")
-    bank.remove("bob")
+    bank.delete_adapter("bob")
     train(bank, steady, 2, first=7)
     create(bank, "bob", members["bob"])
     require_equal(adapter(bank, "bob"), begun["bob"])
@@ -109,7 +109,7 @@ def test_tenants_come_and_go_unnoticed(base, begun, alone):
     assert pointers == [values.data_ptr() for values in bank._model.parameters()]
     assert bank.num_trainable_parameters()["ada"] == sum(values.numel() for values in begun["ada"].values())
     for name in bank.names:
-        bank.remove(name)
+        bank.delete_adapter(name)
     assert not any(module._forward_hooks for module in bank._model.modules())
 
 
@@ -156,7 +156,7 @@ def test_log_probabilities_with_and_without_an_adapter(base, begun):
     bank = bank_of(base, members)
     train(bank, members, 6)
     batch = rows_for("dee", members["dee"], 0)
-    found = bank.forward([(None, batch), ("dee", batch), ("ada", batch), ("dee", batch)])
+    found = bank.compute_logprobs([(None, batch), ("dee", batch), ("ada", batch), ("dee", batch)])
     with zoo.silenced():
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     lengths = batch["attention_mask"].sum(1).tolist()
@@ -232,7 +232,7 @@ def test_activations_computed_again_meet_their_own_rows(base):
 
 def test_a_layer_that_the_backward_pass_goes_by_is_named(base):
     """It would be trained on nothing, without a word; and what has been gathered before is kept."""
-    recipe = Recipe({"r": 4, "target_modules": ["q_proj", "lm_head"]}, accumulation=2)
+    recipe = Recipe({"r": 4, "target_modules": ["q_proj", "lm_head"]}, gradient_accumulation_steps=2)
     bank = bank_of(base, {"ada": recipe})
     bank.forward_backward([("ada", rows_for("ada", recipe, 0))])
     before = bank._tenants["ada"].gradient.clone()
@@ -269,7 +269,10 @@ def test_dropout_is_another_in_each_micro_batch(base):
     """Of a window, and of the next; matrices that stay make it the only difference."""
     config = {**recipes()["ada"].config, "lora_dropout": 0.3}
     recipe = replace(
-        recipes()["ada"], config=config, accumulation=2, optimizer=lambda own: torch.optim.SGD(own, lr=0.0)
+        recipes()["ada"],
+        config=config,
+        gradient_accumulation_steps=2,
+        optimizer=lambda own: torch.optim.SGD(own, lr=0.0),
     )
     bank = bank_of(base, {"ada": recipe})
     batch, sums = rows_for("ada", recipe, 0), []
@@ -315,7 +318,7 @@ class Stubborn:
 def test_a_state_that_fails_half_way_changes_nothing(base):
     recipe = next(iter(recipes().values()))
     bank = shardwise.AdapterBank(shardwise.from_pretrained(base))
-    bank.create("ada", LoraConfig(**recipe.config), schedule=lambda optimizer: Stubborn())
+    bank.add_adapter("ada", LoraConfig(**recipe.config), schedule=lambda optimizer: Stubborn())
     bank.forward_backward([("ada", rows_for("ada", recipe, 0))])
     bank.optim_step("ada")
     before = bank.state_dict("ada")
@@ -405,7 +408,7 @@ def test_a_base_of_16_bits_keeps_matrices_in_32(base):
     for backend in ("loop", "auto"):
         bank = bank_of(base, members, backend, dtype=torch.bfloat16)
         found = gradients_of(bank, members)
-        told = bank.forward([(name, rows_for(name, members[name], 0)) for name in members])
+        told = bank.compute_logprobs([(name, rows_for(name, members[name], 0)) for name in members])
         assert all(own.dtype is torch.float32 for each in told for own in each)
         assert all(
             values.dtype is torch.float32 for name in members for values in bank._tenants[name].matrices.values()

@@ -70,14 +70,14 @@ def lora(**config: Any) -> LoraConfig:
 
 def in_removed(bank: Any, folder: Path) -> None:
     create(bank, "gone", X)
-    bank.remove("gone")
+    bank.delete_adapter("gone")
     for call in (
         lambda: bank.forward_backward([("gone", BATCH)]),
-        lambda: bank.forward([("gone", BATCH)]),
+        lambda: bank.compute_logprobs([("gone", BATCH)]),
         lambda: bank.optim_step("gone"),
         lambda: bank.state_dict("gone"),
         lambda: bank.save("gone", folder),
-        lambda: bank.remove("gone"),
+        lambda: bank.delete_adapter("gone"),
     ):
         _refused(call, "there is no adapter 'gone'; there are ada, x, dee, eve", ConfigError)
 
@@ -94,8 +94,8 @@ def in_evaluation(bank: Any, folder: Path) -> None:
     bad = {**BATCH, "input_ids": BATCH["input_ids"].clone()}
     bad["input_ids"][0, 0] = failing.BAD
     with failing.trouble(bank, "forward"), pytest.raises(ShardwiseError, match="ValueError: not this token"):
-        bank.forward([("ada", rows_for("ada", recipes()["ada"], 0)), ("x", bad), (None, BATCH)])
-    assert len(bank.forward([("ada", rows_for("ada", recipes()["ada"], 0)), ("x", BATCH)])) == 2
+        bank.compute_logprobs([("ada", rows_for("ada", recipes()["ada"], 0)), ("x", bad), (None, BATCH)])
+    assert len(bank.compute_logprobs([("ada", rows_for("ada", recipes()["ada"], 0)), ("x", BATCH)])) == 2
 
 
 def in_state(bank: Any, folder: Path) -> None:
@@ -110,9 +110,9 @@ REFUSALS = {
     "a tenant twice": refused(lambda bank, _: bank.forward_backward([("x", BATCH)] * 2), "'x' is named twice"),
     "removed": in_removed,
     "a target that is not there": refused(
-        lambda bank, _: bank.create("y", lora(target_modules=["q_prj"])), "nothing is named 'q_prj'"
+        lambda bank, _: bank.add_adapter("y", lora(target_modules=["q_prj"])), "nothing is named 'q_prj'"
     ),
-    "rank 0": refused(lambda bank, _: bank.create("y", lora(r=0)), "`r` should be a positive integer"),
+    "rank 0": refused(lambda bank, _: bank.add_adapter("y", lora(r=0)), "`r` should be a positive integer"),
     "a file of another rank": refused(
         lambda bank, folder: bank.load("y", folder / "rank"), r"lora_A.*\(4, 32\)", KeyMismatchError
     ),
@@ -197,7 +197,7 @@ def test_a_batch_of_no_rows(base, calm):
     told = bank.forward_backward([(name, no_rows()) for name in members])
     assert (told.passes, told.tenants["x"].logprobs) == (0, [])
     assert {name: own.num_supervised_tokens for name, own in told.tenants.items()} == dict.fromkeys(members, 0)
-    assert bank.forward([("x", no_rows())]) == [[]]
+    assert bank.compute_logprobs([("x", no_rows())]) == [[]]
 
 
 # ── on ranks ──────────────────────────────────────────────────────────────────────────────────────

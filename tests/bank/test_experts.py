@@ -69,10 +69,10 @@ def test_experts_are_as_they_were_when_nobody_adapts_them(base):
     bank.optim_step("ada", lr=0.5)
     with torch.no_grad():
         assert bank._model(ids).logits.equal(before)
-    adapted, alone = bank.forward([("ada", {"input_ids": ids}), (None, {"input_ids": ids})])
+    adapted, alone = bank.compute_logprobs([("ada", {"input_ids": ids}), (None, {"input_ids": ids})])
     assert not torch.allclose(adapted[0], alone[0], atol=1e-3)
     torch.testing.assert_close(alone[0], before[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
-    bank.remove("ada")
+    bank.delete_adapter("ada")
     assert not any("forward" in vars(module) for module in bank._model.modules())
 
 
@@ -83,4 +83,4 @@ def test_experts_that_are_not_fused_as_known_are_refused(base):
     with pytest.raises(ConfigError, match=r"layers.0.mlp.experts: experts with norms of their own"):
         banking.create(bank, "ada", members()["ada"])
     with pytest.raises(ConfigError, match=r"lora_dropout"):
-        bank.create("x", Recipe({"target_modules": [], "target_parameters": BOTH, "lora_dropout": 0.1}).lora())
+        bank.add_adapter("x", Recipe({"target_modules": [], "target_parameters": BOTH, "lora_dropout": 0.1}).lora())

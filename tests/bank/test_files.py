@@ -31,7 +31,7 @@ def trained_and_saved(base: Path, folder: Path, *, experts: bool = False) -> dic
     before = [values.clone() for values in shards]
     for name in members:
         bank.save(name, folder / name)
-    found = bank.forward([(name, rows_for(name, members[name], 0)) for name in members])
+    found = bank.compute_logprobs([(name, rows_for(name, members[name], 0)) for name in members])
     for values in shards:  # a base that is not the one beside which the embeddings were saved
         values.mul_(2)
     changed = [values.clone() for values in shards]
@@ -44,7 +44,7 @@ def trained_and_saved(base: Path, folder: Path, *, experts: bool = False) -> dic
     assert all(one.equal(other) for one, other in zip(shards, changed, strict=True)), "nothing writes to the base"
     for values, kept in zip(shards, before, strict=True):
         values.copy_(kept)
-    again = bank.forward([(f"{name}-again", rows_for(name, members[name], 0)) for name in members])
+    again = bank.compute_logprobs([(f"{name}-again", rows_for(name, members[name], 0)) for name in members])
     torch.testing.assert_close(again, found)
     return {"adapters": {name: adapter(bank, name) for name in members}, "log probabilities": found}
 

@@ -87,7 +87,7 @@ def test_it_goes_on_from_the_middle_of_a_window_to_the_bit(base, tmp_path):
         require_equal(everything(fresh, name), before[name])
     again = train(fresh, tenants, ALL - HALF, first=HALF)
 
-    bank.remove("cy")
+    bank.delete_adapter("cy")
     bank.load("cy", tmp_path / "cy", schedule=tenants["cy"].schedule)
     train(bank, tenants, ALL - HALF, first=HALF)
     for name in tenants:
@@ -112,8 +112,12 @@ def test_states_carry_an_open_window(base):
     train(other, tenants, ALL - HALF, first=HALF)
     for name in tenants:
         require_equal(everything(other, name), everything(whole, name))
-    with pytest.raises(shardwise.ConfigError, match="its window is open, with accumulation 3, and it is 1 here"):
-        bank_of(base, {"ada": replace(tenants["ada"], accumulation=1)}).load_state_dict("ada", states["ada"])
+    with pytest.raises(
+        shardwise.ConfigError, match="its window is open, with gradient_accumulation_steps 3, and it is 1 here"
+    ):
+        bank_of(base, {"ada": replace(tenants["ada"], gradient_accumulation_steps=1)}).load_state_dict(
+            "ada", states["ada"]
+        )
 
 
 def test_matrices_that_are_served_in_16_bits_are_trained_in_32(base, tmp_path):
@@ -375,7 +379,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another form": ({"optimizer": lambda own: torch.optim.AdamW(own, amsgrad=True)}, "saved with amsgrad=False"),
     "another schedule": ({"schedule": banking.falling}, r"its schedule was a .*MultiStepLR, and here .*LambdaLR"),
     "another seed": ({"seed": 5}, "seed 0, and 5 here"),
-    "another window": ({"accumulation": 2}, "its window is open, with accumulation 3, and it is 2 here"),
+    "another window": (
+        {"gradient_accumulation_steps": 2},
+        "its window is open, with gradient_accumulation_steps 3, and it is 2 here",
+    ),
 }
 
 

@@ -198,14 +198,14 @@ def test_dropout_of_the_base_is_refused_in_training_mode():
 def test_names_that_are_none(base, name):
     bank = bank_of(base, {})
     with pytest.raises(ConfigError, match="is no name of an adapter"):
-        bank.create(name, recipes()["ada"].lora())
+        bank.add_adapter(name, recipes()["ada"].lora())
     assert bank.names == ()
 
 
 def refused(base: Path, match: str, config: Any = None, **keywords: Any) -> None:
     bank = bank_of(base, {"ada": recipes()["ada"]})
     with pytest.raises(ConfigError, match=match):
-        bank.create("x", LoraConfig(**{"target_modules": ["q_proj"], **(config or {})}), **keywords)
+        bank.add_adapter("x", LoraConfig(**{"target_modules": ["q_proj"], **(config or {})}), **keywords)
     assert bank.names == ("ada",)
     assert sum(len(module._forward_hooks) for module in bank._model.modules()) == 4
 
@@ -238,7 +238,7 @@ def test_configs_that_are_no_pairs_of_matrices(base, match, config):
             "must be made of the parameter it is given",
             {"optimizer": lambda own: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
         ),
-        ("accumulation=0: a window has", {"accumulation": 0}),
+        ("accumulation=0: a window has", {"gradient_accumulation_steps": 0}),
         ("max_grad_norm=0: it is above 0", {"max_grad_norm": 0}),
         ("seed=1.5: it is an integer", {"seed": 1.5}),
         ("reduction='all': pass 'mean'", {"reduction": "all"}),
@@ -294,5 +294,5 @@ def test_calls_that_cannot_be(base):
     with pytest.raises(ConfigError, match="there is an adapter 'ada' already"):
         create(bank, "ada", members["ada"])
     with pytest.raises(ConfigError, match="there is no adapter 'zoe'"):
-        bank.remove("zoe")
+        bank.delete_adapter("zoe")
     assert bank.optim_step("ada", lr=0.5).learning_rate == 0.5

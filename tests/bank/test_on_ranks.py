@@ -32,7 +32,7 @@ def test_whatever_the_groups_are(worlds, base):
     assert first["groups"] > 15
     for name, begin in first["begin"].items():
         recipe = recipes()[name]
-        alone = banking.alone(base, name, recipe, begin, steps=6 // recipe.accumulation, pad_to=64)
+        alone = banking.alone(base, name, recipe, begin, steps=6 // recipe.gradient_accumulation_steps, pad_to=64)
         assert distance(first["adapters"][name], alone, begin) <= 1e-5, name
     half, other = worlds(2).run(on_ranks.other_groups, base, "16 bits")
     assert half["losses"] == other["losses"] != first["losses"]

@@ -59,8 +59,8 @@ def plugin(**settings: Any) -> FullyShardedDataParallelPlugin:
 def accelerator_for(strategy: str, efficient: bool = True, **settings: Any) -> Accelerator:
     chosen = plugin(cpu_ram_efficient_loading=efficient) if strategy == THEIRS else None
     split = DataLoaderConfiguration(split_batches=True)
-    accumulation = {"gradient_accumulation_steps": ACCUMULATION, "dataloader_config": split}
-    return Accelerator(cpu=True, fsdp_plugin=chosen, **accumulation, **settings)
+    gradient_accumulation_steps = {"gradient_accumulation_steps": ACCUMULATION, "dataloader_config": split}
+    return Accelerator(cpu=True, fsdp_plugin=chosen, **gradient_accumulation_steps, **settings)
 
 
 def model_of(checkpoint: str, strategy: str, efficient: bool, kind: str = "whole") -> nn.Module:

@@ -158,7 +158,7 @@ def _saving_tenants(alphas: Mapping[int, int]) -> Act:
     def act(folder: str, seed: int, inputs: Path) -> None:
         bank = shardwise.AdapterBank(shardwise.from_pretrained(inputs / "base"))
         config = LoraConfig(r=2, target_modules=["q_proj"], lora_alpha=alphas[seed])
-        bank.create("ada", config, seed=seed, accumulation=2)
+        bank.add_adapter("ada", config, seed=seed, gradient_accumulation_steps=2)
         for number in range(3):
             bank.forward_backward([("ada", {"input_ids": torch.tensor([[1, 2, 3 + seed]])})])
             if number == 1:

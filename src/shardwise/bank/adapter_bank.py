@@ -51,7 +51,7 @@ class TenantKeywords(TypedDict, total=False):
     optimizer: tenants.OptimizerMaker
     schedule: tenants.ScheduleMaker
     max_grad_norm: float
-    accumulation: int
+    gradient_accumulation_steps: int
     reduction: tenants.Reduction
     seed: int
 
@@ -98,7 +98,7 @@ class AdapterBank:
         return tuple(self._tenants)
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """The most tokens of a row that the base takes."""
         return self._base.longest
 
@@ -106,7 +106,7 @@ class AdapterBank:
         """Count the numbers that each tenant trains."""
         return {name: tenant.trained_count for name, tenant in self._tenants.items()}
 
-    def create(self, name: str, config: LoraConfig, **keywords: Unpack[TenantKeywords]) -> None:
+    def add_adapter(self, name: str, config: LoraConfig, **keywords: Unpack[TenantKeywords]) -> None:
         """Add a tenant. Its matrices begin as PEFT's do, from (seed, name of the matrix) alone.
 
         Collective: yes (two small exchanges).
@@ -129,7 +129,7 @@ class AdapterBank:
         optimizer, schedule, options = tenant.optimizer, tenant.schedule, tenant.options
         settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         kinds = [type(each).__qualname__ for each in (optimizer, schedule)]
-        numbers = [options.max_grad_norm, options.accumulation, options.seed, options.reduction]
+        numbers = [options.max_grad_norm, options.gradient_accumulation_steps, options.seed, options.reduction]
         told = digest_of([name, tenant.words, *kinds, settings, schedule.state_dict(), *numbers])
         self._world.require_equal(told, f"the adapter {name!r} (its config or options)")
         return tenant
@@ -145,7 +145,7 @@ class AdapterBank:
         self._hooks.require_fitting(outline.sites)
         return tenants.Tenant(name, config, outline, options, self._device, self._world)
 
-    def remove(self, name: str) -> None:
+    def delete_adapter(self, name: str) -> None:
         """Delete a tenant and its accumulated gradient. Collective: no, but every rank does it."""
         tenant = self._tenant(name)
         del self._tenants[name]
@@ -205,7 +205,7 @@ class AdapterBank:
 
         def check() -> tuple[tenants.Tenant, dict[str, str]]:
             tenant = self._tenant(name)
-            found, wanted = tenant.window.micro_batches, tenant.options.accumulation
+            found, wanted = tenant.window.micro_batches, tenant.options.gradient_accumulation_steps
             if found < wanted:
                 raise ConfigError(
                     f"the window of {name!r} has {found} micro-batches of {wanted}; it steps when full"
@@ -233,7 +233,7 @@ class AdapterBank:
 
     # ── evaluation ────────────────────────────────────────────────────────────────────────────────
 
-    def forward(self, batches: Sequence[tuple[str | None, RowTensors]]) -> list[list[torch.Tensor]]:
+    def compute_logprobs(self, batches: Sequence[tuple[str | None, RowTensors]]) -> list[list[torch.Tensor]]:
         """The log probability of each label, without gradients and without dropout.
 
         Collective: yes. Two small exchanges, and FSDP2's all-gathers of each pass.
@@ -385,24 +385,24 @@ class AdapterBank:
         Collective: yes. If it fails, there is no such tenant.
 
         Args:
-            name: as of :meth:`create`.
+            name: as of :meth:`add_adapter`.
             directory: with ``adapter_config.json``, and a file of tensors.
             training_state: ``False`` begins anew in any case.
             on_other_base: ``Ignore()`` allows a training to resume on a base other than its own.
                 ``Ignore(only=...)`` allows differences in "config", "shapes" (and names) or "values".
             on_not_finite: ``Ignore()``, or ``Ignore(only=...)`` with names of tensors, takes matrices and moments
                 that have values that are not finite.
-            keywords: as of :meth:`create`. The learning rate, other settings and ``max_grad_norm`` come from the
-                training state. The optimizer class, accumulation, reduction and seed come from it unless they are
-                passed. Pass the same schedule again.
+            keywords: as of :meth:`add_adapter`. The learning rate, other settings and ``max_grad_norm`` come from
+                the training state. The optimizer class, accumulation, reduction and seed come from it unless they
+                are passed. Pass the same schedule again.
 
         Raises:
             KeyMismatchError: the tensors are not those that the config wants of this base.
             FormatError: a file is damaged, the training state has no checksums, values are not finite, or the
                 folder has no adapter. The message names the file.
             StorageError: the folder cannot be read.
-            ConfigError, RankMismatchError: as in :meth:`create`, or the training belongs to another adapter, base,
-                optimizer or schedule. The message has the differences.
+            ConfigError, RankMismatchError: as in :meth:`add_adapter`, or the training belongs to another adapter,
+                base, optimizer or schedule. The message has the differences.
         """
         self._world.run_all(require_meant, _PERMISSION, {"on_other_base": on_other_base})
         found = find_training(self._world, name, directory, on_not_finite, training_state=training_state)

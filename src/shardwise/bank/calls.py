@@ -241,10 +241,13 @@ def _require_trainable(tenants: Sequence[Tenant | None]) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{', '.join(map(repr, twice))} is named twice; give a tenant's rows as one batch")
     for tenant in tenants:
-        if tenant is not None and tenant.window.micro_batches >= tenant.options.accumulation:
+        if tenant is None:
+            continue
+        steps = tenant.options.gradient_accumulation_steps
+        if tenant.window.micro_batches >= steps:
             raise ConfigError(
-                f"the window of {tenant.name!r} is full ({tenant.options.accumulation} micro-batches); call "
-                f"optim_step({tenant.name!r}) first"
+                f"the window of {tenant.name!r} is full ({steps} micro-batches); "
+                f"call optim_step({tenant.name!r}) first"
             )
 
 
@@ -255,7 +258,11 @@ def is_scaled_at_once(tenant: Tenant | None) -> bool:
 
     Its gradients are then those of a mean, product by product. Otherwise the sum is divided at the end.
     """
-    return tenant is not None and tenant.options.reduction == "mean" and tenant.options.accumulation == 1
+    return (
+        tenant is not None
+        and tenant.options.reduction == "mean"
+        and tenant.options.gradient_accumulation_steps == 1
+    )
 
 
 def _added_up(told: Sequence[tuple[dict[int, float], int]]) -> tuple[dict[int, float], int]:

@@ -307,7 +307,7 @@ def _differences(tenant: Tenant, there: TenantFacts, base: Mapping[str, str], on
     if there.seed != here.seed:
         faults.append(f"seed {there.seed}, and {here.seed} here, which dropout follows from")
     if there.micro_batches:
-        for what in ("accumulation", "reduction"):
+        for what in ("gradient_accumulation_steps", "reduction"):
             one, other = getattr(there, what), getattr(here, what)
             if one != other:
                 faults.append(f"its window is open, with {what} {one}, and it is {other} here")

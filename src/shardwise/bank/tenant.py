@@ -125,7 +125,8 @@ class TenantOptions:
         optimizer: makes its optimizer of the one flat parameter it is given, elementwise.
         schedule: makes the learning rate scheduler, which is stepped with the optimizer.
         max_grad_norm: gradients with a larger norm are scaled down to it. Infinity for no limit.
-        accumulation: how many micro-batches (calls of ``forward_backward``) make a window, after which it steps.
+        gradient_accumulation_steps: how many micro-batches (calls of ``forward_backward``) make a window, after
+            which it steps.
         reduction: reduction of the losses of its tokens.
         seed: seeds the initial matrices and the dropout.
     """
@@ -133,7 +134,7 @@ class TenantOptions:
     optimizer: OptimizerMaker = adamw
     schedule: ScheduleMaker = unchanging
     max_grad_norm: float = math.inf
-    accumulation: int = 1
+    gradient_accumulation_steps: int = 1
     reduction: Reduction = "mean"
     seed: int = 0
 
@@ -141,8 +142,8 @@ class TenantOptions:
         faults = []
         if not self.max_grad_norm > 0:
             faults.append(f"max_grad_norm={self.max_grad_norm}: it is above 0; leave it out for no limit")
-        if not _is_integer(self.accumulation) or self.accumulation < 1:
-            faults.append(f"accumulation={self.accumulation!r}: a window has 1 micro-batch or more")
+        if not _is_integer(self.gradient_accumulation_steps) or self.gradient_accumulation_steps < 1:
+            faults.append(f"accumulation={self.gradient_accumulation_steps!r}: a window has 1 micro-batch or more")
         if self.reduction not in get_args(Reduction):
             faults.append(f"reduction={self.reduction!r}: pass 'mean' or 'sum'")
         if not _is_integer(self.seed):

@@ -45,7 +45,7 @@ class TenantFacts:
         schedule: its class.
         schedule_state: the ``state_dict`` of the schedule.
         max_grad_norm: as it was changed last.
-        accumulation: how many micro-batches make a window.
+        gradient_accumulation_steps: how many micro-batches make a window.
         reduction: the class of it.
         seed: seed of the dropout.
         windows: that are over.
@@ -62,7 +62,7 @@ class TenantFacts:
     schedule: str
     schedule_state: Mapping[str, Any]
     max_grad_norm: float
-    accumulation: int
+    gradient_accumulation_steps: int
     reduction: str
     seed: int
     windows: int
@@ -78,7 +78,7 @@ class TenantFacts:
         """
         make = maker_of(self.optimizer, self.settings)
         return {
-            "accumulation": self.accumulation,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "reduction": self.reduction,
             "seed": self.seed,
             "max_grad_norm": float(self.max_grad_norm),
@@ -115,7 +115,7 @@ def facts_of(tenant: Tenant, base: Mapping[str, str]) -> TenantFacts:
         schedule=f"{type(tenant.schedule).__module__}.{type(tenant.schedule).__qualname__}",
         schedule_state=tenant.schedule.state_dict(),
         max_grad_norm=tenant.max_grad_norm,
-        accumulation=tenant.options.accumulation,
+        gradient_accumulation_steps=tenant.options.gradient_accumulation_steps,
         reduction=tenant.options.reduction,
         seed=tenant.options.seed,
         windows=tenant.windows,
@@ -175,7 +175,7 @@ def sound_facts(values: Mapping[str, Any], what: str) -> TenantFacts:
     base = values["base"]
     if base.keys() != _OF_A_BASE or not all(isinstance(told, str) for told in base.values()):
         raise FormatError(f"{what}: base is {shown(repr(base))}; the file is damaged or forged")
-    if values["micro_batches"] > values["accumulation"] or values["steps"] > values["windows"]:
+    if values["micro_batches"] > values["gradient_accumulation_steps"] or values["steps"] > values["windows"]:
         raise FormatError(f"{what}: its counts contradict each other; the file is damaged or forged")
     return TenantFacts(**values)
 

@@ -90,7 +90,7 @@ def _joined(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
         model.train()
     bank = AdapterBank(model, pad_to=_PAD_TO)
-    budget = TokenBudget(tokens_per_pass, _PAD_TO, bank.longest)
+    budget = TokenBudget(tokens_per_pass, _PAD_TO, bank.max_length)
     shared = BankOfTenants(World.current(call="train"), bank, budget, processor)
     tenants = []
     for name, own in parsed.items():
@@ -140,7 +140,7 @@ def train_in_turns(tenants: Sequence[TenantTraining], budget: int, request: Any)
                 try:
                     one.proceed()
                 except TrainingError as error:
-                    one.bank.remove(one.name)
+                    one.bank.delete_adapter(one.name)
                     failures[one.name] = str(error)
             queue = [one for one in queue if not one.is_done and one.name not in failures]
             has_stopped = world.all_reduce_object(request.is_made, any)
@@ -261,7 +261,7 @@ class TenantTraining:
         self.state.compute_steps(self.args, self.state.max_steps)
         place = self._folder / f"checkpoint-{steps}"
         if state is None:
-            self.bank.create(self.name, self._lora, **self._keywords())
+            self.bank.add_adapter(self.name, self._lora, **self._keywords())
         elif not (begun := self.bank.load(self.name, place, **self._keywords())).is_resumed:
             raise FormatError(f"{place}: has no state of a training, {begun.reason}. Remove the folder.")
 
@@ -291,7 +291,7 @@ class TenantTraining:
             "optimizer": optimizer,
             "schedule": schedule,
             "max_grad_norm": args.max_grad_norm or math.inf,
-            "accumulation": self._micro_batches,
+            "gradient_accumulation_steps": self._micro_batches,
             "seed": args.seed,
         }
 
@@ -380,7 +380,7 @@ class TenantTraining:
         at_once = min(self.args.per_device_eval_batch_size, budget.rows_at_once(rows))
         own = 0.0
         for batch in budget.micro_batches(rows, range(len(rows)), at_once, world.size):
-            [logprobs] = self.bank.forward([(self.name, rows.tensors(batch.rows[world.rank]))])
+            [logprobs] = self.bank.compute_logprobs([(self.name, rows.tensors(batch.rows[world.rank]))])
             own -= sum(float(values.double().sum()) for values in logprobs)
         self._log(eval_loss=world.all_reduce_object(own, math.fsum) / rows.num_supervised_tokens)
 
@@ -410,7 +410,7 @@ class TenantTraining:
         """Save the adapter, and leave the bank."""
         tokenizer, options = self._shared.processor, SaveOptions(progress=False)
         self.bank.save(self.name, self._folder, training_state=False, tokenizer=tokenizer, options=options)
-        self.bank.remove(self.name)
+        self.bank.delete_adapter(self.name)
 
 
 def _complete_steps(folder: Path) -> list[int]:
