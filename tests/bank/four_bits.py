@@ -63,7 +63,7 @@ def learned(folder: str, out: str) -> dict[str, Any]:
 
 def experts_learned(folder: str) -> dict[str, Any]:
     """Adapters of experts in four bits, beside those of experts whose numbers are the same."""
-    packed, plain = base(folder, Nf4()), base(folder, Nf4(stay=("experts",)))
+    packed, plain = base(folder, Nf4()), base(folder, Nf4(skip_modules=("experts",)))
     give_numbers(packed, plain)
     ends, losses, begin = [], [], {}
     for model in (packed, plain):

@@ -60,8 +60,8 @@ def test_a_lora_on_stacks_learns_as_on_their_numbers(plain):
     """PEFT adds to the numbers; on bytes products are added, so that sums are in another order."""
     lora = shardwise.Lora(LoraConfig(r=2, target_modules=["q_proj"], target_parameters=STACKS))
     models = [
-        shardwise.from_pretrained(str(plain), dtype="float32", quantization=Nf4(stay=stay), tuning=lora)
-        for stay in ((), ("experts",))
+        shardwise.from_pretrained(str(plain), dtype="float32", quantization=Nf4(skip_modules=kept), tuning=lora)
+        for kept in ((), ("experts",))
     ]
     give_numbers(*(model.get_base_model() for model in models))
     found: list[dict[str, torch.Tensor]] = []

@@ -155,7 +155,7 @@ def test_packed_from_eight_bits(plain, tmp_path):
 
 def test_what_stays_is_named(plain):
     model, report = shardwise.from_pretrained(
-        str(plain), quantization=Nf4(block_size=128, stay=("v_proj",)), output_loading_info=True
+        str(plain), quantization=Nf4(block_size=128, skip_modules=("v_proj",)), output_loading_info=True
     )
     assert "192 columns, no multiple of the block of 128" in str(report.notes)
     assert "v_proj keeps its numbers: as asked for" in str(report.notes)
@@ -180,7 +180,10 @@ def test_what_stays_is_named(plain):
             {"quantization": Nf4(), "tuning": shardwise.Lora(LoraConfig(r=2, use_dora=True))},
             "weights in four bits are not .*; leave out use_dora",
         ),
-        ({"quantization": Nf4(stay=("qq_proj",))}, r"stay=\['qq_proj'\] matches no linear layer; there are"),
+        (
+            {"quantization": Nf4(skip_modules=("qq_proj",))},
+            r"skip_modules=\['qq_proj'\] matches no linear",
+        ),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq is not known"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
@@ -193,7 +196,7 @@ def test_what_stays_is_named(plain):
         ({"quantization_config": {}}, "a config without quant_method is not known"),
         (
             {"quantization_config": {"load_in_4bit": True, "llm_int8_skip_modules": "lm_head"}},
-            "stay='lm_head': is a tuple",
+            "skip_modules='lm_head': is a tuple",
         ),
         (
             {"quantization_config": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float23"}},

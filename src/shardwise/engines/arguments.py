@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import inspect
 import os
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -63,6 +64,27 @@ def require_known(call: str, given: Mapping[str, object], known: Iterable[str]) 
             raise ConfigError(f"{call}() got an unexpected keyword argument {name!r}; {remedy}")
     if strange:
         raise ConfigError(f"{call}() has no {strange[0]}, which transformers knows: {_INSTEAD[strange[0]]}")
+
+
+def answer_keywords(instead: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator that rejects unknown keywords of a function with the nearest one, or with advice."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        known = inspect.signature(function).parameters.keys()
+
+        @functools.wraps(function)
+        def call(*args: P.args, **keywords: P.kwargs) -> T:
+            for name in keywords.keys() - known:
+                near = difflib.get_close_matches(name, known, n=1)
+                remedy = instead.get(name) or (
+                    f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+                )
+                raise ConfigError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {remedy}")
+            return function(*args, **keywords)
+
+        return call
+
+    return decorate
 
 
 def require_meant(hints: Mapping[str, Any], given: Mapping[str, Any], inside: str = "") -> None:
@@ -181,6 +203,7 @@ def _is_ours(kind: type) -> bool:
 
 def _not_meant(name: str, value: object, kinds: tuple[Any, ...]) -> str:
     names = [kind.__name__ for kind in kinds if kind is not types.NoneType]
+    names.sort(key=lambda kind: kind.lower() != str(value).lower())
     meant, last = " or ".join(names), name.rpartition(".")[2]
     if isinstance(value, type):
         return f"{name} is the class {value.__name__}; pass an object of it: {last}={value.__name__}(...)"

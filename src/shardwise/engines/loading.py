@@ -352,6 +352,19 @@ def load_checkpoint(
     return report
 
 
+_ON_DEVICE = "tensors are loaded on the device of the model's mesh; for an unsharded one, LoadOptions(device=...)"
+
+
+@arguments.answer_keywords(
+    {
+        "strict": "pass on_missing=Initialize(only=...) and on_unexpected=Ignore(only=...), with the names",
+        "map_location": _ON_DEVICE,
+        "device": _ON_DEVICE,
+        "assign": "leave it out: tensors on meta get memory, and real ones keep theirs",
+        "weights_only": "leave it out: no code of a file is run",
+        "dtype": "values are cast to the dtype of the model's tensors; build the model in this dtype",
+    }
+)
 def load(
     model: nn.Module,
     checkpoint: arguments.Source,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.engines import save_plan
-from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.engines.arguments import answer_keywords, hints_of, require_meant, world_of
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.committing import CommitState, begin_save, commit_save, undo_save
 from shardwise.execution.memory import home_of
@@ -255,6 +255,18 @@ def _add_up(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
     return dict(zip(keys, total, strict=False))
 
 
+_UPLOAD = "save to a folder, and upload it with huggingface_hub.upload_folder"
+
+
+@answer_keywords(
+    {
+        "safe_serialization": "leave it out: files are always safetensors",
+        "push_to_hub": _UPLOAD,
+        "repo_id": _UPLOAD,
+        "is_main_process": "leave it out: every rank calls save and writes its own bytes",
+        "state_dict": "pass the model, whose tensors are saved",
+    }
+)
 def save(
     model: nn.Module,
     directory: str | os.PathLike[str],

@@ -45,7 +45,7 @@ class Chosen:
 
     layers: Mapping[str, nn.Linear]
     stacks: Mapping[str, tuple[nn.Module, str]]
-    stay: Mapping[str, str]
+    skip_modules: Mapping[str, str]
     absent: tuple[str, ...] = ()
 
 
@@ -72,34 +72,34 @@ def _choose(
     )
     linear: dict[str, nn.Linear] = {}
     stacks: dict[str, tuple[nn.Module, str]] = {}
-    stay: dict[str, str] = {}
+    skip_modules: dict[str, str] = {}
     matched: set[str] = set()
     for names, module, local, why in _candidates(model, quantization, stored):
-        named = [pattern for pattern in quantization.stay if any(_matches(pattern, name) for name in names)]
+        named = [pattern for pattern in quantization.skip_modules if any(_matches(pattern, name) for name in names)]
         matched.update(named)
         told = names[-1]
         if named:
-            stay[told] = "as asked for"
+            skip_modules[told] = "as asked for"
         elif why is not None:
-            stay[told] = f"it {why}"
+            skip_modules[told] = f"it {why}"
         elif uses[id(module.get_parameter(local))] > 1:
-            stay[told] = "its weight is tied"
+            skip_modules[told] = "its weight is tied"
         elif f"{names[0]}.{local}" not in wanted:
-            stay[told] = "the checkpoint does not hold it, or as numbers beside others in four bits"
+            skip_modules[told] = "the checkpoint does not hold it, or as numbers beside others in four bits"
         elif isinstance(module, nn.Linear):
             linear[told] = module
         else:
             stacks[told] = (module, local)
-    absent = tuple(pattern for pattern in quantization.stay if pattern not in matched)
+    absent = tuple(pattern for pattern in quantization.skip_modules if pattern not in matched)
     if must_match and absent:
-        known = ", ".join(pattern for pattern, _ in collapse(sorted({*linear, *stacks, *stay}))[:8])
-        raise ConfigError(f"stay={list(absent)!r} matches no linear layer; there are {known}")
+        known = ", ".join(pattern for pattern, _ in collapse(sorted({*linear, *stacks, *skip_modules}))[:8])
+        raise ConfigError(f"skip_modules={list(absent)!r} matches no linear layer; there are {known}")
     if must_match and not linear and not stacks:
         raise ConfigError(
             f"nothing of {type(model).__name__} can be put into four bits"
-            + "".join(f"; {name} stays: {why}" for name, why in list(stay.items())[:3])
+            + "".join(f"; {name} stays: {why}" for name, why in list(skip_modules.items())[:3])
         )
-    return Chosen(linear, stacks, stay, absent)
+    return Chosen(linear, stacks, skip_modules, absent)
 
 
 def _candidates(
@@ -129,7 +129,7 @@ def _matches(pattern: str, name: str) -> bool:
     try:
         found = re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", name)
     except re.error as error:
-        raise ConfigError(f"stay={pattern!r}: is no name, and no regex ({error})") from error
+        raise ConfigError(f"skip_modules={pattern!r}: is no name, and no regex ({error})") from error
     return found is not None or name.endswith(pattern)
 
 
@@ -174,7 +174,7 @@ def convert_base_to_four_bits(
         kinds.setdefault(module, {})[local] = kind
     for module, names in kinds.items():
         layers.convert_experts_to_four_bits(module, names)
-    kept = tuple(sorted(pattern for pattern in chosen.stay))
+    kept = tuple(sorted(pattern for pattern in chosen.skip_modules))
     mark_in_four_bits(model, config or to_transformers(quantization, kept, model.dtype))
     return offered_in_four_bits(model, bindings), notes_of(chosen, quantization)
 
@@ -199,7 +199,7 @@ def _as_rows(stack: Expression, *, is_transposed: bool) -> Expression:
 def notes_of(chosen: Chosen, quantization: KeptForm) -> tuple[str, ...]:
     """Return sentences that list the quantized modules, the others, and the reasons."""
     by_reason: dict[str, list[str]] = {}
-    for name, why in chosen.stay.items():
+    for name, why in chosen.skip_modules.items():
         by_reason.setdefault(why, []).append(name)
     how = f"{form_name(quantization.form)}, blocks of {quantization.block_size}"
     notes = (

@@ -102,7 +102,7 @@ def reject_experts(held: Sequence[TensorRef], why: str) -> None:
         if layers.are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
             raise ConfigError(
                 f"{slot.fqn}: its experts are in four bits, and {why}; or leave "
-                'experts as numbers: quantization=Nf4(stay=("experts",)), or "dequantize"'
+                'experts as numbers: quantization=Nf4(skip_modules=("experts",)), or "dequantize"'
             )
 
 

@@ -299,7 +299,7 @@ class _WeightOfOne:
             return weight.product(given["input"], given.get("bias"))
         raise TypeError(
             f"weights of experts in four bits are multiplied as their class does it, not by {function.__name__}(); "
-            'leave them as they are: quantization=Nf4(stay=("experts",)), or "dequantize"'
+            'leave them as they are: quantization=Nf4(skip_modules=("experts",)), or "dequantize"'
         )
 
     def product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -36,7 +36,7 @@ class _FourBit:
     block_size: int = 64
     double_quant: bool = False
     compute_dtype: torch.dtype | None = None
-    stay: tuple[str, ...] = ()
+    skip_modules: tuple[str, ...] = ()
 
     form: ClassVar[FourBitForm]
 
@@ -48,9 +48,9 @@ class _FourBit:
         if dtype is not None and dtype not in COMPUTED_IN:
             known = ", ".join(map(str, COMPUTED_IN))
             raise ConfigError(f"compute_dtype={dtype!r}: is one of {known}, or None for that of the input")
-        names: object = self.stay
+        names: object = self.skip_modules
         if not (isinstance(names, tuple) and all(isinstance(name, str) for name in names)):
-            raise ConfigError(f"stay={names!r}: is a tuple of names of modules, as in stay=('lm_head',)")
+            raise ConfigError(f"skip_modules={names!r}: is a tuple of names, as in skip_modules=('lm_head',)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,11 @@ class Nf4(_FourBit):
     And those of fused experts that are computed one after the other, whose scales stay plain ones.
 
     Attributes:
-        block_size: so many elements of a row have one scale, their largest magnitude. scales: how these are kept.
-        compute_dtype: of the products. None for the dtype of the input. stay: modules that keep their weights
-        as they are, by name: from the beginning, at the end, or as a regex, as ``llm_int8_skip_modules`` of
-            transformers has it. The output layer is never quantized.
+        block_size: elements of a row with one scale, their largest magnitude.
+        double_quant: quantize the scales as well, to 8 bits.
+        compute_dtype: dtype of the products. None for the dtype of the input.
+        skip_modules: modules that keep their weights, by name: its start, its end, or a regex, like transformers'
+            ``llm_int8_skip_modules``. The output layer is never quantized.
     """
 
     form: ClassVar[Form4] = Form4.NF4
@@ -108,7 +109,7 @@ def of_form(stored: tuple[FourBitForm, int], quantization: KeptForm) -> KeptForm
     """The same in the form, and in blocks of the size, that weights are stored in."""
     form, block_size = stored
     kind = next(kind for kind in (Nf4, Fp4, Mxfp4) if kind.form is form)
-    return kind(block_size, quantization.double_quant, quantization.compute_dtype, quantization.stay)
+    return kind(block_size, quantization.double_quant, quantization.compute_dtype, quantization.skip_modules)
 
 
 def is_mxfp4(config: Any) -> bool:
@@ -153,20 +154,20 @@ def of_transformers(config: Any) -> Quantization:
     dtype: Any = named
     if not isinstance(named, torch.dtype):
         dtype = getattr(torch, str(named).removeprefix("torch."), named)
-    stay = told.get("llm_int8_skip_modules") or ()
+    skip_modules = told.get("llm_int8_skip_modules") or ()
     made = Nf4 if kind == "nf4" else Fp4
     return made(
         block_size=told.get("bnb_4bit_blocksize") or 64,
         double_quant=bool(told.get("bnb_4bit_use_double_quant")),
         compute_dtype=dtype,
-        stay=tuple(stay) if isinstance(stay, list) else stay,
+        skip_modules=tuple(skip_modules) if isinstance(skip_modules, list) else skip_modules,
     )
 
 
-def to_transformers(quantization: KeptForm, stay: tuple[str, ...], dtype: torch.dtype) -> dict[str, Any]:
+def to_transformers(quantization: KeptForm, skip_modules: tuple[str, ...], dtype: torch.dtype) -> dict[str, Any]:
     """The ``quantization_config`` of a model's config, as transformers writes it.
 
-    ``stay`` are modules, by name. ``dtype`` is the model's, which its layers compute in by default.
+    ``skip_modules`` are modules, by name. ``dtype`` is the model's, which its layers compute in by default.
     """
     dtype = quantization.compute_dtype or dtype
     return {
@@ -181,7 +182,7 @@ def to_transformers(quantization: KeptForm, stay: tuple[str, ...], dtype: torch.
         "bnb_4bit_use_double_quant": quantization.double_quant,
         "llm_int8_enable_fp32_cpu_offload": False,
         "llm_int8_has_fp16_weight": False,
-        "llm_int8_skip_modules": list(stay) or None,
+        "llm_int8_skip_modules": list(skip_modules) or None,
         "llm_int8_threshold": 6.0,
     }
 

@@ -154,7 +154,7 @@ def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
         if found is not None:
             raise ConfigError(
                 f"modules_to_save trains {found} whole, which is in four bits; name it in "
-                f'quantization=Nf4(stay=("{wanted}",)) as well, or leave it out of modules_to_save'
+                f'quantization=Nf4(skip_modules=("{wanted}",)) as well, or leave it out of modules_to_save'
             )
 
 
