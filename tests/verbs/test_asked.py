@@ -14,6 +14,25 @@ from shardwise.options import HubOptions, LoadOptions
 
 
 @pytest.mark.parametrize(
+    ("call", "keyword", "said"),
+    [
+        (
+            shardwise.load,
+            "strict",
+            r"load\(\) got an unexpected keyword argument 'strict'; pass on_missing=Initialize",
+        ),
+        (shardwise.load, "hubs", "did you mean 'hub'"),
+        (shardwise.save, "safe_serialization", "leave it out: files are always safetensors"),
+        (shardwise.save, "push", "it has model, directory, tokenizer"),
+    ],
+)
+def test_load_and_save_answer_unknown_keywords(call, keyword, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        call(nn.Linear(2, 2), tmp_path / "out", **{keyword: 1})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
     ("keyword", "said"),
     [
         ("shardin", r"from_pretrained\(\) got an unexpected keyword argument 'shardin'; did you mean 'sharding'"),
@@ -104,7 +123,7 @@ def test_a_variant_is_the_one_that_is_read(qwen3, tmp_path):
         ({"tuning": shardwise.Lora}, "tuning is the class Lora"),
         (
             {"tuning": "lora"},
-            "tuning is 'lora', of type str; pass Full or Freeze or Lora or ExistingLora or Tuning",
+            "tuning is 'lora', of type str; pass Lora or Full or Freeze or ExistingLora or Tuning",
         ),
         ({"resize_vocab": True}, "resize_vocab is True, of type bool; pass int or ResizeVocab"),
         ({"on_missing": ("score.*",)}, "on_missing is .*, of type tuple; pass Initialize"),
