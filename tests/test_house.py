@@ -189,3 +189,42 @@ def test_what_is_listed_as_longest_is_there():
         if not line.startswith("#"):
             file, _, function = line.partition("::")
             assert f"def {function.partition('[')[0]}(" in (ROOT / file).read_text(), line
+
+
+FIRST = re.compile(r"(What|Which|Who|Whose|Where|How|Whether|Of|As|By|Those|That)\b")
+MOST_PER_1000_WORDS = {
+    r"\bwhat\b": 2.0,
+    r"\b(tells?|told|says?|said|asks?|asked|knows?|known|hears?|heard)\b": 1.5,
+    r"\bwhere (there|it|they|that|this|one|nothing|nobody|no|none)\b": 0.8,
+    r";": 3.0,
+    r"\b(go|goes|gone|going|went) on\b|\b(comes?|came) to\b|\bbeside\b": 0.3,
+}
+BRITISH = re.compile(
+    r"\w*(quanti|tokeni|initiali|normali|seriali|materiali|optimi|synchroni|summari)s(e|es|ed|ing|ation)\b"
+)
+
+
+def docstrings(module: ast.Module) -> list[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [text for node in ast.walk(module) if isinstance(node, kinds) and (text := ast.get_docstring(node))]
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    faults = [
+        f"{name}: {text[:60]}" for name, tree in trees().items() for text in docstrings(tree) if FIRST.match(text)
+    ]
+    assert faults == []
+    assert FIRST.match("What a run took.")
+
+
+def test_docstrings_are_in_plain_words():
+    texts = [text for tree in trees().values() for text in docstrings(tree)]
+    words = sum(len(text.split()) for text in texts)
+    for pattern, most in MOST_PER_1000_WORDS.items():
+        found = sum(len(re.findall(pattern, text, re.IGNORECASE)) for text in texts)
+        assert 1000 * found / words <= most, pattern
+
+
+def test_spelling_is_american():
+    found = {path.name: BRITISH.findall(path.read_text()) for path in (ROOT / "src" / PACKAGE).rglob("*.py")}
+    assert {name: words for name, words in found.items() if words} == {}
