@@ -1,4 +1,4 @@
-"""Hugging Face models under PyTorch FSDP2, each rank touching only its own bytes.
+"""Hugging Face models with PyTorch FSDP2, each rank reading and writing only its own bytes.
 
 Public names: the main functions, tuning modes, and errors. Option types are in ``shardwise.options``, reports in
 ``shardwise.report``, readers and writers in ``shardwise.storage``.

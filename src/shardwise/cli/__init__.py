@@ -9,14 +9,14 @@ import click
 from shardwise.errors import ShardwiseError
 
 _COMMANDS = {
-    "bench": "how a model comes up here, by this library and by others: memory and seconds",
-    "inspect": "what a checkpoint holds, from its headers",
-    "merge-adapter": "fold a LoRA into its base, in bounded memory",
-    "merge-weights": "a sharded checkpoint as safetensors files of the hub",
-    "plan": "what a load takes on every rank, before it",
-    "report": "a page and pictures of a run: memory, phases, curves",
-    "train": "fine-tune a model by TRL",
-    "verify": "open a checkpoint again and compare",
+    "bench": "compare ways to load a model: memory and seconds",
+    "inspect": "show the tensors and sizes of a checkpoint",
+    "merge-adapter": "merge a LoRA into its base, in bounded memory",
+    "merge-weights": "convert a sharded checkpoint to safetensors",
+    "plan": "estimate memory and reads of each rank",
+    "report": "write a page of a run: memory, phases, curves",
+    "train": "fine-tune a model with TRL",
+    "verify": "check a save against its checksums",
 }
 
 _MODULES = {
@@ -56,4 +56,4 @@ class _LazyGroup(click.Group):
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="shardwise")
 def main() -> None:
-    """Hugging Face models under PyTorch FSDP2, each rank touching only its own bytes."""
+    """Load, fine-tune and save Hugging Face models with PyTorch FSDP2."""

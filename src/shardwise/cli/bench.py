@@ -28,7 +28,7 @@ _PRELOADED = (
 
 @click.group("bench")
 def bench_command() -> None:
-    """Measurements that you can take of your own model, on your own machine."""
+    """Measure your own model on your own machine."""
 
 
 @bench_command.command("startup")
@@ -58,7 +58,7 @@ def bench_command() -> None:
     type=click.FloatRange(0, min_open=True),
     help="An arm that takes longer is ended, and the next one runs.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def startup_command(*, as_json: bool, **options: Any) -> None:
     """Bring MODEL up for training on N ranks of this machine, in each of several ways, and compare.
 
@@ -103,7 +103,7 @@ def _require_config(model: str) -> None:
     "--output",
     metavar="FOLDER",
     type=click.Path(path_type=Path),
-    help="For report.html and its PNGs.  [default: report/ of the first RUN]",
+    help="Folder for report.html and its PNGs.  [default: report/ of the first RUN]",
 )
 def report_command(runs: Sequence[Path], *, output: Path | None) -> None:
     """Draw RUN, the folder of a training or of shardwise.observe, and others compared with it.

@@ -22,7 +22,7 @@ from shardwise.storage.remote import resolve
 
 @click.command("verify")
 @click.argument("model")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def verify_command(model: str, as_json: bool) -> None:  # noqa: FBT001 - click's signature
     """Open MODEL, a directory, again: structure, coverage, and the checksums recorded when it was saved.
 
@@ -40,11 +40,17 @@ def verify_command(model: str, as_json: bool) -> None:  # noqa: FBT001 - click's
 @click.argument("base")
 @click.argument("adapter")
 @click.argument("out", type=click.Path(file_okay=False))
-@click.option("--dtype", default="auto", show_default=True, help="Of the outcome: auto, float32, bfloat16, ...")
-@click.option("--max-shard-size", default="50GB", show_default=True, help="Of one file's tensors.")
-@click.option("--adapter-name", default="default", show_default=True, help="Where ADAPTER holds several.")
-@click.option("--trust-remote-code", is_flag=True, help="Run model code that the base brings along.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option(
+    "--dtype", default="auto", show_default=True, help="Dtype of the output: auto, float32, bfloat16, ..."
+)
+@click.option(
+    "--max-shard-size", default="50GB", show_default=True, help="Maximum size of the tensors of one file."
+)
+@click.option(
+    "--adapter-name", default="default", show_default=True, help="Name of the adapter, if ADAPTER has several."
+)
+@click.option("--trust-remote-code", is_flag=True, help="Run model code of the base.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def merge_adapter_command(base: str, adapter: str, out: str, *, as_json: bool, **options: Any) -> None:
     """Fold the LoRA ADAPTER into BASE and write the model to OUT.
 
@@ -62,8 +68,10 @@ def merge_adapter_command(base: str, adapter: str, out: str, *, as_json: bool, *
 @click.argument("checkpoint", type=click.Path())
 @click.argument("out", type=click.Path(file_okay=False))
 @click.option("--base", help="A folder, or repository in the hub's cache, with the model's config.json.")
-@click.option("--dtype", help="Of the outcome: float32, bfloat16, ...  [default: as stored]")
-@click.option("--max-shard-size", default="50GB", show_default=True, help="Of one file's tensors.")
+@click.option("--dtype", help="Dtype of the output: float32, bfloat16, ...  [default: as stored]")
+@click.option(
+    "--max-shard-size", default="50GB", show_default=True, help="Maximum size of the tensors of one file."
+)
 @click.option(
     "--format",
     "file_format",
@@ -72,8 +80,8 @@ def merge_adapter_command(base: str, adapter: str, out: str, *, as_json: bool, *
     show_default=True,
     help="bin: one file of torch.save.",
 )
-@click.option("--remove-source", is_flag=True, help="Remove CHECKPOINT once OUT has been read back and compared.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option("--remove-source", is_flag=True, help="Remove CHECKPOINT after OUT has been read back and compared.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def merge_weights_command(checkpoint: str, out: str, *, as_json: bool, **options: Any) -> None:
     """Write CHECKPOINT to OUT as safetensors files under the names of the hub.
 
@@ -98,7 +106,7 @@ _DIGITS = re.compile(r"([0-9]+)")
 @click.argument("path")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.option("--tensors", "with_tensors", is_flag=True, help="List the tensors, equal layers in one line.")
-@click.option("--revision", help="Of a repository of the Hugging Face hub: branch, tag or commit.")
+@click.option("--revision", help="Branch, tag or commit of a hub repository.")
 def inspect_command(path: str, *, as_json: bool, with_tensors: bool, revision: str | None) -> None:
     """Show the content of the checkpoint at PATH.
 

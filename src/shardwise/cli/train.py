@@ -51,7 +51,7 @@ its state saved, so that the same command resumes.
 @click.command("train", epilog=_EPILOG, context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, metavar="[METHOD] [CONFIG.yaml] [--KEY VALUE]...", type=click.UNPROCESSED)
 @click.option("--nproc-per-node", default=1, type=click.IntRange(min=1), help="Ranks to start on this machine.")
-@click.option("--accelerate-config", metavar="FILE", help="Shard as a file of accelerate says.")
+@click.option("--accelerate-config", metavar="FILE", help="Shard according to a config file of accelerate.")
 @click.option("--observe", is_flag=True, help="Record memory and phases of each rank in output_dir.")
 @click.option("--check", is_flag=True, help="Check the configuration, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
@@ -153,13 +153,15 @@ def _print(outcome: TrlOutcome, *, as_json: bool) -> None:
 @click.option("--nodes", default=1, show_default=True, type=click.IntRange(1), help="Machines they run on.")
 @click.option("--dtype", help="auto, float32, bfloat16, ...  [default: auto]")
 @click.option("--param-dtype", help="Mixed precision: the dtype in which parameters are gathered.")
-@click.option("--mesh", metavar="AXES", help="As in replicate=2,shard=4.  [default: all ranks shard]")
+@click.option(
+    "--mesh", metavar="AXES", help="Axes and sizes, such as replicate=2,shard=4.  [default: all ranks shard]"
+)
 @click.option(
     "--wrap",
     metavar="POLICY",
     help="auto, model_plan, no_split_modules, module_list, whole_model, classes=NAME,NAME, or min-size=ELEMENTS.",
 )
-@click.option("--device", default="cuda", show_default=True, help="Where the shards will be: cuda, cpu, ...")
+@click.option("--device", default="cuda", show_default=True, help="Device of the shards: cuda, cpu, ...")
 @click.option("--offload", is_flag=True, help="Keep shards on the host (CPUOffloadPolicy).")
 @click.option(
     "--tuning",
@@ -177,9 +179,11 @@ def _print(outcome: TrlOutcome, *, as_json: bool) -> None:
 @click.option(
     "--seq", "max_length", type=click.IntRange(2), metavar="TOKENS", help="Tokens of a row, with --tuning."
 )
-@click.option("--optim", help="Optimizer, as the Trainer names it.  [default: adamw_torch_fused]")
-@click.option("--memory", metavar="SIZE", help="Of each rank, as in 80GiB: exit with 2 if it does not suffice.")
-@click.option("--revision", help="Of a repository of the Hugging Face hub: branch, tag or commit.")
+@click.option("--optim", help="Optimizer, by the Trainer's name.  [default: adamw_torch_fused]")
+@click.option(
+    "--memory", metavar="SIZE", help="Memory of each rank, such as 80GiB. Exit with 2 if it is too small."
+)
+@click.option("--revision", help="Branch, tag or commit of a hub repository.")
 @click.option("--trust-remote-code", is_flag=True, help="Run model code of the checkpoint.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(
