@@ -346,7 +346,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=None, help="results, as .json and .md beside it")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()) / "shardwise-benchmarks")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one load")
-    parser.add_argument("--timeouts", type=float, default=3.0, help="seconds to wait for an idle machine")
+    parser.add_argument("--idle-wait", type=float, default=3.0, help="seconds to wait for an idle machine")
     parser.add_argument("--profile", metavar="ARM", help="profile one arm on rank 0; --rows LoRA: an adapter too")
     return parser.parse_args(argv)
 
@@ -379,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     for row in rows:
         say(row.name)
-        results["rows"].append(run_row(row, given.dir, repeats, given.timeout, given.timeouts))
+        results["rows"].append(run_row(row, given.dir, repeats, given.timeout, given.idle_wait))
     if given.others or (not given.quick and not given.rows):
         largest = max((SHAPES[model] for model in models), key=lambda shape: shape.nbytes)
         wanted = [arm for arm in ("shardwise", "transformers", "accelerate") if arm in arms]

@@ -213,7 +213,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="results, as .json and .md beside it")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir(), "shardwise-benchmarks"))
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one save")
-    parser.add_argument("--timeouts", type=float, default=60, help="seconds to wait for an idle machine")
+    parser.add_argument("--idle-wait", type=float, default=60, help="seconds to wait for an idle machine")
     given = parser.parse_args()
     began = time.perf_counter()
     shape = SHAPES[given.model]
@@ -227,9 +227,9 @@ def main() -> int:
         for arm in arms:
             shutil.rmtree(out, ignore_errors=True)
             if arm == "roof":
-                found = roof(shape.nbytes, out, given.timeouts)
+                found = roof(shape.nbytes, out, given.idle_wait)
             else:
-                job = Job(arm, str(folder), str(warm_up), str(out), given.timeouts)
+                job = Job(arm, str(folder), str(warm_up), str(out), given.idle_wait)
                 with LocalRanks(RANKS, timeout_s=given.timeout) as ranks:
                     found = ranks.run(measure, job)
             runs[arm].append(_summary(found))
