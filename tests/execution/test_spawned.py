@@ -1,9 +1,6 @@
-"""Ranks that the command line starts: forked from one process, seated, and ended with the one that started them."""
+"""Ranks that the command line starts: outcomes, accelerators, and their end with the process that started them."""
 
-import gc
 import os
-import runpy
-import signal
 import subprocess
 import sys
 import time
@@ -23,8 +20,8 @@ from shardwise.execution.processes import (
     RankError,
     RanksLateError,
     _priority,
-    at_own_gpu,
     run_spawned,
+    select_accelerator,
     this_device,
 )
 
@@ -45,35 +42,12 @@ def test_values_come_by_rank_and_errors_as_they_are(monkeypatch):
         run_spawned(2, time.sleep, 600, timeout_s=0.5)
 
 
-def test_what_is_meant_for_the_process_that_forks_changes_no_other():
-    def kept() -> tuple[object, ...]:
-        return signal.getsignal(signal.SIGTERM), gc.isenabled(), list(sys.path)
-
-    before = kept()
-    runpy.run_path(processes.__file__)
-    assert kept() == before
-
-
-@pytest.mark.distributed
-def test_ranks_share_one_import_and_the_parent_needs_none():
-    program = (
-        "import sys\n"
-        "from shardwise.execution.processes import run_spawned\n"
-        "from tests.execution.forked import place_of_torch\n"
-        "told = run_spawned(3, place_of_torch, preloaded=('torch',))\n"
-        "assert 'torch' not in sys.modules\n"
-        "print(*told)\n"
-    )
-    ran = subprocess.run([sys.executable, "-c", program], check=True, timeout=100, capture_output=True, text=True)
-    assert len(set(ran.stdout.split())) == 1
-
-
 @pytest.mark.distributed
 def test_ranks_end_when_whoever_started_them_is_killed(tmp_path):
     program = (
         "from shardwise.execution.processes import run_spawned\n"
         "from tests.execution.forked import goes_on\n"
-        f"run_spawned(2, goes_on, {str(tmp_path)!r}, preloaded=('torch',))\n"
+        f"run_spawned(2, goes_on, {str(tmp_path)!r})\n"
     )
     with subprocess.Popen([sys.executable, "-c", program]) as starter:
         ranks = within(60, lambda: len(found := os.listdir(tmp_path)) == 2 and [int(name) for name in found])
@@ -100,7 +74,6 @@ def machine_with(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
         monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(set_device=taken.append))
-        monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
         return taken
 
     return pretend
@@ -109,22 +82,27 @@ def machine_with(monkeypatch):
 @pytest.mark.parametrize(("kind", "backends"), [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl")])
 def test_a_rank_takes_the_accelerator_of_its_number(machine_with, kind, backends):
     taken = machine_with(kind, 4)
-    assert at_own_gpu(3, 4) == backends
-    assert at_own_gpu(3, 5) == "gloo"
-    assert taken == [3]
+    assert select_accelerator(3, 4) == select_accelerator(2) == backends
+    assert taken == [3, 2]
+
+
+def test_a_rank_that_sees_one_device_takes_it(machine_with):
+    taken = machine_with("cuda", 1)
+    assert select_accelerator(3) == "cpu:gloo,cuda:nccl"
+    assert taken == [0]
+
+
+@pytest.mark.parametrize(("count", "rank", "size"), [(1, 0, 2), (1, 1, 2), (4, 3, 5), (4, 4, None)])
+def test_more_ranks_than_accelerators_are_refused(machine_with, count, rank, size):
+    machine_with("cuda", count)
+    with pytest.raises(ShardingError, match=f"at most {count} ranks on this machine"):
+        select_accelerator(rank, size)
 
 
 def test_accelerators_without_collectives_of_many_ranks_are_passed_by(machine_with):
     assert machine_with("mps", 1) == []
-    assert at_own_gpu(0, 1) == "gloo"
+    assert select_accelerator(0, 1) == "gloo"
     assert this_device() == torch.device("cpu")
-
-
-def test_a_rank_forked_from_a_user_of_cuda_is_refused(machine_with, monkeypatch):
-    machine_with("cuda", 2)
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    with pytest.raises(ShardingError, match="torchrun --nproc-per-node 2"):
-        at_own_gpu(0, 2)
 
 
 def test_what_a_rank_raised_on_purpose_is_shown_rather_than_that_it_was_missed():

@@ -15,8 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.harness.fork_server import live_as_rank, start_server
+
 from shardwise.errors import ShardwiseError
-from shardwise.execution.processes import live_as_rank, start_server
 from shardwise.storage import machine
 
 _GRACE_S = 10.0

@@ -18,13 +18,6 @@ from shardwise.report.names import table_lines
 if TYPE_CHECKING:
     from shardwise.startup_arms import ArmOnRank
 
-_PRELOADED = (
-    "torch",
-    "transformers.models.auto.modeling_auto",
-    "accelerate.utils.fsdp_utils",
-    "shardwise.startup",
-)
-
 
 @click.group("bench")
 def bench_command() -> None:
@@ -85,7 +78,7 @@ def _start(ranks: int, *arguments: str, timeout_s: float) -> list[ArmOnRank]:
     """Bring up a model by an arm on fresh ranks."""
     from shardwise.startup_arms import bring_up
 
-    return run_fresh(ranks, bring_up, *arguments, preloaded=_PRELOADED, timeout_s=timeout_s)
+    return run_fresh(ranks, bring_up, *arguments, timeout_s=timeout_s)
 
 
 def _require_config(model: str) -> None:

@@ -7,19 +7,12 @@ and nowhere else.
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
 
 from shardwise.errors import ConfigError
-
-_CUDA_FROM_AFAR = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-"""Has torch ask the driver's library whether there are GPUs, so that no import begins to use CUDA in a process that
-ranks are then forked from."""
-
-TRAINING = ("trl.trainer.sft_trainer", "shardwise.training.run")
-"""Modules that every training imports; they take seconds."""
 
 
 def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapping[str, int] | None:
@@ -50,12 +43,11 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     asks_first: bool = False,
-    preloaded: Sequence[str] = ("torch", "transformers"),
 ) -> list[Any]:
     """Call ``function(*args)`` on every rank.
 
     Returns the values of all ranks, in order, on the process that prints the result, and an empty list in the other
-    processes of a launcher. For ``asks_first`` and ``preloaded`` see
+    processes of a launcher. For ``asks_first`` see
     :func:`~shardwise.execution.processes.run_spawned`.
 
     Raises:
@@ -70,15 +62,13 @@ def run_ranks(
         return [function(*args)]
     from shardwise.execution.processes import run_spawned
 
-    os.environ.setdefault(*_CUDA_FROM_AFAR)
-    return run_spawned(nproc_per_node, function, *args, asks_first=asks_first, preloaded=preloaded)
+    return run_spawned(nproc_per_node, function, *args, asks_first=asks_first)
 
 
 def run_fresh(
     size: int,
     function: Callable[..., Any],
     *args: Any,
-    preloaded: Sequence[str] = ("torch", "transformers"),
     timeout_s: float = math.inf,
 ) -> list[Any]:
     """Call ``function(*args)`` on ``size`` new processes (also if it is one). Return the values by rank.
@@ -91,8 +81,7 @@ def run_fresh(
         raise ConfigError("this command starts its ranks itself (RANK is set): call it without torchrun")
     from shardwise.execution.processes import run_spawned
 
-    os.environ.setdefault(*_CUDA_FROM_AFAR)
-    return run_spawned(size, function, *args, preloaded=preloaded, timeout_s=timeout_s)
+    return run_spawned(size, function, *args, timeout_s=timeout_s)
 
 
 def print_report(report: Any, *, as_json: bool) -> None:

@@ -1,19 +1,10 @@
-"""Starts ranks as processes of this machine, or joins those of a launcher.
-
-Imports no torch: the ranks do, once. They are forked from one process, which imports this module and then the
-modules that they need. Importing torch and transformers makes objects by the hundred thousand, all of which stay,
-and a fifth of the time would go to searches for unreachable cycles among them. So it has no threads until the ranks
-are forked. Each rank starts them again (``live_as_rank``). The process that ranks are forked from does not end by a
-SIGTERM or a Ctrl-C that is meant for all of a group, and imports nothing from the folder that it happens to be in.
-"""
+"""Starts ranks as processes of this machine, or joins those of a launcher. Selects each rank's accelerator."""
 
 from __future__ import annotations
 
-import gc
+import ctypes
 import logging
 import math
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -25,7 +16,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -39,20 +29,13 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-
-if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # nobody else's signals are changed
-    gc.disable()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.path[:] = [folder for folder in sys.path if folder]
-
 _log = logging.getLogger(__name__)
 
 _GRACE_S = 10.0
-"""Seconds for which the other ranks may go on after one has failed, to fail by themselves."""
+"""Seconds for which the other ranks may continue after one has failed, and as many after SIGTERM."""
 
-_ORPHANED_S = 600.0
-"""Seconds that a rank may take to end in order after the process that started it is gone."""
+_PR_SET_PDEATHSIG = 1
+"""Of Linux's ``prctl``: the signal that a process gets when its parent ends."""
 
 
 class RankError(ShardwiseError):
@@ -72,55 +55,43 @@ def run_spawned(
     function: Callable[..., Any],
     *args: Any,
     asks_first: bool = False,
-    preloaded: Sequence[str] = ("torch",),
     timeout_s: float = math.inf,
 ) -> list[Any]:
     """Call the function of an importable module on ``size`` new processes. Return its values (picklable) by rank.
 
-    Each has its own accelerator if there are enough, otherwise all compute on the CPU. When this process is
-    interrupted or terminated, the ranks are ended. With ``asks_first`` they get SIGTERM, and unlimited time until a
-    second signal. They are forked from one process that has imported ``preloaded``.
+    ``torch.multiprocessing`` starts the processes. Each has its own accelerator, if the machine has any. When this
+    process is interrupted or terminated, the ranks are ended. With ``asks_first`` they get SIGTERM, and unlimited
+    time until a second signal.
 
     Raises:
         ShardwiseError: as raised by the function, from the lowest rank that raised it.
         RanksLateError: ranks had not finished ``timeout_s`` seconds after the start, imports included.
         RankError: a rank failed otherwise, or ended.
     """
-    context = start_server(preloaded)
-    with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as name:
-        folder = Path(name)
-        ranks = [context.Process(target=_live, args=(rank, size, name, function, args)) for rank in range(size)]
-        with _signals(ranks, asks_first=asks_first):
+    from torch.multiprocessing.spawn import start_processes
+
+    with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder:
+        call = size, folder, function, args
+        context: Any = start_processes(_call, call, size, join=False, start_method="spawn")
+        with _signals(context.processes, asks_first=asks_first):
             try:
-                for process in ranks:
-                    process.start()
-                late = _await_end(ranks, timeout_s)
-            except EOFError as error:
-                cause = f"as it imported {', '.join(preloaded)}"
-                raise RankError(f"the process that ranks are forked from ended {cause}") from error
+                first = _join_all(context, timeout_s)
             finally:
-                for process in ranks:
-                    if process.pid is not None:
-                        process.kill()
-                        process.join()
-        values = [
-            _outcome(folder / str(rank), rank, process.exitcode)
-            for rank, process in enumerate(ranks)
+                late = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
+                for process in context.processes:
+                    process.kill()
+                    process.join()
+        outcomes = {
+            rank: _outcome(Path(folder, str(rank)), rank, process.exitcode)
+            for rank, process in enumerate(context.processes)
             if rank not in late
-        ]
-    if failures := [value.error for value in values if isinstance(value, _Failed)]:
-        raise min(failures, key=_priority)
+        }
+    failures = {rank: outcome.error for rank, outcome in outcomes.items() if isinstance(outcome, _Failed)}
+    if failures:  # the others may have been ended because the first one had
+        raise failures[min(failures, key=lambda rank: (_priority(failures[rank]), rank != first))]
     if late:
         raise RanksLateError(f"rank {', '.join(map(str, late))} did not finish in {timeout_s:g} s; it was ended")
-    return values
-
-
-def start_server(preloaded: Sequence[str]) -> multiprocessing.context.ForkServerContext:
-    """Start the process that ranks are forked from, unless there is one."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *preloaded])
-    multiprocessing.forkserver.ensure_running()
-    return context
+    return list(outcomes.values())
 
 
 class _Failed:
@@ -136,16 +107,18 @@ def _priority(error: BaseException) -> int:
     return 3 - next((place for place, kind in enumerate(later) if isinstance(error, kind)), 3)
 
 
-def _await_end(ranks: Sequence[BaseProcess], timeout_s: float) -> list[int]:
-    """Wait for all ranks, but only a few seconds more once one has failed. Return those that still run."""
-    end, has_failed = time.monotonic() + timeout_s, False
-    while running := [rank for rank, process in enumerate(ranks) if process.is_alive()]:
-        left_s = None if end == math.inf else max(0.0, end - time.monotonic())
-        if not wait([ranks[rank].sentinel for rank in running], timeout=left_s):
-            return running
-        if not has_failed and any(process.exitcode for process in ranks):
-            end, has_failed = min(end, time.monotonic() + _GRACE_S), True
-    return []
+def _join_all(context: Any, timeout_s: float) -> int | None:
+    """Wait for all ranks, but only a few seconds more once one has failed. Return the rank that failed first."""
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+    end = time.monotonic() + timeout_s
+    try:
+        while (left_s := end - time.monotonic()) > 0:
+            if context.join(None if left_s == math.inf else left_s, grace_period=_GRACE_S):
+                break
+    except (ProcessExitedException, ProcessRaisedException) as error:
+        return int(error.error_index)
+    return None
 
 
 def _outcome(file: Path, rank: int, exit_code: int | None) -> Any:
@@ -188,8 +161,10 @@ def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None
 # On the ranks
 
 
-def _live(rank: int, size: int, folder: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
-    live_as_rank()
+def _call(rank: int, size: int, folder: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Join the other ranks, call the function, and write its outcome to a file in ``folder``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the parent handles it
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     outcome: Any
     try:
         _join(rank, size, folder)
@@ -210,26 +185,6 @@ def _live(rank: int, size: int, folder: str, function: Callable[..., Any], args:
     sys.exit(isinstance(outcome, _Failed))
 
 
-def live_as_rank() -> None:
-    """Prepare a forked process: it receives SIGTERM but not Ctrl-C, and ends with its parent."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends it to all; the process that started this one hears
-    threading.Thread(target=_end_with_the_parent, name="shardwise-orphaned", daemon=True).start()
-    gc.freeze()  # what was there before the fork stays shared: collections would write to all of it
-    gc.enable()
-
-
-def _end_with_the_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "ranks are started"
-    parent.join()
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_ORPHANED_S)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _join(rank: int, size: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
@@ -238,28 +193,33 @@ def _join(rank: int, size: int, folder: str) -> None:
 
     torch.set_num_threads(max(1, machine.processor_count() // size))
     store = dist.FileStore(str(Path(folder, "store")), size)  # type: ignore[attr-defined]
-    dist.init_process_group(at_own_gpu(rank, size), store=store, rank=rank, world_size=size)
+    dist.init_process_group(select_accelerator(rank, size), store=store, rank=rank, world_size=size)
 
 
-def at_own_gpu(rank: int, size: int) -> str:
-    """Select this rank's accelerator, if there is one for each rank. Return the backends of its process group.
+def select_accelerator(local_rank: int, local_size: int | None = None) -> str:
+    """Select the accelerator of a rank. Return the backends of its process group, as in "cpu:gloo,cuda:nccl".
+
+    Without ``local_size``, the number of ranks on this machine, a rank that sees one device takes it, as under
+    ``srun --gpus-per-task=1``.
 
     Raises:
-        ShardingError: a module that was imported before the ranks were forked has begun to use GPUs.
+        ShardingError: there are accelerators, but not one for each rank.
     """
     import torch
 
-    from shardwise.models.torch_api import accelerator, both_backends, is_forked_from_cuda, module_of
+    from shardwise.models.torch_api import accelerator, both_backends, module_of
 
     kind = accelerator()
-    if kind is None or torch.accelerator.device_count() < size:
+    if kind is None:
         return "gloo"
-    if is_forked_from_cuda():
+    count = torch.accelerator.device_count()
+    index = 0 if local_size is None and count == 1 else local_rank
+    if max(index + 1, local_size or 0) > count:
         raise ShardingError(
-            "a library that was imported before the ranks were started uses CUDA already, and ranks cannot share "
-            f"that; start them by torchrun --nproc-per-node {size} instead"
+            f"rank {local_rank} of this machine: has no {kind.type} device of its own, there are {count}. Start at "
+            f"most {count} ranks on this machine, or hide its devices to compute on the CPU."
         )
-    module_of(kind).set_device(rank)
+    module_of(kind).set_device(index)
     return both_backends(kind)
 
 
@@ -282,16 +242,12 @@ def run_launched(environment: Mapping[str, str], function: Callable[..., Any], *
     import torch.distributed as dist
 
     from shardwise.execution.world import World
-    from shardwise.models.torch_api import accelerator, both_backends, default_store, module_of
+    from shardwise.models.torch_api import default_store
 
-    backend = "gloo"
-    kind = accelerator()
-    if kind is not None:
-        module_of(kind).set_device(int(environment["LOCAL_RANK"]))
-        backend = both_backends(kind)
+    backends = select_accelerator(int(environment["LOCAL_RANK"]))
     try:
         store, rank, size = _store_of_launched(environment)
-        dist.init_process_group(backend, timeout=_RENDEZVOUS, store=store, rank=rank, world_size=size)
+        dist.init_process_group(backends, timeout=_RENDEZVOUS, store=store, rank=rank, world_size=size)
     except (RuntimeError, ValueError) as error:
         cause = str(error).partition("\n")[0]
         raise RankLostError(
@@ -352,6 +308,3 @@ def this_device() -> torch.device:
     if kind is None or (dist.is_initialized() and not has_collectives(kind)):
         return torch.device("cpu")
     return torch.device(kind.type, module_of(kind).current_device())
-
-
-# Collectives of torch's own, in which no rank waits for one that is lost
