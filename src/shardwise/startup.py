@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,12 @@ from shardwise.formats.opening import open_checkpoint
 from shardwise.report.names import in_bytes
 from shardwise.startup_arms import ARMS, LOAD, OURS, PHASES, WRAP, ArmOnRank
 from shardwise.storage.remote import resolve
+
+Print: TypeAlias = Callable[[str], None]
+"""Prints a line for the user."""
+
+StartArm: TypeAlias = Callable[..., list[ArmOnRank]]
+"""Runs an arm on fresh ranks."""
 
 SLACK_BYTES = 32 << 20
 """Growth that our arm may have on each rank, over its shards and its budget."""
@@ -138,9 +144,7 @@ class StartupResult:
         return {**place, "arms": arms, "not_run": dict(self.not_run), "holds": self.holds, "files": [*self.files]}
 
 
-def compare_startup(
-    options: StartupOptions, start: Callable[..., list[ArmOnRank]], tell: Callable[[str], None]
-) -> StartupResult:
+def compare_startup(options: StartupOptions, start: StartArm, tell: Print) -> StartupResult:
     """Run the arms, and write runs, figures, and the report into the folder.
 
     ``start(size, arm, model, dtype, folder, timeout_s=...)`` loads a model by an arm on fresh ranks and returns
@@ -230,7 +234,7 @@ def _read_once(place: Path) -> None:
                         pass
 
 
-def _run_arm(name: str, place: Path, options: StartupOptions, start: Callable[..., list[ArmOnRank]]) -> ArmRun:
+def _run_arm(name: str, place: Path, options: StartupOptions, start: StartArm) -> ArmRun:
     """Run an arm on fresh ranks.
 
     Raises:
@@ -256,7 +260,7 @@ def _agreed_values(ranks: Sequence[ArmOnRank]) -> dict[str, str]:
     return found
 
 
-def _draw(out: Path, result: StartupResult, tell: Callable[[str], None]) -> list[str]:
+def _draw(out: Path, result: StartupResult, tell: Print) -> list[str]:
     """Draw all arms and the report. Return the files.
 
     Nothing is lost where matplotlib is not installed, or there is no room: the figures are written by now.

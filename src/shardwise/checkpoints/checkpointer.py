@@ -230,7 +230,7 @@ class Checkpointer:
         given = {"on_missing": on_missing, "on_unexpected": on_unexpected}
         given |= {"on_mismatched": on_mismatched, "on_other_base": on_other_base}
         with self._world("restore") as world:
-            world.run_all(lambda: require_meant(hints_of(Checkpointer.restore), given))
+            world.run_all(require_meant, hints_of(Checkpointer.restore), given)
             asked = repr((step, tolerance, self._only))
             world.require_equal(asked, "what is asked to be restored (step, only, on_...)")
             report = restoring.restore(world, self._root, state, step, self._only, tolerance, self._options)

@@ -8,11 +8,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
 
 from shardwise.errors import ConfigError
+
+RankFunction: TypeAlias = Callable[..., Any]
+"""A function of an importable module, called on every rank."""
 
 
 def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapping[str, int] | None:
@@ -40,7 +43,7 @@ def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapp
 
 def run_ranks(
     nproc_per_node: int,
-    function: Callable[..., Any],
+    function: RankFunction,
     *args: Any,
     asks_first: bool = False,
 ) -> list[Any]:
@@ -67,7 +70,7 @@ def run_ranks(
 
 def run_fresh(
     size: int,
-    function: Callable[..., Any],
+    function: RankFunction,
     *args: Any,
     timeout_s: float = math.inf,
 ) -> list[Any]:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -268,7 +269,7 @@ def _bytes_per_dtype(layout: ModelLayout) -> dict[str, int]:
     found: dict[str, int] = {}
     for tensor in layout.saved():
         found[tensor.dtype.label] = found.get(tensor.dtype.label, 0) + tensor.numel * tensor.dtype.bits // 8
-    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+    return dict(sorted(found.items(), key=itemgetter(1), reverse=True))
 
 
 def tuning_named(text: str) -> Tuning:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from transformers import PreTrainedConfig
 
@@ -40,6 +40,9 @@ from shardwise.storage.names import shown
 from shardwise.storage.reading import OpenStorage
 from shardwise.storage.writing import LocalWriter
 from shardwise.tensors import DType, numel
+
+UntiedOf: TypeAlias = Callable[[Outline], set[str]]
+"""Returns the names that are tied in a config, and not in the files."""
 
 BUDGET_BYTES: Final = 32 << 20
 """For the staging of reads."""
@@ -117,7 +120,7 @@ def read_source(
     index: CheckpointIndex,
     placer: ReadExecutor,
     options: ModelOptions,
-    untied: Callable[[Outline], set[str]] = lambda _: set(),
+    untied: UntiedOf | None = None,
 ) -> OfflineModel:
     """Build the model on meta, bind the checkpoint's tensors to it, and settle its ties.
 
@@ -140,7 +143,7 @@ def read_source(
     )
 
 
-def _settle_ties(built: Outline, placer: ReadExecutor, untied: Callable[[Outline], set[str]]) -> set[str]:
+def _settle_ties(built: Outline, placer: ReadExecutor, untied: UntiedOf | None) -> set[str]:
     """Tie declared ties with equal values. Return the names with values of their own."""
     offers, twice, tensors = built.bindings.offers, built.ties_stored_twice(), built.layout.by_name
     differing = {
@@ -149,7 +152,7 @@ def _settle_ties(built: Outline, placer: ReadExecutor, untied: Callable[[Outline
         if not are_equal(offers[name][0], offers[other][0], tensors[name].dtype, placer, rank=0, size=1)
     }
     built.equal_ties = frozenset(name for name, _ in twice) - differing
-    apart = differing | untied(built)
+    apart = differing | (set() if untied is None else untied(built))
     sources = pretrained.declared_ties(built.model)
     # What was tied begins as a copy of what it was tied to.
     begun = {name: offers.get(name) or offers.get(sources.get(name, name)) for name in apart}
@@ -200,7 +203,7 @@ def write_out(
     *,
     max_shard_bytes: int,
     companions: Mapping[str, bytes],
-    check: Callable[[WrittenTensors], None],
+    check: Callable[[WrittenTensors], None] | None = None,
     label: str,
 ) -> tuple[WrittenTensors, tuple[str, ...]]:
     """Plan the files, write and commit them. Return also their names."""

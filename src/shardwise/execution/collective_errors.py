@@ -16,6 +16,12 @@ from shardwise.execution.control_channel import ControlChannel
 if TYPE_CHECKING:
     from shardwise.execution.world import World
 
+Where: TypeAlias = Callable[[], str]
+"""Returns a description of the operation, the same on all ranks."""
+
+Condition: TypeAlias = Callable[[], bool]
+"""Returns whether this rank was asked to stop."""
+
 
 _COLLECTIVE = re.compile(
     r"gloo|nccl|hccl|xccl|connection (closed|reset|refused)|broken pipe|socket|process group|watchdog",
@@ -41,9 +47,9 @@ _ASKED_S = 1.0
 @contextmanager
 def translate_collective_errors(
     world: World,
-    where: Callable[[], str],
-    when_stuck: WhenStuck = lambda error: None,
-    is_asked: Callable[[], bool] = lambda: False,
+    where: Where,
+    when_stuck: WhenStuck | None = None,
+    is_asked: Condition = bool,
 ) -> Iterator[None]:
     """In this block ranks compute by collectives of torch's own, which break when one of them is gone.
 
@@ -85,7 +91,7 @@ def translate_collective_errors(
 
 @contextmanager
 def _watched(
-    line: ControlChannel | None, where: Callable[[], str], when_stuck: WhenStuck, is_asked: Callable[[], bool]
+    line: ControlChannel | None, where: Where, when_stuck: WhenStuck | None, is_asked: Condition
 ) -> Iterator[None]:
     if line is None:
         yield
@@ -99,7 +105,8 @@ def _watched(
             lost = line.lost(in_haste=in_haste)
             since = math.inf if lost is None else min(since, time.monotonic())
             if lost is not None and time.monotonic() - since >= (_ASKED_S if in_haste else _STUCK_S):
-                when_stuck(RankLostError(f"{where()}: {lost}"))
+                if when_stuck is not None:
+                    when_stuck(RankLostError(f"{where()}: {lost}"))
                 return
 
     watching = threading.Thread(target=watch, name="shardwise-stuck", daemon=True)

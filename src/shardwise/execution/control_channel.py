@@ -20,12 +20,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 from shardwise.errors import CheckpointError, RankLostError, RankMismatchError
 from shardwise.execution import Timeouts
 from shardwise.execution.failure_detection import KeyStore, ProcessPlace, alive_keys, detector_of
 from shardwise.report.names import shown_ranks
+
+Conclude: TypeAlias = Callable[[dict[int, bytes]], bytes]
+"""Makes the answer to all ranks from their messages."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -136,7 +139,7 @@ class ControlChannel:
         """
         return self._ask(lambda _: int(self._joined().prefix.rpartition("/line")[2]))
 
-    def meet(self, message: bytes, conclude: Callable[[dict[int, bytes]], bytes]) -> bytes:
+    def meet(self, message: bytes, conclude: Conclude) -> bytes:
         """Wait for all ranks. Return the answer that the first rank derives from the messages of all ranks.
 
         An empty message only announces this rank's arrival. ``conclude`` is called on the first rank, on another
@@ -249,7 +252,7 @@ class ControlChannel:
         self._detector.add(self, self.timeouts.heartbeat_interval_s)
         return keys
 
-    def _lead(self, keys: KeyStore, conclude: Callable[[dict[int, bytes]], bytes]) -> bytes:
+    def _lead(self, keys: KeyStore, conclude: Conclude) -> bytes:
         step, came = self._step, 0
 
         def have_come() -> bool:

@@ -11,7 +11,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -79,7 +79,7 @@ def envelope(shape: tuple[int, ...], dtype: torch.dtype) -> Envelope:
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         place = Path(folder, "archive")
-        save_without_data(lambda: torch.empty(shape, dtype=dtype), place)
+        save_without_data(partial(torch.empty, shape, dtype=dtype), place)
         with LocalReader(folder) as reader:
             nbytes = reader.size(place.name)
             hole = read_torch_tensor(reader, place.name, ByteRange(0, nbytes), {}, what=str(place)).range

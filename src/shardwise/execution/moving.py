@@ -102,7 +102,7 @@ class Exchange:
     dtype_of: Mapping[str, torch.dtype]
     device: torch.device
     traffic: Traffic = field(default_factory=Traffic)
-    _staging: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    _staging: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8))
     _work: dist.Work | None = None
     _failure: Exception | None = None
 

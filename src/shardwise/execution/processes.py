@@ -19,7 +19,7 @@ from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardwise.errors import RankLostError, ShardingError, ShardwiseError
 from shardwise.execution.control_channel import TELL_AGAIN_S, TELL_S, waiting_for
@@ -28,6 +28,9 @@ from shardwise.execution.failure_detection import detector_of
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+RankFunction: TypeAlias = Callable[..., Any]
+"""A function of an importable module, called on every rank."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class RanksLateError(RankError):
 
 def run_spawned(
     size: int,
-    function: Callable[..., Any],
+    function: RankFunction,
     *args: Any,
     asks_first: bool = False,
     timeout_s: float = math.inf,
@@ -161,7 +164,7 @@ def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None
 # On the ranks
 
 
-def _call(rank: int, size: int, folder: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+def _call(rank: int, size: int, folder: str, function: RankFunction, args: Sequence[Any]) -> None:
     """Join the other ranks, call the function, and write its outcome to a file in ``folder``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the parent handles it
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -229,7 +232,7 @@ _RENDEZVOUS = timedelta(minutes=10)
 """The time that ranks of a launcher wait for each other."""
 
 
-def run_launched(environment: Mapping[str, str], function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_launched(environment: Mapping[str, str], function: RankFunction, *args: Any) -> list[Any]:
     """Call the function as a rank of a launcher. Return its values by rank on the first rank, none on the others.
 
     Ranks meet by the ``environment`` of torchrun, as by ``env://``. Afterwards the process group is left in order.

@@ -8,7 +8,7 @@ before it adds it, and so may differ in the last bit.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 import torch
 
@@ -38,13 +38,17 @@ _KEPT_BYTES = 256 << 20
 """Written between two times that free memory is given back: memory that is given back has to be had anew."""
 
 
+ValuesOf: TypeAlias = Callable[[Sequence[Part]], Sequence[torch.Tensor]]
+"""Returns the values of parts of tensors."""
+
+
 def stream_out(
     writer: StorageWriter,
     plan: SavePlan,
-    values: Callable[[Sequence[Part]], Sequence[torch.Tensor]],
+    values: ValuesOf,
     *,
     companions: Mapping[str, bytes],
-    check: Callable[[WrittenTensors], None],
+    check: Callable[[WrittenTensors], None] | None = None,
     advance: Callable[[int], None],
     block_bytes: int = BLOCK_BYTES,
 ) -> WrittenTensors:
@@ -70,7 +74,8 @@ def stream_out(
     begun = begin_save(writer, plan)
     try:
         _write_ahead(out, parts_of(plan, block_bytes), values)
-        check(out.written)
+        if check is not None:
+            check(out.written)
         commit_save(writer, plan, begun, companions, out.written.fingerprints)
     except BaseException:
         undo_save(writer, plan, begun)
@@ -93,9 +98,7 @@ def parts_of(plan: SavePlan, block_bytes: int) -> Iterator[list[Part]]:
     yield block
 
 
-def _write_ahead(
-    out: OwnFiles, blocks: Iterable[Sequence[Part]], values: Callable[[Sequence[Part]], Sequence[torch.Tensor]]
-) -> None:
+def _write_ahead(out: OwnFiles, blocks: Iterable[Sequence[Part]], values: ValuesOf) -> None:
     """Write blocks, each while the next is made."""
     pending: Future[None] | None = None
     kept = 0

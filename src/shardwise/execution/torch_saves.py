@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeAlias, cast
 
@@ -353,7 +354,7 @@ def write_distributed_folder(
             writer.sync_names()
 
     def write_metadata() -> int:
-        metadata = metadata_of(plan, sizes, lambda rank: data_file(rank, number))
+        metadata = metadata_of(plan, sizes, partial(data_file, number=number))
         with open_writer(folder) as writer:
             make_file(writer, fresh(METADATA, saving.token), metadata)
             writer.sync_names()

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, Protocol, Self, TypeVar, cast
 
@@ -145,9 +146,9 @@ class World:
             RankLostError: a rank has been lost.
             RankMismatchError: ranks are in different calls.
         """
-        values: list[T] = []
-        self._meet(lambda: values.append(function(*args, **keywords)), lambda _: None)
-        return values[0]
+        own: list[T] = []
+        self._meet(partial(_keep, own, partial(function, *args, **keywords)), len)
+        return own[0]
 
     def map_reduce(
         self, map_fun: Callable[P, T], reduce_fun: Callable[[list[T]], R], *args: P.args, **keywords: P.kwargs
@@ -162,7 +163,7 @@ class World:
         Raises:
             CheckpointError: (or a subclass) as in :meth:`run_all`, also for errors of ``reduce_fun``.
         """
-        return self._meet(lambda: map_fun(*args, **keywords), reduce_fun)
+        return self._meet(partial(map_fun, *args, **keywords), reduce_fun)
 
     def all_reduce_object(self, value: T, reduce_fun: Callable[[list[T]], R]) -> R:
         """Return on every rank the result of ``reduce_fun`` for all values (picklable). Collective: yes."""
@@ -178,7 +179,7 @@ class World:
         Raises:
             CheckpointError: (or a subclass) as in :meth:`run_all`.
         """
-        first, *others = self._meet(lambda: function(*args, **keywords), _without_repeats)
+        first, *others = self._meet(partial(function, *args, **keywords), _without_repeats)
         return [first, *(others * (self.size - 1) if len(others) == 1 else others)]
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -201,7 +202,7 @@ class World:
         Collective: yes.
         """
         found: list[T] = []
-        self._meet(lambda: function(*args, **keywords), found.extend)
+        self._meet(partial(function, *args, **keywords), found.extend)
         return found
 
     def require_equal(self, value: object, what: str) -> None:
@@ -217,7 +218,7 @@ class World:
     def sum_integers(self, values: Sequence[int]) -> list[int]:
         """Sum over all ranks, place by place, modulo 2**64. Collective: yes."""
         words = np.array([value % (1 << 64) for value in values], dtype=np.uint64)
-        total = self.all_reduce_object(words, lambda told: np.stack(told).sum(axis=0, dtype=np.uint64))
+        total = self.all_reduce_object(words, partial(np.sum, axis=0, dtype=np.uint64))
         return [int(word) for word in total.tolist()]
 
     def is_first_of(self, place: str) -> bool:
@@ -334,6 +335,10 @@ class World:
 def _without_repeats(told: list[T]) -> list[T]:
     """Return the first rank's value and those of the others: one value if all of these are the same object."""
     return told[:2] if all(value is told[1] for value in told[2:]) else told
+
+
+def _keep(values: list[T], function: Callable[[], T]) -> None:
+    values.append(function())
 
 
 def _alone(function: Callable[[], T]) -> T:

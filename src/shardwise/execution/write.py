@@ -159,6 +159,14 @@ class WrittenTensors:
         self.fingerprints[key] = (self.fingerprints.get(key, 0) + fingerprint(data, start)) % MODULUS
 
 
+def _unseen(name: str, first: int, data: memoryview) -> None:
+    pass
+
+
+def _unchecked() -> None:
+    pass
+
+
 class Sink:
     """Writer of runs of bytes into files of a folder. The bytes are checksummed as they are written.
 
@@ -175,9 +183,9 @@ class Sink:
     def __init__(
         self,
         writer: StorageWriter,
-        seen: Callable[[str, int, memoryview], object] = lambda name, first, data: None,
+        seen: Callable[[str, int, memoryview], object] = _unseen,
         *,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = _unchecked,
         bytes_by_file: dict[str, int] | None = None,
     ) -> None:
         self.writer = writer

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 from shardwise.errors import ConfigError, FormatError, StorageError
@@ -38,7 +39,7 @@ class FormatFaults:
     """Faults of a checkpoint by kind, collected so that one error reports all of them."""
 
     root: str
-    by_kind: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    by_kind: dict[str, list[str]] = field(default_factory=partial(defaultdict, list))
     unread: list[str] = field(default_factory=list)
 
     def add(self, kind: str, fault: str) -> None:

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, cast
 
 from shardwise.errors import ConfigError, FormatError
@@ -152,8 +153,8 @@ _OPTIONAL: Final = ("modules_to_save", "target_parameters", "rank_pattern", "alp
 _FIELDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "r": (_is_rank, f"a rank from 1 to {_MAX_RANK}"),
     "lora_alpha": (_is_number, "a number"),
-    "rank_pattern": (lambda value: _is_by_pattern(value, _is_rank), "ranks by regular expression"),
-    "alpha_pattern": (lambda value: _is_by_pattern(value, _is_number), "numbers by regular expression"),
+    "rank_pattern": (partial(_is_by_pattern, is_sound=_is_rank), "ranks by regular expression"),
+    "alpha_pattern": (partial(_is_by_pattern, is_sound=_is_number), "numbers by regular expression"),
     "modules_to_save": (_are_names, "a list of names"),
     "target_parameters": (_are_names, "a list of names"),
     "bias": (("none", "all", "lora_only").__contains__, "one of none, all and lora_only"),

@@ -11,6 +11,7 @@ import io
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 from shardwise.errors import FormatError
@@ -364,8 +365,8 @@ TORCH_FILE = Vocabulary(
         ("collections", "OrderedDict"): _ordered_dict,
         ("torch", "Size"): _size,
         ("torch", "device"): other("device"),
-        ("torch._utils", "_rebuild_tensor_v2"): lambda arguments: _rebuild(arguments, 6),
-        ("torch._utils", "_rebuild_tensor_v3"): lambda arguments: _rebuild(arguments, 7),
+        ("torch._utils", "_rebuild_tensor_v2"): partial(_rebuild, count=6),
+        ("torch._utils", "_rebuild_tensor_v3"): partial(_rebuild, count=7),
         ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
         ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
         ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,

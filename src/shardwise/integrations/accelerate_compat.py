@@ -4,9 +4,9 @@ Checked with accelerate 1.13 and 1.15. A missing name is one error when the swit
 meanings are asserted by ``tests/canary``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ with known_names:
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
 
 __all__ = ["Accelerator", "AcceleratorState", "DistributedType", "accelerator_module", "fsdp_utils"]
+
+Original: TypeAlias = Callable[..., Any]
+"""A function of accelerate's that is replaced."""
 
 
 def plugin_of(accelerator: Any) -> Any:

@@ -152,7 +152,7 @@ _BEFORE = "prepare the optimizer before its first step"
 
 
 def prepare_objects(
-    original: Callable[..., Any], accelerator: Any, *objects: Any, device_placement: list[bool] | None = None
+    original: compat.Original, accelerator: Any, *objects: Any, device_placement: list[bool] | None = None
 ) -> Any:
     """Replace ``Accelerator.prepare``: models that are sharded are left alone, others passed on."""
     models = [item for item in objects if isinstance(item, nn.Module)]
@@ -165,7 +165,7 @@ def prepare_objects(
     return original(accelerator, *objects, device_placement=device_placement)
 
 
-def begin_state(original: Callable[..., Any], state: Any, *args: Any, **keywords: Any) -> None:
+def begin_state(original: compat.Original, state: Any, *args: Any, **keywords: Any) -> None:
     """Replace the initializer of accelerate's state, to support FSDP2 on CPUs."""
     plugin = keywords.get("fsdp_plugin")
     wanted = plugin is not None and plugin.fsdp_version == 2
@@ -318,7 +318,7 @@ def load_optimizer(
 
 
 def get_state_dict(
-    original: Callable[..., Any],
+    original: compat.Original,
     accelerator: Any,
     model: nn.Module,
     unwrap: bool = True,  # noqa: FBT001, FBT002
@@ -331,7 +331,7 @@ def get_state_dict(
 
 
 def clip_grad_norm(
-    original: Callable[..., Any],
+    original: compat.Original,
     accelerator: Any,
     parameters: Iterable[nn.Parameter] | torch.Tensor,
     max_norm: float,

@@ -21,7 +21,7 @@ P = ParamSpec("P")
 
 
 def save_state(
-    original: Callable[..., Any],
+    original: compat.Original,
     accelerator: Any,
     output_dir: str | None = None,
     *others: Any,
@@ -37,7 +37,7 @@ def save_state(
     is_named = config.automatic_checkpoint_naming
     folder = _numbered_folder(accelerator) if is_named else Path(str(output_dir)).expanduser().resolve()
     with World.current(call="save_state") as world:
-        world.run_all(lambda: _require_one_each("save_state", *compat.how_many(accelerator)))
+        world.run_all(_require_one_each, "save_state", *compat.how_many(accelerator))
         world.require_equal(str(folder), "the folder to save into")
         with state_saved(world, folder, is_new=is_named) as work:
             config.automatic_checkpoint_naming = False
@@ -54,7 +54,7 @@ def save_state(
 
 
 def load_state(
-    original: Callable[..., Any],
+    original: compat.Original,
     accelerator: Any,
     input_dir: str | None = None,
     *others: Any,
@@ -68,7 +68,7 @@ def load_state(
     with ExitStack() as stack:
         with World.current(call="load_state") as world:
             if accelerator.is_fsdp2:
-                world.run_all(lambda: _require_one_each("load_state", *compat.how_many(accelerator)))
+                world.run_all(_require_one_each, "load_state", *compat.how_many(accelerator))
             if is_numbered:
                 place = _numbered_folder(accelerator).parent
                 newest = world.broadcast(newest_in, place)

@@ -14,7 +14,7 @@ the first rank (an adapter, a new head, a model from elsewhere) are sent in shar
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -110,7 +110,7 @@ def settle(model: nn.Module) -> None:
 
 
 def load_later(
-    original: Callable[..., Any],
+    original: compat.Original,
     model: Any,
     state_dict: Any,
     checkpoint_files: list[str] | None,
@@ -155,13 +155,13 @@ def load_later(
     return _left(model, folder, drawn, source.index), None
 
 
-def place_missing(original: Callable[..., Any], model: nn.Module, *given: Any, **keywords: Any) -> Any:
+def place_missing(original: compat.Original, model: nn.Module, *given: Any, **keywords: Any) -> Any:
     """Replace the function that gives memory to missing tensors: for pending models the same on every rank."""
     with _set_to({EFFICIENT: "False"}) if model in _pending else nullcontext():
         return original(model, *given, **keywords)
 
 
-def keep_adapter(original: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
+def keep_adapter(original: compat.Original, *given: Any, **keywords: Any) -> Any:
     """Replace PEFT's move of a new adapter to its layer: the adapter of a pending layer stays in place.
 
     (Its values are the first rank's, which on meta it would lose.)
@@ -278,7 +278,7 @@ _awaited: weakref.WeakKeyDictionary[nn.Module, list[Awaited]] = weakref.WeakKeyD
 _FILLING_BUDGET_BYTES = 256 << 20
 
 
-def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *objects: Any) -> Any:
+def prepare_fsdp2(original: compat.Original, accelerator: Any, *objects: Any) -> Any:
     """Replace accelerate's sharding: its own, around which the optimizers are bound by identity.
 
     (accelerate identifies parameters by their data pointer, which meta tensors do not have.)
@@ -310,7 +310,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *objects: Any)
 
 
 def load_full_state_dict(
-    original: Callable[..., Any],  # noqa: ARG001 - nothing of it is done
+    original: compat.Original,  # noqa: ARG001 - nothing of it is done
     accelerator: Any,  # noqa: ARG001
     model: nn.Module,
     full_sd: Mapping[str, torch.Tensor],

@@ -198,7 +198,6 @@ def _write(
             named.parameters,
             max_shard_bytes=max_shard_bytes,
             companions=companions,
-            check=lambda _: None,
             label="Merging",
         )
 

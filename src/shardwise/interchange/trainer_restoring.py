@@ -96,7 +96,7 @@ def load_trainer_checkpoint(
     model = without_compile(model)
     restored, set_optimizer = ["model"], None
     with world_of(options, "load_trainer_checkpoint") as world:
-        world.run_all(lambda: require_meant(hints_of(load_trainer_checkpoint), {"on_unexpected": on_unexpected}))
+        world.run_all(require_meant, hints_of(load_trainer_checkpoint), {"on_unexpected": on_unexpected})
         require_same_call(world, os.fspath(checkpoint), adapter, order, on_unexpected, options=options)
         with torch.device("cpu"):
             folder = world.broadcast(lambda: TrainerFolder.of(Path(checkpoint)))

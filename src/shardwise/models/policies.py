@@ -264,7 +264,7 @@ def group_parameters(
     islands, strays = _islands(inside, groups, set(whole))
     groups += islands
     whole |= strays
-    groups.sort(key=lambda names: -max(name.count(".") for name in names))
+    groups.sort(key=_depth, reverse=True)
     owner = _group_finder(inside, [name for names in groups for name in names])
     leader = {name: names[0] for names in groups for name in names} | {"": ""}
     members: dict[str, list[nn.Parameter]] = {name: [] for name in leader.values()}
@@ -317,6 +317,10 @@ def _merge_tied(inside: _Inside, blocks: Sequence[str]) -> list[list[str]]:
         groups.setdefault(find(block), []).append(block)
     groups.pop("", None)
     return list(groups.values())
+
+
+def _depth(names: Sequence[str]) -> int:
+    return max(name.count(".") for name in names)
 
 
 def _group_finder(inside: _Inside, blocks: Iterable[str]) -> Callable[[str], str]:

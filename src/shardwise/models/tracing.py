@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -30,6 +30,12 @@ from shardwise.conversion.expression import (
 from shardwise.layout import ModelLayout
 from shardwise.models.torch_api import from_torch, to_torch, without_data
 from shardwise.tensors import numel
+
+DtypeOf: TypeAlias = Callable[[str], torch.dtype]
+"""Returns the dtype that a tensor gets, by its name."""
+
+TensorOf: TypeAlias = Callable[[str], torch.Tensor]
+"""Returns a tensor by the name it is stored under."""
 
 _COMPUTING_FACTOR = 2
 """Memory of a conversion that computes, over the bytes of its inputs: these, and what it makes of them."""
@@ -66,7 +72,7 @@ def trace_conversions(
     model: nn.Module,
     layout: ModelLayout,
     stored: Mapping[str, Stored],
-    dtype_of: Callable[[str], torch.dtype],
+    dtype_of: DtypeOf,
     conversions: Iterable[Conversion],
 ) -> Iterator[tuple[Conversion, dict[str, Expression], str]]:
     """Yield each conversion with the expressions that it makes by name, or with the reason why it makes none."""
@@ -110,7 +116,7 @@ class _Tracer:
         model: nn.Module,
         layout: ModelLayout,
         stored: Mapping[str, Stored],
-        dtype_of: Callable[[str], torch.dtype],
+        dtype_of: DtypeOf,
     ) -> None:
         self.facade = ModelFacade(model, layout)
         self.layout = layout
@@ -161,7 +167,7 @@ class _Tracer:
         except NotStructural:
             return self.computed(conversion, dtype)
 
-    def run(self, conversion: Conversion, tensor_of: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+    def run(self, conversion: Conversion, tensor_of: TensorOf) -> dict[str, Any]:
         sources = {pattern: [tensor_of(key) for key in keys] for pattern, keys in conversion.sources.items()}
         return convert(conversion.converter, conversion.target, sources, self.facade)
 

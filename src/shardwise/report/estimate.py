@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 from shardwise.report.names import in_bytes, trainable_in_words
@@ -75,7 +75,7 @@ class TrainingEstimate:
 
     def worst(self, device: str) -> PhaseMemory:
         """The phase with the highest peak on ``device``."""
-        return max(self.phases, key=lambda phase: phase.bytes_on(device))
+        return max(self.phases, key=methodcaller("bytes_on", device))
 
     def lines(self, device: str) -> list[str]:
         size = f"{self.batch_size} x {self.max_length:,} tokens" if self.batch_size else "activations not included"

@@ -129,8 +129,8 @@ def redacted(text: str, url: str, options: Mapping[str, object]) -> str:
     for secret in sorted(found, key=len, reverse=True):
         if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, "***")
-    text = _IN_TEXT.sub(lambda match: match["start"] + match["path"], text)
-    return _BEARER.sub(lambda match: f"{match[1]} ***", text)
+    text = _IN_TEXT.sub(r"\g<start>\g<path>", text)
+    return _BEARER.sub(r"\1 ***", text)
 
 
 def _secrets(options: Mapping[str, object], *, is_secret: bool = False) -> Iterator[str]:
