@@ -67,7 +67,7 @@ docs: $(DOCS)/pinned ## the pages as a site, in build/site; a link or an anchor 
 sweep: $(VENV)/project ## every architecture, every world size, bitwise; takes long
 	HYPOTHESIS_PROFILE=thorough PYTHONPATH=. $(VENV)/bin/python tests/sweep.py $(ARGS)
 
-torture: $(VENV)/project ## saves killed and crashed at every moment, two at once; many minutes
+torture: $(VENV)/project ## saves killed and crashed, also two at once; half an hour; TORTURE_MOMENTS=0 tries all moments
 	$(VENV)/bin/python -m pytest -m torture -n $(WORKERS) -rP $(ARGS)
 
 test-oldest: $(OLDEST)/project ## `make test` on the oldest versions that are supported

@@ -1,5 +1,7 @@
 """Everything that saves, and what happens to it: a few moments of each here, all of them in `make torture`."""
 
+import os
+import random
 from collections.abc import Callable, Collection
 
 import pytest
@@ -88,21 +90,32 @@ def _after_a_crash(verb: str, store: str) -> list[str]:
     ]
 
 
+def _moments(verb: str, store: str) -> list[int]:
+    """Numbers of the effects before which a save is held: TORTURE_MOMENTS of them (default 24; 0: all), at random."""
+    effects = range(1, scenes.effects_of(verb, store) + 1)
+    most = int(os.environ.get("TORTURE_MOMENTS", "24")) or len(effects)
+    seed = int(os.environ.get("TORTURE_SEED", random.SystemRandom().randrange(10**6)))
+    print(f"{verb} on {store}: {min(most, len(effects))} of {len(effects)} moments; TORTURE_SEED={seed}")
+    return sorted(random.Random(seed).sample(effects, min(most, len(effects))))
+
+
 def _beside(verb: str, store: str) -> list[str]:
-    return scenes.beside(verb, store, scenes.another_saves, None, samples=2)
+    return scenes.beside(verb, store, scenes.another_saves, _moments(verb, store), samples=2)
 
 
 def _taken_over(verb: str, store: str) -> list[str]:
-    return scenes.beside(verb, store, scenes.another_takes_over, None, samples=2)
+    return scenes.beside(verb, store, scenes.another_takes_over, _moments(verb, store), samples=2)
 
 
 def _taken_over_and_died(verb: str, store: str) -> list[str]:
-    """Every moment of the one that is held, and three to twelve of the one that dies: about 400 pairs at most."""
-    moments = range(1, scenes.effects_of(verb, store) + 1)
+    """The one that takes over dies at three moments, each with other moments of the one that is held."""
+    dies = scenes.every(3, range(1, scenes.effects_of(verb, store) + 1))
     return [
         fault
-        for number in scenes.every(min(12, max(3, 400 // len(moments))), moments)
-        for fault in scenes.beside(verb, store, scenes.another_takes_over_and_dies(number), None, samples=0)
+        for number in dies
+        for fault in scenes.beside(
+            verb, store, scenes.another_takes_over_and_dies(number), _moments(verb, store), samples=0
+        )
     ]
 
 
