@@ -91,7 +91,7 @@ def _after_a_crash(verb: str, store: str) -> list[str]:
 
 
 def _moments(verb: str, store: str) -> list[int]:
-    """Numbers of the effects before which a save is held: TORTURE_MOMENTS of them (default 24; 0: all), at random."""
+    """Numbers of the effects before which a save is held: TORTURE_MOMENTS (default 24; 0: all) at random."""
     effects = range(1, scenes.effects_of(verb, store) + 1)
     most = int(os.environ.get("TORTURE_MOMENTS", "24")) or len(effects)
     seed = int(os.environ.get("TORTURE_SEED", random.SystemRandom().randrange(10**6)))
