@@ -30,7 +30,7 @@ def save(seed: int, root: Path, older: tuple[str, ...] = ()) -> None:
     ) as saving:
         with FoldersWriter(root) as writer:
             for name in NAMES:
-                make_file(writer, fresh(name, saving.token), content)
+                make_file(writer, fresh(name, saving.save_id), content)
             writer.sync_names()
         committing.commit_written(saving.marked, WrittenFiles(dict.fromkeys(NAMES, len(content))), older)
 

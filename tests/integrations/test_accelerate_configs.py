@@ -301,9 +301,9 @@ def test_a_function_that_chooses_nothing_is_refused():
 
 
 def test_ranks_compare_functions_by_their_names():
-    from shardwise.models.wrap import in_words
+    from shardwise.models.wrap import comparable_settings
 
-    assert in_words(Sharding(wrap=is_attention))["wrap"] == "Matching(function=is_attention)"
+    assert comparable_settings(Sharding(wrap=is_attention))["wrap"] == "Matching(function=is_attention)"
 
 
 @pytest.mark.distributed

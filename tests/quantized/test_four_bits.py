@@ -132,7 +132,7 @@ def test_a_block_of_zeros(plain, tmp_path):
     model = shardwise.from_pretrained(folder, quantization=Nf4())
     layer = model.get_submodule(UP.removesuffix(".weight"))
     assert layer.scales()[2, 0] == 0
-    assert not layer.numbers()[2, :64].any()
+    assert not layer.dequantize()[2, :64].any()
 
 
 def test_packed_from_eight_bits(plain, tmp_path):
@@ -281,7 +281,7 @@ def test_numbers_are_made_of_what_is_stored(stored):
     assert torch.equal(first(tokens).logits, second(tokens).logits)
     assert not hasattr(second.config, "quantization_config")
     name = UP.removesuffix(".weight")
-    assert torch.equal(first.get_submodule(name).numbers(), second.get_submodule(name).weight)
+    assert torch.equal(first.get_submodule(name).dequantize(), second.get_submodule(name).weight)
 
 
 def test_the_plan_counts_packed_bytes(plain):

@@ -64,11 +64,11 @@ def test_compiled(plain):
 
 def test_a_cast_passes_over_what_numbers_are_made_of(plain):
     model = shardwise.from_pretrained(str(plain), quantization=NESTED)
-    before = {name: layer.numbers() for name, layer in layers_of(model)}
+    before = {name: layer.dequantize() for name, layer in layers_of(model)}
     model.bfloat16()
     for _, layer in layers_of(model):
         layer.half()
-    assert all(torch.equal(layer.numbers(), before[name]) for name, layer in layers_of(model))
+    assert all(torch.equal(layer.dequantize(), before[name]) for name, layer in layers_of(model))
     assert model.model.layers[0].input_layernorm.weight.dtype is torch.bfloat16
 
 

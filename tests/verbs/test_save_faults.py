@@ -190,7 +190,7 @@ class TestFolder:
 
 
 def mark(**changes):
-    found = {"host": socket.gethostname(), "process": os.getpid(), "born": "1", "token": "other", "since": 0.0}
+    found = {"host": socket.gethostname(), "process": os.getpid(), "born": "1", "save_id": "other", "since": 0.0}
     return json.dumps(found | changes)
 
 

@@ -130,7 +130,7 @@ class AdapterBank:
         settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         kinds = [type(each).__qualname__ for each in (optimizer, schedule)]
         numbers = [options.max_grad_norm, options.gradient_accumulation_steps, options.seed, options.reduction]
-        told = digest_of([name, tenant.words, *kinds, settings, schedule.state_dict(), *numbers])
+        told = digest_of([name, tenant.comparable_config, *kinds, settings, schedule.state_dict(), *numbers])
         self._world.require_equal(told, f"the adapter {name!r} (its config or options)")
         return tenant
 

@@ -51,7 +51,7 @@ class SharedBase:
     pad_to: int
 
     @property
-    def words(self) -> int:
+    def vocab_size(self) -> int:
         embeddings: Any = self.model.get_input_embeddings()
         return int(embeddings.weight.shape[0])
 
@@ -206,7 +206,11 @@ def open_call(
         for tenant, (name, batch) in zip(found, batches, strict=True):
             takes_weights = tenant is None or tenant.options.reduction == "sum"
             who = "the base" if name is None else repr(name)
-            rows.append(rows_of(who, batch, words=base.words, longest=base.longest, may_have_weights=takes_weights))
+            rows.append(
+                rows_of(
+                    who, batch, vocab_size=base.vocab_size, longest=base.longest, may_have_weights=takes_weights
+                )
+            )
         return [facts_of(name, own) for (name, _), own in zip(batches, rows, strict=True)]
 
     agreed = base.world.map_reduce(check, agreed_rows)

@@ -46,14 +46,14 @@ class TenantRow:
 
 
 def rows_of(
-    who: str, batch: RowTensors, *, words: int, longest: int, may_have_weights: bool = True
+    who: str, batch: RowTensors, *, vocab_size: int, longest: int, may_have_weights: bool = True
 ) -> list[TenantRow]:
     """The rows of a batch, cut to their own lengths.
 
     Args:
         who: whose they are, for errors.
         batch: see :data:`RowTensors`. May have no rows.
-        words: token ids are below it.
+        vocab_size: token ids are below it.
         longest: the most tokens a row may have.
         may_have_weights: whether the tenant's loss takes any.
 
@@ -78,9 +78,9 @@ def rows_of(
     weights = batch["weights"].cpu().float() if "weights" in batch else torch.ones(ids.shape)
     for key, values in (("input_ids", ids), ("labels", labels.masked_fill(labels == IGNORED, 0))):
         own = values[mask]
-        if own.numel() and (int(own.min()) < 0 or int(own.max()) >= words):
+        if own.numel() and (int(own.min()) < 0 or int(own.max()) >= vocab_size):
             raise ConfigError(
-                f"{who}: {key} are from {int(own.min())} to {int(own.max())}; the model has {words} tokens"
+                f"{who}: {key} are from {int(own.min())} to {int(own.max())}; the model has {vocab_size} tokens"
             )
     if not bool(weights[mask].isfinite().all()):
         raise ConfigError(f"{who}: weights are not all finite")

@@ -221,7 +221,7 @@ def _targets(
         targets[MATRICES] = tenant.flat.detach()
     wanted = {key: (tuple(own.shape), in_memory(own.dtype)) for key, own in targets.items()}
     faults = [
-        f"{shown(key)}: {_in_words(found.tensors.get(key))} in the file, {_in_words(wanted.get(key))} here"
+        f"{shown(key)}: {_describe(found.tensors.get(key))} in the file, {_describe(wanted.get(key))} here"
         for key in sorted({*wanted, *found.tensors})
         if wanted.get(key) != found.tensors.get(key)
     ]
@@ -230,7 +230,7 @@ def _targets(
     return targets
 
 
-def _in_words(tensor: tuple[tuple[int, ...], DType] | None) -> str:
+def _describe(tensor: tuple[tuple[int, ...], DType] | None) -> str:
     return "not there" if tensor is None else f"{tensor[0]} {tensor[1].label}"
 
 

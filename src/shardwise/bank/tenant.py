@@ -183,7 +183,7 @@ class Tenant:
         self.name = name
         self.options = options
         self.config = copy.deepcopy(config)
-        self.words = peft_compat.in_words(config)
+        self.comparable_config = peft_compat.comparable_text(config)
         """Its config, in words that are the same in every process."""
         self.sites = outline.sites
         self.shapes = {matrix.key: matrix.shape for matrix in outline.matrices()}

@@ -24,7 +24,7 @@ from shardwise.checkpoints.state import (
     TrainState,
     adapter_settings,
     contents_of,
-    in_words,
+    describe_selection,
     key_of,
     look,
 )
@@ -301,7 +301,7 @@ class Checkpointer:
         facts = Facts(
             step=step,
             world_size=world.size,
-            holds=in_words(self._only),
+            holds=describe_selection(self._only),
             adapter=adapter_settings(looked.model, self._only),
             others=looked.others,
             alike=alike,

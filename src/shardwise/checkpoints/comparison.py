@@ -14,14 +14,14 @@ from shardwise.checkpoints.state import (
     Stateful,
     TrainState,
     adapter_settings,
-    in_words,
+    describe_selection,
 )
 from shardwise.errors import FormatError, KeyMismatchError
 from shardwise.execution.memory import collected_later
 from shardwise.models.optimizer_parsing import by_parameter, scheduler_mismatch, unlike
 from shardwise.models.selection import Selection
 from shardwise.models.torch_api import in_memory
-from shardwise.planning.load_plan import allows, faults_in_words
+from shardwise.planning.load_plan import allows, describe_faults
 from shardwise.planning.matching import STATE_REMEDIES, Tolerance
 
 
@@ -54,7 +54,7 @@ class Comparison:
     def check(self, head: str) -> None:
         """Raises KeyMismatchError for all that is not tolerated."""
         if any(self._refused.values()):
-            raise KeyMismatchError(faults_in_words(head, self._refused, STATE_REMEDIES))
+            raise KeyMismatchError(describe_faults(head, self._refused, STATE_REMEDIES))
 
 
 @collected_later()
@@ -112,7 +112,7 @@ def _why_elsewhere(
 
 
 def require_same_tuning(opened: Opened, looked: CollectedState, only: Selection, base: BaseMatch) -> None:
-    facts, here = opened.facts, in_words(only)
+    facts, here = opened.facts, describe_selection(only)
     if facts.holds != here:
         raise KeyMismatchError(
             f"{opened.folder}: holds {facts.holds}, and this run checkpoints {here}; give the checkpointer the "

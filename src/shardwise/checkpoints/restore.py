@@ -21,7 +21,7 @@ from shardwise.checkpoints.state import (
     CollectedState,
     KeyPath,
     TrainState,
-    in_words,
+    describe_selection,
     look,
     restore_generators,
     seed_generators,
@@ -147,7 +147,7 @@ def _read(
 def _match_bases(world: World, opened: Opened, looked: CollectedState, tolerance: Tolerance) -> BaseMatch:
     """Compare the base of a checkpoint with the current one. Collective: yes, if it compares values."""
     facts = opened.facts
-    if facts.holds == in_words(None):
+    if facts.holds == describe_selection(None):
         return BaseMatch()
 
     def conclude(taken: list[dict[tuple[str, Box], int]]) -> BaseMatch:

@@ -164,7 +164,7 @@ def _undo(job: Job, marked: LockedFolder) -> None:
         folder.remove_own(job.root, job.step)
     elif job.folder.is_dir():
         with open_writer(job.folder) as inner:
-            inner.remove(on_its_way(METADATA, marked.token))
+            inner.remove(on_its_way(METADATA, marked.save_id))
 
 
 def _write_own(world: World, job: Job, saving: Saving, content: RankContent, nbytes: int) -> str:

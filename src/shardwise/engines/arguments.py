@@ -151,8 +151,8 @@ def agree_on_call(
         ShardwiseError: the same on every rank, if ``check`` raised it on any.
         RankMismatchError: ranks were called with different arguments.
     """
-    call, words = world.run_all(check, *args, **keywords)
-    if fault := world.all_reduce_object(words, _difference):
+    call, settings = world.run_all(check, *args, **keywords)
+    if fault := world.all_reduce_object(settings, _difference):
         raise RankMismatchError(fault)
     return call
 
@@ -160,8 +160,8 @@ def agree_on_call(
 def _difference(told: Sequence[Mapping[str, str]]) -> str | None:
     """Describe the first argument that is not the same on all ranks."""
     first = told[0]
-    for name in dict.fromkeys(name for words in told for name in words):
-        if odd := [rank for rank, words in enumerate(told) if words.get(name) != first.get(name)]:
+    for name in dict.fromkeys(name for settings in told for name in settings):
+        if odd := [rank for rank, settings in enumerate(told) if settings.get(name) != first.get(name)]:
             values = f"{told[odd[0]].get(name, 'left out')} against {first.get(name, 'left out')}"
             return (
                 f"{name} on rank {shown_ranks(odd)} is not that of rank 0 ({values:.500}); give every rank the same"
@@ -169,7 +169,7 @@ def _difference(told: Sequence[Mapping[str, str]]) -> str | None:
     return None
 
 
-def in_words(value: object) -> str:
+def comparable_text(value: object) -> str:
     """A value as ranks may compare it: without addresses of memory."""
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{value.__module__}.{value.__qualname__}"

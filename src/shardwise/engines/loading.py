@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._face import found_at
 from shardwise.conversion.expression import rows_stored
 from shardwise.engines import arguments
-from shardwise.engines.load_plan import BaseForm, Load, LoadOptions, load_words, prepare, tie_declared
+from shardwise.engines.load_plan import BaseForm, Load, LoadOptions, comparable_load_settings, prepare, tie_declared
 from shardwise.errors import KeyMismatchError, ShardingError
 from shardwise.execution.agreement import agree_on
 from shardwise.execution.audit import audit, find_unequal_tied, require_equal_buffers
@@ -335,7 +335,7 @@ def load_checkpoint(
         base = form_of(model)
         transforms.extend(pretrained.conversion_transforms(model, key_mapping))
         held = collect_tensors(model)
-        layout = base.in_numbers(layout_of(held), held)
+        layout = base.logical_layout(layout_of(held), held)
         spare = spare_tensors(source.index)
         bindings = bind(model, stored_tensors(source.index), layout, transforms, spare=spare)
         tie_declared(model, held, bindings)
@@ -419,7 +419,7 @@ def load(
         return without_compile(model), {
             "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
             "key_mapping": repr(key_mapping),
-            **load_words(consent, buffers or {}, options),
+            **comparable_load_settings(consent, buffers or {}, options),
         }
 
     clock = Clock()

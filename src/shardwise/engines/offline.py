@@ -206,7 +206,7 @@ def write_out(
     """Plan the files, write and commit them. Return also their names."""
     outgoing.require_bounded()
     plan = plan_save(
-        outgoing.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, token=secrets.token_hex(4)
+        outgoing.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, save_id=secrets.token_hex(4)
     )
     with ProgressBar(label, World(0, 1), plan.nbytes, enabled=True) as bar:
         streamed = stream_out(

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import TypedDict
 
 from shardwise.conversion.computed import Bindings
-from shardwise.engines.arguments import in_words
+from shardwise.engines.arguments import comparable_text
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import form_of as base_form_of
 from shardwise.errors import ConfigError
@@ -121,11 +121,11 @@ def settled(options: Options) -> Options:
     return cast(Options, {**given, "hub": hub})
 
 
-def model_words(options: ModelOptions) -> dict[str, str]:
+def comparable_model_settings(options: ModelOptions) -> dict[str, str]:
     """Return the model options that must be equal on all ranks, as text. Configs are compared later."""
     hub = options.get("hub", HubOptions())
     plain = ("model_class", "dtype", "trust_remote_code", "key_mapping", "attn_implementation")
-    told = {name: in_words(options[name]) for name in plain if name in options}  # type: ignore[literal-required]
+    told = {name: comparable_text(options[name]) for name in plain if name in options}  # type: ignore[literal-required]
     return {**told, **{f"hub.{name}": repr(getattr(hub, name)) for name in ("revision", "subfolder", "variant")}}
 
 
@@ -314,7 +314,7 @@ def trained_dtype(options: TunedOptions) -> TrainedDtype:
 def alike(options: TunedOptions, adapters: Mapping[str, Adapter]) -> str:
     """Return the options that must be equal on all ranks, as text."""
     tuning = options.get("tuning", Full())
-    return repr((tuning.in_words(adapters), trained_dtype(options), resizing(options)))
+    return repr((tuning.comparable_text(adapters), trained_dtype(options), resizing(options)))
 
 
 @collected_later()

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.engines import arguments
 from shardwise.engines import outline as outlines
-from shardwise.engines.load_plan import Load, LoadOptions, load_words
+from shardwise.engines.load_plan import Load, LoadOptions, comparable_load_settings
 from shardwise.engines.loading import carry_out, form_of
 from shardwise.errors import ConfigError, FormatError, RankMismatchError, StorageError
 from shardwise.execution.agreement import require_same_settings
@@ -64,16 +64,21 @@ def check_call(
         )
     if asks_for_report and not given.get("load_weights", True):
         raise ConfigError("output_loading_info=True with load_weights=False: nothing is loaded yet")
-    words = {
+    settings = {
         "the kind of name_or_path": "a URL" if is_url(name_or_path) else "a path or a hub id",
-        **outlines.model_words(given),
-        **{f"sharding.{name}": told for name, told in wrap.in_words(given.get("sharding", Sharding())).items()},
+        **outlines.comparable_model_settings(given),
+        **{
+            f"sharding.{name}": told
+            for name, told in wrap.comparable_settings(given.get("sharding", Sharding())).items()
+        },
         "tuning": type(given.get("tuning", Full())).__name__,
         "quantization": repr(given.get("quantization")),
         "load_weights": repr(given.get("load_weights", True)),
-        **load_words(outlines.consent_of(given), given.get("buffers", {}), given.get("options", LoadOptions())),
+        **comparable_load_settings(
+            outlines.consent_of(given), given.get("buffers", {}), given.get("options", LoadOptions())
+        ),
     }
-    return given, words
+    return given, settings
 
 
 def bring_up(

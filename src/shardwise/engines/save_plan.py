@@ -134,7 +134,7 @@ def _looked_at(request: SaveRequest) -> list[TensorRef]:
 @collected_later()
 def prepare(
     request: SaveRequest,
-    token: str,
+    save_id: str,
     held: Sequence[TensorRef],
     places: Mapping[str, str],
     shares: Shares,
@@ -158,7 +158,7 @@ def prepare(
         list(saved.values()),
         max_shard_bytes=request.max_shard_bytes,
         parameters=parameters,
-        token=token,
+        save_id=save_id,
         can_rename=policy.can_rename,
         stem=request.stem,
         training=_saved_training(request, beside),

@@ -46,7 +46,7 @@ def execute_save(
     clock = Clock()
     with world_of(options, call) as world:
         with clock.phase("plan"):
-            token = world.broadcast(new_save_id)
+            save_id = world.broadcast(new_save_id)
             request = world.run_all(ask)
             writer = world.run_all(open_writer, request.directory)
         with writer:
@@ -55,7 +55,7 @@ def execute_save(
                 shares = agree_on_shares(world, held, on_differing_buffers)
                 budget = options.budget_bytes
                 ready = world.run_all(
-                    save_plan.prepare, request, token, held, places, shares, world.rank, writer.policy, budget
+                    save_plan.prepare, request, save_id, held, places, shares, world.rank, writer.policy, budget
                 )
                 how = ready.digest, repr((request.names, verify)), budget
                 world.require_equal(
@@ -88,7 +88,7 @@ def _write_and_commit(
         with clock.phase("create"):
             has_owners = _has_owners(world, writer)
             world.broadcast(begin)
-            world.run_all(require_lock, writer, plan.token)
+            world.run_all(require_lock, writer, plan.save_id)
         with ProgressBar("Saving weights", world, plan.nbytes, enabled=options.progress) as bar:
             emitter = Emitter(writer, plan.entries, [item.local for item in ready.held], ready.staging, bar, world)
             with clock.phase("write"):

@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError, KeyMismatchError
 from shardwise.execution import Timeouts
 from shardwise.execution.memory import home_of
 from shardwise.execution.moving import Exchange, part_of
-from shardwise.execution.replicas import MergingShardSender, PackedRows, ShardSender, agree_on_shares, in_numbers
+from shardwise.execution.replicas import MergingShardSender, PackedRows, ShardSender, agree_on_shares, logical_boxes
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout
 from shardwise.models import four_bit_files, selection
@@ -137,7 +137,7 @@ def _merging(
     base_held = {name: giver.held[fqn] for name, fqn in adapted.inside.items()}
     packed = world.run_all(packed_rows, base_held)
     base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
-    base_shares |= {name: tuple(map(in_numbers, base_shares[name])) for name in packed}
+    base_shares |= {name: tuple(map(logical_boxes, base_shares[name])) for name in packed}
     return MergingShardSender(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
 
 

@@ -62,15 +62,15 @@ class ControlChannel:
         store: torch's key-value store, shared by the ranks.
         name: the same on all ranks of one group.
         rank: this rank in the group.
-        numbers: the ranks of the group in the default group.
+        global_ranks: the ranks of the group in the default group.
         timeouts: how long to wait.
         call: description of this rank's call, the same on all ranks.
     """
 
     def __init__(
-        self, store: Any, name: str, rank: int, numbers: Sequence[int], timeouts: Timeouts, call: str
+        self, store: Any, name: str, rank: int, global_ranks: Sequence[int], timeouts: Timeouts, call: str
     ) -> None:
-        self.rank, self.numbers, self.size = rank, numbers, len(numbers)
+        self.rank, self.global_ranks, self.size = rank, global_ranks, len(global_ranks)
         self.timeouts = timeouts
         self.name = name
         self.while_waiting: Callable[[], None] | None = None
@@ -86,7 +86,7 @@ class ControlChannel:
         self._is_closed = False
         self._joining = threading.Lock()
         self._since = self._tell_at = math.inf
-        self._detector = detector_of(store, numbers[rank])
+        self._detector = detector_of(store, global_ranks[rank])
 
     @property
     def is_cut(self) -> bool:
@@ -166,7 +166,7 @@ class ControlChannel:
 
     def leave(self, cause: str) -> None:
         """Announce that this rank leaves the call and will not reach another meeting."""
-        number = self.numbers[self.rank]
+        number = self.global_ranks[self.rank]
         text = f"rank {number} ({ProcessPlace.here()}) has left the call: {cause}"
         with contextlib.suppress(Exception):
             self._start(self._publish, _LOST, text).result(timeout=self.timeouts.heartbeat_interval_s)
@@ -235,7 +235,7 @@ class ControlChannel:
         number = KeyStore(self._store, self.name).count(f"lines/{self.rank}", 1)
         keys = KeyStore(self._store, f"{self.name}/line{number}")
         keys.put(f"here/{self.rank}", b"")
-        own = f"rank {self.numbers[self.rank]} is in {self._call}"
+        own = f"rank {self.global_ranks[self.rank]} is in {self._call}"
         first = keys.set_first("call", own)
         if first.partition(" is in ")[2] != self._call:
             self._publish(
@@ -292,7 +292,7 @@ class ControlChannel:
         start = time.monotonic()
         while not is_done():
             if self._is_closed:
-                raise RankLostError(f"rank {self.numbers[self.rank]} has left the call")
+                raise RankLostError(f"rank {self.global_ranks[self.rank]} has left the call")
             if self._verdict is not None and not is_done():  # a rank that has left has met this one before
                 self._follow(keys)
             waited_s = time.monotonic() - start
@@ -321,7 +321,7 @@ class ControlChannel:
     @property
     def _watched(self) -> Sequence[int]:
         """Ranks in the default group: the first rank watches all others, these watch the first one."""
-        return self.numbers[1:] if self.rank == 0 else self.numbers[:1]
+        return self.global_ranks[1:] if self.rank == 0 else self.global_ranks[:1]
 
     def look(self, store: Any) -> None:
         """Look for failures and verdicts of other ranks, and for lost ranks."""
@@ -351,7 +351,7 @@ class ControlChannel:
             self._tell_at = now + TELL_AGAIN_S
             _log.warning("%s", waiting_for(unknown, self.size, address_of(self._store)))
         if now - self._since > self.timeouts.join_timeout_s:
-            for rank, number in enumerate(self.numbers):
+            for rank, number in enumerate(self.global_ranks):
                 if not keys.has(f"here/{rank}"):
                     waited = f"within {now - self._since:.0f} s; every rank has to make it"
                     self._publish(keys, _LOST, f"rank {number} has not come to this call {waited}")

@@ -326,21 +326,21 @@ class PackedRows:
     scales: TensorRef
     layer: Any
 
-    def numbers(self, box: Box) -> torch.Tensor:
+    def dequantize(self, box: Box) -> torch.Tensor:
         """The numbers of a box of the weight (out, in), rounded to the dtype that they had."""
         first = local_boxes(self.weight.tensor, self.weight.fqn)[0].box.offsets[0]
         start, count = box.offsets[0], box.sizes[0]
         rows = slice(start - first, start - first + count)
         scales = self.layer.scales_of(self.scales.local[rows].contiguous(), start)
         packing = self.layer.packing
-        whole: torch.Tensor = packing.numbers(self.weight.local[rows].contiguous(), scales, packing.dtype)
+        whole: torch.Tensor = packing.dequantize(self.weight.local[rows].contiguous(), scales, packing.dtype)
         return whole[:, box.offsets[1] : box.offsets[1] + box.sizes[1]].contiguous()
 
 
 NOTHING_PACKED: Mapping[str, PackedRows] = {}
 
 
-def in_numbers(boxes: Boxes) -> Boxes:
+def logical_boxes(boxes: Boxes) -> Boxes:
     """Boxes of packed bytes as those of the numbers in them."""
     return tuple(Box((box.offsets[0], 2 * box.offsets[1]), (box.sizes[0], 2 * box.sizes[1])) for box in boxes)
 
@@ -381,7 +381,7 @@ class ShardSender:
     def values(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor, as a row-major tensor."""
         if name in self._packed:
-            return self._packed[name].numbers(box)
+            return self._packed[name].dequantize(box)
         item = self.held[name]
         return strided_view(item.local, place_of(box, local_boxes(item.tensor, item.fqn))).contiguous()
 

@@ -113,7 +113,7 @@ def write_torch_file(saving: Saving, name: str, state: Any) -> int:
     """
     saving.require()
     with open_writer(saving.folder) as writer:
-        file = fresh(name, saving.token)
+        file = fresh(name, saving.save_id)
         try:
             nbytes = _size_of(state)
             writer.create(file, nbytes)
@@ -337,7 +337,7 @@ def write_distributed_folder(
     shapes = {way: (tuple(tensor.shape), tensor.dtype) for way, tensor in tensors.items()}
     plan = world.run_all(plan_tensors, shapes, told)
     sizes = world.all_gather(lambda: {way: len(value) for way, value in values.items()})
-    number, folder = number_of(saving.token), Path(saving.folder, name)
+    number, folder = number_of(saving.save_id), Path(saving.folder, name)
     files = {data_file(rank, number): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
 
     def write_own() -> None:
@@ -355,7 +355,7 @@ def write_distributed_folder(
     def write_metadata() -> int:
         metadata = metadata_of(plan, sizes, lambda rank: data_file(rank, number))
         with open_writer(folder) as writer:
-            make_file(writer, fresh(METADATA, saving.token), metadata)
+            make_file(writer, fresh(METADATA, saving.save_id), metadata)
             writer.sync_names()
         return len(metadata)
 

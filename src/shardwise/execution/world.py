@@ -76,8 +76,8 @@ class World:
                 name += f"/in {around.meetings.name}/{around.meetings.join()}"
             from shardwise.execution.control_channel import ControlChannel
 
-            numbers = dist.get_process_group_ranks(group)
-            self.meetings = ControlChannel(torch_api.default_store(), name, rank, numbers, self.timeouts, call)
+            global_ranks = dist.get_process_group_ranks(group)
+            self.meetings = ControlChannel(torch_api.default_store(), name, rank, global_ranks, self.timeouts, call)
             self.while_waiting = None if around is None else around.check
             weakref.finalize(self, self.meetings.close)
 
@@ -216,9 +216,9 @@ class World:
 
     def sum_integers(self, values: Sequence[int]) -> list[int]:
         """Sum over all ranks, place by place, modulo 2**64. Collective: yes."""
-        words = np.array([value % (1 << 64) for value in values], dtype=np.uint64)
-        total = self.all_reduce_object(words, lambda told: np.stack(told).sum(axis=0, dtype=np.uint64))
-        return [int(word) for word in total.tolist()]
+        unsigned = np.array([value % (1 << 64) for value in values], dtype=np.uint64)
+        total = self.all_reduce_object(unsigned, lambda told: np.stack(told).sum(axis=0, dtype=np.uint64))
+        return [int(value) for value in total.tolist()]
 
     def is_first_of(self, place: str) -> bool:
         """Return True on the lowest rank that is at this place. Collective: yes."""
@@ -303,7 +303,7 @@ class World:
             nonlocal failure
             values = {one: decode(one) for one in {*said.values(), SILENT}}
             told = [own, *(values[said.get(rank, SILENT)] for rank in range(1, self.size))]
-            found = Failure.among(told, asked or self.size, meetings.numbers)
+            found = Failure.among(told, asked or self.size, meetings.global_ranks)
             if found is not None:
                 return encode(found)
             try:
@@ -318,7 +318,7 @@ class World:
             if not meetings.has_lost_store or failure is None or isinstance(failure, Stopped):
                 raise
             # The first rank has ended, maybe of this very failure, which this rank knows better than any other.
-            raise Failure.of(failure).at_rank(meetings.numbers[self.rank]).to_error() from failure
+            raise Failure.of(failure).at_rank(meetings.global_ranks[self.rank]).to_error() from failure
         if not isinstance(answer, Failure):
             return cast(R, answer)
         # Ranks that stopped because of another's failure have nothing to tell. Where that is all there is, the

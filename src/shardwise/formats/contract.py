@@ -163,7 +163,7 @@ class QuantizedForm(Protocol):
         """True if a model may be kept in this form, so that the config stays with whoever makes the model."""
         ...
 
-    def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+    def dequantized(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
         """Return the same checkpoint with dequantized tensors, whose parts are ``Coded``.
 
         Raises:

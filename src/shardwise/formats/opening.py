@@ -304,7 +304,7 @@ def dequantized_index(reader: StorageReader, index: contract.CheckpointIndex) ->
         config = {"quant_method": "modelopt", **told}
     if config is None:
         return index
-    return replace(form_of(config).as_numbers(reader, index), quantized=str(config.get("quant_method")))
+    return replace(form_of(config).dequantized(reader, index), quantized=str(config.get("quant_method")))
 
 
 def _content(reader: StorageReader, name: str) -> dict[str, Any]:

@@ -168,9 +168,9 @@ TRAINING_KEY: Final = "shardwise.training"
 _NAME = re.compile(r"adapter_training\.[0-9a-f]{8}\.safetensors")
 
 
-def training_file(token: str) -> str:
+def training_file(save_id: str) -> str:
     """Return the file name of the training state of a save."""
-    return f"adapter_training.{token}.safetensors"
+    return f"adapter_training.{save_id}.safetensors"
 
 
 def is_training_file(name: str) -> bool:

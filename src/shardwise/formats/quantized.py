@@ -56,7 +56,7 @@ class _WithScales:
     def is_kept(self) -> bool:
         return self.kind == "mxfp4"
 
-    def as_numbers(self, reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
+    def dequantized(self, reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
         spare = {key for key in index.entries if contract.OF_ACTIVATIONS.fullmatch(key)}
         entries = {key: entry for key, entry in index.entries.items() if key not in spare}
         shapes: Mapping[str, tuple[int, ...]] = {}

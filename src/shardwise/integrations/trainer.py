@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.checkpoints.checkpointer import Checkpointer
-from shardwise.checkpoints.state import TrainState, generator_states, in_words, restore_generators
+from shardwise.checkpoints.state import TrainState, describe_selection, generator_states, restore_generators
 from shardwise.errors import ConfigError, KeyMismatchError, RankLostError
 from shardwise.execution.collective_errors import translate_collective_errors
 from shardwise.execution.locked_folder import LockedFolder
@@ -203,7 +203,7 @@ class ShardwiseTrainer(_Trainer):
 
     def _require_same(self, facts: TrainerFacts, source: Path) -> None:
         what = f"resume_from_checkpoint={str(source)!r}"
-        own = in_words(self._only())
+        own = describe_selection(self._only())
         if facts.holds not in (own, MODEL_ALONE):
             raise KeyMismatchError(
                 f"{what}: holds the state of {facts.holds}, and this training has {own}; resume it with the tuning "
@@ -235,7 +235,7 @@ class ShardwiseTrainer(_Trainer):
             if failure is not None:
                 failure = saving.cause_of(failure)
             raise_together(world, failure)
-            holds = MODEL_ALONE if self.args.save_only_model else in_words(self._only())
+            holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
             rows = self.get_total_train_batch_size(self.args)
             facts = TrainerFacts(step, holds, rows, world.size)
             world.broadcast(lambda: folders.complete(saving.marked, folder, facts))

@@ -54,7 +54,7 @@ class TrainerFacts:
 
     Attributes:
         step: optimizer steps done.
-        holds: whose state, as ``checkpoints.state.in_words`` or ``MODEL_ALONE``.
+        holds: whose state, as ``checkpoints.state.describe_selection`` or ``MODEL_ALONE``.
         rows_per_step: rows of one optimizer step, of all ranks and micro-batches.
         world_size: ranks it was saved by.
     """
@@ -253,9 +253,9 @@ def _begin(run: Path, step: int, marked: LockedFolder) -> None:
     if folder.is_dir():
         raise StorageError(f"{folder}: is there already, {kind_of(folder).value}; nothing was overwritten")
     with FoldersWriter(folder) as writer:
-        token = marked.token.encode()
-        writer.create(BEGUN_FILE, len(token))
-        writer.write(BEGUN_FILE, 0, [memoryview(token)])
+        save_id = marked.save_id.encode()
+        writer.create(BEGUN_FILE, len(save_id))
+        writer.write(BEGUN_FILE, 0, [memoryview(save_id)])
         writer.sync(BEGUN_FILE)
         writer.sync_names()
 
@@ -270,7 +270,7 @@ def _undo(run: Path, step: int, marked: LockedFolder) -> None:
             _remove_unless_it_counts(folder)
         return
     with FoldersWriter(folder, folders_in(folder)) as writer:
-        writer.remove(on_its_way(FACTS_FILE, marked.token))
+        writer.remove(on_its_way(FACTS_FILE, marked.save_id))
         names = writer.list()
         is_begun = BEGUN_FILE in names or FACTS_FILE in names
         if not is_begun and (names or writer.folders):  # it was removed, and we made it again
@@ -287,12 +287,12 @@ def complete(marked: LockedFolder, folder: Path, facts: TrainerFacts) -> None:
     """
     marked.held.require()
     with FoldersWriter(folder, folders_in(folder)) as writer:
-        if writer.read(BEGUN_FILE) != marked.token.encode():
+        if writer.read(BEGUN_FILE) != marked.save_id.encode():
             raise StorageError(f"{folder}: another training has begun to save there; have an output_dir for each")
         kept = _lasting(writer)
         for name in writer.list():
             if name not in kept and not name.startswith(f"{STATE_FOLDER}/"):
-                write_again(writer, name, marked.token)
+                write_again(writer, name, marked.save_id)
         writer.sync_names()
         files = {name: nbytes for name, nbytes in writer.sizes().items() if name != FACTS_FILE}
         publish(writer, marked.held, FACTS_FILE, facts.to_bytes(), files)

@@ -226,7 +226,7 @@ def _write_torch_file(
         ProgressBar("Merging", World(0, 1), nbytes, enabled=True) as bar,
         locked_by_first_rank(World(0, 1), writer.root, tidy, undo) as saving,
     ):
-        file = fresh(named.torch_file, saving.token)
+        file = fresh(named.torch_file, saving.save_id)
         contents = _write_around_tensors(writer, file, named)
         starts = {item.path: item.chunks[0].view.range.start for item in contents.tensors}
         for way, (key, _, shape) in places.items():

@@ -104,7 +104,7 @@ def load_trainer_checkpoint(
             file = world.run_all(lambda: folder.weights_of(adapter) if is_adapter else None)
             left_out = _never_restored(folder, model)
             schedule = world.run_all(schedule_in, folder, scheduler, left_out)
-            numbers = world.run_all(numbers_in, folder, world, left_out, wanted=load_rng_state)
+            rng_state = world.run_all(read_rng_state, folder, world, left_out, wanted=load_rng_state)
         set_model = _set_model(world, model, folder, file, adapter, on_unexpected, options)
         if optimizer is None and folder.optimizer is not None:
             left_out["optimizer"] = "it was not given"
@@ -118,8 +118,8 @@ def load_trainer_checkpoint(
         if scheduler is not None and schedule is not None:
             world.run_all(restore_schedule, folder, scheduler, schedule)
             restored.append("scheduler")
-        if numbers is not None:
-            _set_numbers(numbers)
+        if rng_state is not None:
+            _set_rng_state(rng_state)
             restored.append("random numbers")
     return TrainerReport(
         checkpoint=str(folder.path),
@@ -324,7 +324,7 @@ def restore_schedule(folder: TrainerFolder, scheduler: Scheduler, state: dict[st
         ) from error
 
 
-def numbers_in(
+def read_rng_state(
     folder: TrainerFolder, world: World, not_restored: dict[str, str], *, wanted: bool
 ) -> dict[str, Any] | None:
     """Return the checked states of this rank's random generators, or None if they are not restored.
@@ -359,7 +359,7 @@ def numbers_in(
     return state
 
 
-def _set_numbers(state: dict[str, Any]) -> None:
+def _set_rng_state(state: dict[str, Any]) -> None:
     """Restore the states of generators. A state of one CUDA device is set on the current one."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

@@ -33,8 +33,8 @@ from shardwise.models.view import (
     TensorRef,
     boxes_at,
     collect_tensors,
+    describe_placements,
     local_boxes,
-    placement_in_words,
     tensor_layout,
 )
 from shardwise.tensors import contiguous_strides
@@ -108,7 +108,7 @@ class _Spreader:
         sharded_key = (tuple(tensor.shape), dim)
         if sharded_key not in self.made:
             self.made[sharded_key] = self.sharded(tuple(tensor.shape), placements, item.fqn)
-        return self.made[sharded_key], placement_in_words(placements, self.mesh.names, self.mesh.sizes)
+        return self.made[sharded_key], describe_placements(placements, self.mesh.names, self.mesh.sizes)
 
     def sharded(self, shape: tuple[int, ...], placements: Sequence[Placement], fqn: str) -> Spread:
         """The boxes at every position of the shard axis."""

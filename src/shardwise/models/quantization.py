@@ -208,7 +208,7 @@ class Packing:
         """Bytes of the scale of a block."""
         return 1 if isinstance(self.form, Code) else 4
 
-    def numbers(self, packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(self, packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The matrix (.., out, in) of packed bytes (.., out, in / 2) and of scales, float32 (.., out, in / block).
 
         ``code[nibble] * scale`` in float32, rounded once: ``dequantize_4bit`` of bitsandbytes. In memory a
@@ -230,7 +230,7 @@ def has_bitsandbytes() -> bool:
 def dequantize_four_bits(
     packed: torch.Tensor, scales: torch.Tensor, block_size: int, form: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Dequantize like :meth:`Packing.numbers`. ``form`` is the value of a ``FourBitForm``."""
+    """Dequantize like :meth:`Packing.dequantize`. ``form`` is the value of a ``FourBitForm``."""
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     if not packed.numel():
         return packed.new_empty(shape, dtype=dtype)
@@ -308,7 +308,7 @@ class FourBitProduct(torch.autograd.Function):
         ctx.save_for_backward(packed, kept, nested, offset)
         ctx.packing = packing
         scales = KeptScales(kept, nested, offset).floats(packing.form)
-        return functional.linear(rows, packing.numbers(packed, scales, rows.dtype), bias)
+        return functional.linear(rows, packing.dequantize(packed, scales, rows.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -319,7 +319,7 @@ class FourBitProduct(torch.autograd.Function):
             of_bias = gradient.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[0]:
             scales = KeptScales(*kept).floats(ctx.packing.form)
-            numbers = ctx.packing.numbers(packed, scales, ctx.packing.dtype)
+            numbers = ctx.packing.dequantize(packed, scales, ctx.packing.dtype)
             of_rows = gradient @ numbers.to(gradient.dtype)
         return of_rows, None, None, None, None, of_bias, None
 

@@ -206,10 +206,10 @@ def describe_placement(tensor: torch.Tensor) -> str:
         return "whole"
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
-    return placement_in_words(tensor.placements, names, mesh.shape)
+    return describe_placements(tensor.placements, names, mesh.shape)
 
 
-def placement_in_words(placements: Sequence[Placement], names: Sequence[str], sizes: Sequence[int]) -> str:
+def describe_placements(placements: Sequence[Placement], names: Sequence[str], sizes: Sequence[int]) -> str:
     """``Replicate() on replicate=2, Shard(dim=0) on shard=4``, in torch's words, one for every axis."""
     pairs = zip(placements, names, sizes, strict=True)
     return ", ".join(f"{placement} on {name}={size}" for placement, name, size in pairs)

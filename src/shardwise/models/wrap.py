@@ -91,7 +91,7 @@ class Sharding:
         return cls(mesh=replicated_mesh(replicas), **fields)
 
 
-def in_words(sharding: Sharding) -> dict[str, str]:
+def comparable_settings(sharding: Sharding) -> dict[str, str]:
     """Return the settings that must be equal on all ranks, by name."""
     mesh = None if sharding.mesh is None else sharding.mesh.mesh.tolist()
     policies = {item.name: _told(getattr(sharding, item.name)) for item in fields(sharding) if item.name != "mesh"}
@@ -239,7 +239,7 @@ def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
     return names
 
 
-def mesh_in_words(mesh: DeviceMesh) -> str:
+def describe_mesh(mesh: DeviceMesh) -> str:
     """Return axes and sizes, as in ``replicate=2, shard=4``."""
     names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
     return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
@@ -247,10 +247,10 @@ def mesh_in_words(mesh: DeviceMesh) -> str:
 
 def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -> None:
     """Reject by name the parameters that ``fully_shard`` would fail on halfway."""
-    words = mesh_in_words(mesh)
+    axes = describe_mesh(mesh)
     if mesh.ndim > 2:
         raise ShardingError(
-            f"{type(model).__name__} cannot be sharded on the mesh {words}: fully_shard takes one axis (shard) or "
+            f"{type(model).__name__} cannot be sharded on the mesh {axes}: fully_shard takes one axis (shard) or "
             "two (replicate, shard). Shard on the further axes yourself, then fully_shard on these, and call "
             "shardwise.load"
         )
@@ -258,7 +258,7 @@ def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -
         if parameter not in grouping.whole and not parameter.is_contiguous():
             raise ShardingError(
                 f"{canonical(name)} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and "
-                f"cannot be sharded on the mesh {words}: fully_shard takes contiguous parameters only; have the "
+                f"cannot be sharded on the mesh {axes}: fully_shard takes contiguous parameters only; have the "
                 "model's class make it contiguous"
             )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from shardwise.report.names import in_bytes, trainable_in_words
+from shardwise.report.names import describe_trainable, in_bytes
 from shardwise.report.reports import RankEstimate, Report, hidden, row
 
 _ROWS = 16
@@ -192,7 +192,7 @@ class Estimate(Report):
         yield f"  mesh        {mesh}, {self.device}, {self.nodes} nodes"
         yield f"  groups      {len(self.groups)}; {gathered}"
         if self.training is not None:
-            yield f"  {trainable_in_words(self.trainable_parameters, self.parameters)}"
+            yield f"  {describe_trainable(self.trainable_parameters, self.parameters)}"
 
     def __str__(self) -> str:
         lines = [super().__str__(), "", *_table(self.ranks), ""]

@@ -83,7 +83,7 @@ def with_lora(
     base: PreTrainedModel, bindings: Bindings, config: LoraConfig, name: str, adapter: Adapter | None
 ) -> Tuned:
     """Inject PEFT's modules, and map the base's names to the new ones by the identity of modules."""
-    _require_numbers(base, config)
+    _require_unpacked(base, config)
     before = collect_tensors(base)
     old_names = {(id(slot.module), slot.name): slot.fqn for item in before for slot in item.slots}
     model = _injected(base, config, name, adapter)
@@ -141,7 +141,7 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
     return model
 
 
-def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
+def _require_unpacked(base: PreTrainedModel, config: LoraConfig) -> None:
     """Raise ConfigError if a LoRA requires dequantized weights of layers in four bits."""
     packed = [name for name, module in base.named_modules() if hasattr(module, "kept_as")]
     if packed and config.use_dora:

@@ -47,7 +47,7 @@ class Tuning:
         """Return the part of the trained model that is saved."""
         return None
 
-    def in_words(self, _adapters: Mapping[str, Adapter]) -> str:
+    def comparable_text(self, _adapters: Mapping[str, Adapter]) -> str:
         """Return a text of settings that must agree on all ranks, even if no plan contains them.
 
         An example is the scaling of a LoRA.
@@ -146,8 +146,8 @@ class _LoraTuning(Tuning):
     def saves(self) -> Selection:
         return AdapterOnly(self.adapter)
 
-    def in_words(self, adapters: Mapping[str, Adapter]) -> str:
-        return repr((peft_compat.in_words(self._config(adapters)), self.adapter, self.adapters))
+    def comparable_text(self, adapters: Mapping[str, Adapter]) -> str:
+        return repr((peft_compat.comparable_text(self._config(adapters)), self.adapter, self.adapters))
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:
         found, config = adapters.get(self.adapter), self._config(adapters)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, KnownNames
 from shardwise.models import pretrained
-from shardwise.models.four_bit_layers import is_in_four_bits, shown_as_numbers
+from shardwise.models.four_bit_layers import is_in_four_bits, shown_dequantized
 from shardwise.models.torch_api import original_class
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def lora_config(**settings: Any) -> LoraConfig:
         raise ConfigError(f"PEFT takes no such LoRA: {error}") from error
 
 
-def in_words(config: LoraConfig) -> str:
+def comparable_text(config: LoraConfig) -> str:
     """Return a text of a config that is the same in every process, with sets sorted.
 
     Raises:
@@ -144,7 +144,7 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bo
     own.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
     # PEFT draws values that do not stay; some of them from random numbers that are the user's own.
     quiet = warnings.catch_warnings()
-    with quiet, pretrained.not_initializing(), torch.random.fork_rng(devices=[]), shown_as_numbers(base):
+    with quiet, pretrained.not_initializing(), torch.random.fork_rng(devices=[]), shown_dequantized(base):
         warnings.simplefilter("ignore")  # what it warns of is refused, or is told by the report
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
