@@ -79,7 +79,7 @@ def test_a_signal_stops_a_training_that_the_same_command_resumes(
         # A rank that went on would hold the other end of the pipe, and there would be no end to read.
         told = process.stdout.read()
         assert process.wait(timeout=60) == STOPPED, told
-    assert "run the same command to resume" in told
+    assert "Run the same command to resume" in told
     [checkpoint] = (tmp_path / "out").glob("checkpoint-*")
     assert len(list((tmp_path / "out" / "observed").iterdir())) >= ranks
     step = int(checkpoint.name.partition("-")[2])
@@ -104,8 +104,8 @@ def test_where_ranks_come_from() -> None:
 @pytest.mark.parametrize(
     ("change", "nproc_per_node", "message"),
     [
-        ({"MASTER_PORT": "", "LOCAL_RANK": ""}, 1, "RANK is in the environment, with LOCAL_RANK=, MASTER_PORT=;"),
-        ({"MASTER_ADDR": ""}, 1, "RANK is in the environment, with MASTER_ADDR=;"),
+        ({"MASTER_PORT": "", "LOCAL_RANK": ""}, 1, r"RANK is in the environment, with LOCAL_RANK=, MASTER_PORT=."),
+        ({"MASTER_ADDR": ""}, 1, r"RANK is in the environment, with MASTER_ADDR=."),
         ({"RANK": "8"}, 1, "RANK is in the environment, with RANK=8, WORLD_SIZE=8"),
         ({"MASTER_PORT": "65536"}, 1, "RANK is in the environment, with RANK=3"),
         ({"RANK": "-1"}, 1, "RANK is in the environment, with RANK=-1"),

@@ -178,7 +178,7 @@ def test_what_stays_is_named(plain):
         ),
         (
             {"quantization": Nf4(), "tuning": shardwise.Lora(LoraConfig(r=2, use_dora=True))},
-            "weights in four bits are not .*; leave out use_dora",
+            "weights in four bits are not .*. Leave out use_dora",
         ),
         (
             {"quantization": Nf4(skip_modules=("qq_proj",))},
@@ -189,7 +189,7 @@ def test_what_stays_is_named(plain):
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
             "load_in_8bit is not known",
         ),
-        ({"quantization_config": "nf4"}, r"quantization_config is 'nf4', and neither .*; pass BitsAndBytesConfig"),
+        ({"quantization_config": "nf4"}, r"quantization_config is 'nf4', and neither .*. Pass BitsAndBytesConfig"),
         ({"quantization_config": 4}, "quantization_config is 4, and neither"),
         ({"quantization_config": Nf4}, "quantization_config is <class .*, and neither"),
         ({"quantization_config": Nf4()}, r"quantization_config is Nf4\(.*, and neither"),

@@ -39,7 +39,7 @@ def test_what_goes_wrong_on_one_rank_is_everybodys(worlds, plain):
     assert first == second
     require(first["other blocks"], "RankMismatchError", r"quantization on rank 1 .*block_size=32.* against .*=64")
     require(first["fails alone"], "CheckpointError", "rank 1: MemoryError: no room for the scales")
-    require(first["merged"], "ConfigError", "is in four bits, and nothing is merged into it in its place; save the")
+    require(first["merged"], "ConfigError", "is in four bits, and nothing is merged into it in its place. Save the")
 
 
 @pytest.mark.slow

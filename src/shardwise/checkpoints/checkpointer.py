@@ -428,5 +428,5 @@ def agreed_of(told: Sequence[SaveWords]) -> tuple[list[str], str]:
     positions = {item.data for item in told}
     data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
     if "" in positions and data != "none":
-        raise RankMismatchError("some ranks have a position in the data and others none; give all ranks theirs")
+        raise RankMismatchError("some ranks have a position in the data and others none. Give all ranks theirs")
     return alike, data

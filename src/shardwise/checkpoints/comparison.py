@@ -115,7 +115,7 @@ def require_same_tuning(opened: Opened, looked: CollectedState, only: Selection,
     facts, here = opened.facts, describe_selection(only)
     if facts.holds != here:
         raise KeyMismatchError(
-            f"{opened.folder}: holds {facts.holds}, and this run checkpoints {here}; give the checkpointer the "
+            f"{opened.folder}: holds {facts.holds}, and this run checkpoints {here}. Give the checkpointer the "
             "`only` with which it was saved, and tune the model alike"
         )
     settings = adapter_settings(looked.model, only)
@@ -125,7 +125,8 @@ def require_same_tuning(opened: Opened, looked: CollectedState, only: Selection,
         )
         shown = "; ".join(f"{name} was {facts.adapter.get(name)!r}, is {settings.get(name)!r}" for name in names)
         raise KeyMismatchError(
-            f"{opened.folder}: holds an adapter of another config: {shown}; make the adapter as it was made before"
+            f"{opened.folder}: holds an adapter of another config: {shown}. Create the adapter with the same "
+            "config as before"
         )
     if base.refused:
         faults = "\n  ".join(base.refused)
@@ -161,7 +162,7 @@ def _settings(opened: Opened, looked: CollectedState, groups: Any) -> dict[str, 
     if not isinstance(groups, list) or not all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     ):
-        raise FormatError(f"{opened.folder}: its optimizers have no groups of parameters; it is damaged")
+        raise FormatError(f"{opened.folder}: its optimizers have no groups of parameters. It is damaged")
     classes = [name for name, count in opened.facts.optimizers or () for _ in range(min(count, len(groups)))]
     if len(classes) != len(groups):
         classes = [""] * len(groups)

@@ -151,7 +151,7 @@ def read_config_facts(folder: Path) -> dict[str, object]:
         if not isinstance(config, dict):
             raise ValueError(f"it is a JSON {type(config).__name__}, not an object")
     except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"{shown(str(file))}: cannot be read ({error}); download or write it again") from error
+        raise FormatError(f"{shown(str(file))}: cannot be read ({error}). Download or write it again") from error
     if "torch_dtype" in config:  # its name before transformers 5
         config.setdefault("dtype", config["torch_dtype"])
     return {name: config[name] for name in _CONFIG_FACTS if name in config}

@@ -142,7 +142,7 @@ def _print(outcome: TrlOutcome, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(asdict(outcome), indent=2))
         return
-    stopped = f"stopped after {outcome.steps} steps; run the same command to resume"
+    stopped = f"stopped after {outcome.steps} steps. Run the same command to resume"
     click.echo("\n".join([*outcome.summary, stopped if outcome.has_stopped else f"saved in {outcome.output_dir}"]))
 
 

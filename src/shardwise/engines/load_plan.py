@@ -258,7 +258,7 @@ def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings
     target, source = next(iter(loose.items()))
     if any(isinstance(item.tensor, DTensor) for item in held):
         raise ShardingError(
-            f"{target} is declared tied to {source}, but the sharded model holds them apart; call "
+            f"{target} is declared tied to {source}, but the sharded model holds them apart. Call "
             "model.tie_weights() before fully_shard"
         )
     assert isinstance(model, PreTrainedModel)

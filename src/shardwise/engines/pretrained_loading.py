@@ -59,11 +59,13 @@ def check_call(
     outlines.require_trainable(given)
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise ConfigError(
-            f"name_or_path is a {type(name_or_path).__name__}; a directory, a hub id or a URL is meant (readers go "
+            f"name_or_path is a {type(name_or_path).__name__}. Pass a directory, a hub id or a URL (readers go "
             "into shardwise.load)"
         )
     if asks_for_report and not given.get("load_weights", True):
-        raise ConfigError("output_loading_info=True with load_weights=False: nothing is loaded yet")
+        raise ConfigError(
+            "output_loading_info=True: nothing is loaded with load_weights=False. Leave one of them out"
+        )
     settings = {
         "the kind of name_or_path": "a URL" if is_url(name_or_path) else "a path or a hub id",
         **outlines.comparable_model_settings(given),
@@ -395,8 +397,8 @@ def weights_in(folder: Path) -> str:
         FormatError: it is not there, or no config is.
     """
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise FormatError(f"{folder}: there is no {ADAPTER_CONFIG}; pass the folder of an adapter that PEFT saved")
+        raise FormatError(f"{folder}: there is no {ADAPTER_CONFIG}. Pass the folder of an adapter that PEFT saved")
     file = next((name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
     if file is None:
-        raise FormatError(f"{folder}: there is neither {' nor '.join(ADAPTER_WEIGHTS)}; save the adapter again")
+        raise FormatError(f"{folder}: there is neither {' nor '.join(ADAPTER_WEIGHTS)}. Save the adapter again")
     return file

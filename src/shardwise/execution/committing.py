@@ -154,7 +154,7 @@ def _take(writer: StorageWriter, step: commit_plan.CommitStep) -> None:
                     raise
                 raise StorageError(
                     f"{shown(file)} in {writer.root}: another save has taken this folder over, and has removed "
-                    f"what was to be {shown(name)}; what is theirs stays. Save to a directory of its own"
+                    f"what was to be {shown(name)}. What is theirs stays. Save to a directory of its own"
                 ) from error
         case commit_plan.Remove(file):
             writer.remove(file)
@@ -238,7 +238,7 @@ def copy_in(writer: StorageWriter, source: str, file: str) -> int:
     except OSError as error:
         raise StorageError(f"{shown(source)}: reading it again failed, {error.strerror or error}") from error
     if position != nbytes:
-        raise StorageError(f"{shown(source)}: was cut short while it was saved; save again")
+        raise StorageError(f"{shown(source)}: was truncated while it was saved. Save again")
     writer.sync(file)
     return nbytes
 

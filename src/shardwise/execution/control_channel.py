@@ -241,8 +241,8 @@ class ControlChannel:
             self._publish(
                 keys,
                 _OTHER_CALL,
-                f"{own}, where {first}: a call was skipped, or made by some ranks alone; every rank has to make "
-                "the same calls in the same order. The next call of all ranks is in step",
+                f"{own}, where {first}: a call was skipped, or made by some ranks alone. Every rank has to make "
+                "the same calls in the same order. The next call starts in step",
             )
         self._since = time.monotonic()
         self._tell_at = self._since + TELL_S
@@ -338,10 +338,10 @@ class ControlChannel:
         for number, sign in signs.items():
             if self._verdict is None and sign is not None and sign.is_lost(self.timeouts.heartbeat_timeout_s):
                 heartbeat_timeout_s = time.monotonic() - sign.since
-                cause = f"no sign of life for {heartbeat_timeout_s:.0f} s; it was killed, has ended, or is stopped"
+                cause = f"no sign of life for {heartbeat_timeout_s:.0f} s (killed, ended or stopped)"
                 cause = "its process has ended" if sign.has_ended else cause
-                text = f"rank {number} ({sign.place}) is lost: {cause}; look at its own output, and at the "
-                self._publish(keys, _LOST, f"{text}system's log for a process killed for want of memory")
+                text = f"rank {number} ({sign.place}) is lost: {cause}. Check its output, and the "
+                self._publish(keys, _LOST, f"{text}kernel log (dmesg) for the OOM killer")
         if self._step == 0 and self._verdict is None:
             self._look_for_absent(keys, [number for number, sign in signs.items() if sign is None])
 
@@ -353,8 +353,8 @@ class ControlChannel:
         if now - self._since > self.timeouts.join_timeout_s:
             for rank, number in enumerate(self.global_ranks):
                 if not keys.has(f"here/{rank}"):
-                    waited = f"within {now - self._since:.0f} s; every rank has to make it"
-                    self._publish(keys, _LOST, f"rank {number} has not come to this call {waited}")
+                    waited = f"within {now - self._since:.0f} s. Every rank has to make it"
+                    self._publish(keys, _LOST, f"rank {number} has not reached this call {waited}")
                     return
 
 
@@ -365,15 +365,15 @@ def waiting_for(ranks: Sequence[int], size: int, address: str) -> str:
 
 def _deaf(silent_s: float) -> RankLostError:
     return RankLostError(
-        f"the store through which the ranks meet has not answered for {silent_s:.0f} s; the process that holds it "
+        f"the store through which the ranks meet has not answered for {silent_s:.0f} s. The process that holds it "
         "(the launcher, or rank 0) is stopped or unreachable"
     )
 
 
 def _store_lost(error: Exception) -> RankLostError:
     lost = RankLostError(
-        "the store through which the ranks meet is gone; the process that holds it (the launcher, or rank 0) has "
-        "ended, or cannot be reached; look at its own output"
+        "the store through which the ranks meet is gone. The process that holds it (the launcher, or rank 0) has "
+        "ended, or cannot be reached. Check its output"
     )
     lost.__cause__ = error
     return lost

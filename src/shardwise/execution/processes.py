@@ -257,7 +257,7 @@ def at_own_gpu(rank: int, size: int) -> str:
     if is_forked_from_cuda():
         raise ShardingError(
             "a library that was imported before the ranks were started uses CUDA already, and ranks cannot share "
-            f"that; start them by torchrun --nproc-per-node {size} instead"
+            f"that. Start them by torchrun --nproc-per-node {size} instead"
         )
     module_of(kind).set_device(rank)
     return both_backends(kind)
@@ -295,7 +295,7 @@ def run_launched(environment: Mapping[str, str], function: Callable[..., Any], *
     except (RuntimeError, ValueError) as error:
         cause = str(error).partition("\n")[0]
         raise RankLostError(
-            f"the ranks could not meet ({cause}); start every rank, with one MASTER_ADDR and one free MASTER_PORT"
+            f"the ranks could not meet ({cause}). Start every rank, with one MASTER_ADDR and one free MASTER_PORT"
         ) from error
     detector_of(default_store(), dist.get_rank())
     own = function(*args)

@@ -132,7 +132,7 @@ def finish(root: str, file: str, held: HeldLock) -> None:
                         raise
             elif name not in there and file in writer.list():
                 raise FormatError(
-                    f"{file} in {root}: lists {shown(name)}, which is gone; remove that list, and save again"
+                    f"{file} in {root}: lists {shown(name)}, which is gone. Remove that list, and save again"
                 )
         if file not in writer.list():
             return  # what is there by now may be of a newer save
@@ -166,11 +166,11 @@ def read_list(folder: Path, file: str) -> commit_plan.Renames | None:
             raise
     renames = commit_plan.Renames.from_bytes(file, content)
     if renames is None:
-        raise FormatError(f"{file} in {folder}: is no list of renames of an interrupted save; remove it")
+        raise FormatError(f"{file} in {folder}: is not a list of renames of an interrupted save. Remove it")
     linked = [way for way in _folders_of(folder, renames) if (folder / way).is_symlink()]
     if linked:
         raise FormatError(
-            f"{file} in {folder}: lists files in {shown(linked[0])}, which is a link; remove the list"
+            f"{file} in {folder}: lists files in {shown(linked[0])}, which is a link. Remove the list"
         )
     return renames
 
@@ -200,7 +200,7 @@ def lists_in(folder: Path) -> list[commit_plan.Renames]:
     try:
         names = os.listdir(folder) if folder.is_dir() else []
     except OSError as error:
-        raise StorageError(f"{folder}: listing it failed, {error.strerror}; check its permissions") from error
+        raise StorageError(f"{folder}: listing it failed, {error.strerror}. Check its permissions") from error
     return [found for file in commit_plan.lists_among(names) if (found := read_list(folder, file)) is not None]
 
 
@@ -228,8 +228,8 @@ def as_renamed(folder: Path) -> Iterator[Path]:
             if lists_in(folder) == pending:
                 if gone:
                     raise FormatError(
-                        f"{pending[0].file} in {folder}: lists {shown(gone[0])}, which is gone; "
-                        "the save is damaged: take another, or remove the list to have the one before"
+                        f"{pending[0].file} in {folder}: lists {shown(gone[0])}, which is gone. "
+                        "The save is damaged. Use another one, or remove the list to restore the one before"
                     )
                 break
             place = folder  # carried out meanwhile

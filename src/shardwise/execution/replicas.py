@@ -112,7 +112,7 @@ def mismatched_groups(asked: Sequence[DigestWords]) -> OddCircles:
         RankMismatchError: ``on_differing_buffers`` is not the same on all ranks.
     """
     if len({mode for mode, _ in asked}) > 1:
-        raise RankMismatchError("on_differing_buffers is not the same on all ranks; pass one value on every rank")
+        raise RankMismatchError("on_differing_buffers is not the same on all ranks. Pass one value on every rank")
     return frozenset(
         circle
         for circle, found in _by_circle([digests for _, digests in asked]).items()
@@ -153,11 +153,11 @@ def _settled(
                 (buffers if circle.has_buffers else faults).setdefault(name, set()).update(differing)
     if faults:
         raise RankMismatchError(
-            f"{_told(faults)}, and all that is taken out of the model would be a patchwork of them. Parameters "
-            "stay equal where every rank begins with the same values and gradients are averaged. An adapter or a "
+            f"{_told(faults)}, and a save would mix them. Parameters "
+            "stay equal if every rank begins with the same values and gradients are averaged. An adapter or a "
             "module that was added after sharding is not averaged: add it before (tuning=..., or before "
             "fully_shard), or give all ranks one rank's values (torch.distributed.broadcast) and average its "
-            "gradients. Replicas that have drifted apart go on from the last checkpoint"
+            "gradients. If replicas have drifted apart, resume from the last checkpoint"
         )
     if buffers and on_differing_buffers == "error":
         raise RankMismatchError(
@@ -285,7 +285,7 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
     def look() -> dict[str, TensorFacts]:
         if absent := [item.fqn for item in saved if item.tensor.is_meta]:
             raise ShardingError(
-                f"{few_names(absent)} on meta: without values, there is nothing to take out; load the model first"
+                f"{few_names(absent)} on meta: without values, there is nothing to take out. Load the model first"
             )
         return {item.fqn: facts_of(item.tensor, item.fqn) for item in saved}
 

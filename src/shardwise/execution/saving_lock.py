@@ -172,7 +172,7 @@ def require_lock(writer: StorageWriter, save_id: str) -> None:
     found = writer.read(file)
     if found is None:
         raise StorageError(
-            f"{writer.root}: {file}, which the first rank made there, is not to be seen; save to a directory "
+            f"{writer.root}: {file}, which the first rank made there, is not to be seen. Save to a directory "
             "that all ranks share, and leave that file alone meanwhile"
         )
     mark = _SaverMark.of(found)
@@ -359,8 +359,8 @@ def _changed_at(writer: StorageWriter, file: str) -> object:
 
 
 def _refusal(writer: StorageWriter, file: str, mark: _SaverMark | None) -> StorageError:
-    who = "it has not said who it is" if mark is None else f"process {mark.process} on {mark.host}"
+    who = "its lock file cannot be read" if mark is None else f"process {mark.process} on {mark.host}"
     return StorageError(
-        f"{writer.root}: another save is writing here ({who}); wait for it, or save to another directory. If that "
+        f"{writer.root}: another save is writing here ({who}). Wait for it, or save to another directory. If that "
         f"process is gone, remove {file} from the directory"
     )

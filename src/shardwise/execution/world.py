@@ -104,7 +104,9 @@ class World:
         if not dist.is_initialized():
             return cls(0, 1, call=call)
         if dist.get_rank(group) < 0:
-            raise ConfigError("this rank is not in the process group it was given")
+            raise ConfigError(
+                "process_group: this rank is not in it. Pass a group that contains every calling rank"
+            )
         return cls(dist.get_rank(group), dist.get_world_size(group), group, timeouts, around, purpose, call)
 
     @property

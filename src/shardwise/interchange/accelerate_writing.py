@@ -369,7 +369,7 @@ def _require_new(marked: LockedFolder) -> None:
     others = [name for name in os.listdir(root) if name not in marked.files]
     if others:
         raise StorageError(
-            f"{root}: is there already; set accelerator.project_configuration.iteration to the number that is to "
+            f"{root}: exists already. Set accelerator.project_configuration.iteration to the number that is to "
             "be saved next"
         )
 

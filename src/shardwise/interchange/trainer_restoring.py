@@ -39,7 +39,7 @@ from shardwise.report.save_reports import TrainerReport
 from shardwise.storage.reading import LocalReader
 
 _NOT_READ = {
-    "training_args.bin": "a pickle that runs code when it is read; give the arguments anew",
+    "training_args.bin": "a pickle that runs code when it is read. Pass the arguments again",
     "scaler.pt": "the gradient scaler's scale; it starts from its first value",
 }
 
@@ -136,7 +136,7 @@ def load_trainer_checkpoint(
 def _never_restored(folder: TrainerFolder, model: nn.Module) -> dict[str, str]:
     """Return the parts that are never restored, with reasons."""
     found = {name: why for name, why in _NOT_READ.items() if name in folder.names}
-    found["position in the data"] = f"the data are not the model's; go on after {folder.step} steps"
+    found["position in the data"] = f"the data are not the model's. Go on after {folder.step} steps"
     if has_adapters(model):
         found["base weights"] = "only the adapter was saved; they are as they were"
     return found
@@ -222,7 +222,7 @@ class TrainerFolder:
         if file is None:
             raise FormatError(
                 f"{home}: has neither {' nor '.join(ADAPTER_WEIGHTS)}, nor {MODEL.stem}* beside it, and the model "
-                "has adapters; check the path, and the adapter's name"
+                "has adapters. Check the path, and the adapter's name"
             )
         return file
 
@@ -236,7 +236,7 @@ def _names_in(folder: Path) -> tuple[str, ...]:
         with as_renamed(folder) as seen:
             return tuple(sorted(os.listdir(seen)))
     except OSError as error:
-        raise StorageError(f"{folder}: listing it failed, {error.strerror}; check the path") from error
+        raise StorageError(f"{folder}: listing it failed, {error.strerror}. Check the path") from error
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -249,9 +249,9 @@ def _read_state(folder: Path) -> dict[str, Any]:
     if not (folder / STATE_FILE).is_file():
         inner = sorted(place.name for place in folder.glob("checkpoint-*") if (place / STATE_FILE).is_file())
         hint = (
-            f"pass one of {', '.join(inner[:8])} in it" if inner else "pass a folder checkpoint-N of the Trainer's"
+            f"Pass one of {', '.join(inner[:8])} in it" if inner else "Pass a folder checkpoint-N of the Trainer's"
         )
-        raise FormatError(f"{folder}: has no {STATE_FILE}; {hint}")
+        raise FormatError(f"{folder}: has no {STATE_FILE}. {hint}")
     with LocalReader(folder) as reader:
         nbytes = reader.size(STATE_FILE)
         if nbytes > _MAX_STATE_BYTES:
@@ -260,7 +260,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     try:
         state = json.loads(content)  # the Trainer logs NaN, so this is not strict
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{what}: is no JSON ({error}); the checkpoint is damaged: take another") from error
+        raise FormatError(f"{what}: is not JSON ({error}). The checkpoint is damaged. Pass another one") from error
     if not isinstance(state, dict):
         raise FormatError(f"{what}: holds a {type(state).__name__}, not an object")
     step, epoch = state.get("global_step"), state.get("epoch") or 0
@@ -303,7 +303,7 @@ def schedule_in(
         raise FormatError(f"{file}: holds a {type(state).__name__}, not a scheduler's state")
     if why := scheduler_mismatch(scheduler.state_dict(), state):
         raise KeyMismatchError(
-            f"{file}: is of another kind of scheduler than {type(scheduler).__name__} ({why}); make the scheduler "
+            f"{file}: is of another kind of scheduler than {type(scheduler).__name__} ({why}). Make the scheduler "
             "as it was made when it was saved"
         )
     return state
@@ -320,7 +320,7 @@ def restore_schedule(folder: TrainerFolder, scheduler: Scheduler, state: dict[st
     except Exception as error:  # of whatever kind of scheduler
         raise KeyMismatchError(
             f"{folder.path / _SCHEDULER_FILE}: {type(scheduler).__name__} refuses it ({type(error).__name__}: "
-            f"{error}); make the scheduler as it was made when it was saved"
+            f"{error}). Make the scheduler as it was made when it was saved"
         ) from error
 
 

@@ -101,7 +101,7 @@ class _Spreader:
         if not tensor.is_contiguous():
             raise ShardingError(
                 f"{item.fqn} has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}: fully_shard "
-                "takes contiguous parameters only; have the model's class make it contiguous"
+                "takes contiguous parameters only. Have the model's class make it contiguous"
             )
         dim = shard_dim(tensor.shape, self.mesh.shard_size)
         placements = (*[Replicate()] * (len(self.mesh.sizes) - 1), Shard(dim))

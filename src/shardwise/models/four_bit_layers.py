@@ -298,8 +298,8 @@ class _WeightOfOne:
         if isinstance(weight, cls) and function in (_MATMUL if weight.packing.is_transposed else (F.linear,)):
             return weight.product(given["input"], given.get("bias"))
         raise TypeError(
-            f"weights of experts in four bits are multiplied as their class does it, not by {function.__name__}(); "
-            'leave them as they are: quantization=Nf4(skip_modules=("experts",)), or "dequantize"'
+            f"weights of experts in four bits are multiplied as their class does it, not by {function.__name__}(). "
+            'Leave them as they are: quantization=Nf4(skip_modules=("experts",)), or "dequantize"'
         )
 
     def product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

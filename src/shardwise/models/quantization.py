@@ -125,7 +125,7 @@ def of_transformers(config: Any) -> Quantization:
     """
     if not isinstance(config, (dict, QuantizationConfigMixin)):
         raise ConfigError(
-            f"quantization_config is {config!r:.80}, and neither a BitsAndBytesConfig nor a dict; pass "
+            f"quantization_config is {config!r:.80}, and neither a BitsAndBytesConfig nor a dict. Pass "
             "BitsAndBytesConfig(load_in_4bit=True), or quantization=Nf4()"
         )
     told = config if isinstance(config, dict) else config.to_dict()
@@ -136,11 +136,11 @@ def of_transformers(config: Any) -> Quantization:
         return "dequantize" if told.get("dequantize", getattr(config, "dequantize", False)) else "as_stored"
     if method != "bitsandbytes":
         raise ConfigError(
-            f"quantization_config: {method} is not known for a base that is quantized while it is read; pass "
+            f"quantization_config: {method} is not known for a base that is quantized while it is read. Pass "
             "quantization=Nf4(), or a BitsAndBytesConfig(load_in_4bit=True)"
         )
     if told.get("load_in_8bit") or not told.get("load_in_4bit"):
-        raise ConfigError("quantization_config: load_in_8bit is not known here; pass load_in_4bit=True")
+        raise ConfigError("quantization_config: load_in_8bit is not known here. Pass load_in_4bit=True")
     kind = told.get("bnb_4bit_quant_type", "fp4")
     if kind not in ("nf4", "fp4"):
         raise ConfigError(f"quantization_config: bnb_4bit_quant_type={kind!r} is neither nf4 nor fp4")

@@ -349,12 +349,12 @@ class _LoadPlanner:
     def misfit(self, tensor: TensorLayout, offer: Expression) -> str | None:
         """Return the reason why an expression cannot fill a tensor, or None if it can."""
         if offer.shape != tensor.shape:
-            return f"stored {self.describe(offer)}, model wants {tensor.shape}"
+            return f"stored {self.describe(offer)}, model has {tensor.shape}"
         for leaf in stored_leaves(offer):
             if leaf.dtype.bits % 8:
                 return f"stored as {leaf.dtype.label}, which cannot be loaded without its quantizer"
         if any(not casts_safely(leaf.dtype, tensor.dtype) for leaf in leaves_of(offer)):
-            return f"stored {self.describe(offer)}, model wants {tensor.dtype.label}"
+            return f"stored {self.describe(offer)}, model has {tensor.dtype.label}"
         return None
 
     def describe(self, offer: Expression) -> str:

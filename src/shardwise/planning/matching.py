@@ -234,7 +234,7 @@ def match_groups(
             raise KeyMismatchError(
                 f"no group of the state has the parameters of group {number} "
                 f"({', '.join(abbreviate(sorted(common)))}); there they are in group "
-                f"{' and '.join(map(str, others))}, with others or fewer; make the groups "
+                f"{' and '.join(map(str, others))}, with others or fewer. Make the groups "
                 "as they were made before"
             )
         else:
@@ -396,7 +396,7 @@ def resolve_differences(
         settled.append(source_of)
     if taken and values_from != "any":
         raise RankMismatchError(
-            f"{len(taken)} tensors have other values on some ranks than on others: {few_names(taken)}; seed the "
+            f"{len(taken)} tensors have other values on some ranks than on others: {few_names(taken)}. Seed the "
             "ranks alike, or pass values_from='first_rank' for those of rank 0"
         )
     return settled, taken
