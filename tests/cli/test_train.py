@@ -15,6 +15,7 @@ from shardwise.cli import main
 from shardwise.cli.launch import read_launch
 from shardwise.cli.train import STOPPED
 from shardwise.errors import ConfigError
+from shardwise.training.run import stopping_on_signals
 
 
 def config(folder: Path, **values: object) -> str:
@@ -117,3 +118,12 @@ def test_an_environment_that_makes_no_sense(change: dict[str, str], nproc_per_no
     with pytest.raises(ConfigError) as caught:
         read_launch({**TORCHRUN, **change}, nproc_per_node)
     assert str(caught.value).startswith(message)
+
+
+def test_a_requested_stop_is_acknowledged_at_once(capfd):
+    with stopping_on_signals() as request:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.is_made
+        assert "finishing the current step, then saving" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)

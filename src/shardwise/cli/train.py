@@ -14,7 +14,6 @@ import click
 
 from shardwise.cli.launch import TRAINING, run_ranks
 from shardwise.errors import ConfigError
-from shardwise.report.names import in_bytes
 from shardwise.storage.names import HubOptions, is_local, local_place
 
 if TYPE_CHECKING:
@@ -207,13 +206,17 @@ def plan_command(
     from shardwise.tensors import in_bytes_of
 
     limit = None if memory is None else in_bytes_of(memory)
+    if sys.stderr.isatty():
+        click.echo("planning; importing torch and transformers takes some seconds ...", err=True)
     if model.endswith((".yaml", ".yml")):
         made = _of_config(model, overrides, ranks, nodes, device, given)
     else:
         made = _of_model(model, overrides, ranks, {**given, "nodes": nodes, "device": device})
+    if limit is not None and not as_json:
+        click.echo(made.verdict(limit))
     click.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
-    if limit is not None and (lacking := made.lacking_bytes(limit)):
-        raise ConfigError(f"--memory: {in_bytes(limit)} do not suffice, {in_bytes(lacking)} are lacking.")
+    if limit is not None and made.peak_bytes > limit:
+        raise ConfigError(f"--memory: the plan {made.verdict(limit)}. See docs/out_of_memory.md.")
 
 
 def _of_config(

@@ -154,6 +154,11 @@ def _outcome(file: Path, rank: int, exit_code: int | None) -> Any:
     return _Failed(RankEndedError(f"rank {rank}: its process ended with exit code {exit_code}"))
 
 
+def acknowledge_stop() -> None:
+    """Write to stderr that a requested stop was received. Safe in a signal handler."""
+    os.write(2, b"finishing the current step, then saving. Press Ctrl-C again to stop now\n")
+
+
 @contextmanager
 def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None]:
     """With ``asks_first`` the first signal is passed on to the ranks as SIGTERM.
@@ -169,6 +174,7 @@ def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None
         nonlocal has_asked
         if not has_asked:
             has_asked = True
+            acknowledge_stop()
             for process in ranks:
                 if process.is_alive():
                     process.terminate()
