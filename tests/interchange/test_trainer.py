@@ -63,7 +63,7 @@ REFUSED = {
     "scheduler": ("KeyMismatchError", "is of another kind of scheduler than StepLR"),
     "state": ("FormatError", "are no place in a training"),
     "random": ("FormatError", "holds no state of random number generators"),
-    "parent": ("FormatError", "pass one of checkpoint-2 in it"),
+    "parent": ("FormatError", "Pass one of checkpoint-2 in it"),
 }
 
 

@@ -202,7 +202,7 @@ def test_what_stays_is_named(plain):
             {"quantization_config": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float23"}},
             "compute_dtype='float23': is one of",
         ),
-        ({"load_in_4bit": True}, r"pass quantization=Nf4\(\)"),
+        ({"load_in_4bit": True}, r"Pass quantization=Nf4\(\)"),
         ({"quantization": "nf4"}, "quantization"),
     ],
 )
