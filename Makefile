@@ -1,5 +1,5 @@
-# Each environment is made once, and again when what it is made from changes: the files `pinned` and
-# `project` inside it are the stamps. Any Python from 3.11 on will do: make PYTHON=python3.12 test
+# Each environment is created once, and again when its requirements change. The files `pinned` and `project` inside it
+# are the stamps. Any Python from 3.11 on works: make PYTHON=python3.12 test
 
 PYTHON ?= python3
 VENV   := .venv
@@ -8,125 +8,125 @@ NEWEST := .venv-newest
 FUZZ   := .venv-fuzz
 DOCS   := .venv-docs
 
-# torch goes in first, alone and by this exact name: an index that serves several builds of one version (CPU,
-# CUDA) then decides which one fits the machine, and nothing that is installed later moves it.
+# torch is installed first, alone and in this exact version, so that the index chooses the build for the machine
+# (CPU, CUDA) and later packages do not change it.
 TORCH := torch==2.13.0
 OLDEST_TORCH := torch==2.11.0
 
-# Tests spawn several processes; one thread for each keeps them from fighting over the cores.
+# Tests spawn several processes, with one thread each.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-# A test that hangs in Python fails after pytest-timeout's limit (pyproject.toml). One that hangs in C cannot
-# be interrupted: after this many seconds every thread's traceback is printed and the run ends.
+# A test that hangs in Python fails after the limit of pytest-timeout (pyproject.toml). One that hangs in C cannot
+# be interrupted, so after this many seconds all tracebacks are printed and the run ends.
 HARD_LIMIT := -o faulthandler_timeout=240 -o faulthandler_exit_on_timeout=true
 FAST := -m "not slow and not torture and not gpu" $(HARD_LIMIT)
 
-# What takes more than some seconds each: all combinations, kills at random moments, a thousand ranks.
+# Tests of more than some seconds each: all combinations, random kills, a thousand ranks.
 SLOW := -m "slow and not torture and not gpu and not sweep" $(HARD_LIMIT)
 
-# Ranks wait for each other more than they compute, so two test files at a time take half as long on two cores.
-# Files are dealt in the order of tests/conftest.py, those that spawn ranks first.
+# Ranks mostly wait for each other, so two test files at a time halve the time on two cores. tests/conftest.py orders
+# the files: those that spawn ranks first.
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 --durations-min=1
 
-# More arguments for pytest or the sweep: make test ARGS="-k tied -x"
+# Further arguments for pytest, the sweep or a benchmark: make test ARGS="-k tied -x"
 ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantized bench-four-bits bench-trainer bench-startup clean
 
-help: ## this list
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/project ## shardwise on a small model, on this machine, in a minute
+demo: $(VENV)/project ## fine-tune a small model, kill it, resume it; one minute
 	$(VENV)/bin/python examples/demo.py
 
-test: $(VENV)/project ## everything a machine without a GPU can prove
+test: $(VENV)/project ## run the fast tests that need no GPU; minutes
 	$(VENV)/bin/python -m pytest $(FAST) $(PARALLEL) $(ARGS)
 
-test-slow: $(VENV)/project ## what takes longer: every combination, kills, a thousand ranks; half an hour
+test-slow: $(VENV)/project ## run the slow tests: all combinations, kills, a thousand ranks; half an hour
 	$(VENV)/bin/python -m pytest $(SLOW) $(PARALLEL) $(ARGS)
 
-check: $(VENV)/project ## format, lint, types and imports; takes seconds
+check: $(VENV)/project ## check format, lint, types and imports; a minute
 	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/mypy --no-error-summary
 	$(VENV)/bin/lint-imports --no-logo
 
-format: $(VENV)/project ## rewrite the sources as `make check` wants them
+format: $(VENV)/project ## format the sources
 	$(VENV)/bin/ruff check --quiet --fix-only .
 	$(VENV)/bin/ruff format .
 
-docs: $(DOCS)/pinned ## the pages as a site, in build/site; a link or an anchor that leads nowhere is an error
+docs: $(DOCS)/pinned ## build the site in build/site; broken links are errors
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
-sweep: $(VENV)/project ## every architecture, every world size, bitwise; takes long
+sweep: $(VENV)/project ## compare all architectures and world sizes bitwise; long
 	HYPOTHESIS_PROFILE=thorough PYTHONPATH=. $(VENV)/bin/python tests/sweep.py $(ARGS)
 
-torture: $(VENV)/project ## saves killed and crashed, also two at once; half an hour; TORTURE_MOMENTS=0 tries all moments
+torture: $(VENV)/project ## kill and crash saves, also two at once; half an hour, TORTURE_MOMENTS=0 for hours
 	$(VENV)/bin/python -m pytest -m torture -n $(WORKERS) -rP $(ARGS)
 
-test-oldest: $(OLDEST)/project ## `make test` on the oldest versions that are supported
+test-oldest: $(OLDEST)/project ## run `make test` on the oldest supported versions
 	$(OLDEST)/bin/python -m pytest $(FAST) $(PARALLEL) $(ARGS)
 
-test-newest: newest ## the same on the newest versions that are released, whatever they are
+test-newest: newest ## run `make test` on the newest released versions
 	$(NEWEST)/bin/python -m pytest $(FAST) $(PARALLEL) $(ARGS)
 
-test-gpu: $(VENV)/project ## what only a GPU can prove
+test-gpu: $(VENV)/project ## run the tests that need a GPU
 	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
 
-fuzz: $(FUZZ)/made ## hostile files of four formats, guided by coverage; ARGS="--seconds 600 --only archive"
+fuzz: $(FUZZ)/made ## fuzz the readers of four formats, guided by coverage; ARGS="--seconds 600 --only archive"
 	PYTHONPATH=src:. $(FUZZ)/bin/python -m tests.fuzz.run $(ARGS)
 
-dist: $(VENV)/project ## the wheel and the source distribution, looked into and installed, in dist/
+dist: $(VENV)/project ## build, inspect and install the wheel and the source distribution, in dist/
 	rm -rf dist build src/*.egg-info
 	$(VENV)/bin/python -m tests.distribution dist
 
-bench-load: $(VENV)/project ## loading against peers and the roof; half an hour, ARGS=--quick for minutes
+bench-load: $(VENV)/project ## compare loading with peers and the raw read; half an hour, ARGS=--quick for minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.load $(ARGS)
 
-bench-save: $(VENV)/project ## saving against transformers, torch and the roof; ten minutes
+bench-save: $(VENV)/project ## compare saving with transformers, torch and the raw write; ten minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.save $(ARGS)
 
-bench-checkpoint: $(VENV)/project ## checkpoints against torch's own and the bare copy; minutes, ARGS="--what lora"
+bench-checkpoint: $(VENV)/project ## compare checkpoints with torch's own and a plain copy; minutes, ARGS="--what lora"
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.checkpoint $(ARGS)
 
-bench-merge: $(VENV)/project ## merging against accelerate; minutes
+bench-merge: $(VENV)/project ## compare merging with accelerate; minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.merge $(ARGS)
 
-bench-train: $(VENV)/project ## a step against FSDP2 by hand, memory, time to the first step; ARGS=--quick for a minute
+bench-train: $(VENV)/project ## compare a training step with plain FSDP2; ARGS=--quick for a minute
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.train $(ARGS)
 
-bench-tenants: $(VENV)/project ## many LoRAs in one bank against switching, and against one after the other; ARGS=--quick for a minute
+bench-tenants: $(VENV)/project ## compare many LoRAs in one bank with switching and with separate runs; ARGS=--quick for a minute
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.tenants $(ARGS)
 
-bench-quantized: $(VENV)/project ## a quantized checkpoint against the same in bfloat16; minutes, ARGS=--quick
+bench-quantized: $(VENV)/project ## compare a quantized checkpoint with the same in bfloat16; minutes, ARGS=--quick
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.quantized $(ARGS)
 
-bench-four-bits: $(VENV)/project ## a base in four bits: brought up, its memory, a step of a LoRA on it; minutes, ARGS=--quick
+bench-four-bits: $(VENV)/project ## measure a 4-bit base: loading, memory, a LoRA step; minutes, ARGS=--quick
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.four_bit_base $(ARGS)
 
-bench-trainer: $(VENV)/project ## a step of the Hugging Face Trainer against a loop by hand; minutes, ARGS=--quick
+bench-trainer: $(VENV)/project ## compare a step of the Hugging Face Trainer with a plain loop; minutes, ARGS=--quick
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.trainer $(ARGS)
 
-bench-startup: $(VENV)/project ## memory and seconds of a model coming up, against peers, with a picture; minutes, ARGS=--quick
+bench-startup: $(VENV)/project ## compare memory and time of ways to load, with a picture; minutes, ARGS=--quick
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.startup $(ARGS)
 
-clean: ## remove the environments and everything that was made in them
+clean: ## remove the environments and all build products
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(FUZZ) $(DOCS) fuzz-found build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -rf src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# $(call environment,FOLDER,REQUIREMENTS,TORCH): a folder that is there already is kept and brought to the pins,
-# unless it is broken or belongs to another Python.
+# $(call environment,FOLDER,REQUIREMENTS,TORCH): an existing folder is updated to the pins, unless it is broken or
+# belongs to another Python.
 define environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is older than 3.11 or missing; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@echo "making $(1) from $(2)"
+	@echo "creating $(1) from $(2)"
 	@version='import sys; print(sys.version_info[:2])'; \
 	if [ "$$($(1)/bin/python -c "$$version" 2>&1)" = "$$($(PYTHON) -c "$$version")" ]; \
 		then $(PYTHON) -m venv $(1); else $(PYTHON) -m venv --clear $(1); fi
@@ -149,13 +149,12 @@ $(VENV)/pinned: requirements/pinned.txt
 $(OLDEST)/pinned: requirements/oldest.txt
 	$(call environment,$(OLDEST),$<,$(OLDEST_TORCH))
 
-# Not with --quiet, which counts no warnings, so that nothing would be an error.
-# Neither torch nor this package: names and docstrings are read from the sources.
+# Without --quiet, which hides the warnings that have to be errors. Needs neither torch nor this package, because names
+# and docstrings are read from the sources.
 $(DOCS)/pinned: requirements/docs.txt
 	$(call environment,$(DOCS),$<,mkdocs)
 
-# What is newest changes though no file here does, so this is made anew every time; where nothing is newer, quickly.
-# torch first and alone, as above, and nothing later moves it.
+# Updated on every call, because new releases change no file here. torch first and alone, as above.
 newest:
 	@$(PYTHON) -m venv $(NEWEST)
 	@$(NEWEST)/bin/python -m pip install $(QUIET) --upgrade torch setuptools
@@ -165,14 +164,14 @@ newest:
 	@$(NEWEST)/bin/python -m pip list --format freeze \
 		| grep -iE '^(torch|transformers|accelerate|peft|safetensors|huggingface_hub)=='
 
-# The formats are read without torch, or anything else: a fuzzer needs nothing but itself.
+# The readers of formats need no other package.
 $(FUZZ)/made:
 	@$(PYTHON) -m venv $(FUZZ)
 	@$(FUZZ)/bin/python -m pip install $(QUIET) "atheris>=3"
 	@touch $@
 
-# Packages that others import as soon as they are there, which costs each process of the tests a second. They lie
-# apart, and a test that wants them says so (tests/peers.py).
+# Packages that others import if they are installed, which costs each test process a second. They are installed apart,
+# and tests that need them add them to their path (tests/peers.py).
 $(VENV)/peers/made $(OLDEST)/peers/made: %/peers/made: %/pinned requirements/peers.txt
 	@rm -rf $(@D)
 	@for package in $$(grep -v '^#' requirements/peers.txt); do \

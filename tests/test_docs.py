@@ -49,7 +49,7 @@ def of(*kinds: str) -> list[Any]:
 
 def test_every_block_is_of_a_kind_that_is_run_or_read():
     assert len(EVERY) > 60
-    assert {block.kind for block in EVERY} <= {"python", "sh", "bash", "yaml", "json"}
+    assert {block.kind for block in EVERY} <= {"python", "sh", "bash", "yaml", "json", "text", "diff"}
     for page in PAGES:  # none that is written so that it would be overlooked
         assert fences(page) == 2 * len(blocks_of(page)), page.name
         assert indented(page) == [], page.name

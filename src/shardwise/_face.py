@@ -53,7 +53,8 @@ def found_at(place: str) -> Any:
         from shardwise.errors import ConfigError  # of what is imported with the package, nothing needs it
 
         raise ConfigError(
-            f"{place} is in a table of shardwise, and cannot be had ({error}); install what it imports, or correct "
+            f"{place} is in a table of shardwise, and cannot be imported ({error}). Install what it imports, or "
+            "correct "
             "the line"
         ) from error
 

@@ -87,7 +87,7 @@ def require_version(library: str, oldest: str) -> None:
     installed = _version_of(library)
     if (found := _numbers(installed)) and found < _numbers(oldest):
         raise ConfigError(
-            f"{library} {installed}: is too old. shardwise needs {oldest} or newer; pip install -U {library}"
+            f"{library} {installed}: is too old. shardwise needs {oldest} or newer. Run pip install -U {library}"
         )
 
 
@@ -117,8 +117,8 @@ class KnownNames:
     ) -> None:
         if isinstance(error, (ImportError, AttributeError)):
             raise ConfigError(
-                f"{self.library} {_version_of(self.library)} lacks a private name that shardwise needs ({error}); "
-                f"use {self.library} {self.versions}, or a newer shardwise"
+                f"{self.library} {_version_of(self.library)} lacks a private name that shardwise needs ({error}). "
+                f"Use {self.library} {self.versions}, or a newer shardwise"
             ) from error
 
 

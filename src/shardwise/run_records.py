@@ -102,7 +102,7 @@ def read_run(path: Path) -> RunRecord:
         StorageError: it is not there, or cannot be read.
     """
     if not path.is_dir():
-        raise StorageError(f"{path}: there is no such folder. Name the output folder of a run.")
+        raise StorageError(f"{path}: no such folder. Pass the output folder of a run.")
     try:
         files = sorted((path / FOLDER).glob("rank-*.jsonl"))
         found = [rank for file in files if (rank := _read_rank(file)) is not None]
@@ -128,7 +128,7 @@ def _notes(ranks: Sequence[RankRecord]) -> list[str]:
         if rank.bad_lines:
             notes.append(f"rank {rank.rank}: {rank.bad_lines} lines were skipped, which are not of an observer")
         if not rank.is_closed:
-            notes.append(f"rank {rank.rank} did not end in order; its last line is of second {rank.last_s:.1f}")
+            notes.append(f"rank {rank.rank} did not end in order. Its last line is of second {rank.last_s:.1f}")
     return notes
 
 

@@ -41,7 +41,7 @@ _BLOCK_BYTES = 8 << 20
 def _missing(arm: str) -> str:
     """Return the reason why an arm cannot run here, or ""."""
     if arm.startswith("accelerate") and importlib.util.find_spec("accelerate") is None:
-        return "accelerate is not installed; pip install 'shardwise[accelerate]'"
+        return "accelerate is not installed. Run pip install 'shardwise[accelerate]'"
     return ""
 
 
@@ -176,7 +176,9 @@ def compare_startup(options: StartupOptions, start: StartArm, tell: Print) -> St
     try:
         (options.out / "startup.json").write_text(json.dumps(result.to_dict(), indent=1) + "\n")
     except OSError as error:
-        raise StorageError(f"{options.out}: it cannot be written ({error.strerror or error}); make room") from error
+        raise StorageError(
+            f"{options.out}: it cannot be written ({error.strerror or error}). Free some space"
+        ) from error
     return replace(result, files=_draw(options.out, result, tell))
 
 

@@ -174,7 +174,7 @@ def in_bytes_of(size: int | str) -> int:
         exact = float(found[1]) * base ** " KMGT".index(found[2] or " ")
         nbytes = int(exact) if math.isfinite(exact) else 0
     if nbytes < 1:
-        raise ConfigError(f"{size!r} is not a size of at least one byte; pass bytes, or text such as 5GB")
+        raise ConfigError(f"{size!r} is not a size of at least one byte. Pass bytes, or text such as 5GB")
     return nbytes
 
 

@@ -101,8 +101,8 @@ def test_ranks_step_alike(worlds, base):
     first, second = worlds(2).run(other_settings, base)
     assert first == second
     assert first["schedule"] == (
-        "RankMismatchError: lr of 'ada' on rank 1 is not that of rank 0 (0.005 against 0.01); "
-        "give every rank the same"
+        "RankMismatchError: lr of 'ada' on rank 1 is not that of rank 0 (0.005 against 0.01). "
+        "Give every rank the same"
     )
     assert "momentum of 'bob' on rank 1 is not that of rank 0 (0.8 against 0.9)" in first["momentum"]
     assert first["goes on"] == "nothing"
@@ -148,7 +148,7 @@ def test_other_state_dicts_are_refused_by_name(base):
         "shape": ({**own, first: own[first][1:]}, rf"{first}: \(3, 32\) in the state, \(4, 32\) in the adapter"),
         "numbers": ({**own, first: own[first].int()}, rf"{first}: is a Tensor of torch.int32 on cpu; a whole"),
         "nothing": ({}, "it has no adapter, .*; nor is it matrices alone"),
-        "list": ([], "the state of 'ada' is a list; pass what state_dict gave"),
+        "list": ([], "the state of 'ada' is a list. Pass what state_dict gave"),
     }.values():
         with pytest.raises(shardwise.ConfigError, match=match):
             bank.load_state_dict("ada", state)

@@ -189,7 +189,7 @@ def two_in_flight(bank: Any, members: dict[str, Recipe], *, mixed_up: bool = Fal
     for number in (0, 1):
         order = tenants[:: 1 if number == 0 else -1]
         entries = [
-            EntryRows(t, rows_of("", rows_for(t.name, members[t.name], number), words=64, longest=64), 0)
+            EntryRows(t, rows_of("", rows_for(t.name, members[t.name], number), vocab_size=64, longest=64), 0)
             for t in order
         ]
         plan = PassPlan(16, tuple(range(len(entries))))

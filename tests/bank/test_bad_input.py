@@ -79,7 +79,7 @@ def in_removed(bank: Any, folder: Path) -> None:
         lambda: bank.save("gone", folder),
         lambda: bank.delete_adapter("gone"),
     ):
-        _refused(call, "there is no adapter 'gone'; there are ada, x, dee, eve", ConfigError)
+        _refused(call, "no adapter named 'gone'. Adapters: ada, x, dee, eve", ConfigError)
 
 
 def in_save(bank: Any, folder: Path) -> None:
@@ -102,11 +102,11 @@ def in_state(bank: Any, folder: Path) -> None:
     state = bank.state_dict("x")
     for key, values in state["adapter"].items():
         state["adapter"][key] = values[:1]
-    _refused(lambda: bank.load_state_dict("x", state), "is no state of 'x'", ConfigError)
+    _refused(lambda: bank.load_state_dict("x", state), "is not a state of 'x'", ConfigError)
 
 
 REFUSALS = {
-    "a name twice": refused(lambda bank, _: create(bank, "x", X), "there is an adapter 'x' already"),
+    "a name twice": refused(lambda bank, _: create(bank, "x", X), "the adapter 'x' exists already"),
     "a tenant twice": refused(lambda bank, _: bank.forward_backward([("x", BATCH)] * 2), "'x' is named twice"),
     "removed": in_removed,
     "a target that is not there": refused(
@@ -121,7 +121,7 @@ REFUSALS = {
     ),
     "a token beyond the vocabulary": refused(
         lambda bank, _: bank.forward_backward([("x", {"input_ids": torch.tensor([[0, banking.WORDS]])})]),
-        "'x': input_ids are from 0 to 64; the model has 64 tokens",
+        "'x': input_ids are from 0 to 64. The model has 64 tokens",
     ),
     "data that are not finite": refused(
         lambda bank, _: bank.forward_backward(

@@ -113,14 +113,14 @@ def test_values_that_are_not_finite_are_refused(base, tmp_path, what):
     state = bank.state_dict("ada")
     fresh = bank_of(base, {})
     named = "lora_A" if what == "matrices" else "exp_avg"
-    match = rf"{named}.* has 1 values of \d+ that are not finite; take them by on_not_finite=Ignore\(\)"
+    match = rf"{named}.* has 1 values of \d+ that are not finite. Take them by on_not_finite=Ignore\(\)"
     with pytest.raises(shardwise.FormatError, match=match):
         fresh.load("ada", tmp_path)
     assert fresh.names == ()
     assert fresh.load("ada", tmp_path, on_not_finite=Ignore(only=(f"*{named}*",))).is_resumed
     other = bank_of(base, members)
     before = adapter(other, "ada")
-    with pytest.raises(shardwise.FormatError, match=rf"(?s)the state of 'ada': is no sound state.*{match}"):
+    with pytest.raises(shardwise.FormatError, match=rf"(?s)the state of 'ada': is not a valid state.*{match}"):
         other.load_state_dict("ada", state)
     require_equal(adapter(other, "ada"), before)
     other.load_state_dict("ada", state, on_not_finite=Ignore())

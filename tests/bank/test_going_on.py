@@ -541,11 +541,11 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a truncated file": (lambda path: path.write_bytes(path.read_bytes()[:-5]), "1 are missing"),
     "a way out of the folder": (
         lambda path: names(path, "../adapter_training.00000000.safetensors"),
-        "no name of one",
+        "not a valid name",
     ),
     "a file that is not there": (
         lambda path: names(path, "adapter_training.00000000.safetensors"),
-        "copy it there",
+        "Copy it there",
     ),
 }
 

@@ -197,7 +197,7 @@ def test_dropout_of_the_base_is_refused_in_training_mode():
 )
 def test_names_that_are_none(base, name):
     bank = bank_of(base, {})
-    with pytest.raises(ConfigError, match="is no name of an adapter"):
+    with pytest.raises(ConfigError, match="is not a valid adapter name"):
         bank.add_adapter(name, recipes()["ada"].lora())
     assert bank.names == ()
 
@@ -217,9 +217,9 @@ def refused(base: Path, match: str, config: Any = None, **keywords: Any) -> None
         ("bias='all' trains the base", {"bias": "all"}),
         (r"modules_to_save \(lm_head\) are copies", {"modules_to_save": ["lm_head"]}),
         ("init_lora_weights='pissa' changes the base", {"init_lora_weights": "pissa"}),
-        ("nothing is named 'q_prj'; the nearest are q_proj", {"target_modules": ["q_prj", "v_proj"]}),
+        ("nothing is named 'q_prj'. The nearest are q_proj", {"target_modules": ["q_prj", "v_proj"]}),
         (
-            "only linear layers, embeddings and fused experts",
+            "Only linear layers, embeddings and fused experts",
             {"target_modules": [], "target_parameters": ["q_proj.weight"]},
         ),
     ],
@@ -258,9 +258,9 @@ def test_calls_that_cannot_be(base):
         with pytest.raises(ConfigError, match=match):
             bank.forward_backward(list(batches))
 
-    require("there is no adapter 'zoe'; there are ada, bob, cy", ("zoe", batch))
+    require("no adapter named 'zoe'. Adapters: ada, bob, cy", ("zoe", batch))
     require("'ada' is named twice", ("ada", batch), ("ada", batch))
-    require(r"input_ids are from 0 to 64; the model has 64 tokens", ("ada", {"input_ids": torch.tensor([[0, 64]])}))
+    require(r"input_ids are from 0 to 64. The model has 64 tokens", ("ada", {"input_ids": torch.tensor([[0, 64]])}))
     require(r"labels are from -5 to", ("ada", {**batch, "labels": torch.full_like(ids, -5)}))
     require("not a dict of tensors of one shape", ("ada", {**batch, "labels": ids[:1]}))
     require("not a dict of tensors of one shape", ("ada", {**batch, "token_type_ids": ids}))
@@ -268,7 +268,7 @@ def test_calls_that_cannot_be(base):
         "padding at the end of rows alone", ("ada", {**batch, "attention_mask": batch["attention_mask"].flip(1)})
     )
     require(
-        "rows have 65 to 65 tokens; they may have 2 to 64",
+        "rows have 65 to 65 tokens. They may have 2 to 64",
         ("ada", {"input_ids": torch.zeros((1, 65), dtype=torch.int64)}),
     )
     require("weights need reduction=", ("ada", {**batch, "weights": torch.ones(ids.shape)}))
@@ -281,9 +281,9 @@ def test_calls_that_cannot_be(base):
     assert not bank._tenants["bob"].window.micro_batches
     for changes, match in (
         ({"lrate": 1.0}, "lrate: AdamW has .*lr.*max_grad_norm"),
-        ({"lr": float("nan")}, "lr=nan is no number"),
-        ({"lr": "1"}, "lr='1' is no number"),
-        ({"max_grad_norm": 0}, "max_grad_norm=0 is no number"),
+        ({"lr": float("nan")}, "lr=nan is not a valid value"),
+        ({"lr": "1"}, "lr='1' is not a valid value"),
+        ({"max_grad_norm": 0}, "max_grad_norm=0 is not a valid value"),
     ):
         with pytest.raises(ConfigError, match=match):
             bank.optim_step("ada", **changes)
@@ -291,8 +291,8 @@ def test_calls_that_cannot_be(base):
         bank.forward_backward([("cy", rows_for("cy", members["cy"], number))])
     with pytest.raises(ConfigError, match="lr: the schedule of this tenant sets it"):
         bank.optim_step("cy", lr=1.0)
-    with pytest.raises(ConfigError, match="there is an adapter 'ada' already"):
+    with pytest.raises(ConfigError, match="the adapter 'ada' exists already"):
         create(bank, "ada", members["ada"])
-    with pytest.raises(ConfigError, match="there is no adapter 'zoe'"):
+    with pytest.raises(ConfigError, match="no adapter named 'zoe'"):
         bank.delete_adapter("zoe")
     assert bank.optim_step("ada", lr=0.5).learning_rate == 0.5

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.distributed
 CALLS = {
     "meta": ("ShardingError", "are on meta and have no values"),
     "no state_dict": ("ConfigError", "data is a object, which has no state_dict and load_state_dict"),
-    "no plain data": ("ConfigError", "data.rank_0: holds what is no plain data"),
-    "no json": ("ConfigError", "user holds what is no JSON"),
+    "no plain data": ("ConfigError", "data.rank_0: holds something other than plain data"),
+    "no json": ("ConfigError", "user: is not JSON"),
     "other optimizer": ("ShardingError", "is not the model's"),
     "step": ("ConfigError", "step=-1 is not a number of optimizer steps"),
     "other steps": ("RankMismatchError", "the list of arguments (step, keep, mode, only) on rank 1"),
@@ -91,7 +91,7 @@ def test_what_befalls_the_background_is_told_at_the_next_call(worlds, tmp_path):
         (lambda folder: Checkpointer("s3://bucket/run"), "not at a URL"),
         (lambda folder: Checkpointer(folder, keep="all"), "1 or more"),
         (lambda folder: Checkpointer(folder, mode="later"), "Pass one of 'sync', 'async'"),
-        (lambda folder: Checkpointer(folder, only="adapter"), "pass AdapterOnly"),
+        (lambda folder: Checkpointer(folder, only="adapter"), "Pass AdapterOnly"),
     ],
 )
 def test_an_argument_that_cannot_be_honoured(tmp_path, make, text):
@@ -124,7 +124,7 @@ MISFITS = {
     ),
     "other model": ("KeyMismatchError", "missing 2        0.weight"),
     "dtype": ("KeyMismatchError", "embed.weight: stored (11, 6) F32, the model has (11, 6) BF16"),
-    "step": ("StorageError", "no complete checkpoint of step 4; there are 3"),
+    "step": ("StorageError", "no complete checkpoint of step 4. Saved steps: 3"),
     "which": ("RankMismatchError", "what is asked to be restored"),
 }
 
@@ -225,11 +225,11 @@ def spoil(fault: str, step: Path, bomb: Path) -> None:
 DAMAGE = {
     "truncated": r"__1_0.distcp: has \d+ bytes, and \d+ were written",
     "missing": "__1_0.distcp: is missing",
-    "mixed": "is not the one that shardwise.checkpoint.json tells of",
-    "no facts": "does not tell of a checkpoint of shardwise",
+    "mixed": "is not the one recorded in shardwise.checkpoint.json",
+    "no facts": "is not a checkpoint of shardwise",
     "other facts": "is not what belongs there",
     "newer": "is of version 2, and this shardwise reads 1",
-    "other step": "tells of step 4",
+    "other step": "is of step 4",
     "pickle": "pathlib",
     "climbing": "refused",
     "other names": "schedulerz, which no checkpoint of shardwise has",

@@ -336,7 +336,7 @@ def test_the_report_can_be_read(worlds, tmp_path):
     text = worlds(2).run(on_ranks.restore_and_train, str(tmp_path))[1]["text"]
     assert "step 1 restored from" in text
     assert "restored: model, optimizers, schedulers, data, rng" in text
-    assert "rng: every rank goes on with its own numbers" in text
+    assert "rng: every rank continues with its own random state" in text
     facts = json.loads((tmp_path / "step-1" / "shardwise.checkpoint.json").read_text())
     assert facts["step"] == 1
     assert facts["holds"] == "everything"

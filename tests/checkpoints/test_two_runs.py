@@ -143,5 +143,5 @@ def test_the_latest_is_the_newest_that_is_whole(saved, fault):
 def test_where_none_is_whole_it_is_told_what_is_wrong(saved):
     root, training = saved
     (root / "step-1" / "__0_0.distcp").unlink()
-    with pytest.raises(FormatError, match="is missing; copy it there too"):
+    with pytest.raises(FormatError, match="is missing. Copy it there too"):
         Checkpointer(root).restore(training.state)

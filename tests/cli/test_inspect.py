@@ -187,7 +187,7 @@ def test_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
-    assert "org/name at revision v2: is no directory here" in error_line(run("org/name", "--revision", "v2"))
+    assert "org/name at revision v2: is not a local directory" in error_line(run("org/name", "--revision", "v2"))
 
 
 def test_many_faults_are_a_list(checkpoint: Path) -> None:

@@ -37,7 +37,7 @@ ROOMS = sorted(
         for inner in path.parent.rglob("*.py")
     )
 )
-ERROR = "transformers 5.10.4: is too old. shardwise needs 5.17 or newer; pip install -U transformers"
+ERROR = "transformers 5.10.4: is too old. shardwise needs 5.17 or newer. Run pip install -U transformers"
 
 
 def run(text: str, library: str, found: str) -> subprocess.CompletedProcess[str]:
@@ -72,7 +72,7 @@ def test_versions_are_compared_as_numbers(monkeypatch, found, is_old):
     for act in (lambda: require_version("torch", "2.11"), KnownNames("torch", "2.11 to 2.15").__enter__):
         if is_old:
             with pytest.raises(
-                ConfigError, match=r"is too old\. shardwise needs 2\.11 or newer; pip install -U torch"
+                ConfigError, match=r"is too old\. shardwise needs 2\.11 or newer. Run pip install -U torch"
             ):
                 act()
         else:

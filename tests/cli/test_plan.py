@@ -1,6 +1,7 @@
 """``shardwise plan``: text, JSON and exit codes."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -134,10 +135,13 @@ def test_a_training_by_options(checkpoint):
 
 def test_a_training_that_does_not_fit_exits_with_2(checkpoint):
     arguments = [checkpoint, "--batch=2", "--seq=16", "--ranks=1", "--device=cpu", "--tuning=full"]
-    assert invoke(*arguments, "--memory=1GiB").exit_code == 0
+    fitting = invoke(*arguments, "--memory=1GiB")
+    assert fitting.exit_code == 0
+    assert re.match(r"fits: \d+\.\d+ [KM]iB of 1\.00 GiB on a rank\n", fitting.stdout)
     result = invoke(*arguments, "--memory=100KB")
     assert result.exit_code == 2
-    assert "--memory: 97.66 KiB do not suffice, " in result.stderr
+    assert result.stdout.startswith("does not fit: ")
+    assert re.search(r"--memory: the plan does not fit: .* of 97\.66 KiB on a rank\.", result.stderr)
     assert "peak " in result.stdout
 
 

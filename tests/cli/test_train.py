@@ -15,6 +15,7 @@ from shardwise.cli import main
 from shardwise.cli.launch import read_launch
 from shardwise.cli.train import STOPPED
 from shardwise.errors import ConfigError
+from shardwise.training.run import stopping_on_signals
 
 
 def config(folder: Path, **values: object) -> str:
@@ -79,7 +80,7 @@ def test_a_signal_stops_a_training_that_the_same_command_resumes(
         # A rank that went on would hold the other end of the pipe, and there would be no end to read.
         told = process.stdout.read()
         assert process.wait(timeout=60) == STOPPED, told
-    assert "run the same command to resume" in told
+    assert "Run the same command to resume" in told
     [checkpoint] = (tmp_path / "out").glob("checkpoint-*")
     assert len(list((tmp_path / "out" / "observed").iterdir())) >= ranks
     step = int(checkpoint.name.partition("-")[2])
@@ -104,8 +105,8 @@ def test_where_ranks_come_from() -> None:
 @pytest.mark.parametrize(
     ("change", "nproc_per_node", "message"),
     [
-        ({"MASTER_PORT": "", "LOCAL_RANK": ""}, 1, "RANK is in the environment, with LOCAL_RANK=, MASTER_PORT=;"),
-        ({"MASTER_ADDR": ""}, 1, "RANK is in the environment, with MASTER_ADDR=;"),
+        ({"MASTER_PORT": "", "LOCAL_RANK": ""}, 1, r"RANK is in the environment, with LOCAL_RANK=, MASTER_PORT=."),
+        ({"MASTER_ADDR": ""}, 1, r"RANK is in the environment, with MASTER_ADDR=."),
         ({"RANK": "8"}, 1, "RANK is in the environment, with RANK=8, WORLD_SIZE=8"),
         ({"MASTER_PORT": "65536"}, 1, "RANK is in the environment, with RANK=3"),
         ({"RANK": "-1"}, 1, "RANK is in the environment, with RANK=-1"),
@@ -117,3 +118,12 @@ def test_an_environment_that_makes_no_sense(change: dict[str, str], nproc_per_no
     with pytest.raises(ConfigError) as caught:
         read_launch({**TORCHRUN, **change}, nproc_per_node)
     assert str(caught.value).startswith(message)
+
+
+def test_a_requested_stop_is_acknowledged_at_once(capfd):
+    with stopping_on_signals() as request:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.is_made
+        assert "finishing the current step, then saving" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)

@@ -68,7 +68,7 @@ def write(
         shares = agree_on_shares(world, held, "first_rank").by_name
         made = revert(model, layout_of(held))
         tensors = [(key, output.dtype, output.shape) for key, output in made.items()]
-        plan = plan_save(tensors, max_shard_bytes=max_shard_bytes, parameters=1, token="t")
+        plan = plan_save(tensors, max_shard_bytes=max_shard_bytes, parameters=1, save_id="t")
         expressions = {key: output.expression for key, output in made.items()}
         progress = Silent()
         with InOrder(folder, 50_000 if failing == world.rank else None) as writer:

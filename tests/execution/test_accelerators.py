@@ -72,5 +72,5 @@ def test_tensors_are_settled_before_other_threads_read_them(pretended):
 
 
 def test_a_device_of_another_kind_is_refused_by_name():
-    with pytest.raises(shardwise.ShardingError, match="device mps:0: .* kinds: cuda, xpu, npu; load on the CPU"):
+    with pytest.raises(shardwise.ShardingError, match="device mps:0: .* kinds: cuda, xpu, npu. Load on the CPU"):
         available_memory(torch.device("mps", 0))

@@ -108,7 +108,7 @@ def test_a_rank_that_never_comes_is_named():
     with Ranks(3, without=2) as ranks:
         first, second = ranks.each(lambda line: meet(line, b""))
     assert str(first) == str(second)
-    assert "rank 2 has not come to this call" in str(first)
+    assert "rank 2 has not reached this call" in str(first)
 
 
 def test_a_failure_cuts_the_work_before_the_next_meeting_only():
@@ -255,7 +255,7 @@ def test_a_rank_of_this_machine_that_runs_is_not_lost_though_its_pulse_pauses():
     sign(store, 1, ProcessPlace.here())
     with Ranks(2, store=store, without=1) as ranks:
         (error,) = ranks.each(lambda line: meet(line, b""))
-    assert "rank 1 has not come to this call" in str(error)
+    assert "rank 1 has not reached this call" in str(error)
 
 
 def test_a_heartbeat_goes_on_until_its_store_or_its_process_ends(tmp_path):

@@ -128,7 +128,7 @@ def test_ranks_that_differ_tell_details_and_all_raise_the_same(size):
         errors = ranks.each(lambda rank: agree(rank, digest="de"[rank % 2] * 64))
         assert {type(error) for error in errors} == {RankMismatchError}
         (text,) = set(map(str, errors))
-        assert text.startswith("ranks plan 20 tensors differently: layers.{0..19}.weight; ")
+        assert text.startswith("ranks plan 20 tensors differently: layers.{0..19}.weight. ")
         _, nbytes = spent(ranks)
         assert nbytes < BYTES_TO_JOIN + 3 * (BYTES_TO_MEET + 3000)
     with counted_ranks(size) as ranks:

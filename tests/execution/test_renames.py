@@ -30,7 +30,7 @@ def save(seed: int, root: Path, older: tuple[str, ...] = ()) -> None:
     ) as saving:
         with FoldersWriter(root) as writer:
             for name in NAMES:
-                make_file(writer, fresh(name, saving.token), content)
+                make_file(writer, fresh(name, saving.save_id), content)
             writer.sync_names()
         committing.commit_written(saving.marked, WrittenFiles(dict.fromkeys(NAMES, len(content))), older)
 
@@ -168,6 +168,6 @@ def test_a_list_that_makes_no_sense_is_refused(tmp_path, content):
     (tmp_path / file).write_text(text)
     before = contents(tmp_path)
     for act in (lambda: seen(tmp_path), lambda: save(2, tmp_path)):
-        with pytest.raises(FormatError, match="is no list of renames"):
+        with pytest.raises(FormatError, match="is not a list of renames"):
             act()
         assert contents(tmp_path) == before

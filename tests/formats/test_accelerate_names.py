@@ -74,11 +74,11 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 
 def test_files_of_ranks_are_all_there_once(tmp_path: Path) -> None:
     gaps = made(tmp_path / "gaps", MODEL.rank_file(0, 0), MODEL.rank_file(0, 3))
-    with pytest.raises(FormatError, match="there are 2 files of ranks, and none of rank 1, 2;"):
+    with pytest.raises(FormatError, match="there are 2 files of ranks, and none of rank 1, 2."):
         find_saved(gaps, MODEL, 0)
     far = made(tmp_path / "far", MODEL.rank_file(0, 999_999_999))
     with pytest.raises(
-        FormatError, match="there are 1 files of ranks, and none of rank 0, 1, 2, 3, 4, 5, 6, 7, 8;"
+        FormatError, match="there are 1 files of ranks, and none of rank 0, 1, 2, 3, 4, 5, 6, 7, 8."
     ):
         find_saved(far, MODEL, 0)
     twice = made(tmp_path / "twice", "optimizer_rank0.bin", "optimizer_0_rank0.bin")

@@ -215,13 +215,13 @@ def test_the_folder_that_accelerate_makes_is_found(tmp_path: Path) -> None:
     with pytest.raises(FormatError) as caught:
         open_checkpoint(tmp_path / "optimizer_0")
     assert "holds the state of an optimizer, not a model" in str(caught.value)
-    assert f"pass the folder of the model: {tmp_path}/pytorch_model_fsdp_0" in str(caught.value)
+    assert f"Pass the folder of the model: {tmp_path}/pytorch_model_fsdp_0" in str(caught.value)
 
 
 def test_an_optimizer_without_a_model_near() -> None:
     folder = Written({"state.a.exp_avg": ((2,), {(0,): torch.ones(2)})})
     folder.metadata.planner_data = {"state.a.exp_avg": ("state", "a", "exp_avg")}
-    with pytest.raises(FormatError, match=r"state of an optimizer.*pass the folder or the file of the model"):
+    with pytest.raises(FormatError, match=r"state of an optimizer.*Pass the folder or the file of the model"):
         open_checkpoint(folder.reader())
 
 
@@ -244,11 +244,11 @@ def test_no_metadata_and_nothing_near(tmp_path: Path) -> None:
 
 def test_no_metadata_but_a_model_inside(tmp_path: Path) -> None:
     message = without_metadata(tmp_path, "one", "optimizer_0")
-    assert f"pass the folder of the model: {tmp_path}/here/one ({tmp_path}/here/optimizer_0: an optim" in message
+    assert f"Pass the folder of the model: {tmp_path}/here/one ({tmp_path}/here/optimizer_0: an optim" in message
 
 
 def test_no_metadata_but_a_model_beside(tmp_path: Path) -> None:
-    assert f"pass the folder of the model: {tmp_path}/model_0" in without_metadata(tmp_path, "../model_0")
+    assert f"Pass the folder of the model: {tmp_path}/model_0" in without_metadata(tmp_path, "../model_0")
 
 
 def test_no_metadata_but_an_optimizer_beside(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_several_saves_and_none_is_chosen(tmp_path: Path) -> None:
         save({"a": torch.ones(1)}, tmp_path / name)
     with pytest.raises(FormatError) as caught:
         open_checkpoint(tmp_path)
-    assert f"pass the folder of the model: {tmp_path}/step-1 or {tmp_path}/step-2" in str(caught.value)
+    assert f"Pass the folder of the model: {tmp_path}/step-1 or {tmp_path}/step-2" in str(caught.value)
 
 
 # Those that lie
@@ -295,7 +295,7 @@ def test_paths_that_climb_out(file: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda made: made.storage_data.pop(SECOND), "g has no place for the chunk at (3, 0)"),
+        (lambda made: made.storage_data.pop(SECOND), "g has no file for the chunk at (3, 0)"),
         (lambda made: made.storage_data.update({FIRST: info(nbytes=10**9)}), "overlap in __0_0.distcp"),
         (lambda made: made.storage_data.update({FIRST: info(start=-1)}), "g has no range of bytes"),
         (lambda made: made.storage_data.update({FIRST: info(start=2**63)}), "g has no range of bytes"),
@@ -318,27 +318,33 @@ def test_paths_that_climb_out(file: str) -> None:
             lambda made: made.storage_data.update(
                 {FIRST: made.storage_data[MetadataIndex("other", (0,))], MetadataIndex("other", (0,)): info()}
             ),
-            "it holds F32 (2,), where the metadata tells of F32 (3, 8)",
+            "it holds F32 (2,), where the metadata has F32 (3, 8)",
         ),
         (
             lambda made: made.state_dict_metadata["g"].chunks.pop(),
-            "chunks do not tile them: 1\n    g of shape (6, 8)",
+            "chunks overlap or leave gaps: 1\n    g of shape (6, 8)",
         ),
-        (lambda made: made.state_dict_metadata["g"].chunks.clear(), "chunks do not tile them: 1"),
+        (lambda made: made.state_dict_metadata["g"].chunks.clear(), "chunks overlap or leave gaps: 1"),
         (
             lambda made: setattr(made.state_dict_metadata["g"].chunks[1], "offsets", torch.Size((4, 0))),
             "g of shape (6, 8) has a chunk at (4, 0) of sizes (3, 8)",
         ),
         (
             lambda made: setattr(made.state_dict_metadata["g"].chunks[1], "offsets", torch.Size((2, 0))),
-            "g has no place for the chunk at (2, 0)",
+            "g has no file for the chunk at (2, 0)",
         ),
         (
             lambda made: setattr(made.state_dict_metadata["g"].chunks[1], "sizes", torch.Size((3,))),
             "has a chunk at (3, 0) of sizes (3,)",
         ),
-        (lambda made: setattr(made.state_dict_metadata["g"], "size", torch.Size((7, 8))), "chunks do not tile"),
-        (lambda made: setattr(made.state_dict_metadata["g"], "size", (2**62, 2**62)), "chunks do not tile"),
+        (
+            lambda made: setattr(made.state_dict_metadata["g"], "size", torch.Size((7, 8))),
+            "chunks overlap or leave gaps",
+        ),
+        (
+            lambda made: setattr(made.state_dict_metadata["g"], "size", (2**62, 2**62)),
+            "chunks overlap or leave gaps",
+        ),
         (
             lambda made: setattr(made.state_dict_metadata["g"], "size", None),
             "the size of g is not a tuple of sizes",
@@ -346,7 +352,7 @@ def test_paths_that_climb_out(file: str) -> None:
         (lambda made: setattr(made.state_dict_metadata["g"], "chunks", None), "g has no list of chunks"),
         (
             lambda made: setattr(made.state_dict_metadata["g"].properties, "dtype", torch.int32),
-            "it holds F32 (3, 8), where the metadata tells of I32 (3, 8)",
+            "it holds F32 (3, 8), where the metadata has I32 (3, 8)",
         ),
         (
             lambda made: setattr(made.state_dict_metadata["g"].properties, "dtype", torch.complex128),
@@ -368,7 +374,7 @@ def test_metadata_that_contradict_themselves(change: Callable[[Metadata], object
 
 def test_chunks_that_overlap_and_leave_a_hole() -> None:
     chunks = {(0, 0): GRID[:4].clone(), (3, 0): GRID[3:5].clone()}
-    assert "chunks do not tile" in refusal(Written({"g": ((6, 8), chunks)}))
+    assert "chunks overlap or leave gaps" in refusal(Written({"g": ((6, 8), chunks)}))
 
 
 def test_a_pinwheel_is_no_grid() -> None:
@@ -380,7 +386,7 @@ def test_a_pinwheel_is_no_grid() -> None:
         (1, 0): grid[1:, :1],
         (1, 1): grid[1:2, 1:2],
     }
-    assert "chunks do not tile" in refusal(
+    assert "chunks overlap or leave gaps" in refusal(
         Written({"g": ((3, 3), {at: part.clone() for at, part in chunks.items()})})
     )
 
@@ -420,7 +426,7 @@ def test_shapes_and_paths_of_too_many_parts() -> None:
 def test_two_names_of_one_place() -> None:
     folder = Written({"a.b": ((2,), {(0,): torch.ones(2)}), "c": ((2,), {(0,): torch.ones(2)})})
     folder.metadata.state_dict_metadata["a.b "] = folder.metadata.state_dict_metadata["c"]
-    assert "has no place" in refusal(folder)
+    assert "has no file" in refusal(folder)
 
 
 def test_chunks_that_are_no_tensors() -> None:

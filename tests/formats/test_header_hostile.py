@@ -79,7 +79,7 @@ def refusal(content: bytes) -> str:
         ({"a": tensor("U8", [2**62, 2**62], 0, 1)}, b"1", r"tensor a .* more than 2\*\*64 bits"),
         ({"a": tensor("U8", [2**62, 2**62, 0], 0, 0)}, b"", r"more than 2\*\*64 bits"),
         # dtypes
-        ({"a": tensor("F31", [1], 0, 1)}, b"1", "tensor a has the unknown dtype 'F31'; known are BOOL"),
+        ({"a": tensor("F31", [1], 0, 1)}, b"1", "tensor a has the unknown dtype 'F31'. Known are BOOL"),
         ({"a": tensor("u8", [1], 0, 1)}, b"1", "unknown dtype 'u8'"),
         ({"a": {"dtype": None, "shape": [1], "data_offsets": [0, 1]}}, b"1", "unknown dtype None"),
         ({"a": {"dtype": ["U8"], "shape": [1], "data_offsets": [0, 1]}}, b"1", "unknown dtype"),

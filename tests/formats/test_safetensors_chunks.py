@@ -63,17 +63,17 @@ def test_tensors_without_dimensions_and_those_of_which_nothing_is_told() -> None
 @pytest.mark.parametrize(
     ("chunks", "words"),
     [
-        ([(GRID[:2], at(0, 0)), (GRID[3:], at(3, 0))], "chunks do not tile"),
-        ([(GRID[:3], at(0, 0)), (GRID[2:], at(2, 0))], "chunks do not tile"),
-        ([(GRID[:2], at(0, 0)), (GRID[:2], at(0, 0)), (GRID[4:], at(4, 0))], "chunks do not tile"),
-        ([(GRID[2:], at(2, 0))], "chunks do not tile"),
-        ([(GRID[:2], at(0))], "does not tell where the part of g of shape (2, 8) begins"),
-        ([(GRID[:2], at(0, -1))], "does not tell where the part of g"),
-        ([(GRID[:2], at(0, 2**63))], "does not tell where the part of g"),
-        ([(GRID[:2], {"saved_offsets": [0, True]})], "does not tell where the part of g"),
-        ([(GRID[:2], [])], "does not tell where the part of g"),
-        ([(GRID[:2], at(0, 0)), (GRID[2:].int(), at(2, 0))], "the folder mixes two saves"),
-        ([(GRID[:2], at(0, 0)), (GRID[2], at(2))], "the folder mixes two saves"),
+        ([(GRID[:2], at(0, 0)), (GRID[3:], at(3, 0))], "chunks overlap or leave gaps"),
+        ([(GRID[:3], at(0, 0)), (GRID[2:], at(2, 0))], "chunks overlap or leave gaps"),
+        ([(GRID[:2], at(0, 0)), (GRID[:2], at(0, 0)), (GRID[4:], at(4, 0))], "chunks overlap or leave gaps"),
+        ([(GRID[2:], at(2, 0))], "chunks overlap or leave gaps"),
+        ([(GRID[:2], at(0))], "does not say where the part of g of shape (2, 8) begins"),
+        ([(GRID[:2], at(0, -1))], "does not say where the part of g"),
+        ([(GRID[:2], at(0, 2**63))], "does not say where the part of g"),
+        ([(GRID[:2], {"saved_offsets": [0, True]})], "does not say where the part of g"),
+        ([(GRID[:2], [])], "does not say where the part of g"),
+        ([(GRID[:2], at(0, 0)), (GRID[2:].int(), at(2, 0))], "The folder mixes two saves"),
+        ([(GRID[:2], at(0, 0)), (GRID[2], at(2))], "The folder mixes two saves"),
     ],
 )
 def test_chunks_that_do_not_belong_together(chunks: list[tuple[torch.Tensor, object]], words: str) -> None:

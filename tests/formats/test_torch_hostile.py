@@ -111,9 +111,9 @@ def test_a_state_changes_no_function_and_no_class() -> None:
         (b"\x80\x02X\x02\0\0\0\xff\xff.", "it cannot be decoded"),
         (b"\x80\x02X\x03\0\0\0\xed\xa0\x80.", "it holds a str"),
         (b"\x80\x02ctorch", "it refers to torc"),
-        (b"\x80\x02NNa.", "it appends to what is no list"),
-        (b"\x80\x02N(NNu.", "it sets items of what is no dict"),
-        (b"\x80\x02}(Nu.", "it sets items of what is no dict"),
+        (b"\x80\x02NNa.", "it appends to an object that is not a list"),
+        (b"\x80\x02N(NNu.", "it sets items of an object that is not a dict"),
+        (b"\x80\x02}(Nu.", "it sets items of an object that is not a dict"),
         (b"\x80\x02}(K\x01NK\x01Nu.", "a dict has the key 1 twice"),
         (b"\x80\x02I1\n.", "some.bin: archive/data.pkl: it c"),
         (b"\x80\x02\x82\x01.", "some.bin: archive/data.pkl: it c"),
@@ -165,7 +165,7 @@ def test_items_given_to_an_ordered_dict_are_not_lost() -> None:
         (tensor((2**62, 2**62), (2**62, 1)), "reaches to element"),
         (tensor((2**40,), (0,)), "its elements share memory"),
         (tensor((2, 2), (1, 1)), "its elements share memory"),
-        (tensor((2, 2), (2,)), "not as many strides as dimensions"),
+        (tensor((2, 2), (2,)), "another number of strides than of dimensions"),
         (tensor((-1,), (1,)), "has numbers that are not 0.."),
         (tensor((2,), (-1,)), "has numbers that are not 0.."),
         (tensor((2**64,), (1,)), "has numbers that are not 0.."),
@@ -197,7 +197,7 @@ def test_tensors_that_cannot_be(value: object, words: str) -> None:
 
 def test_one_storage_of_two_sizes() -> None:
     small = tensor((2,), (1,), of=storage(numel=2))
-    assert "a: two sizes are told of its storage" in refusal(torch_file({"a": small, "b": tensor()}))
+    assert "a: two different sizes are given for its storage" in refusal(torch_file({"a": small, "b": tensor()}))
     assert "has 16 bytes, and should have 8" in refusal(torch_file({"a": tensor(), "b": small}))
 
 
@@ -213,7 +213,7 @@ def test_a_call_within_a_call() -> None:
 
 
 def test_compressed_members_are_refused() -> None:
-    assert "is compressed; torch.save does not compress" in refusal(
+    assert "is compressed. Write it with torch.save" in refusal(
         torch_file({"a": tensor()}, method=zipfile.ZIP_DEFLATED)
     )
 

@@ -117,7 +117,7 @@ def test_members_and_their_bytes(zip64: bool, before: int, after: int) -> None:
         assert archive.members[name].file_size == len(entry.content)
     with pytest.raises(FormatError, match=r"its member a/one has 5 bytes, 4 is the limit"):
         archive.content("a/one", max_nbytes=4)
-    with pytest.raises(FormatError, match=r"the file: it has no member b; it is damaged or incomplete"):
+    with pytest.raises(FormatError, match=r"the file: it has no member b. It is damaged or incomplete"):
         archive.bytes_of("b")
 
 

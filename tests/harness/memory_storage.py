@@ -76,16 +76,16 @@ class MemoryReader(StorageReader):
 
     def _content(self, file: str) -> bytes:
         if self._closed:
-            raise StorageError(f"{shown(file)} in {self._root}: the reader is closed; open another one")
+            raise StorageError(f"{shown(file)} in {self._root}: the reader is closed. Open another one")
         fault = unsafe_name_reason(file)
         if fault is not None:
             raise StorageError(
                 f"{shown(file)}: refused as a file name below {self._root}, {fault}; "
-                "name files relative to the checkpoint's folder"
+                "Name files relative to the checkpoint's folder"
             )
         if file not in self._files:
             raise StorageError(
-                f"{shown(file)} in {self._root}: no such file; check the name"
+                f"{shown(file)} in {self._root}: no such file. Check the name"
             ) from FileNotFoundError(file)
         return self._files[file]
 
@@ -146,7 +146,7 @@ class MemoryWriter(StorageWriter):
     def create(self, file: str, nbytes: int) -> None:
         self._require_name(file)
         if nbytes < 0:
-            raise StorageError(f"{self._named(file)}: cannot be created with {nbytes} bytes; pass 0 or more")
+            raise StorageError(f"{self._named(file)}: cannot be created with {nbytes} bytes. Pass 0 or more")
         fresh = _MemoryStream(nbytes)
         with self._lock:
             if self._policy.has_random_writes:
@@ -156,8 +156,7 @@ class MemoryWriter(StorageWriter):
                 is_new = file not in self._files and self._streams.setdefault(file, fresh) is fresh
         if not is_new:
             raise StorageError(
-                f"{self._named(file)}: creating it failed, it is there already; "
-                "remove it first, or take another name"
+                f"{self._named(file)}: creating it failed: it exists already. Remove it first, or use another name"
             )
 
     def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
@@ -170,17 +169,17 @@ class MemoryWriter(StorageWriter):
             if self._policy.has_random_writes:
                 content = self._files.get(file)
             if content is None:
-                raise StorageError(f"{self._named(file)}: no such file is being written; create it first")
+                raise StorageError(f"{self._named(file)}: no such file is being written. Create it first")
             if not 0 <= start <= stop <= len(content):
                 raise StorageError(
                     f"{self._named(file)}: bytes {start}..{stop} are to be written, but it was created with "
-                    f"{len(content)} bytes; create it with the size it will have"
+                    f"{len(content)} bytes. Create it with the size it will have"
                 )
             if stream is not None:
                 if start != stream.position:
                     raise StorageError(
                         f"{self._named(file)}: is written from its first byte to its last, and byte {start} does "
-                        f"not follow on byte {stream.position}; write in order"
+                        f"not follow on byte {stream.position}. Write in order"
                     )
                 stream.position = stop
             view = memoryview(content)
@@ -196,8 +195,8 @@ class MemoryWriter(StorageWriter):
                 return
             if stream.position < len(stream.content):
                 raise StorageError(
-                    f"{self._named(file)}: only {stream.position} of {len(stream.content)} bytes were written; "
-                    "write all of them before syncing it"
+                    f"{self._named(file)}: only {stream.position} of {len(stream.content)} bytes were written. "
+                    "Write all of them before syncing it"
                 )
             self._files[file] = self._streams.pop(file).content
 
@@ -205,7 +204,7 @@ class MemoryWriter(StorageWriter):
         self._require_name(file)
         self._require_name(name)
         if not self._policy.can_rename:
-            raise StorageError(f"{self._named(file)}: cannot be renamed in such a storage; write it under its name")
+            raise StorageError(f"{self._named(file)}: cannot be renamed in such a storage. Write it under its name")
         self._rename(file, name)
 
     def publish(self, file: str, name: str) -> None:
@@ -217,7 +216,7 @@ class MemoryWriter(StorageWriter):
         with self._lock:
             if file not in self._files:
                 raise StorageError(
-                    f"{self._named(file)}: renaming it failed, no such file; create and sync it first"
+                    f"{self._named(file)}: renaming it failed, no such file. Create and sync it first"
                 )
             self._files[name] = self._files.pop(file)
 
@@ -244,12 +243,12 @@ class MemoryWriter(StorageWriter):
         fault = nested_name_reason(file)
         if fault is not None:
             raise StorageError(
-                f"{shown(file)}: refused as the name of a file in {self._root}, {fault}; name a file of that folder"
+                f"{shown(file)}: refused as the name of a file in {self._root}, {fault}. Name a file of that folder"
             )
 
     def _require_open(self, file: str | None) -> None:
         if self._closed:
-            raise StorageError(f"{self._named(file)}: the writer is closed; open another one")
+            raise StorageError(f"{self._named(file)}: the writer is closed. Open another one")
 
     def _named(self, file: str | None) -> str:
         return self._root if file is None else f"{shown(file)} in {self._root}"

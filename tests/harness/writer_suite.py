@@ -137,7 +137,7 @@ class StorageWriterSuite:
     def test_an_existing_file_cannot_be_created(self, storage: WritableStorage) -> None:
         with storage.open() as writer:
             _put(writer, "a", b"older")
-        with storage.open() as writer, pytest.raises(StorageError, match=r"a in .*there already"):
+        with storage.open() as writer, pytest.raises(StorageError, match=r"a in .*exists already"):
             writer.create("a", 3)
         assert storage.contents() == {"a": b"older"}
 
@@ -152,7 +152,7 @@ class StorageWriterSuite:
         assert storage.contents() == {"a": b"0123456789"}
 
     def test_an_absent_file_is_not_written_to(self, storage: WritableStorage) -> None:
-        with storage.open() as writer, pytest.raises(StorageError, match=r"absent in .*create it first"):
+        with storage.open() as writer, pytest.raises(StorageError, match=r"absent in .*Create it first"):
             writer.write("absent", 0, [memoryview(b"1")])
         assert storage.contents() == {}
 
@@ -356,5 +356,5 @@ class StorageWriterSuite:
     def test_a_stream_belongs_to_the_writer_that_created_it(self, storage: WritableStorage) -> None:
         with storage.open() as writer, storage.open() as another:
             writer.create("a", 5)
-            with pytest.raises(StorageError, match=r"a in .*create it first"):
+            with pytest.raises(StorageError, match=r"a in .*Create it first"):
                 another.write("a", 0, [memoryview(b"01234")])

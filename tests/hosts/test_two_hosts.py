@@ -68,7 +68,7 @@ def test_loads_and_saves_on_disks_that_differ_are_refused_alike(hosts: Hosts) ->
     for copies in ("differing values", "differing shapes"):
         assert told[copies].startswith("RankMismatchError: model.safetensors")
     assert told["saved to two folders"].startswith("StorageError: rank 1: ")
-    assert "save to a directory that all ranks share" in told["saved to two folders"]
+    assert "Save to a directory that all ranks share" in told["saved to two folders"]
     assert not list(hosts.disk_of(0).glob("saved/*"))
 
 

@@ -107,7 +107,7 @@ def numbered(checkpoint: str, folder: str) -> tuple[list[str], int]:
         accelerator.save_state()
         assert not [path.name for path in left.iterdir() if path.name.startswith(".")]
         accelerator.project_configuration.iteration = 3
-        assert "is there already" in attempt(accelerator.save_state)[1]
+        assert "exists already" in attempt(accelerator.save_state)[1]
         assert sorted(path.name for path in left.parent.iterdir()) == ["checkpoint_2", "checkpoint_3"]
         return found
 

@@ -44,7 +44,7 @@ def models(folder: str) -> dict[str, str]:
         "not sharded": told(lambda: for_trainer(live)),
         "compiled": told(lambda: for_trainer(torch.compile(shardwise.from_pretrained(causal)))),
         "on meta": told(lambda: for_trainer(shardwise.from_pretrained(causal, load_weights=False))),
-        "no model of transformers": told(lambda: for_trainer(nn.Linear(2, 2))),
+        "not a model of transformers": told(lambda: for_trainer(nn.Linear(2, 2))),
         "several meshes": told(lambda: for_trainer(meshes)),
         "by transformers": told(lambda: for_trainer(theirs)),
         "by others": told(lambda: for_trainer(odd)),

@@ -205,11 +205,11 @@ SAID = {
         "ShardingError",
         "sharded in part: fully_shard was applied to 0, and not to what holds 1.",
     ),
-    "in DDP": ("ShardingError", "wrapped in DistributedDataParallel; pass the model inside"),
+    "in DDP": ("ShardingError", "wrapped in DistributedDataParallel. Pass the model inside"),
     "sharded by others": ("ShardingError", "parameters are distributed, but not by fully_shard: 0.weight"),
     "sharded on one rank": ("RankMismatchError", "the state of the model (sharded already, or not)"),
-    "an optimizer of other parameters": ("ShardingError", "is not the model's; make the optimizer of"),
-    "on meta": ("ShardingError", "tensors are on meta; call shardwise.load before prepare"),
+    "an optimizer of other parameters": ("ShardingError", "is not the model's. Make the optimizer of"),
+    "on meta": ("ShardingError", "tensors are on meta. Call shardwise.load before prepare"),
     "two models": ("ConfigError", "2 models in one call"),
     "placements": ("ConfigError", "device_placement has 2 values, and there are 1 objects"),
     "a plugin of FSDP1": ("ConfigError", "fsdp_version=1"),
@@ -217,9 +217,9 @@ SAID = {
     "a vocabulary resized on meta": ("ShardingError", "model.embed_tokens.weight, lm_head.weight: on meta, in no"),
     "a head initialized on meta": ("ShardingError", "lm_head.weight: on meta, in no file"),
     "a copy of what is on meta": ("ShardingError", "on meta, in no file"),
-    "two minds about loading": ("ConfigError", "cpu_ram_efficient_loading=False; set both, or neither"),
+    "two minds about loading": ("ConfigError", "cpu_ram_efficient_loading=False. Set both, or neither"),
     "a class that is not there": ("ValueError", "Could not find the transformer layer class Qwen3DecoderLayr"),
-    "each rank alone": ("ConfigError", "takes each of the 2 ranks for a process alone"),
+    "each rank alone": ("ConfigError", "takes each of the 2 ranks for a single process"),
     "left on meta on one rank": ("RankMismatchError", "the list of tensors that from_pretrained has left on meta"),
 }
 
@@ -276,7 +276,7 @@ def test_a_door_that_somebody_else_has_wrapped_stays_theirs_and_passes_on():
 
 def test_an_accelerate_that_lacks_a_name_or_is_not_there_is_one_clear_error():
     for told, change in {
-        "lacks a private name that shardwise needs .*use accelerate 1.13 to 1.15": (
+        "lacks a private name that shardwise needs .*Use accelerate 1.13 to 1.15": (
             "from accelerate.utils import fsdp_utils; del fsdp_utils.fsdp2_load_full_state_dict"
         ),
         "pip install 'shardwise\\[accelerate\\]'": "import sys; sys.modules['accelerate'] = None",

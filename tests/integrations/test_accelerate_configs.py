@@ -184,8 +184,8 @@ def test_keys_of_fsdp1_are_taken_for_what_they_come_to_or_told():
             {"num_processes": 6, "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2}},
             "num_processes=6 contradicts",
         ),
-        ({"parallelism_config": {"dp_replicate_size": 2}}, "2 replicas: 1 ranks cannot be dealt"),
-        ({"fsdp": True, "fsdp_config": {"xla": True}}, "FSDP on TPUs is another one"),
+        ({"parallelism_config": {"dp_replicate_size": 2}}, "2 replicas: 1 ranks cannot be divided"),
+        ({"fsdp": True, "fsdp_config": {"xla": True}}, "FSDP on TPUs is not supported"),
     ],
 )  # fmt: skip
 def test_what_is_unknown_contradicts_or_cannot_be_is_refused_by_name(source, said):
@@ -287,7 +287,7 @@ def test_a_misspelt_class_among_several_is_refused_by_name():
             "must be a set of classes",
         ),
         (functools.partial(size_based_auto_wrap_policy, force_leaf_modules={nn.Linear}), "force_leaf_modules"),
-        (functools.partial(is_attention, 3), "1 positional arguments; name them"),
+        (functools.partial(is_attention, 3), "1 positional arguments. Name them"),
     ],
 )
 def test_partials_that_cannot_be_honoured(wrap, said):
@@ -301,9 +301,9 @@ def test_a_function_that_chooses_nothing_is_refused():
 
 
 def test_ranks_compare_functions_by_their_names():
-    from shardwise.models.wrap import in_words
+    from shardwise.models.wrap import comparable_settings
 
-    assert in_words(Sharding(wrap=is_attention))["wrap"] == "Matching(function=is_attention)"
+    assert comparable_settings(Sharding(wrap=is_attention))["wrap"] == "Matching(function=is_attention)"
 
 
 @pytest.mark.distributed

@@ -54,9 +54,9 @@ def test_models(two: LocalRanks, folder: Path) -> None:
     assert found.pop("by others") == "", "what fully_shard alone has sharded is trained as well"
     expected = {
         "not sharded": "ConfigError: for_trainer(Qwen3ForCausalLM): is not sharded",
-        "compiled": "ConfigError: for_trainer was given what torch.compile returns",
+        "compiled": "ConfigError: for_trainer: the model was returned by torch.compile",
         "on meta": "ShardingError: ",
-        "no model of transformers": "ConfigError: for_trainer(Linear): is no model of transformers",
+        "not a model of transformers": "ConfigError: for_trainer(Linear): is not a model of transformers",
         "several meshes": "ConfigError: for_trainer(FSDPQwen3ForCausalLM): its parameters are on several meshes",
         "by transformers": "ConfigError: for_trainer(FSDPQwen3ForCausalLM): transformers has sharded it",
     }
@@ -94,7 +94,7 @@ def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         "no model": "Mine(model='gpt2'): ShardwiseTrainer trains a model that is there",
         "not for it": "pass model=for_trainer(model)",
         "model_init": "ShardwiseTrainer trains a model that is there",
-        "peft_config": "bring the model up with from_pretrained(tuning=Lora(config)) instead",
+        "peft_config": "Bring the model up with from_pretrained(tuning=Lora(config)) instead",
         "fsdp of accelerate": "would have the Trainer shard a model that is sharded already",
         "fsdp": "would have the Trainer shard a model that is sharded already",
         "adafactor": "transformers' Adafactor: steps whole tensors, not shards. Use torchao's AdamW8bit.",
@@ -111,10 +111,10 @@ def test_trainers_of_trl(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     found = same_on(two, refusing.of_trl, str(folder), str(tmp_path))
     expected = {
-        "no reference": "compares with a reference, which TRL would load whole on every rank; pass ref_model=",
+        "no reference": "compares with a reference, which TRL would load whole on every rank. Pass ref_model=",
         "reference": "(ref_model=...): pass ref_model=for_trainer(reference)",
         "precompute": "TRL hashes the model's weights",
-        "grpo": "compares with a reference, which TRL would load whole on every rank; pass beta=0.0",
+        "grpo": "compares with a reference, which TRL would load whole on every rank. Pass beta=0.0",
         "head apart": "TRL reads the weight of the model's head without calling it",
     }
     for name, text in expected.items():
@@ -126,7 +126,7 @@ def test_a_transformers_whose_doors_have_moved(monkeypatch: pytest.MonkeyPatch) 
     kept = sys.modules.pop("shardwise.integrations.trainer_compat")
     owner = next(kind for kind in PreTrainedModel.__mro__ if "is_distributed_loading_by_transformers" in vars(kind))
     monkeypatch.delattr(owner, "is_distributed_loading_by_transformers")
-    with pytest.raises(ConfigError, match=r"lacks a private name.*is_distributed_loading.*use transformers 5\.19"):
+    with pytest.raises(ConfigError, match=r"lacks a private name.*is_distributed_loading.*Use transformers 5\.19"):
         importlib.import_module("shardwise.integrations.trainer_compat")
     sys.modules["shardwise.integrations.trainer_compat"] = kept
 
@@ -194,7 +194,7 @@ def test_a_checkpoint_is_begun_in_no_folder_of_others(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint-3"
     place.mkdir()
     (place / "mine.txt").write_text("x")
-    with pytest.raises(StorageError, match="somebody else's; nothing was overwritten"):
+    with pytest.raises(StorageError, match="somebody else's. Nothing was overwritten"):
         trainer_runs.locked_for(World(0, 1), tmp_path, 3).__enter__()
     assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-3", "mine.txt"]
 

@@ -45,5 +45,5 @@ def test_an_engine_that_does_not_take_all(worlds, folders, where):
 
 def test_without_vllm_or_with_another(folders):
     model = shardwise.from_pretrained(folders["dense"])
-    with pytest.raises(shardwise.ConfigError, match="install vllm, or load in its process with load_into"):
+    with pytest.raises(shardwise.ConfigError, match="Install vllm, or load in its process with load_into"):
         weight_source(model)

@@ -61,7 +61,7 @@ def test_files_of_ranks_are_for_as_many_ranks(worlds, tmp_path):
     worlds(3).run(refusing.write, str(tmp_path), "ranks")
     for kind, text in worlds(2).run(refusing.model_refused, str(tmp_path)):
         assert kind == "ShardingError"
-        assert "load it on 3 ranks" in text
+        assert "Load it on 3 ranks" in text
     worlds(2).run(refusing.write, str(tmp_path), "ranks")  # those of the older save go
     assert len(list(tmp_path.glob("pytorch_model_fsdp_0_rank*"))) == 2
 
@@ -150,7 +150,7 @@ def test_what_is_there_is_told_apart(tmp_path):
     with pytest.raises(Exception, match="no model 0 of accelerate's"):
         find_saved(tmp_path, MODEL, 0)
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
-    with pytest.raises(Exception, match="take a save that was completed"):
+    with pytest.raises(Exception, match="Take a save that was completed"):
         find_saved(tmp_path, MODEL, 0)
     (tmp_path / "pytorch_model_fsdp_1.bin").touch()
     assert find_saved(tmp_path, MODEL, 1) == WholeFile(str(tmp_path), "pytorch_model_fsdp_1.bin")
@@ -165,6 +165,6 @@ def test_what_is_there_is_told_apart(tmp_path):
     assert find_saved(tmp_path, OPTIMIZER, 10) == OfRanks(
         str(tmp_path), ("optimizer_10_rank0.bin", "optimizer_10_rank1.bin")
     )
-    with pytest.raises(Exception, match="check the path"):
+    with pytest.raises(Exception, match="Check the path"):
         find_saved(tmp_path / "nowhere", MODEL, 0)
     shutil.rmtree(tmp_path / "pytorch_model_fsdp_0")

@@ -63,7 +63,7 @@ REFUSED = {
     "scheduler": ("KeyMismatchError", "is of another kind of scheduler than StepLR"),
     "state": ("FormatError", "are no place in a training"),
     "random": ("FormatError", "holds no state of random number generators"),
-    "parent": ("FormatError", "pass one of checkpoint-2 in it"),
+    "parent": ("FormatError", "Pass one of checkpoint-2 in it"),
 }
 
 
@@ -116,4 +116,4 @@ def test_other_schedules_are_refused_by_all(worlds, tmp_path):
     for name, (kind, text) in first.items():
         assert kind == "KeyMismatchError", (name, kind, text)
         assert re.search(OTHER_SCHEDULES[name], text), (name, text)
-        assert "make the scheduler as it was made when it was saved" in text
+        assert "Make the scheduler as it was made when it was saved" in text

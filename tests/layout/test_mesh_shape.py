@@ -24,7 +24,7 @@ def test_axes_have_their_order_whatever_order_they_are_given_in():
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"shards": 8}, "no axis 'shards'; there are replicate and shard"),
+        ({"shards": 8}, "no axis 'shards'. There are replicate and shard"),
         ({"replicate": 2}, "needs an axis shard"),
         ({}, "needs an axis shard"),
         ({"replicate": 0, "shard": 8}, "a rank or more in every axis"),

@@ -235,9 +235,9 @@ def test_names_with_the_name_of_the_adapter_in_them(base: Path, adapter: Path, t
 def test_an_adapter_in_a_folder_of_its_own(base: Path, adapter: Path, tmp_path: Path) -> None:
     (tmp_path / "several").mkdir()
     adapter.rename(tmp_path / "several" / "mine")
-    with pytest.raises(FormatError, match="choose one by adapter_name: mine"):
+    with pytest.raises(FormatError, match="Choose one by adapter_name: mine"):
         merge_adapter(base, tmp_path / "several", tmp_path / "out")
-    with pytest.raises(FormatError, match="no name of an adapter"):
+    with pytest.raises(FormatError, match="not the name of an adapter"):
         merge_adapter(base, tmp_path / "several", tmp_path / "out", adapter_name="../several")
     assert merge_adapter(base, tmp_path / "several", tmp_path / "out", adapter_name="mine").modules == 4
 

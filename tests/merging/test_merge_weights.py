@@ -99,7 +99,7 @@ def test_without_a_config_names_stay_and_that_is_told(small, tmp_path: Path) -> 
     same(tensors_of(tmp_path / "named"), small[1])
     with pytest.raises(ConfigError, match="no config.json"):
         merge_weights(step, tmp_path / "out", dtype="bfloat16")
-    with pytest.raises(ConfigError, match=r"no config.json; pass a folder"):
+    with pytest.raises(ConfigError, match=r"no config.json. Pass a folder"):
         merge_weights(step, tmp_path / "out", base=tmp_path)
 
 

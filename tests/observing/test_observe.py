@@ -134,7 +134,7 @@ def test_a_killed_process_leaves_whole_lines_and_the_next_run_replaces_them(tmp_
     run = read_run(tmp_path)
     assert [span.path for span in run.ranks[0].phases] == [("forever",)]
     [note] = run.notes
-    assert note.startswith("rank 0 did not end in order; its last line is of second ")
+    assert note.startswith("rank 0 did not end in order. Its last line is of second ")
     with shardwise.observe(tmp_path):
         pass
     run = read_run(tmp_path)

@@ -23,7 +23,7 @@ TOKEN = "0123abcd"
 
 def planned(max_shard_bytes):
     tensors = [(f"w{number}", DType.F32, (8,)) for number in range(4)]
-    return plan_save(tensors, max_shard_bytes=max_shard_bytes, parameters=32, token=TOKEN)
+    return plan_save(tensors, max_shard_bytes=max_shard_bytes, parameters=32, save_id=TOKEN)
 
 
 def index_of(*names):

@@ -87,8 +87,8 @@ def test_all_faults_are_told_at_once():
         plan(tensors, stored, unmatched={"odd": "odd"}, faults=["experts.w: numbered with gaps"])
     assert str(caught.value).splitlines() == [
         "the checkpoint somewhere does not fit the model",
-        "  mismatched 2     head: stored (6, 2) F32 in model.safetensors as head, model wants (5, 2)",
-        "                   position: stored (4,) F32 in model.safetensors as position, model wants I64",
+        "  mismatched 2     head: stored (6, 2) F32 in model.safetensors as head, model has (5, 2)",
+        "                   position: stored (4,) F32 in model.safetensors as position, model has I64",
         "  missing 2        layers.{0..1}.q (x2)",
         "  unexpected 1     odd",
         "  conversion 1     experts.w: numbered with gaps",

@@ -258,7 +258,7 @@ def test_an_adapter_that_does_not_fit(shapes: Any, settings: Any, words: list[st
 def test_factors_of_whole_numbers() -> None:
     stored = adapter(**SOUND)
     key = next(iter(stored))
-    assert "factors that are no fractions: 1" in refusal({**stored, key: Stored(key, (2, 6), DType.I32)})
+    assert "factors that are not fractions: 1" in refusal({**stored, key: Stored(key, (2, 6), DType.I32)})
 
 
 def test_every_fault_at_once_and_long_lists_cut() -> None:

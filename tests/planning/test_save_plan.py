@@ -34,7 +34,7 @@ def test_files_are_those_of_the_hubs_library(kinds, most):
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=most,
     )
-    plan = plan_save(tensors, max_shard_bytes=most, parameters=7, token="0123abcd")
+    plan = plan_save(tensors, max_shard_bytes=most, parameters=7, save_id="0123abcd")
     found = [sorted(entry.key for entry in file.entries) for file in plan.files]
     assert found == [sorted(keys) for keys in theirs.filename_to_tensors.values()]
     assert plan.nbytes == sum(nbytes.values())
@@ -53,13 +53,13 @@ def test_files_are_those_of_the_hubs_library(kinds, most):
 
 
 def test_nothing_to_save_is_a_file_and_one_that_cannot_be_renamed_has_an_index():
-    nothing = plan_save([], max_shard_bytes=1, parameters=0, token="t", stem="adapter_model")
+    nothing = plan_save([], max_shard_bytes=1, parameters=0, save_id="t", stem="adapter_model")
     assert (nothing.names, nothing.nbytes, nothing.index) == (("adapter_model.safetensors",), 0, None)
     assert (nothing.single_file, nothing.index_file) == (
         "adapter_model.safetensors",
         "adapter_model.safetensors.index.json",
     )
-    one = plan_save([("a", DType.F32, (2,))], max_shard_bytes=8, parameters=2, token="t", can_rename=False)
+    one = plan_save([("a", DType.F32, (2,))], max_shard_bytes=8, parameters=2, save_id="t", can_rename=False)
     assert one.names == ("model-t-00001-of-00001.safetensors",)
     assert json.loads(one.index)["weight_map"] == {"a": one.names[0]}
 
@@ -70,7 +70,7 @@ def test_nothing_to_save_is_a_file_and_one_that_cannot_be_renamed_has_an_index()
 )
 def test_a_file_is_written_in_blocks_that_are_as_full_as_they_can_be(kinds, most):
     tensors = [(f"t{number}", dtype, tuple(shape)) for number, (dtype, shape) in enumerate(kinds)]
-    plan = plan_save(tensors, max_shard_bytes=1 << 20, parameters=7, token="0123abcd")
+    plan = plan_save(tensors, max_shard_bytes=1 << 20, parameters=7, save_id="0123abcd")
     blocks = list(parts_of(plan, most))
     sizes = [sum(box.numel * plan.entries[key].dtype.itemsize for key, box in block) for block in blocks]
     assert sum(sizes) == plan.nbytes
@@ -117,7 +117,10 @@ def test_what_all_ranks_write_is_the_files(seed, request, staging, is_staged):
                     held[rank].setdefault((number, key), []).append((box, place))
                     memories[rank, number, key] = memory
     plan = plan_save(
-        [(key, DType.I64, arrays[key].shape) for key, _, _ in saved], max_shard_bytes=2000, parameters=0, token="t"
+        [(key, DType.I64, arrays[key].shape) for key, _, _ in saved],
+        max_shard_bytes=2000,
+        parameters=0,
+        save_id="t",
     )
     files = {file.name: np.zeros(file.nbytes, np.uint8) for file in plan.files}
     times = {name: np.zeros_like(file) for name, file in files.items()}
@@ -155,7 +158,7 @@ def test_what_all_ranks_write_is_the_files(seed, request, staging, is_staged):
 def test_what_lies_alike_is_written_as_it_lies_in_requests_of_their_size(is_staged):
     grower = Grower(random.Random(0))
     leaf, _ = grower.leaf((6, 4))
-    plan = plan_save([("a", DType.I64, (6, 4))], max_shard_bytes=1000, parameters=0, token="t")
+    plan = plan_save([("a", DType.I64, (6, 4))], max_shard_bytes=1000, parameters=0, save_id="t")
     start = plan.entries["a"].start
     policy = WritePolicy(has_random_writes=True, can_rename=True, block_bytes=1, request_bytes=96, concurrency=1)
     held = {"t0": [(Box((2, 0), (4, 4)), Strided.contiguous((4, 4)))]}

@@ -12,7 +12,7 @@ from shardwise.formats.contract import TensorEntry
 from shardwise.formats.safetensors_files import NewFile
 from shardwise.planning.fingerprints import RecordedSave, file_beside, from_bytes, to_bytes
 from shardwise.planning.load_memory import ComputingShare, staging_within
-from shardwise.planning.load_plan import Consent, Ignore, Initialize, allows, faults_in_words
+from shardwise.planning.load_plan import Consent, Ignore, Initialize, allows, describe_faults
 from shardwise.planning.save_plan import choose_owners, wanted_by_owners
 from shardwise.tensors import Box, DType
 
@@ -132,7 +132,7 @@ def test_faults_in_words() -> None:
         "twice": [],
     }
     ways = {"mismatched": "one", "unexpected": "two", "twice": "three"}
-    lines = faults_in_words("it does not fit", faults, ways).splitlines()
+    lines = describe_faults("it does not fit", faults, ways).splitlines()
     assert lines[0] == "it does not fit"
     assert lines[1] == "  mismatched 4     layers.{0..3}.weight (x4)"
     assert lines[2].startswith("  missing 30       ")

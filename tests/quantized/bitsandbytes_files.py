@@ -86,7 +86,7 @@ def go_through(folder: str, mesh: str) -> list[str]:
     model, report = shardwise.from_pretrained(folder, output_loading_info=True, **how)
     packed = {f"{name}.weight" for name, _ in layers_of(model)}
     for name, layer in layers_of(model):
-        found = layer.packing.numbers(
+        found = layer.packing.dequantize(
             whole(layer.weight), layer.scales_of(whole(layer.weight_scales), 0), torch.bfloat16
         )
         if not torch.equal(found, numbers[f"{name}.weight"]):

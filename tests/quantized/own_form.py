@@ -26,7 +26,7 @@ class OwnForm:
     offset: int
     is_kept: bool = False
 
-    def as_numbers(self, _reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+    def dequantized(self, _reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
         made = {
             key: Composed(DType.F32, entry.shape, OffsetBytes(Whole(key), self.offset))
             for key, entry in index.entries.items()

@@ -132,7 +132,7 @@ def test_a_block_of_zeros(plain, tmp_path):
     model = shardwise.from_pretrained(folder, quantization=Nf4())
     layer = model.get_submodule(UP.removesuffix(".weight"))
     assert layer.scales()[2, 0] == 0
-    assert not layer.numbers()[2, :64].any()
+    assert not layer.dequantize()[2, :64].any()
 
 
 def test_packed_from_eight_bits(plain, tmp_path):
@@ -178,7 +178,7 @@ def test_what_stays_is_named(plain):
         ),
         (
             {"quantization": Nf4(), "tuning": shardwise.Lora(LoraConfig(r=2, use_dora=True))},
-            "weights in four bits are not .*; leave out use_dora",
+            "weights in four bits are not .*. Leave out use_dora",
         ),
         (
             {"quantization": Nf4(skip_modules=("qq_proj",))},
@@ -189,7 +189,7 @@ def test_what_stays_is_named(plain):
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
             "load_in_8bit is not known",
         ),
-        ({"quantization_config": "nf4"}, r"quantization_config is 'nf4', and neither .*; pass BitsAndBytesConfig"),
+        ({"quantization_config": "nf4"}, r"quantization_config is 'nf4', and neither .*. Pass BitsAndBytesConfig"),
         ({"quantization_config": 4}, "quantization_config is 4, and neither"),
         ({"quantization_config": Nf4}, "quantization_config is <class .*, and neither"),
         ({"quantization_config": Nf4()}, r"quantization_config is Nf4\(.*, and neither"),
@@ -202,7 +202,7 @@ def test_what_stays_is_named(plain):
             {"quantization_config": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float23"}},
             "compute_dtype='float23': is one of",
         ),
-        ({"load_in_4bit": True}, r"pass quantization=Nf4\(\)"),
+        ({"load_in_4bit": True}, r"Pass quantization=Nf4\(\)"),
         ({"quantization": "nf4"}, "quantization"),
     ],
 )
@@ -281,7 +281,7 @@ def test_numbers_are_made_of_what_is_stored(stored):
     assert torch.equal(first(tokens).logits, second(tokens).logits)
     assert not hasattr(second.config, "quantization_config")
     name = UP.removesuffix(".weight")
-    assert torch.equal(first.get_submodule(name).numbers(), second.get_submodule(name).weight)
+    assert torch.equal(first.get_submodule(name).dequantize(), second.get_submodule(name).weight)
 
 
 def test_the_plan_counts_packed_bytes(plain):

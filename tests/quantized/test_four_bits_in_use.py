@@ -39,7 +39,7 @@ def test_what_goes_wrong_on_one_rank_is_everybodys(worlds, plain):
     assert first == second
     require(first["other blocks"], "RankMismatchError", r"quantization on rank 1 .*block_size=32.* against .*=64")
     require(first["fails alone"], "CheckpointError", "rank 1: MemoryError: no room for the scales")
-    require(first["merged"], "ConfigError", "is in four bits, and nothing is merged into it in its place; save the")
+    require(first["merged"], "ConfigError", "is in four bits, and nothing is merged into it in its place. Save the")
 
 
 @pytest.mark.slow
@@ -64,11 +64,11 @@ def test_compiled(plain):
 
 def test_a_cast_passes_over_what_numbers_are_made_of(plain):
     model = shardwise.from_pretrained(str(plain), quantization=NESTED)
-    before = {name: layer.numbers() for name, layer in layers_of(model)}
+    before = {name: layer.dequantize() for name, layer in layers_of(model)}
     model.bfloat16()
     for _, layer in layers_of(model):
         layer.half()
-    assert all(torch.equal(layer.numbers(), before[name]) for name, layer in layers_of(model))
+    assert all(torch.equal(layer.dequantize(), before[name]) for name, layer in layers_of(model))
     assert model.model.layers[0].input_layernorm.weight.dtype is torch.bfloat16
 
 

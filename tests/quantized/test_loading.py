@@ -227,8 +227,8 @@ def test_the_plan_is_of_numbers(quantized, plain):
     ("config", "told"),
     [
         ({"quant_method": "aqlm"}, "is quantized in a way that is not known here"),
-        ({"quant_method": "fp8", "weight_block_size": [16]}, "makes no sense"),
-        ({"quant_method": "fp8", "weight_block_size": [16, 16]}, "blocks of 16 x 16, wants"),
+        ({"quant_method": "fp8", "weight_block_size": [16]}, "is not a list of two sizes"),
+        ({"quant_method": "fp8", "weight_block_size": [16, 16]}, "blocks of 16 x 16, needs"),
     ],
 )
 def test_another_quantizer(quantized, tmp_path, config, told):
@@ -278,5 +278,5 @@ def test_one_scale_where_the_config_says_blocks(quantized, tmp_path):
     told = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 24]}}
     content = json.loads((tmp_path / "config.json").read_text()) | told
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(shardwise.FormatError, match="in blocks of 16 x 24, wants"):
+    with pytest.raises(shardwise.FormatError, match="in blocks of 16 x 24, needs"):
         shardwise.from_pretrained(str(tmp_path))

@@ -64,12 +64,12 @@ def test_what_is_refused_before_anything_is_started(tmp_path: Path, monkeypatch:
     errors = {name: result.stderr for name, result in found.items()}
     assert str(tmp_path / "none") in errors["no model"]
     assert str(used) in errors["no weights"]
-    assert f"{bare}: there is no config.json in it that names a model_type" in errors["no config"]
+    assert f"{bare}: has no config.json with a model_type" in errors["no config"]
     assert "--ranks" in errors["no ranks"]
     assert "there is no 'fast', but shardwise, native," in errors["arm"]
     assert "it has mine.txt in it. Name a new or an empty folder." in errors["folder"]
     assert "cannot be created" in errors["file"]
-    assert "accelerate is not installed; pip install 'shardwise[accelerate]'" in errors["accelerate"]
+    assert "accelerate is not installed. Run pip install 'shardwise[accelerate]'" in errors["accelerate"]
     assert not (tmp_path / "a").exists(), "a folder was made for nothing"
 
 

@@ -140,7 +140,7 @@ def test_what_is_not_cached_is_named_where_downloading_is_off(cache: Path, monke
 
 
 def test_a_name_that_no_repository_can_have(cache: Path) -> None:
-    with pytest.raises(StorageError, match="is no directory here, .*HFValidationError"):
+    with pytest.raises(StorageError, match="is not a local directory, .*HFValidationError"):
         resolve("not a name!", offline(cache))
 
 
@@ -348,7 +348,7 @@ def test_a_revision_is_the_commit_that_the_hub_or_the_cache_names(
     ConnectError.__module__ = "httpx"
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", unreachable)
     assert commit_of("org/name", HubOptions(cache_dir=str(cache))) == COMMIT
-    with pytest.raises(StorageError, match=r"cannot be had .*\(ConnectError: no route\)"):
+    with pytest.raises(StorageError, match=r"cannot be downloaded .*\(ConnectError: no route\)"):
         commit_of("org/name", HubOptions(cache_dir=str(cache), revision="v2"))
 
 

@@ -122,7 +122,9 @@ def test_a_full_disk_is_told_when_a_file_is_created(small_disk: Path) -> None:
     with LocalWriter(small_disk) as writer:
         put(writer, "a")
         before = open_descriptors()
-        with pytest.raises(StorageError, match=r"b in .*2\.00 MiB failed, no space left on device .*Make room"):
+        with pytest.raises(
+            StorageError, match=r"b in .*2\.00 MiB failed, no space left on device .*Free some space"
+        ):
             writer.create("b", 2 << 20)
         assert open_descriptors() == before
         assert writer.list() == ["a"]
@@ -204,7 +206,7 @@ def raising(code: int) -> Callable[..., Any]:
     [
         (errno.EACCES, "permission denied .*Change the permissions"),
         (errno.EROFS, "read-only file system .*save elsewhere"),
-        (errno.ENOSPC, "no space left on device .*Make room"),
+        (errno.ENOSPC, "no space left on device .*Free some space"),
         (errno.EIO, r"input/output error \(errno 5\). Check the file system"),
     ],
 )
@@ -281,7 +283,7 @@ def test_what_is_no_folder_is_no_root(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "gone").symlink_to("nowhere")
     for name in ("file", "gone"):
-        with pytest.raises(StorageError, match=f"{name}: is there and is no folder"):
+        with pytest.raises(StorageError, match=f"{name}: is a file"):
             LocalWriter(tmp_path / name)
     with (
         LocalWriter(tmp_path / "file" / "below") as writer,
@@ -327,7 +329,7 @@ def test_nothing_is_written_through_a_link(cached: Path) -> None:
         with pytest.raises(StorageError, match="a in .*a symbolic link"):
             writer.write("a", 0, [memoryview(b"1")])
         for name in ("a", "gone"):
-            with pytest.raises(StorageError, match=f"{name} in .*there already"):
+            with pytest.raises(StorageError, match=f"{name} in .*exists already"):
                 writer.create(name, 1)
         writer.replace("a", b"mine")
         put(writer, "b")

@@ -125,13 +125,13 @@ def test_a_url_is_an_object_store() -> None:
     [
         (
             "hf://organization/name",
-            r"hf://organization/name: the hub is not written to; .*then upload it \(hf upload",
+            r"hf://organization/name: the hub is not written to. .*then upload it \(hf upload",
         ),
         (
             "https://user:hidden@host/folder",
-            r"https://host/folder: .*cannot be written to; save into a local folder",
+            r"https://host/folder: .*cannot be written to. Save into a local folder",
         ),
-        ("file:///folder", "pass the path without file://"),
+        ("file:///folder", "Pass the path without file://"),
         ("nonsense://folder", "writing to nonsense:// failed"),
     ],
 )

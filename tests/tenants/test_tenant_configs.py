@@ -99,7 +99,7 @@ def test_all_bad_keys_are_told_without_torch(tmp_path: Path) -> None:
         "print('torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "has 2 invalid keys" in done.stdout
+    assert "invalid keys (2)" in done.stdout
     assert "tenants.ada.lora_q" in done.stdout
     assert "tenants.bob.lora_z" in done.stdout
     assert done.stdout.endswith("False\n")

@@ -129,7 +129,7 @@ def test_calls_tools_and_systems_of_sharegpt() -> None:
         ({"conversations": [{"from": "nobody", "value": "x"}]}, "has the speaker 'nobody'"),
         ({"instruction": "x"}, "output: is missing"),
         ({"instruction": "x", "output": "y", "history": [1]}, "history: is not a list of pairs"),
-        ({"conversations": [{"from": "function_call", "value": "x"}]}, "is no function call in JSON"),
+        ({"conversations": [{"from": "function_call", "value": "x"}]}, "is not a function call in JSON"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named(row: dict[str, Any], message: str) -> None:

@@ -119,7 +119,7 @@ def test_a_base_in_four_bits(folder: Path) -> None:
         ({"load_in_4bit": True}, "load_in_4bit: needs use_peft"),
         ({"dp_replicate_size": 2}, "2 replicas: 2 ranks cannot be dealt"),
         ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
-        ({"eval_strategy": "steps"}, "test: is no split"),
+        ({"eval_strategy": "steps"}, "test: is not a split"),
         ({"early_stopping_patience": 2}, "early_stopping_patience: needs load_best_model_at_end"),
         ({"dataset_name": "images.jsonl"}, "images: training on images is not supported"),
     ],

@@ -130,11 +130,11 @@ def test_an_adapter_lies_beside_a_model_and_replaces_an_older_one(tied: Path, tm
     assert shardwise.verify(tmp_path).compared > 0
     half = shardwise.save_adapter(model, tmp_path / "half", dtype="bfloat16")
     assert half.dtypes == {"BF16": report.tensors}
-    with pytest.raises(ConfigError, match="no such adapter; the model has default"):
+    with pytest.raises(ConfigError, match="no such adapter. Adapters: default"):
         shardwise.save_adapter(model, tmp_path, adapter="other")
-    with pytest.raises(ConfigError, match="it has none"):
+    with pytest.raises(ConfigError, match="It has none"):
         shardwise.save_adapter(shardwise.from_pretrained(tied), tmp_path)
-    with pytest.raises(ConfigError, match="save the adapter by save_adapter"):
+    with pytest.raises(ConfigError, match="Save the adapter by save_adapter"):
         shardwise.save(model, tmp_path)
 
 
@@ -173,7 +173,7 @@ def test_an_adapter_of_a_tied_head_is_not_merged_as_if_it_were_none(tied: Path, 
     for kind, text in worlds(2).run(on_ranks.merged_tensors, str(tied), ["q_proj", "lm_head"]):
         assert kind == "ConfigError"
         assert "lm_head is tied to" in text
-        assert "embed_tokens, which a merge would change, too; take it out of target_modules" in text
+        assert "embed_tokens, which a merge would change, too. Take it out of target_modules" in text
 
 
 @pytest.mark.distributed
@@ -181,9 +181,9 @@ def test_an_adapter_of_a_tied_head_is_not_merged_as_if_it_were_none(tied: Path, 
     ("tuning", "safe", "told"),
     [
         (Lora(NARROW), False, ""),
-        (Lora(NARROW), True, "q_proj is sharded; only a plain adapter that is sharded, too, can be merged"),
-        (Lora(DORA), False, "q_proj is sharded; only a plain adapter"),
-        (Lora(NARROW, adapters="replicated"), False, "can be merged into it; save the adapter"),
+        (Lora(NARROW), True, "q_proj is sharded. Only a plain adapter that is sharded, too, can be merged"),
+        (Lora(DORA), False, "q_proj is sharded. Only a plain adapter"),
+        (Lora(NARROW, adapters="replicated"), False, "can be merged into it. Save the adapter"),
     ],
 )
 def test_peft_merges_into_shards_or_says_that_it_cannot(

@@ -71,7 +71,7 @@ def test_the_command_line_knows_tunings(half: Path, tmp_path: Path) -> None:
         ("lore=3", "is not known. Pass full, freeze=N"),
         ("freeze=two", "is not known"),
         ("lora=4,target=q_proj", "is not known"),
-        ("lora=4,targets=q_prj", "the nearest are q_proj"),
+        ("lora=4,targets=q_prj", "The nearest are q_proj"),
     ):
         result = run("--tuning", words)
         assert result.exit_code == 2, result.output

@@ -256,9 +256,9 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
     [
         (
             Lora(LoraConfig(target_modules=["q_prj"])),
-            r"target_modules: nothing is named 'q_prj'; the nearest are q_proj",
+            r"target_modules: nothing is named 'q_prj'. The nearest are q_proj",
         ),
-        (Lora(LoraConfig(target_modules=["q_proj", "v_prj"])), r"nothing is named 'v_prj'; the nearest are v_proj"),
+        (Lora(LoraConfig(target_modules=["q_proj", "v_prj"])), r"nothing is named 'v_prj'. The nearest are v_proj"),
         (
             Lora(LoraConfig(target_modules="nothing.*")),
             r"PEFT cannot put this LoRA into Qwen3ForCausalLM: .*not found",
@@ -278,13 +278,16 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
             Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="eva", eva_config=EvaConfig())),
             r"'eva' needs whole weights, or data",
         ),
-        (Lora(LoraConfig(target_modules=["q_proj"], modules_to_save="lm_head")), r"'lm_head' is no list of names"),
+        (
+            Lora(LoraConfig(target_modules=["q_proj"], modules_to_save="lm_head")),
+            r"'lm_head' is not a list of names",
+        ),
         (Lora(LoraConfig(target_modules=["embed_tokens"], use_dora=True)), r"embed_tokens: use_dora.*Embedding"),
         (Lora(LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3])), r"trainable_token_indices"),
         (Lora(LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (1, 2)])), r"layer_replication"),
         (Lora(DORA, adapters="replicated"), r"use_dora.*sharded"),
         (Freeze(3), r"trainable_layers=3: Qwen3ForCausalLM has 2"),
-        (Freeze(1, ("self_atn",)), r"no module of the layers is named 'self_atn'; the nearest are self_attn"),
+        (Freeze(1, ("self_atn",)), r"no module of the layers is named 'self_atn'. The nearest are self_attn"),
         (Freeze(extra_modules=("lm_hed",)), r"no module outside of the layers is named 'lm_hed'.*lm_head"),
         (Freeze(extra_modules=("rotary_emb",)), r"trains nothing"),
     ],

@@ -105,7 +105,7 @@ def in_float8(index: CheckpointIndex, block: int = 128) -> CheckpointIndex:
             files[entry.file] += math.prod(shape) * dtype.itemsize
             entries[key] = TensorEntry(key, dtype, shape, entry.file, start, files[entry.file])
     stored = CheckpointIndex(index.root, files, entries, {}, index.layout)
-    return form_of({"quant_method": "fp8", "weight_block_size": [block, block]}).as_numbers(
+    return form_of({"quant_method": "fp8", "weight_block_size": [block, block]}).dequantized(
         MemoryReader({}), stored
     )
 

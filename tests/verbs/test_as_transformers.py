@@ -198,7 +198,7 @@ def test_code_of_a_repository_is_fetched_with_consent_only(qwen3, tmp_path, hub)
     config |= {"architectures": ["Coded"], "auto_map": {"AutoModelForCausalLM": "modeling_own.Coded"}}
     (folder / "config.json").write_text(json.dumps(config))
     downloaded = hub(folder)
-    with pytest.raises(ConfigError, match="brings its own model code"):
+    with pytest.raises(ConfigError, match="contains its own model code"):
         shardwise.from_pretrained("org/name", cache_dir=str(tmp_path))
     assert "modeling_own.py" not in downloaded
     model = shardwise.from_pretrained("org/name", cache_dir=str(tmp_path), trust_remote_code=True)

@@ -19,11 +19,11 @@ from shardwise.options import HubOptions, LoadOptions
         (
             shardwise.load,
             "strict",
-            r"load\(\) got an unexpected keyword argument 'strict'; pass on_missing=Initialize",
+            r"load\(\) got an unexpected keyword argument 'strict'. Pass on_missing=Initialize",
         ),
-        (shardwise.load, "hubs", "did you mean 'hub'"),
-        (shardwise.save, "safe_serialization", "leave it out: files are always safetensors"),
-        (shardwise.save, "push", "it has model, directory, tokenizer"),
+        (shardwise.load, "hubs", "Did you mean 'hub'"),
+        (shardwise.save, "safe_serialization", "Leave it out: files are always safetensors"),
+        (shardwise.save, "push", "Keywords: model, directory, tokenizer"),
     ],
 )
 def test_load_and_save_answer_unknown_keywords(call, keyword, said, tmp_path):
@@ -35,8 +35,8 @@ def test_load_and_save_answer_unknown_keywords(call, keyword, said, tmp_path):
 @pytest.mark.parametrize(
     ("keyword", "said"),
     [
-        ("shardin", r"from_pretrained\(\) got an unexpected keyword argument 'shardin'; did you mean 'sharding'"),
-        ("use_cache", "attributes of the config go into config_overrides"),
+        ("shardin", r"from_pretrained\(\) got an unexpected keyword argument 'shardin'. Did you mean 'sharding'"),
+        ("use_cache", "Attributes of the config go into config_overrides"),
     ],
 )
 def test_keywords_that_nobody_knows_are_refused(qwen3, keyword, said):
@@ -49,15 +49,15 @@ def test_keywords_that_nobody_knows_are_refused(qwen3, keyword, said):
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
-        ({"device_map": "auto"}, r"no device_map, .*: pass sharding=Sharding\(mesh="),
+        ({"device_map": "auto"}, r"no device_map. Pass sharding=Sharding\(mesh="),
         ({"quantization_config": {"load_in_8bit": True}}, "load_in_8bit is not known here"),
-        ({"load_in_8bit": True}, "weights in 8 bits are not known here"),
+        ({"load_in_8bit": True}, "8-bit weights are not supported"),
         ({"tp_plan": "auto"}, "shardwise.load"),
         ({"max_memory": {0: "1GB"}}, "shardwise.plan"),
         ({"offload_folder": "x"}, "CPUOffloadPolicy"),
         ({"distributed_config": object()}, "Sharding"),
         ({"ignore_mismatched_sizes": True}, "on_mismatched=Initialize"),
-        ({"low_cpu_mem_usage": False}, "leave it out"),
+        ({"low_cpu_mem_usage": False}, "Leave it out"),
         ({"dtype": "float32", "torch_dtype": torch.bfloat16}, "two names of one argument"),
         ({"revision": "v2", "hub": HubOptions(revision="v1")}, "given twice"),
     ],
@@ -67,6 +67,20 @@ def test_keywords_of_transformers_that_mean_nothing_here_say_what_to_do(qwen3, k
         shardwise.from_pretrained(qwen3, **keywords)
     with pytest.raises(ConfigError, match=said):
         shardwise.plan(qwen3, ranks=2, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "said"),
+    [
+        ("mesh", r"Pass sharding=Sharding\(mesh=\.\.\.\)"),
+        ("process_group", r"Pass options=LoadOptions\(process_group=\.\.\.\)"),
+        ("gradient_checkpointing", r"Pass sharding=Sharding\(activation_checkpointing=True\)"),
+        ("peft_config", r"Pass tuning=Lora\(config\)"),
+    ],
+)
+def test_keywords_that_belong_elsewhere_are_answered_with_the_place(qwen3, keyword, said):
+    with pytest.raises(ConfigError, match=said):
+        shardwise.from_pretrained(qwen3, **{keyword: 1})
 
 
 def test_keywords_of_transformers_that_are_honoured(qwen3, tmp_path):
@@ -107,33 +121,34 @@ def test_a_variant_is_the_one_that_is_read(qwen3, tmp_path):
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
-        ({"sharding": ("fsdp",)}, r"sharding is \('fsdp',\), of type tuple; pass Sharding"),
+        ({"sharding": ("fsdp",)}, r"sharding is \('fsdp',\), of type tuple. Pass Sharding"),
         (
             {"sharding": Sharding},
-            r"sharding is the class Sharding; pass an object of it: sharding=Sharding\(\.\.\.\)",
+            r"sharding is the class Sharding. Pass an object of it: sharding=Sharding\(\.\.\.\)",
         ),
         ({"sharding": True}, "sharding is True, of type bool"),
-        ({"sharding": Sharding(wrap=("Block",))}, r"sharding.wrap is \('Block',\), of type tuple; pass .*Classes"),
+        ({"sharding": Sharding(wrap=("Block",))}, r"sharding.wrap is \('Block',\), of type tuple. Pass .*Classes"),
         (
             {"sharding": Sharding(wrap=shardwise.options.MinSize)},
-            "sharding.wrap is the class MinSize; pass an object",
+            "sharding.wrap is the class MinSize. Pass an object",
         ),
-        ({"sharding": Sharding(mesh=4)}, "sharding.mesh is 4, of type int; pass DeviceMesh"),
-        ({"sharding": Sharding(mp_policy=torch.bfloat16)}, "sharding.mp_policy is .* pass MixedPrecisionPolicy"),
+        ({"sharding": Sharding(mesh=4)}, "sharding.mesh is 4, of type int. Pass DeviceMesh"),
+        ({"sharding": Sharding(mp_policy=torch.bfloat16)}, "sharding.mp_policy is .* Pass MixedPrecisionPolicy"),
         ({"tuning": shardwise.Lora}, "tuning is the class Lora"),
         (
             {"tuning": "lora"},
-            "tuning is 'lora', of type str; pass Lora or Full or Freeze or ExistingLora or Tuning",
+            "tuning is 'lora', of type str. Pass Lora or Full or Freeze or ExistingLora or Tuning",
         ),
-        ({"resize_vocab": True}, "resize_vocab is True, of type bool; pass int or ResizeVocab"),
-        ({"on_missing": ("score.*",)}, "on_missing is .*, of type tuple; pass Initialize"),
-        ({"hub": {"revision": "v1"}}, "hub is .*, of type dict; pass HubOptions"),
-        ({"options": {"seed": 1}}, "options is .*, of type dict; pass LoadOptions"),
+        ({"tuning": LoraConfig()}, r"of type LoraConfig. .*, as in tuning=Lora\("),
+        ({"resize_vocab": True}, "resize_vocab is True, of type bool. Pass int or ResizeVocab"),
+        ({"on_missing": ("score.*",)}, "on_missing is .*, of type tuple. Pass Initialize"),
+        ({"hub": {"revision": "v1"}}, "hub is .*, of type dict. Pass HubOptions"),
+        ({"options": {"seed": 1}}, "options is .*, of type dict. Pass LoadOptions"),
         ({"options": LoadOptions(shared_reads="often")}, "options.shared_reads='often' is not known"),
-        ({"options": LoadOptions(device="cuda")}, "options.device is 'cuda', of type str; pass device"),
-        ({"hub": {"cache_dir": "x"}, "revision": "main"}, "hub is .*, of type dict; pass HubOptions"),
-        ({"tuning": shardwise.Lora({"r": 4})}, "config is a dict; pass a peft.LoraConfig"),
-        ({"tuning": shardwise.Lora(LoraConfig)}, "config is the class LoraConfig; pass a peft.LoraConfig"),
+        ({"options": LoadOptions(device="cuda")}, "options.device is 'cuda', of type str. Pass device"),
+        ({"hub": {"cache_dir": "x"}, "revision": "main"}, "hub is .*, of type dict. Pass HubOptions"),
+        ({"tuning": shardwise.Lora({"r": 4})}, "config is a dict. Pass a peft.LoraConfig"),
+        ({"tuning": shardwise.Lora(LoraConfig)}, "config is the class LoraConfig. Pass a peft.LoraConfig"),
     ],
 )
 def test_values_of_another_kind_than_is_meant(qwen3, keywords, said):
@@ -152,8 +167,8 @@ def test_so_for_the_other_verbs(qwen3, tmp_path):
             lambda: shardwise.shard(model, values_from="rank0"),
             "values_from='rank0' is not known. Pass one of 'any', ",
         ),
-        (lambda: shardwise.shard(model, options=LoadOptions()), "options is LoadOptions.*; pass Shard"),
-        (lambda: shardwise.shard("model"), "model is 'model', of type str; pass Module"),
+        (lambda: shardwise.shard(model, options=LoadOptions()), "options is LoadOptions.*. Pass Shard"),
+        (lambda: shardwise.shard("model"), "model is 'model', of type str. Pass Module"),
         (
             lambda: shardwise.load(model, qwen3, options=shardwise.options.ShardOptions()),
             "options is ShardOptions",
@@ -162,7 +177,7 @@ def test_so_for_the_other_verbs(qwen3, tmp_path):
         (lambda: shardwise.save(model, tmp_path / "out", options=LoadOptions()), "options is LoadOptions"),
         (lambda: shardwise.from_pretrained(nn.Linear(1, 1)), "name_or_path is a Linear"),
         (lambda: shardwise.plan(qwen3, ranks="2"), "ranks='2': is not a number of ranks"),
-        (lambda: LoadOptions(budget_bytes="1GB"), "budget_bytes='1GB' is no number of bytes"),
+        (lambda: LoadOptions(budget_bytes="1GB"), "budget_bytes='1GB' is not a number of bytes"),
     ]
     for ask, said in asked:
         with pytest.raises(ConfigError, match=said):

@@ -25,7 +25,7 @@ def test_copies_that_differ_are_refused_on_all_ranks(worlds, qwen3, tmp_path):
     for name, word in words.items():
         assert f"its {word} on rank 1, 2 is not that on rank 0" in said[name]
     assert all("model-00002-of-00004.safetensors" in said[name] for name in ("metadata", "padded", "header"))
-    assert all("copy the checkpoint anew" in text for text in said.values())
+    assert all("Copy the checkpoint anew" in text for text in said.values())
 
 
 @pytest.mark.distributed
@@ -88,4 +88,4 @@ def test_a_revision_is_the_first_rank_s_commit_on_every_machine(worlds, qwen3, t
     lacking = copying.hub_cache(tmp_path / "lacking", {new: str(tmp_path / "new")}, new)
     mine, others = worlds(2).run(copying.from_the_hub, [first, lacking])
     assert mine == others
-    assert f"rank 1: org/name at revision {old}: is no directory here" in mine
+    assert f"rank 1: org/name at revision {old}: is not a local directory" in mine

@@ -201,7 +201,7 @@ def test_all_faults_of_a_checkpoint_are_told_at_once(qwen3, changed):
     message = str(caught.value)
     assert "missing 1        model.layers.0.self_attn.q_norm.weight" in message
     assert "stored (3, 32) F32 in model.safetensors" in message
-    assert "model wants (56, 32)" in message
+    assert "model has (56, 32)" in message
     assert "unexpected 1     extra" in message
 
 

@@ -253,7 +253,7 @@ def test_a_damaged_generation_config_is_one_error_that_names_it(saved, content):
     (saved / "generation_config.json").write_bytes(content.encode("latin-1"))
     for act in (shardwise.verify, shardwise.from_pretrained):
         with pytest.raises(
-            shardwise.FormatError, match="^generation_config.json in .* it is damaged: restore the file$"
+            shardwise.FormatError, match="^generation_config.json in .* It is damaged: restore the file$"
         ):
             act(saved)
     result = command(saved)

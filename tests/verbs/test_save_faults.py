@@ -55,7 +55,7 @@ class TestDisk:
     def test_that_is_full_half_way(self, saved, size, after):
         """At the mark, at a header, at the first tensors or at the last."""
         before = content(saved)
-        with full_disk(after=after), pytest.raises(StorageError, match="no space left on device.*Make room"):
+        with full_disk(after=after), pytest.raises(StorageError, match="no space left on device.*Free some space"):
             shardwise.save(linear(2), saved, max_shard_size=size)
         assert content(saved) == before
         shardwise.save(linear(2), saved, max_shard_size=size)
@@ -104,7 +104,7 @@ class TestDisk:
             (disk / "other").write_bytes(bytes(30_000))
             before = content(disk)
             for size in ("1GB", "64KB"):
-                with pytest.raises(StorageError, match="no space left on device.*Make room"):
+                with pytest.raises(StorageError, match="no space left on device.*Free some space"):
                     shardwise.save(nn.Linear(200, 160), disk, max_shard_size=size)
                 assert content(disk) == before
             shardwise.save(model, disk, dtype="bfloat16")
@@ -150,7 +150,7 @@ class TestFolder:
 
     def test_that_is_a_file(self, tmp_path):
         (tmp_path / "file").write_text("mine")
-        with pytest.raises(StorageError, match="is there and is no folder. Pass a folder to write to"):
+        with pytest.raises(StorageError, match="is a file. Pass a folder to write to"):
             shardwise.save(linear(), tmp_path / "file")
         with pytest.raises(StorageError, match="not a directory"):
             shardwise.save(linear(), tmp_path / "file" / "below")
@@ -190,7 +190,7 @@ class TestFolder:
 
 
 def mark(**changes):
-    found = {"host": socket.gethostname(), "process": os.getpid(), "born": "1", "token": "other", "since": 0.0}
+    found = {"host": socket.gethostname(), "process": os.getpid(), "born": "1", "save_id": "other", "since": 0.0}
     return json.dumps(found | changes)
 
 

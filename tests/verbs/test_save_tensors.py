@@ -92,7 +92,7 @@ def test_the_tokenizer_is_put_beside(tmp_path):
 
 def test_a_tokenizer_that_writes_folders_is_refused_before_anything_is_written(tmp_path):
     made = tokenizer(chat_template={"default": "{{ messages }}", "tools": "{{ tools }}"})
-    with pytest.raises(shardwise.ConfigError, match="additional_chat_templates.*leave tokenizer"):
+    with pytest.raises(shardwise.ConfigError, match="additional_chat_templates.*Leave tokenizer"):
         shardwise.save(small_qwen3(), tmp_path / "saved", tokenizer=made)
     assert not (tmp_path / "saved").exists()
 
@@ -152,7 +152,7 @@ def test_internal_names_are_the_modules_own(tmp_path):
 def test_a_model_on_meta_is_refused(tmp_path):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(shardwise.ShardingError, match=r"bias on meta: without values.*load the model first"):
+    with pytest.raises(shardwise.ShardingError, match=r"bias on meta: without values.*Load the model first"):
         shardwise.save(model, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -193,7 +193,7 @@ def test_a_folder_of_accelerate(worlds, tmp_path, qwen3):
     assert errors[0] == errors[1]
     kind, text = errors[0]
     assert kind == "FormatError"
-    assert f"pass the folder of the model: {tmp_path}/pytorch_model_fsdp_0" in text
+    assert f"Pass the folder of the model: {tmp_path}/pytorch_model_fsdp_0" in text
 
 
 def test_a_distributed_checkpoint_without_a_config_says_what_to_pass(tmp_path):
@@ -209,7 +209,7 @@ def test_a_distributed_checkpoint_without_a_config_says_what_to_pass(tmp_path):
 
 def test_a_shape_that_does_not_fit_is_told(tmp_path):
     torch.save({"weight": torch.ones(3, 4).t(), "bias": torch.ones(4)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(KeyMismatchError, match=r"weight: stored \(4, 3\) .*model wants \(4, 5\)"):
+    with pytest.raises(KeyMismatchError, match=r"weight: stored \(4, 3\) .*model has \(4, 5\)"):
         shardwise.load(nn.Linear(5, 4, device="meta"), tmp_path)
 
 

@@ -335,7 +335,7 @@ def test_files_that_vanish_before_the_commit_are_missed(target, size, monkeypatc
 
 
 def left_mark(**changes):
-    found = {"host": socket.gethostname(), "process": 2**22 + 5, "born": "1", "token": "0123abcd", "since": 0.0}
+    found = {"host": socket.gethostname(), "process": 2**22 + 5, "born": "1", "save_id": "0123abcd", "since": 0.0}
     return json.dumps(found | {"space": saving_lock.process_space(), "renewed_s": 5.0} | changes).encode()
 
 

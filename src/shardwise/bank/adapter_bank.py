@@ -130,7 +130,7 @@ class AdapterBank:
         settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         kinds = [type(each).__qualname__ for each in (optimizer, schedule)]
         numbers = [options.max_grad_norm, options.gradient_accumulation_steps, options.seed, options.reduction]
-        told = digest_of([name, tenant.words, *kinds, settings, schedule.state_dict(), *numbers])
+        told = digest_of([name, tenant.comparable_config, *kinds, settings, schedule.state_dict(), *numbers])
         self._world.require_equal(told, f"the adapter {name!r} (its config or options)")
         return tenant
 
@@ -140,7 +140,7 @@ class AdapterBank:
 
     def _made(self, name: str, config: LoraConfig, options: tenants.TenantOptions) -> tenants.Tenant:
         if tenants.require_name(name) in self._tenants:
-            raise ConfigError(f"there is an adapter {name!r} already; remove it, or take another name")
+            raise ConfigError(f"the adapter {name!r} exists already. Remove it, or use another name")
         outline = outlined(self._model, config)
         self._hooks.require_fitting(outline.sites)
         return tenants.Tenant(name, config, outline, options, self._device, self._world)
@@ -208,7 +208,8 @@ class AdapterBank:
             found, wanted = tenant.window.micro_batches, tenant.options.gradient_accumulation_steps
             if found < wanted:
                 raise ConfigError(
-                    f"the window of {name!r} has {found} micro-batches of {wanted}; it steps when full"
+                    f"the window of {name!r} has {found} micro-batches of {wanted}. Call forward_backward until "
+                    "it is full"
                 )
             tenant.require_changes(changes)
             asked = {

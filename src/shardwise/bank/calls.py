@@ -51,7 +51,7 @@ class SharedBase:
     pad_to: int
 
     @property
-    def words(self) -> int:
+    def vocab_size(self) -> int:
         embeddings: Any = self.model.get_input_embeddings()
         return int(embeddings.weight.shape[0])
 
@@ -206,7 +206,11 @@ def open_call(
         for tenant, (name, batch) in zip(found, batches, strict=True):
             takes_weights = tenant is None or tenant.options.reduction == "sum"
             who = "the base" if name is None else repr(name)
-            rows.append(rows_of(who, batch, words=base.words, longest=base.longest, may_have_weights=takes_weights))
+            rows.append(
+                rows_of(
+                    who, batch, vocab_size=base.vocab_size, longest=base.longest, may_have_weights=takes_weights
+                )
+            )
         return [facts_of(name, own) for (name, _), own in zip(batches, rows, strict=True)]
 
     agreed = base.world.map_reduce(check, agreed_rows)
@@ -225,7 +229,7 @@ def _require_pairs(batches: object) -> None:
 def tenant_of(tenants: Mapping[str, Tenant], name: str) -> Tenant:
     """Raises ConfigError if there is no tenant of this name."""
     if name not in tenants:
-        raise ConfigError(f"there is no adapter {name!r}; there are {', '.join(tenants) or 'none'}")
+        raise ConfigError(f"no adapter named {name!r}. Adapters: {', '.join(tenants) or 'none'}")
     return tenants[name]
 
 
@@ -237,17 +241,17 @@ def _require_trainable(tenants: Sequence[Tenant | None]) -> None:
     """
     names = [tenant.name for tenant in tenants if tenant is not None]
     if len(names) < len(tenants):
-        raise ConfigError("None is the base, which is not trained; name an adapter")
+        raise ConfigError("the adapter None is the base, which is not trained. Name an adapter")
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{', '.join(map(repr, twice))} is named twice; give a tenant's rows as one batch")
+        raise ConfigError(f"{', '.join(map(repr, twice))} is named twice. Give a tenant's rows as one batch")
     for tenant in tenants:
         if tenant is None:
             continue
         steps = tenant.options.gradient_accumulation_steps
         if tenant.window.micro_batches >= steps:
             raise ConfigError(
-                f"the window of {tenant.name!r} is full ({steps} micro-batches); "
-                f"call optim_step({tenant.name!r}) first"
+                f"the window of {tenant.name!r} is full ({steps} micro-batches). "
+                f"Call optim_step({tenant.name!r}) first"
             )
 
 
@@ -354,7 +358,7 @@ class FusedPass:
         logprobs = self.logprobs
         assert logprobs is not None
         if not logprobs.requires_grad:
-            raise TrainingError("the loss depends on no adapter of these tenants; look at their targets")
+            raise TrainingError("the loss depends on no adapter of these tenants. Look at their targets")
         weights = self.weights[:, 1:].clone()
         weights[self.labels[:, 1:] == IGNORED] = 0
         scaled = weights.clone()

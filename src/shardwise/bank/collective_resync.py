@@ -123,8 +123,8 @@ def longest(gathered: Sequence[list[Gather]]) -> list[Gather]:
     for rank, own in enumerate(gathered):
         if own != most[: len(own)]:
             raise RankMismatchError(
-                f"rank {rank} has gathered other groups of the base than the rank that is ahead, so ranks cannot "
-                "be brought into step: no collective of this process group can be relied on. The bank is over; "
-                "start again, and go on from what was saved last"
+                f"rank {rank} has gathered other groups of the base than the rank that is ahead, so the ranks "
+                "cannot be synchronized, and no collective of this process group is reliable. Start all ranks "
+                "again, and resume from the last save"
             )
     return most

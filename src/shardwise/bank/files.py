@@ -166,13 +166,13 @@ def _found(folder: Path, *, training_state: bool) -> states.StoredTraining | Ten
         header = read_header(reader, file)
     text = header.metadata.get(TRAINING_KEY)
     if text is None:
-        raise FormatError(f"{folder / file}: its header has no {TRAINING_KEY}; the file is damaged or forged")
+        raise FormatError(f"{folder / file}: its header has no {TRAINING_KEY}. The file is corrupt. Save it again")
     tensors = {entry.key: (entry.shape, entry.dtype) for entry in header.entries}
     facts = tenant_facts.facts_in(text, f"{folder / file}: {TRAINING_KEY}")
     try:
         TenantOptions(**facts.options())
     except ConfigError as error:
-        raise FormatError(f"{folder / file}: {error}; the file is damaged or forged") from error
+        raise FormatError(f"{folder / file}: {error}. The file is corrupt. Save it again") from error
     return states.StoredTraining(str(folder / file), facts, tensors)
 
 

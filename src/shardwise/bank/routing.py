@@ -107,7 +107,7 @@ class BatchRouting:
         if tuple(x.shape[:2]) != (self.rows, self.tokens) and (x.ndim != 2 or len(x) != self.rows * self.tokens):
             raise TrainingError(
                 f"{site} is called with a tensor of shape {tuple(x.shape)}, in which the {self.rows} rows of "
-                f"{self.tokens} tokens cannot be told apart; take it out of the targets"
+                f"{self.tokens} tokens cannot be told apart. Remove it from the targets"
             )
 
     def require_reached(self) -> None:
@@ -120,7 +120,7 @@ class BatchRouting:
             more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
             raise TrainingError(
                 f"the backward pass has not come to {', '.join(missed[:3])}{more}: the loss does not depend on "
-                "what comes out there, or activations are recomputed with use_reentrant=True; take it out of the "
+                "its output, or activations are recomputed with use_reentrant=True. Take it out of the "
                 "targets, or recompute with use_reentrant=False"
             )
 
@@ -171,7 +171,7 @@ def require_fused_experts(name: str, module: nn.Module, parameter: str) -> str:
     if parameter not in _KNOWN or not four_bit_layers.are_fused_experts(module):
         return (
             f"{name}.{parameter}: a parameter of a {type(module).__name__}, and only those of fused experts as "
-            "transformers has them (gate_up_proj, up_proj, down_proj) can have adapters; take it out of "
+            "transformers has them (gate_up_proj, up_proj, down_proj) can have adapters. Take it out of "
             "target_parameters"
         )
     if getattr(experts, "has_post_expert_norm", False) or four_bit_layers.are_parted_experts(module):

@@ -46,14 +46,14 @@ class TenantRow:
 
 
 def rows_of(
-    who: str, batch: RowTensors, *, words: int, longest: int, may_have_weights: bool = True
+    who: str, batch: RowTensors, *, vocab_size: int, longest: int, may_have_weights: bool = True
 ) -> list[TenantRow]:
     """The rows of a batch, cut to their own lengths.
 
     Args:
         who: whose they are, for errors.
         batch: see :data:`RowTensors`. May have no rows.
-        words: token ids are below it.
+        vocab_size: token ids are below it.
         longest: the most tokens a row may have.
         may_have_weights: whether the tenant's loss takes any.
 
@@ -62,7 +62,7 @@ def rows_of(
     """
     ids = _require_tensors(who, batch)
     if "weights" in batch and not may_have_weights:
-        raise ConfigError(f"{who}: weights need reduction='sum'; the mean over tokens takes none")
+        raise ConfigError(f"{who}: weights need reduction='sum'. The mean over tokens takes none")
     ids = ids.cpu().long()
     mask = (
         batch["attention_mask"].cpu() != 0 if "attention_mask" in batch else torch.ones_like(ids, dtype=torch.bool)
@@ -72,15 +72,15 @@ def rows_of(
         raise ConfigError(f"{who}: attention_mask must have padding at the end of rows alone")
     if len(ids) and (int(lengths.min()) < 2 or int(lengths.max()) > longest):
         raise ConfigError(
-            f"{who}: rows have {int(lengths.min())} to {int(lengths.max())} tokens; they may have 2 to {longest}"
+            f"{who}: rows have {int(lengths.min())} to {int(lengths.max())} tokens. They may have 2 to {longest}"
         )
     labels = batch["labels"].cpu().long() if "labels" in batch else ids
     weights = batch["weights"].cpu().float() if "weights" in batch else torch.ones(ids.shape)
     for key, values in (("input_ids", ids), ("labels", labels.masked_fill(labels == IGNORED, 0))):
         own = values[mask]
-        if own.numel() and (int(own.min()) < 0 or int(own.max()) >= words):
+        if own.numel() and (int(own.min()) < 0 or int(own.max()) >= vocab_size):
             raise ConfigError(
-                f"{who}: {key} are from {int(own.min())} to {int(own.max())}; the model has {words} tokens"
+                f"{who}: {key} are from {int(own.min())} to {int(own.max())}. The model has {vocab_size} tokens"
             )
     if not bool(weights[mask].isfinite().all()):
         raise ConfigError(f"{who}: weights are not all finite")
@@ -133,7 +133,7 @@ def agreed_rows(told: Sequence[Sequence[AgreedRows]]) -> list[AgreedRows]:
     for rank, own in enumerate(names):
         if own != names[0]:
             raise RankMismatchError(
-                f"rank {rank} has rows of {own}, and rank 0 of {names[0]}; name the same tenants in the same order "
+                f"rank {rank} has rows of {own}, and rank 0 of {names[0]}. Name the same tenants in the same order "
                 "on every rank, with a batch of no rows where there are none"
             )
     return [
@@ -192,7 +192,7 @@ def require_base(model: nn.Module, ranks: int) -> PreTrainedModel:
     """
     if hasattr(model, "peft_config") or not isinstance(model, PreTrainedModel):
         raise ConfigError(
-            f"{type(model).__name__} is not a model of transformers without adapters; bring the base up by "
+            f"{type(model).__name__} is not a model of transformers without adapters. Bring the base up by "
             "shardwise.from_pretrained without tuning="
         )
     faults = [*_headless(model), *_compiled(model), *_by_modules(model), *_by_config(model), *_placed(model, ranks)]
@@ -205,17 +205,17 @@ def require_base(model: nn.Module, ranks: int) -> PreTrainedModel:
 
 def _headless(model: PreTrainedModel) -> Iterator[str]:
     if model.get_output_embeddings() is None:
-        yield f"{type(model).__name__} gives no logits of tokens; take the class with the head (...ForCausalLM)"
+        yield f"{type(model).__name__} gives no logits of tokens. Take the class with the head (...ForCausalLM)"
     if getattr(model.config, "is_encoder_decoder", False):
-        yield "it has an encoder of its own, for which a bank has no rows; take a causal language model"
+        yield "it has an encoder of its own, for which a bank has no rows. Take a causal language model"
 
 
 def _compiled(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if is_compiled_in_place(module):
             yield (
-                f"{canonical(name) or 'the model'} is compiled, and would not notice adapters that come later; "
-                "bring it up without compile"
+                f"{canonical(name) or 'the model'} is compiled, and would not notice adapters that come later. "
+                "Bring it up without compile"
             )
             return
 
@@ -229,7 +229,7 @@ def _by_modules(model: nn.Module) -> Iterator[str]:
         if both := sorted(found.intersection(_BY_LONGEST_ROW)):
             yield (
                 f"{canonical(name)} has {both[0]} rotary embeddings, which follow from the longest row of all "
-                "tenants; set rope_type to another in the config"
+                "tenants. Set rope_type to another in the config"
             )
 
 
@@ -237,12 +237,12 @@ def _by_config(model: nn.Module) -> Iterator[str]:
     for config in _configs(model):
         if getattr(config, "output_router_logits", False):
             yield (
-                "config.output_router_logits is on, and a router's loss is counted over all tenants' tokens; set "
+                "config.output_router_logits is on, and a router's loss is counted over all tenants' tokens. Set "
                 "it to false"
             )
         for key, value in vars(config).items():
             if key in ("expert_capacity", "capacity_factor") and value:
-                yield f"config.{key}={value}: an expert that is full drops tokens, whoever's they are"
+                yield f"config.{key}={value}: an expert that is full drops tokens, of any tenant"
 
 
 def _placed(model: nn.Module, ranks: int) -> Iterator[str]:
@@ -252,7 +252,7 @@ def _placed(model: nn.Module, ranks: int) -> Iterator[str]:
             if len(split) > 1 or parameter.device_mesh.size() != ranks:
                 yield (
                     f"{canonical(name)} is {parameter.placements} on a mesh of {parameter.device_mesh.size()} of "
-                    f"{ranks} ranks; every rank must have rows of its own: shard over all of them by FSDP2 alone"
+                    f"{ranks} ranks. Every rank must have rows of its own: shard over all of them by FSDP2 alone"
                 )
                 return
 
@@ -268,8 +268,8 @@ def no_random_numbers(device: torch.device) -> Iterator[None]:
     yield
     if not all(one.equal(other) for one, other in zip(before, _states(device), strict=True)):
         raise TrainingError(
-            "the base has drawn random numbers (dropout in training mode, jitter of a router), which depend on who "
-            "else is there; call model.eval(), or set them to 0. Adapters have dropout of their own (lora_dropout)"
+            "the base has drawn random numbers (dropout in training mode, jitter of a router), which depend on the "
+            "other tenants. Call model.eval(), or set them to 0. Adapters have dropout of their own (lora_dropout)"
         )
 
 

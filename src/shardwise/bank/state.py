@@ -71,7 +71,7 @@ def training_tensors(tenant: Tenant, gradient: torch.Tensor | None) -> dict[str,
         if not isinstance(values, torch.Tensor):
             raise ConfigError(
                 f"{entry} of the optimizer of {tenant.name!r} is a {type(values).__name__}, and only tensors "
-                "are saved; save with training_state=False"
+                "are saved. Save with training_state=False"
             )
         found[_OPTIMIZER + entry] = values
     return found
@@ -119,7 +119,7 @@ def parse_training(
     def check() -> StoredTraining | TenantStart:
         given: object = state
         if not isinstance(given, Mapping):
-            raise ConfigError(f"{what} is a {type(given).__name__}; pass what state_dict gave")
+            raise ConfigError(f"{what} is a {type(given).__name__}. Pass what state_dict gave")
         if given and all(isinstance(values, torch.Tensor) for values in given.values()):
             if faults := _misfits_of_peft(tenant, given, names_of_peft):
                 raise _refusal(what, tenant, faults)
@@ -221,7 +221,7 @@ def _targets(
         targets[MATRICES] = tenant.flat.detach()
     wanted = {key: (tuple(own.shape), in_memory(own.dtype)) for key, own in targets.items()}
     faults = [
-        f"{shown(key)}: {_in_words(found.tensors.get(key))} in the file, {_in_words(wanted.get(key))} here"
+        f"{shown(key)}: {_describe(found.tensors.get(key))} in the file, {_describe(wanted.get(key))} here"
         for key in sorted({*wanted, *found.tensors})
         if wanted.get(key) != found.tensors.get(key)
     ]
@@ -230,14 +230,14 @@ def _targets(
     return targets
 
 
-def _in_words(tensor: tuple[tuple[int, ...], DType] | None) -> str:
+def _describe(tensor: tuple[tuple[int, ...], DType] | None) -> str:
     return "not there" if tensor is None else f"{tensor[0]} {tensor[1].label}"
 
 
 def _refusal(what: str, tenant: Tenant, faults: list[str]) -> ConfigError:
     lines = "\n  ".join(faults[:20])
     return ConfigError(
-        f"{what}: is no state of {tenant.name!r} as it is here:\n  {lines}\n"
+        f"{what}: is not a state of {tenant.name!r} as it is here:\n  {lines}\n"
         "Create it as it was, or take the matrices alone, with training_state=False."
     )
 
@@ -268,12 +268,12 @@ def _taken_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _require_finite(what: str, tensors: Mapping[str, torch.Tensor], allowed: OnFault) -> None:
     faults = [
-        f"{key} has {count} values of {values.numel()} that are not finite; take them by on_not_finite=Ignore()"
+        f"{key} has {count} values of {values.numel()} that are not finite. Take them by on_not_finite=Ignore()"
         for key, values in tensors.items()
         if not allows(allowed, key) and (count := int((~values.isfinite()).sum()))
     ]
     if faults:
-        raise FormatError(f"{what}: is no sound state:\n  " + "\n  ".join(faults[:20]))
+        raise FormatError(f"{what}: is not a valid state:\n  " + "\n  ".join(faults[:20]))
 
 
 def _take_facts(tenant: Tenant, facts: TenantFacts) -> None:
@@ -281,7 +281,9 @@ def _take_facts(tenant: Tenant, facts: TenantFacts) -> None:
     try:
         tenant.schedule.load_state_dict(copy.deepcopy(dict(facts.schedule_state)))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"this is no state of {tenant.name!r}: its schedule does not take it: {error}") from error
+        raise ConfigError(
+            f"this is not a state of {tenant.name!r}: its schedule does not take it: {error}"
+        ) from error
     set_group(tenant.optimizer.param_groups[0], _taken_settings(facts.settings))
     tenant.max_grad_norm = float(facts.max_grad_norm)
     tenant.windows, tenant.steps = facts.windows, facts.steps
@@ -303,7 +305,7 @@ def _differences(tenant: Tenant, there: TenantFacts, base: Mapping[str, str], on
             if there.config.get(site) != here.config.get(site)
         ]
     if not faults and list(there.matrices) != list(here.matrices):
-        faults.append("its matrices are in another order; save it again with the versions that are installed here")
+        faults.append("its matrices are in another order. Save it again with the versions that are installed here")
     if there.seed != here.seed:
         faults.append(f"seed {there.seed}, and {here.seed} here, which dropout follows from")
     if there.micro_batches:
@@ -348,7 +350,7 @@ def _differing_shapes(there: Mapping[str, tuple[int, ...]], here: Mapping[str, t
 def _of_optimizers(name: str, there: TenantFacts, here: TenantFacts) -> list[str]:
     faults = unlike({name: (here.optimizer, here.settings)}, {name: (there.optimizer, there.settings)})
     if faults:
-        return [f"{fault}; pass optimizer= as it was" for fault in faults]
+        return [f"{fault}. Pass optimizer= as it was" for fault in faults]
     of_no_concern = _HOW_STEPPED | _LATER
     for key in sorted((there.settings.keys() ^ here.settings.keys()) - of_no_concern):
         whose = "is not there" if key in here.settings else "is nothing that this one has"
@@ -363,7 +365,7 @@ def _of_optimizers(name: str, there: TenantFacts, here: TenantFacts) -> list[str
 
 def _of_schedules(tenant: Tenant, there: TenantFacts, here: TenantFacts) -> list[str]:
     if there.schedule != here.schedule:
-        return [f"its schedule was a {there.schedule}, and here it is a {here.schedule}; pass schedule= as it was"]
+        return [f"its schedule was a {there.schedule}, and here it is a {here.schedule}. Pass schedule= as it was"]
     if not isinstance(tenant.schedule, LRScheduler):
         return []  # its own affair. Of torch's, each key becomes an attribute
     faults = []

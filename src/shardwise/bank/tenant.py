@@ -71,7 +71,7 @@ def made_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
         known = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
         raise ConfigError(
             f"{kind.__module__}.{kind.__qualname__} is not known to treat each element for itself, and a tenant's "
-            f"matrices are one flat buffer; take one of {known}"
+            f"matrices are one flat buffer. Take one of {known}"
         )
     if len(optimizer.param_groups) != 1 or [id(one) for one in optimizer.param_groups[0]["params"]] != [id(flat)]:
         raise ConfigError(
@@ -141,7 +141,7 @@ class TenantOptions:
     def __post_init__(self) -> None:
         faults = []
         if not self.max_grad_norm > 0:
-            faults.append(f"max_grad_norm={self.max_grad_norm}: it is above 0; leave it out for no limit")
+            faults.append(f"max_grad_norm={self.max_grad_norm}: it is above 0. Leave it out for no limit")
         if not _is_integer(self.gradient_accumulation_steps) or self.gradient_accumulation_steps < 1:
             faults.append(f"accumulation={self.gradient_accumulation_steps!r}: a window has 1 micro-batch or more")
         if self.reduction not in get_args(Reduction):
@@ -183,7 +183,7 @@ class Tenant:
         self.name = name
         self.options = options
         self.config = copy.deepcopy(config)
-        self.words = peft_compat.in_words(config)
+        self.comparable_config = peft_compat.comparable_text(config)
         """Its config, in words that are the same in every process."""
         self.sites = outline.sites
         self.shapes = {matrix.key: matrix.shape for matrix in outline.matrices()}
@@ -242,12 +242,12 @@ class Tenant:
             if key not in known and key != "max_grad_norm"
         ]
         if "lr" in changes and not isinstance(self.schedule, ConstantRate):
-            faults.append("lr: the schedule of this tenant sets it; create it without one")
+            faults.append("lr: the schedule of this tenant sets it. Create it without one")
         for key, value in changes.items():
             for number in value if isinstance(value, tuple) else (value,):
                 is_number = isinstance(number, int | float) and not math.isnan(number) and number >= 0
                 if not is_number or (key == "max_grad_norm" and number == 0):
-                    faults.append(f"{key}={value!r} is no number that it can be")
+                    faults.append(f"{key}={value!r} is not a valid value")
         if faults:
             raise ConfigError(f"the step of {self.name!r} cannot be changed so\n  " + "\n  ".join(faults))
 
@@ -351,7 +351,8 @@ def require_name(name: object) -> str:
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name or name.endswith("."):
         raise ConfigError(
-            f"{name!r} is no name of an adapter: up to 128 letters, digits, '.', '_' and '-', the first a letter "
+            f"{name!r} is not a valid adapter name: up to 128 letters, digits, '.', '_' and '-', the first a "
+            "letter "
             "or a digit, the last no '.', and no '..'"
         )
     return name

@@ -147,7 +147,7 @@ def facts_in(text: str, what: str) -> TenantFacts:
     """
     content = parse_object(text.encode("utf-8", "surrogatepass"), what=what)
     if content.pop("format", None) != _FORMAT:
-        raise FormatError(f"{what}: it is not of the format {_FORMAT!r}; update shardwise if it is newer")
+        raise FormatError(f"{what}: it is not of the format {_FORMAT!r}. Update shardwise if it is newer")
     return sound_facts({name: from_json(value, what) for name, value in content.items()}, what)
 
 
@@ -162,7 +162,7 @@ def sound_facts(values: Mapping[str, Any], what: str) -> TenantFacts:
     if kinds.keys() != values.keys():
         raise FormatError(
             f"{what}: it lacks {_few(kinds.keys() - values.keys())}, and has {_few(values.keys() - kinds.keys())} "
-            "more; the file is damaged or forged"
+            "more. The file is corrupt. Save it again"
         )
     for name, value in values.items():
         is_sound = type(value) in kinds[name]
@@ -171,12 +171,12 @@ def sound_facts(values: Mapping[str, Any], what: str) -> TenantFacts:
         elif kinds[name] == (dict,) and name != "schedule_state":
             is_sound = is_sound and all(isinstance(key, str) for key in value)
         if not is_sound:
-            raise FormatError(f"{what}: {name} is {shown(repr(value))}; the file is damaged or forged")
+            raise FormatError(f"{what}: {name} is {shown(repr(value))}. The file is corrupt. Save it again")
     base = values["base"]
     if base.keys() != _OF_A_BASE or not all(isinstance(told, str) for told in base.values()):
-        raise FormatError(f"{what}: base is {shown(repr(base))}; the file is damaged or forged")
+        raise FormatError(f"{what}: base is {shown(repr(base))}. The file is corrupt. Save it again")
     if values["micro_batches"] > values["gradient_accumulation_steps"] or values["steps"] > values["windows"]:
-        raise FormatError(f"{what}: its counts contradict each other; the file is damaged or forged")
+        raise FormatError(f"{what}: its counts contradict each other. The file is corrupt. Save it again")
     return TenantFacts(**values)
 
 
@@ -238,7 +238,9 @@ def from_json(value: Any, what: str, level: int = 0) -> Any:
         FormatError: :func:`to_json` cannot have written it. ``what`` names it.
     """
     if level > _MOST_LEVELS:
-        raise FormatError(f"{what} is nested more than {_MOST_LEVELS} levels deep; the file is damaged or forged")
+        raise FormatError(
+            f"{what} is nested more than {_MOST_LEVELS} levels deep. The file is corrupt. Save it again"
+        )
     if isinstance(value, list):
         return [from_json(item, what, level + 1) for item in value]
     if not isinstance(value, dict):
@@ -256,7 +258,7 @@ def from_json(value: Any, what: str, level: int = 0) -> Any:
             return tuple(items)
         if kind in ("dict", "Counter") and all(_is_pair(item) for item in items):
             return dict(items) if kind == "dict" else Counter(dict(items))
-    raise FormatError(f"{what} has {shown(repr(value))}, which means nothing; the file is damaged or forged")
+    raise FormatError(f"{what} has {shown(repr(value))}, which means nothing. The file is corrupt. Save it again")
 
 
 def _is_pair(item: object) -> bool:

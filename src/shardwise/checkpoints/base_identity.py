@@ -55,7 +55,7 @@ _NOT_OF_A_BASE: Final = re.compile(
 
 ALLOW_OTHER_BASE: Final = (
     "Load the base that it was trained on, or pass on_other_base=Ignore() (in a configuration "
-    "checkpoints.on_other_base=ignore) to go on with this one."
+    "checkpoints.on_other_base=ignore) to continue with this one."
 )
 """What to do about a base that was refused."""
 
@@ -85,7 +85,7 @@ class BaseIdentity:
                 texts = [text for text in samples.values() if isinstance(text, str) and _SAMPLE.fullmatch(text)]
                 if len(texts) == len(samples):
                     return cls(config, samples)
-        raise FormatError(f"{what}: holds no identity of a base; it is damaged or forged")
+        raise FormatError(f"{what}: holds no identity of a base. It is corrupt. Take another checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def compare_bases(
     found: dict[str, str] = {}
     notes: list[str] = []
     if there is None:
-        notes.append("config and values not compared: the checkpoint was saved before it told of them")
+        notes.append("config and values not compared: the checkpoint does not record them")
     elif settings := list(_differing(there.config, here.config, "")):
         found["config"] = _few(settings, "; ")
     if not are_shapes_same:
@@ -249,7 +249,7 @@ class BaseSamples:
         totals, numels = dict.fromkeys(self.kinds, 0), dict.fromkeys(self.kinds, 0)
         for (name, box), total in together.items():
             if name not in totals:
-                raise RankMismatchError("frozen parameters are not the same on all ranks; load one base on all")
+                raise RankMismatchError("frozen parameters are not the same on all ranks. Load one base on all")
             totals[name] = (totals[name] + total) % MODULUS
             numels[name] += box.numel
         samples = {

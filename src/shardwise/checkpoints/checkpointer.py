@@ -24,7 +24,7 @@ from shardwise.checkpoints.state import (
     TrainState,
     adapter_settings,
     contents_of,
-    in_words,
+    describe_selection,
     key_of,
     look,
 )
@@ -301,7 +301,7 @@ class Checkpointer:
         facts = Facts(
             step=step,
             world_size=world.size,
-            holds=in_words(self._only),
+            holds=describe_selection(self._only),
             adapter=adapter_settings(looked.model, self._only),
             others=looked.others,
             alike=alike,
@@ -428,5 +428,5 @@ def agreed_of(told: Sequence[SaveWords]) -> tuple[list[str], str]:
     positions = {item.data for item in told}
     data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
     if "" in positions and data != "none":
-        raise RankMismatchError("some ranks have a position in the data and others none; give all ranks theirs")
+        raise RankMismatchError("some ranks have a position in the data and others none. Give all ranks theirs")
     return alike, data

@@ -14,14 +14,14 @@ from shardwise.checkpoints.state import (
     Stateful,
     TrainState,
     adapter_settings,
-    in_words,
+    describe_selection,
 )
 from shardwise.errors import FormatError, KeyMismatchError
 from shardwise.execution.memory import collected_later
 from shardwise.models.optimizer_parsing import by_parameter, scheduler_mismatch, unlike
 from shardwise.models.selection import Selection
 from shardwise.models.torch_api import in_memory
-from shardwise.planning.load_plan import allows, faults_in_words
+from shardwise.planning.load_plan import allows, describe_faults
 from shardwise.planning.matching import STATE_REMEDIES, Tolerance
 
 
@@ -54,7 +54,7 @@ class Comparison:
     def check(self, head: str) -> None:
         """Raises KeyMismatchError for all that is not tolerated."""
         if any(self._refused.values()):
-            raise KeyMismatchError(faults_in_words(head, self._refused, STATE_REMEDIES))
+            raise KeyMismatchError(describe_faults(head, self._refused, STATE_REMEDIES))
 
 
 @collected_later()
@@ -112,10 +112,10 @@ def _why_elsewhere(
 
 
 def require_same_tuning(opened: Opened, looked: CollectedState, only: Selection, base: BaseMatch) -> None:
-    facts, here = opened.facts, in_words(only)
+    facts, here = opened.facts, describe_selection(only)
     if facts.holds != here:
         raise KeyMismatchError(
-            f"{opened.folder}: holds {facts.holds}, and this run checkpoints {here}; give the checkpointer the "
+            f"{opened.folder}: holds {facts.holds}, and this run checkpoints {here}. Give the checkpointer the "
             "`only` with which it was saved, and tune the model alike"
         )
     settings = adapter_settings(looked.model, only)
@@ -125,7 +125,8 @@ def require_same_tuning(opened: Opened, looked: CollectedState, only: Selection,
         )
         shown = "; ".join(f"{name} was {facts.adapter.get(name)!r}, is {settings.get(name)!r}" for name in names)
         raise KeyMismatchError(
-            f"{opened.folder}: holds an adapter of another config: {shown}; make the adapter as it was made before"
+            f"{opened.folder}: holds an adapter of another config: {shown}. Create the adapter with the same "
+            "config as before"
         )
     if base.refused:
         faults = "\n  ".join(base.refused)
@@ -161,7 +162,7 @@ def _settings(opened: Opened, looked: CollectedState, groups: Any) -> dict[str, 
     if not isinstance(groups, list) or not all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     ):
-        raise FormatError(f"{opened.folder}: its optimizers have no groups of parameters; it is damaged")
+        raise FormatError(f"{opened.folder}: its optimizers have no groups of parameters. It is damaged")
     classes = [name for name, count in opened.facts.optimizers or () for _ in range(min(count, len(groups)))]
     if len(classes) != len(groups):
         classes = [""] * len(groups)

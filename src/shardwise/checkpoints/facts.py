@@ -81,14 +81,14 @@ class Facts:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict) or found.get("kind") != _KIND:
-            raise FormatError(f"{what}: does not tell of a checkpoint of shardwise; it is damaged, or another's")
+            raise FormatError(f"{what}: is not a checkpoint of shardwise, or is damaged. Pass another folder")
         if found.get("version") != _VERSION:
             raise FormatError(
-                f"{what}: is of version {found.get('version')!r}, and this shardwise reads {_VERSION}; take the "
+                f"{what}: is of version {found.get('version')!r}, and this shardwise reads {_VERSION}. Take the "
                 "version of shardwise that wrote it"
             )
         if found.pop(_SEAL, None) != _seal(found):
-            raise FormatError(f"{what}: is not what was written; it is damaged, or was changed by hand")
+            raise FormatError(f"{what}: is not what was written. It is damaged, or was changed by hand")
         try:
             base = found.pop("base")
             facts = cls(**{item.name: found[item.name] for item in fields(cls) if item.name != "base"})
@@ -96,7 +96,7 @@ class Facts:
                 type_validator(name, getattr(facts, name), kind)
             facts._require_sound()
         except (KeyError, TypeError) as error:
-            raise FormatError(f"{what}: {error} is not what belongs there; it is damaged") from error
+            raise FormatError(f"{what}: {error} is not what belongs there. It is damaged") from error
         return replace(facts, base=None if base is None else BaseIdentity.from_dict(base, what))
 
     def _require_sound(self) -> None:
@@ -135,7 +135,7 @@ def as_json(user: Mapping[str, Any] | None) -> dict[str, Any]:
     try:
         plain = json.loads(json.dumps(dict(given)))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"user holds what is no JSON: {error}; give texts, numbers, lists and dicts") from error
+        raise ConfigError(f"user: is not JSON: {error}. Give texts, numbers, lists and dicts") from error
     assert isinstance(plain, dict)
     return plain
 
@@ -157,7 +157,8 @@ def packed(value: object, what: str) -> bytes:
     except Exception as error:  # pickle raises errors of many kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"{what}: holds what is no plain data ({reason}); a checkpoint holds dicts, lists, tuples, texts, "
+            f"{what}: holds something other than plain data ({reason}); a checkpoint holds dicts, lists, tuples, "
+            "texts, "
             "numbers, bytes and tensors: let its state_dict give these"
         ) from error
     return buffer.getvalue()
@@ -336,7 +337,7 @@ class CheckedReader(LocalReader):
             super().read_vectored(file, self._content[file], [content])
             if digest(bytes(content)) != self._digests[file]:
                 raise FormatError(
-                    f"{self.root}/{file}: its checksums are not what was written; the file is damaged: restore "
+                    f"{self.root}/{file}: its checksums are not what was written. The file is damaged: restore "
                     "another checkpoint"
                 )
             self._sums[file] = bytes(content)

@@ -60,7 +60,7 @@ def require_local(directory: str | os.PathLike[str]) -> Path:
         )
     root = Path(os.path.abspath(directory))
     if os.path.lexists(root) and not root.is_dir():
-        raise StorageError(f"{root}: is there and is no folder; pass a folder for checkpoints")
+        raise StorageError(f"{root}: is a file. Pass a folder for checkpoints")
     return root
 
 
@@ -115,7 +115,7 @@ def folders_of(root: Path, kind: StepKind) -> list[int]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise StorageError(f"{root}: looking for checkpoints failed, {error.strerror}; check the folder") from error
+        raise StorageError(f"{root}: looking for checkpoints failed, {error.strerror}. Check the folder") from error
     return sorted(found)
 
 
@@ -265,14 +265,16 @@ def resolve(root: Path, asked: int | None) -> tuple[int, tuple[int, ...]]:
     if asked is not None:
         if asked in steps:
             return asked, ()
-        there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
+        there = f"Saved steps: {', '.join(map(str, steps))}" if steps else "There is none"
         half = " (one was begun there, and never completed)" if asked in left else ""
         half = " (one is there that no Checkpointer saved)" if asked in foreign else half
-        raise StorageError(f"{root}: no complete checkpoint of step {asked}{half}; {there}")
+        raise StorageError(f"{root}: no complete checkpoint of step {asked}{half}. {there}")
     if not steps:
         half = f"; step {left[-1]} was begun and never completed" if left else ""
         half += f"; that of step {foreign[-1]} was not saved by a Checkpointer" if foreign else ""
-        raise StorageError(f"{root}: no complete checkpoint{half}; start the training anew, or pass another folder")
+        raise StorageError(
+            f"{root}: no complete checkpoint{half}. Start the training from the beginning, or pass another folder"
+        )
     newest = newest_in(root)
     if newest is None:
         return steps[-1], ()  # of which it is told what is wrong
@@ -290,7 +292,7 @@ def open_checkpoint(root: Path, step: int) -> Opened:
     place = root / name_of(step)
     opened = open_folder(place)
     if opened.facts.step != step:
-        raise FormatError(f"{place}/{FACTS}: tells of step {opened.facts.step}; the folder was renamed or mixed up")
+        raise FormatError(f"{place}/{FACTS}: is of step {opened.facts.step}. The folder was renamed or mixed up")
     return opened
 
 
@@ -301,8 +303,8 @@ def open_folder(place: Path) -> Opened:
         content = reader.read(METADATA, 0, reader.size(METADATA))
         if digest(content) != facts.metadata_sha256:
             raise FormatError(
-                f"{place}/{METADATA}: is not the one that {FACTS} tells of; the folder mixes two checkpoints, or "
-                "is damaged: restore another one"
+                f"{place}/{METADATA}: is not the one recorded in {FACTS}. The folder mixes two checkpoints, or "
+                "is damaged. Restore another one"
             )
         for file, nbytes in facts.files.items():
             _require_size(reader, place, file, nbytes)
@@ -312,9 +314,9 @@ def open_folder(place: Path) -> Opened:
     places += [(item.file, item.bytes.stop) for item in metadata.objects.values()]
     for file, stop in places:
         if file not in facts.files or stop > facts.files[file]:
-            raise FormatError(f"{place}/{METADATA}: names bytes of {file} that {FACTS} does not; it is damaged")
+            raise FormatError(f"{place}/{METADATA}: lists bytes of {file} that {FACTS} does not. It is damaged")
         if facts.checksums and stop > content_nbytes(facts.files[file]):
-            raise FormatError(f"{place}/{METADATA}: names the checksums of {file}; it is damaged")
+            raise FormatError(f"{place}/{METADATA}: names the checksums of {file}. It is damaged")
     shapes = {path: tensor.shape for path, tensor in metadata.tensors.items()}
     if odd := [path for path in [*shapes, *metadata.objects] if not _is_known(path)]:
         raise FormatError(f"{place}/{METADATA}: has {'.'.join(odd[0])}, which no checkpoint of shardwise has")
@@ -346,12 +348,12 @@ def _require_size(reader: LocalReader, place: Path, file: str, nbytes: int) -> N
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise FormatError(
-                f"{place}/{file}: is missing; copy it there too, or restore another checkpoint"
+                f"{place}/{file}: is missing. Copy it there too, or restore another checkpoint"
             ) from error
         raise
     if found != nbytes:
         raise FormatError(
-            f"{place}/{file}: has {found} bytes, and {nbytes} were written; it is damaged: copy it again, or "
+            f"{place}/{file}: has {found} bytes, and {nbytes} were written. It is damaged: copy it again, or "
             "restore another checkpoint"
         )
 
@@ -365,7 +367,7 @@ def value_of(reader: StorageReader, opened: Opened, path: KeyPath) -> Any:
     what = f"{'.'.join(path)} in {opened.folder}"
     place = opened.objects.get(path)
     if place is None:
-        raise FormatError(f"{what}: is missing; the checkpoint is damaged, restore another one")
+        raise FormatError(f"{what}: is missing. Restore another checkpoint")
     content = reader.read(place.file, place.bytes.start, place.bytes.stop)
     return loaded(content, what)
 

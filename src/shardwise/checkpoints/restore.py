@@ -21,7 +21,7 @@ from shardwise.checkpoints.state import (
     CollectedState,
     KeyPath,
     TrainState,
-    in_words,
+    describe_selection,
     look,
     restore_generators,
     seed_generators,
@@ -147,7 +147,7 @@ def _read(
 def _match_bases(world: World, opened: Opened, looked: CollectedState, tolerance: Tolerance) -> BaseMatch:
     """Compare the base of a checkpoint with the current one. Collective: yes, if it compares values."""
     facts = opened.facts
-    if facts.holds == in_words(None):
+    if facts.holds == describe_selection(None):
         return BaseMatch()
 
     def conclude(taken: list[dict[tuple[str, Box], int]]) -> BaseMatch:
@@ -209,7 +209,7 @@ class NonTensorState:
         facts, what = opened.facts, f"{opened.folder}: rng"
         if "rng" in self.own:
             lacking = restore_generators(self.own["rng"], what)
-            rng = "every rank goes on with its own numbers"
+            rng = "every rank continues with its own random state"
         else:
             lacking = seed_generators(self.common["rng", "rank_0"], facts.alike, world.rank, world.size, what)
             alike = f"{', '.join(facts.alike)}: as saved, alike on all ranks; others: " if facts.alike else ""
@@ -345,7 +345,7 @@ def _bring_up(
         if absent:
             raise ShardingError(
                 f"{len(absent)} tensors of the model, such as {absent[0]}, are on meta, and the checkpoint does "
-                "not hold them; bring the model up with its weights first"
+                "not hold them. Bring the model up with its weights first"
             )
         offers = {fqn: (expressions[key],) for fqn, key in fits.model.items()}
         as_load = LoadOptions(

@@ -198,7 +198,7 @@ def chosen_names(model: nn.Module, held: Sequence[TensorRef], only: Selection) -
     return adapter | {item.fqn for item in held if item.kind.is_saved and item.tensor.requires_grad}
 
 
-def in_words(only: Selection) -> str:
+def describe_selection(only: Selection) -> str:
     """For the facts of a checkpoint."""
     return f"adapter {only.adapter}" if isinstance(only, AdapterOnly) else "everything"
 

@@ -120,7 +120,7 @@ def _begin(job: Job, marked: LockedFolder) -> None:  # noqa: ARG001 - as of any 
     present = folder.newest_in(root)
     if present is not None and present != newest and (newest is None or present > newest):
         raise StorageError(
-            f"{root}: another run has saved step {present} there since this one began; give every run a "
+            f"{root}: another run has saved step {present} there since this one began. Give every run a "
             "folder of its own"
         )
     require_after(root, step, present)
@@ -129,7 +129,7 @@ def _begin(job: Job, marked: LockedFolder) -> None:  # noqa: ARG001 - as of any 
     with open_writer(root / folder.name_of(step)) as inner:
         if there := inner.list():
             raise StorageError(
-                f"{inner.root}: holds {there[0]}, which no Checkpointer put there; move it elsewhere"
+                f"{inner.root}: holds {there[0]}, which no Checkpointer put there. Move it elsewhere"
             )
 
 
@@ -164,7 +164,7 @@ def _undo(job: Job, marked: LockedFolder) -> None:
         folder.remove_own(job.root, job.step)
     elif job.folder.is_dir():
         with open_writer(job.folder) as inner:
-            inner.remove(on_its_way(METADATA, marked.token))
+            inner.remove(on_its_way(METADATA, marked.save_id))
 
 
 def _write_own(world: World, job: Job, saving: Saving, content: RankContent, nbytes: int) -> str:

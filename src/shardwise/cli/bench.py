@@ -87,7 +87,7 @@ def _require_config(model: str) -> None:
     from shardwise.storage.remote import resolve
 
     if "model_type" not in read_config_facts(resolve(model)):
-        raise ConfigError(f"{model}: there is no config.json in it that names a model_type; give a model's folder")
+        raise ConfigError(f"{model}: has no config.json with a model_type. Pass a model's folder")
 
 
 @click.command("report")

@@ -1,4 +1,4 @@
-"""Commands on checkpoints: ``shardwise inspect``, ``verify``, ``merge-adapter``, ``merge-weights``."""
+"""Commands on checkpoints: ``inspect``, ``generate``, ``verify``, ``merge-adapter``, ``merge-weights``."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from shardwise.formats.contract import CheckpointIndex, StoredTensor
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardwise.report.names import collapse, in_bytes, table_lines
-from shardwise.storage.names import HubOptions, shown
+from shardwise.storage.names import HubOptions, is_local, is_url, local_place, shown
 from shardwise.storage.remote import resolve
 
 
@@ -34,6 +34,25 @@ def verify_command(model: str, as_json: bool) -> None:  # noqa: FBT001 - click's
     found = verify(model)
     print_report(found, as_json=as_json)
     sys.exit(0 if found.is_sound else 1)
+
+
+@click.command("generate")
+@click.argument("model")
+@click.argument("prompt")
+@click.option(
+    "--max-new-tokens", default=64, show_default=True, type=click.IntRange(1), help="Limit of the answer."
+)
+def generate_command(model: str, prompt: str, max_new_tokens: int) -> None:
+    """Print the answer of MODEL to PROMPT, to try a model or an adapter.
+
+    MODEL is a model, or a folder with an adapter, whose config names the base. The whole model is loaded into this
+    process. PROMPT is a user's message if there is a chat template, otherwise a text to continue.
+    """
+    if is_local(model):  # a wrong path is an error before the imports
+        local_place(model, HubOptions())
+    from shardwise.engines.generating import generate
+
+    click.echo(generate(model, prompt, max_new_tokens=max_new_tokens))
 
 
 @click.command("merge-adapter")
@@ -97,6 +116,7 @@ def merge_weights_command(checkpoint: str, out: str, *, as_json: bool, **options
 
 
 _CONFIG_FACTS = ("architectures", "model_type", "dtype", "tie_word_embeddings", "transformers_weights")
+_ADAPTER_FACTS = ("base_model_name_or_path", "peft_type", "r", "lora_alpha", "target_modules")
 _MAX_CONFIG_BYTES = 10_000_000
 _SHOWN_IGNORED = 10
 _DIGITS = re.compile(r"([0-9]+)")
@@ -110,13 +130,21 @@ _DIGITS = re.compile(r"([0-9]+)")
 def inspect_command(path: str, *, as_json: bool, with_tensors: bool, revision: str | None) -> None:
     """Show the content of the checkpoint at PATH.
 
-    PATH is a folder (an adapter's, too), a safetensors, .bin or index file, or the name of a repository that is in
-    the cache of the Hugging Face hub. Only headers are read, nothing in them is run, and nothing is downloaded.
+    PATH is a folder (of a model or an adapter), a safetensors, .bin or index file, a URL of one of these, or the
+    name of a repository that is in the cache of the Hugging Face hub. Only headers are read, and nothing in them is
+    run.
     """
+    if is_url(path):
+        _show(open_checkpoint(path), {}, as_json=as_json, with_tensors=with_tensors)
+        return
     place = resolve(path, HubOptions(revision=revision, local_files_only=True), download=False)
     config = read_config_facts(place if place.is_dir() else place.parent)
     named = config.get("transformers_weights") or _adapter_in(place) if place.is_dir() else None
     index = open_checkpoint(place, weights_name=named if isinstance(named, str) else None)
+    _show(index, config, as_json=as_json, with_tensors=with_tensors)
+
+
+def _show(index: CheckpointIndex, config: dict[str, object], *, as_json: bool, with_tensors: bool) -> None:
     if as_json:
         click.echo(json.dumps(as_json_object(index, config), indent=2))
         return
@@ -136,13 +164,21 @@ def _adapter_in(folder: Path) -> str | None:
 
 
 def read_config_facts(folder: Path) -> dict[str, object]:
-    """Read facts of the model from the top level of ``config.json``. Empty without one.
+    """Read facts from the top level of ``config.json`` and ``adapter_config.json``. Empty without them.
 
-    Raises :class:`FormatError` for a file that is no JSON object.
+    Raises :class:`FormatError` for a file that is not a JSON object.
     """
-    file = folder / "config.json"
-    if not file.is_file():
-        return {}
+    found = {"config.json": _CONFIG_FACTS, ADAPTER_CONFIG: _ADAPTER_FACTS}
+    return {
+        name: value
+        for file, names in found.items()
+        if (folder / file).is_file()
+        for name, value in _read_config(folder / file).items()
+        if name in names
+    }
+
+
+def _read_config(file: Path) -> dict[str, object]:
     try:
         if file.stat().st_size > _MAX_CONFIG_BYTES:
             raise ValueError(f"it has more than {_MAX_CONFIG_BYTES} bytes")
@@ -151,10 +187,10 @@ def read_config_facts(folder: Path) -> dict[str, object]:
         if not isinstance(config, dict):
             raise ValueError(f"it is a JSON {type(config).__name__}, not an object")
     except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"{shown(str(file))}: cannot be read ({error}); download or write it again") from error
+        raise FormatError(f"{shown(str(file))}: cannot be read ({error}). Download or write it again") from error
     if "torch_dtype" in config:  # its name before transformers 5
         config.setdefault("dtype", config["torch_dtype"])
-    return {name: config[name] for name in _CONFIG_FACTS if name in config}
+    return config
 
 
 def bytes_per_dtype(tensors: Iterable[StoredTensor]) -> dict[str, int]:

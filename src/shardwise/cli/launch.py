@@ -32,7 +32,7 @@ def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapp
     numbers = {} if bad else {name: int(text) for name, text in found.items()}
     if bad or numbers["RANK"] >= numbers["WORLD_SIZE"] or numbers["MASTER_PORT"] >= 1 << 16:
         told = ", ".join(bad or [f"{name}={text}" for name, text in found.items()])
-        raise ConfigError(f"RANK is in the environment, with {told}; set what torchrun sets, or unset RANK")
+        raise ConfigError(f"RANK is in the environment, with {told}. Set what torchrun sets, or unset RANK")
     if nproc_per_node > 1:
         raise ConfigError(
             f"--nproc-per-node={nproc_per_node}, but the ranks have been started already (RANK is set in the "

@@ -14,7 +14,6 @@ import click
 
 from shardwise.cli.launch import run_ranks
 from shardwise.errors import ConfigError
-from shardwise.report.names import in_bytes
 from shardwise.storage.names import HubOptions, is_local, local_place
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def _print(outcome: TrlOutcome, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(asdict(outcome), indent=2))
         return
-    stopped = f"stopped after {outcome.steps} steps; run the same command to resume"
+    stopped = f"stopped after {outcome.steps} steps. Run the same command to resume"
     click.echo("\n".join([*outcome.summary, stopped if outcome.has_stopped else f"saved in {outcome.output_dir}"]))
 
 
@@ -207,13 +206,17 @@ def plan_command(
     from shardwise.tensors import in_bytes_of
 
     limit = None if memory is None else in_bytes_of(memory)
+    if sys.stderr.isatty():
+        click.echo("planning; importing torch and transformers takes some seconds ...", err=True)
     if model.endswith((".yaml", ".yml")):
         made = _of_config(model, overrides, ranks, nodes, device, given)
     else:
         made = _of_model(model, overrides, ranks, {**given, "nodes": nodes, "device": device})
+    if limit is not None and not as_json:
+        click.echo(made.verdict(limit))
     click.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
-    if limit is not None and (lacking := made.lacking_bytes(limit)):
-        raise ConfigError(f"--memory: {in_bytes(limit)} do not suffice, {in_bytes(lacking)} are lacking.")
+    if limit is not None and made.peak_bytes > limit:
+        raise ConfigError(f"--memory: the plan {made.verdict(limit)}. See docs/out_of_memory.md.")
 
 
 def _of_config(

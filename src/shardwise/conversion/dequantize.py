@@ -121,7 +121,7 @@ class Dequantize:
         """Raises :class:`BadValues` for scales that are not finite, and a number for all that is 0."""
         box = block.gives[_OUT]
         stored, factors, zeros = self._inputs(values)
-        table = _numbers_by_byte(self.code, stored)
+        table = _values_by_byte(self.code, stored)
         for strip in aligned_blocks([box], self.shape, self._whole_bytes, _STRIP_ELEMENTS):
             part = _part(stored, self._bytes_of(strip), self._bytes_of(box))
             numbers = table.index_select(0, part.int().view(-1)).view(strip.sizes)
@@ -202,7 +202,7 @@ def _part(tensor: Any, box: Box, whole: Box) -> Any:
     return tensor
 
 
-def _numbers_by_byte(code: Code, like: Any) -> Any:
+def _values_by_byte(code: Code, like: Any) -> Any:
     """The numbers, one or two, that each of 256 bytes stands for, float32 ``[256, 1 or 2]``."""
     numbers = like.new_empty(0).float().new_tensor(code.numbers)
     if code.per_byte == 1:

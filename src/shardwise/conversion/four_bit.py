@@ -305,7 +305,7 @@ def offset_of(absmax: Any) -> Any:
     """The mean of all scales of a weight, as torch takes it with as many threads as it has now."""
     _check_scales(absmax)
     if not absmax.numel():
-        raise ValueError("there are no scales to take the mean of")
+        raise ValueError("there are no scales to average")
     return absmax.detach().reshape(-1).mean()
 
 

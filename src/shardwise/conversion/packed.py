@@ -206,7 +206,7 @@ def unpacked(
             f"{values} has {values.shape}, which is not {shape} in four bits, in blocks of {block_size}"
         )
     if numel(scales.shape) != -(-numel(shape) // block_size):
-        raise ValueError(f"{scales} has {scales.shape}, and {shape} in blocks of {block_size} wants others")
+        raise ValueError(f"{scales} has {scales.shape}, and {shape} in blocks of {block_size} needs other shapes")
     *outer, columns = shape if shape[-1] % block_size == 0 else (numel(shape),)
     computed = (*outer, columns)
     sources = tuple(
@@ -390,7 +390,7 @@ class Quantize:
         if bad:
             raise BadValues(
                 f"{_told(bad, block.needs[0])} values that are not finite in {self.dtype.label}, and cannot be put "
-                "into 4 bits; the checkpoint is damaged, or leave this weight as it is"
+                "into 4 bits. The checkpoint is damaged, or leave this weight as it is"
             )
         return {_PACKED: packed, _SCALES: raw, _SCALE_NUMBERS: four_bit.scales_in(raw)}
 

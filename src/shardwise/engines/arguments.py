@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,39 +31,58 @@ P = ParamSpec("P")
 _OTHER_KINDS = ("torch.distributed.", "torch.nn.modules.module")
 """Modules of kinds that are not ours, and without which nothing can be done; beside torch's own few."""
 
-_SHARDED = "pass sharding=Sharding(mesh=...), and start one process for each device (torchrun)"
-_OFFLOADED = "pass sharding=Sharding(offload_policy=CPUOffloadPolicy()); nothing is offloaded to disk"
-_OWN_MODEL = "build the model with transformers, and pass it to shardwise.load"
+_SHARDED = "Pass sharding=Sharding(mesh=...), and start one process for each device (torchrun)"
+_OFFLOADED = "Pass sharding=Sharding(offload_policy=CPUOffloadPolicy()). Nothing is offloaded to disk"
+_OWN_MODEL = "Build the model with transformers, and pass it to shardwise.load"
 _INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("device_map", "device_mesh", "distributed_config"), _SHARDED),
-    **dict.fromkeys(("offload_buffers", "offload_folder", "offload_state_dict"), _OFFLOADED),
+    **dict.fromkeys(("cpu_offload", "offload_buffers", "offload_folder", "offload_state_dict"), _OFFLOADED),
     **dict.fromkeys(("use_kernels", "kernel_config", "fusion_config", "tp_plan", "tp_size"), _OWN_MODEL),
-    "ignore_mismatched_sizes": 'pass on_mismatched=Initialize(only=("score.*",)), with the names',
-    "load_in_4bit": "pass quantization=Nf4()",
-    "load_in_8bit": "weights in 8 bits are not known here; pass quantization=Nf4()",
-    "max_memory": "each rank holds its own shards alone, and shardwise.plan tells how much that is; leave it out",
-    "state_dict": "build the model, and pass the state to shardwise.set_model_state_dict",
+    "compile": "Call model.compile() on the result, or compile() on each of its blocks",
+    "gradient_checkpointing": "Pass sharding=Sharding(activation_checkpointing=True)",
+    "ignore_mismatched_sizes": 'Pass on_mismatched=Initialize(only=("score.*",)), with the names',
+    "load_in_4bit": "Pass quantization=Nf4()",
+    "load_in_8bit": "8-bit weights are not supported. Pass quantization=Nf4()",
+    "max_memory": "Leave it out. Each rank holds only its own shards, which shardwise.plan estimates",
+    "peft_config": "Pass tuning=Lora(config)",
+    "state_dict": "Build the model, and pass the state to shardwise.set_model_state_dict",
 }
-"""Keywords of transformers' ``from_pretrained`` that mean nothing here, and what to do."""
+"""Keywords of transformers, TRL and FSDP that ``from_pretrained`` does not have, and what to do instead."""
 
 
-def require_known(call: str, given: Mapping[str, object], known: Iterable[str]) -> None:
+def require_known(call: str, given: Mapping[str, object], hints: Mapping[str, Any]) -> None:
     """Reject keywords that a call does not have. Those of transformers with value None are allowed.
 
+    Args:
+        call: name of the public function.
+        given: the keywords.
+        hints: annotations of the keywords that the call has.
+
     Raises:
-        ConfigError: an unknown keyword. The message has the nearest one, or the alternative to one of transformers.
+        ConfigError: an unknown keyword. The message has the options object that takes it, the alternative, or the
+            nearest keyword.
     """
-    names = sorted(known)
+    names = sorted(hints)
     strange = [
         name for name, value in given.items() if name not in names and not (name in _INSTEAD and value is None)
     ]
     for name in strange:
         if name not in _INSTEAD:
             near = difflib.get_close_matches(name, names, n=1)
-            remedy = f"did you mean {near[0]!r}?" if near else "attributes of the config go into config_overrides"
-            raise ConfigError(f"{call}() got an unexpected keyword argument {name!r}; {remedy}")
+            remedy = f"Did you mean {near[0]!r}?" if near else "Attributes of the config go into config_overrides"
+            remedy = _option_with(name, hints) or remedy
+            raise ConfigError(f"{call}() got an unexpected keyword argument {name!r}. {remedy}")
     if strange:
-        raise ConfigError(f"{call}() has no {strange[0]}, which transformers knows: {_INSTEAD[strange[0]]}")
+        raise ConfigError(f"{call}() has no {strange[0]}. {_INSTEAD[strange[0]]}")
+
+
+def _option_with(name: str, hints: Mapping[str, Any]) -> str | None:
+    """Return advice to pass the options object that has a field of this name, or None if none has."""
+    for argument, hint in hints.items():
+        for kind in _allowed(hint)[0]:
+            if dataclasses.is_dataclass(kind) and name in (item.name for item in dataclasses.fields(kind)):
+                return f"Pass {argument}={getattr(kind, '__name__', kind)}({name}=...)"
+    return None
 
 
 def answer_keywords(instead: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -77,9 +96,9 @@ def answer_keywords(instead: Mapping[str, str]) -> Callable[[Callable[P, T]], Ca
             for name in keywords.keys() - known:
                 near = difflib.get_close_matches(name, known, n=1)
                 remedy = instead.get(name) or (
-                    f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+                    f"Did you mean {near[0]!r}?" if near else f"Keywords: {', '.join(known)}"
                 )
-                raise ConfigError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {remedy}")
+                raise ConfigError(f"{function.__name__}() got an unexpected keyword argument {name!r}. {remedy}")
             return function(*args, **keywords)
 
         return call
@@ -151,8 +170,8 @@ def agree_on_call(
         ShardwiseError: the same on every rank, if ``check`` raised it on any.
         RankMismatchError: ranks were called with different arguments.
     """
-    call, words = world.run_all(check, *args, **keywords)
-    if fault := world.all_reduce_object(words, _difference):
+    call, settings = world.run_all(check, *args, **keywords)
+    if fault := world.all_reduce_object(settings, _difference):
         raise RankMismatchError(fault)
     return call
 
@@ -160,16 +179,16 @@ def agree_on_call(
 def _difference(told: Sequence[Mapping[str, str]]) -> str | None:
     """Describe the first argument that is not the same on all ranks."""
     first = told[0]
-    for name in dict.fromkeys(name for words in told for name in words):
-        if odd := [rank for rank, words in enumerate(told) if words.get(name) != first.get(name)]:
+    for name in dict.fromkeys(name for settings in told for name in settings):
+        if odd := [rank for rank, settings in enumerate(told) if settings.get(name) != first.get(name)]:
             values = f"{told[odd[0]].get(name, 'left out')} against {first.get(name, 'left out')}"
             return (
-                f"{name} on rank {shown_ranks(odd)} is not that of rank 0 ({values:.500}); give every rank the same"
+                f"{name} on rank {shown_ranks(odd)} is not that of rank 0 ({values:.500}). Give every rank the same"
             )
     return None
 
 
-def in_words(value: object) -> str:
+def comparable_text(value: object) -> str:
     """A value as ranks may compare it: without addresses of memory."""
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{value.__module__}.{value.__qualname__}"
@@ -203,11 +222,12 @@ def _is_ours(kind: type) -> bool:
 
 def _not_meant(name: str, value: object, kinds: tuple[Any, ...]) -> str:
     names = [kind.__name__ for kind in kinds if kind is not types.NoneType]
-    names.sort(key=lambda kind: kind.lower() != str(value).lower())
+    given = value if isinstance(value, str) else type(value).__name__  # "lora" and a LoraConfig both mean Lora
+    names.sort(key=lambda kind: not given.lower().startswith(kind.lower()))
     meant, last = " or ".join(names), name.rpartition(".")[2]
     if isinstance(value, type):
-        return f"{name} is the class {value.__name__}; pass an object of it: {last}={value.__name__}(...)"
-    return f"{name} is {value!r:.80}, of type {type(value).__name__}; pass {meant}, as in {last}={names[0]}(...)"
+        return f"{name} is the class {value.__name__}. Pass an object of it: {last}={value.__name__}(...)"
+    return f"{name} is {value!r:.80}, of type {type(value).__name__}. Pass {meant}, as in {last}={names[0]}(...)"
 
 
 Source: TypeAlias = str | os.PathLike[str] | StorageReader
@@ -317,8 +337,8 @@ def resolve_everywhere(
         if absent := [rank for rank, path in enumerate(found) if path is None]:
             raise StorageError(
                 f"{os.fspath(name_or_path)}: is a directory on rank 0, but not on rank "
-                f"{shown_ranks(absent)}; "
-                "put it on every machine, or on a file system that all of them share"
+                f"{shown_ranks(absent)}. "
+                "Put it on every machine, or on a file system that all of them share"
             )
         return cast(Path, found[world.rank])
     from shardwise.storage.remote import commit_of, note_commit, place_of_cache, resolve

@@ -204,10 +204,12 @@ def _step(tuned: Tuned, world: WorldLayout, options: PlanOptions, sharding: Shar
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     logits = 0
     if head is not None:
-        words, hidden = head.weight.shape[-2:]
+        vocab_size, hidden = head.weight.shape[-2:]
         itemsize = (autocast or param_dtype or head.weight.dtype).itemsize
         on_cpu, trained = options.get("device", "cuda") == "cpu", head.weight.requires_grad
-        logits = estimates.trl_logits_bytes(rows * tokens, words, hidden, itemsize, on_cpu=on_cpu, trained=trained)
+        logits = estimates.trl_logits_bytes(
+            rows * tokens, vocab_size, hidden, itemsize, on_cpu=on_cpu, trained=trained
+        )
     recomputed = True if options.get("gradient_checkpointing") else sharding.activation_checkpointing
     prepare_blocks(base, replace(sharding, activation_checkpointing=recomputed))
     activations = _traced(tuned, world, (rows, tokens), param_dtype, autocast)

@@ -106,7 +106,7 @@ class BaseForm:
     The methods are called in this order.
     """
 
-    def in_numbers(self, layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:  # noqa: ARG002
+    def logical_layout(self, layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:  # noqa: ARG002
         """Return the layout of the tensors that a checkpoint's keys are bound to."""
         return layout
 
@@ -130,7 +130,9 @@ class BaseForm:
         """Restore the model's tensors from before a load that has failed."""
 
 
-def load_words(consent: Consent, buffers: initialize.BufferRules, options: LoadOptions) -> dict[str, str]:
+def comparable_load_settings(
+    consent: Consent, buffers: initialize.BufferRules, options: LoadOptions
+) -> dict[str, str]:
     """Return the settings of a load that must be equal on all ranks, as text, by name."""
     alone = ("device", "progress", "process_group", "timeouts")
     return {
@@ -256,7 +258,7 @@ def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings
     target, source = next(iter(loose.items()))
     if any(isinstance(item.tensor, DTensor) for item in held):
         raise ShardingError(
-            f"{target} is declared tied to {source}, but the sharded model holds them apart; call "
+            f"{target} is declared tied to {source}, but the sharded model holds them apart. Call "
             "model.tie_weights() before fully_shard"
         )
     assert isinstance(model, PreTrainedModel)

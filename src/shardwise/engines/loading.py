@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._face import found_at
 from shardwise.conversion.expression import rows_stored
 from shardwise.engines import arguments
-from shardwise.engines.load_plan import BaseForm, Load, LoadOptions, load_words, prepare, tie_declared
+from shardwise.engines.load_plan import BaseForm, Load, LoadOptions, comparable_load_settings, prepare, tie_declared
 from shardwise.errors import KeyMismatchError, ShardingError
 from shardwise.execution.agreement import agree_on
 from shardwise.execution.audit import audit, find_unequal_tied, require_equal_buffers
@@ -115,7 +115,7 @@ def require_equal_tied(world: World, plan: LoadPlan, placer: ReadExecutor) -> No
     if names:
         raise KeyMismatchError(
             f"{', '.join(names)}: the model ties this tensor, but the checkpoint holds different values for its "
-            "names; set tie_word_embeddings=False in the config, or untie the model before sharding it"
+            "names. Set tie_word_embeddings=False in the config, or untie the model before sharding it"
         )
 
 
@@ -282,7 +282,7 @@ def fill_with_norms(
     ):
         raise ShardingError(
             f"{item.fqn} begins as the norms of the rows of {matrix.fqn}, which is {rows.placement}, and it is "
-            f"{tensor.placement}: this rank lacks rows it needs; use another initialization than DoRA's, or shard "
+            f"{tensor.placement}: this rank lacks rows it needs. Use another initialization than DoRA's, or shard "
             "both on their first dimension"
         )
     step = max(1, _NORM_BLOCK_NUMEL // max(1, math.prod(rows.shape[1:])))
@@ -335,7 +335,7 @@ def load_checkpoint(
         base = form_of(model)
         transforms.extend(pretrained.conversion_transforms(model, key_mapping))
         held = collect_tensors(model)
-        layout = base.in_numbers(layout_of(held), held)
+        layout = base.logical_layout(layout_of(held), held)
         spare = spare_tensors(source.index)
         bindings = bind(model, stored_tensors(source.index), layout, transforms, spare=spare)
         tie_declared(model, held, bindings)
@@ -352,17 +352,19 @@ def load_checkpoint(
     return report
 
 
-_ON_DEVICE = "tensors are loaded on the device of the model's mesh; for an unsharded one, LoadOptions(device=...)"
+_ON_DEVICE = (
+    "Tensors are loaded on the device of the model's mesh. For an unsharded one, pass LoadOptions(device=...)"
+)
 
 
 @arguments.answer_keywords(
     {
-        "strict": "pass on_missing=Initialize(only=...) and on_unexpected=Ignore(only=...), with the names",
+        "strict": "Pass on_missing=Initialize(only=...) and on_unexpected=Ignore(only=...), with the names",
         "map_location": _ON_DEVICE,
         "device": _ON_DEVICE,
-        "assign": "leave it out: tensors on meta get memory, and real ones keep theirs",
-        "weights_only": "leave it out: no code of a file is run",
-        "dtype": "values are cast to the dtype of the model's tensors; build the model in this dtype",
+        "assign": "Leave it out: tensors on meta get memory, and real ones keep theirs",
+        "weights_only": "Leave it out: no code of a file is run",
+        "dtype": "Values are cast to the dtype of the model's tensors. Build the model in this dtype",
     }
 )
 def load(
@@ -419,7 +421,7 @@ def load(
         return without_compile(model), {
             "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
             "key_mapping": repr(key_mapping),
-            **load_words(consent, buffers or {}, options),
+            **comparable_load_settings(consent, buffers or {}, options),
         }
 
     clock = Clock()

@@ -56,16 +56,16 @@ class _OpenedAdapter:
 def adapter_folder(given: Path, adapter_name: str) -> Path:
     """The folder itself, or that of the adapter of this name in it, where PEFT puts all but the default one."""
     if not given.is_dir():
-        raise FormatError(f"{given}: is a file; pass the folder with {ADAPTER_CONFIG}")
+        raise FormatError(f"{given}: is a file. Pass the folder with {ADAPTER_CONFIG}")
     fault = unsafe_name_reason(adapter_name)
     if fault is not None or "/" in adapter_name:
-        raise FormatError(f"{shown(adapter_name)}: is no name of an adapter; pass the one it was saved under")
+        raise FormatError(f"{shown(adapter_name)}: is not the name of an adapter. Pass the name it was saved under")
     for folder in (given / adapter_name, given):
         if (folder / ADAPTER_CONFIG).is_file():
             return folder
     inside = sorted(place.parent.name for place in given.glob(f"*/{ADAPTER_CONFIG}"))
-    remedy = f"choose one by adapter_name: {', '.join(map(shown, inside))}" if inside else "check the path"
-    raise FormatError(f"{given}: there is no {ADAPTER_CONFIG}; {remedy}")
+    remedy = f"Choose one by adapter_name: {', '.join(map(shown, inside))}" if inside else "Check the path"
+    raise FormatError(f"{given}: has no {ADAPTER_CONFIG}. {remedy}")
 
 
 def open_for_merging(folder: Path, stack: ExitStack) -> _OpenedAdapter:
@@ -83,7 +83,7 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _OpenedAdapter:
     placer = stack.enter_context(offline.placer_of(reader, index))
     tensors = {item.key: Stored(item.key, item.shape, item.dtype) for item in index.tensors()}
     if not tensors:
-        raise FormatError(f"{folder / file}: holds no tensors; save the adapter again")
+        raise FormatError(f"{folder / file}: holds no tensors. Save the adapter again")
     return _OpenedAdapter(config, index, reader, placer, tensors)
 
 
@@ -264,7 +264,7 @@ class _PlannedEdits:
             modules = self.plan.modules
             raise KeyMismatchError(
                 f"{folder}: the outcome would equal the base: the deltas of all {len(modules)} modules "
-                f"({shown(modules[0])}, ...) are zero, or too small for the dtype; take a trained adapter, or a "
+                f"({shown(modules[0])}, ...) are zero, or too small for the dtype. Take a trained adapter, or a "
                 "wider dtype"
             )
 

@@ -93,7 +93,7 @@ def _nest(layer: Any, whole: torch.Tensor, offset: float) -> dict[str, int]:
 class _FourBitBases(BaseForm):
     """Layers in four bits, and experts."""
 
-    def in_numbers(self, layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:
+    def logical_layout(self, layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:
         return dequantized_layout(layout, held)
 
     def offered(self, model: nn.Module, bindings: Bindings) -> Bindings:

@@ -57,7 +57,7 @@ def observe(run_dir: str | os.PathLike[str], *, samples_per_second: float = 20.0
         if type(samples_per_second) not in (int, float) or not 0.1 <= samples_per_second <= 100:
             raise ConfigError(f"samples_per_second={samples_per_second!r}: give a number from 0.1 to 100")
         if is_observed():
-            raise ConfigError("this process is observed already; leave that block before another one begins")
+            raise ConfigError("this process is observed already. Leave that block first")
         host_memory()
         return create_rank_file(Path(run_dir), world.rank)
 

@@ -192,7 +192,7 @@ def require_other_folder(out: Path, sources: Sequence[Path]) -> None:
         same = os.path.realpath(out) == os.path.realpath(folder)
         if same or (out.exists() and os.path.samefile(out, folder)):
             raise ConfigError(
-                f"{out} is {folder} itself, which would be overwritten while it is read; name another"
+                f"{out} is {folder} itself, which would be overwritten while it is read. Name another"
             )
 
 
@@ -209,7 +209,7 @@ def write_out(
     """Plan the files, write and commit them. Return also their names."""
     outgoing.require_bounded()
     plan = plan_save(
-        outgoing.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, token=secrets.token_hex(4)
+        outgoing.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, save_id=secrets.token_hex(4)
     )
     with ProgressBar(label, World(0, 1), plan.nbytes, enabled=True) as bar:
         streamed = stream_out(
@@ -349,10 +349,10 @@ def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
         for place in sorted(folder.iterdir()):
             if _is_any(place.name, patterns) and place.is_file():
                 if place.stat().st_size > _MAX_COMPANION_BYTES:
-                    raise FormatError(f"{place}: is larger than any config or tokenizer; move it away")
+                    raise FormatError(f"{place}: is larger than any config or tokenizer. Move it away")
                 found[place.name] = place.read_bytes()
     except OSError as error:
-        raise StorageError(f"{folder}: reading it failed, {error.strerror}; make it readable") from error
+        raise StorageError(f"{folder}: reading it failed, {error.strerror}. Make it readable") from error
     return found
 
 
@@ -360,7 +360,7 @@ def small_file(path: Path) -> bytes:
     """The content of a config."""
     found = _files(path.parent, (path.name,))
     if path.name not in found:
-        raise StorageError(f"{path}: no such file; check the path")
+        raise StorageError(f"{path}: no such file. Check the path")
     return found[path.name]
 
 

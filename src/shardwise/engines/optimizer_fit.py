@@ -83,7 +83,7 @@ def _agreed(world: World, given: ParsedState) -> tuple[ParsedState, tuple[int, .
                 ", ".join(abbreviate(sorted(first.keys.keys() ^ its.keys.keys()))) or "the parameter groups differ"
             )
             raise RankMismatchError(
-                f"ranks {bringing[0]} and {rank} bring different states of optimizers: {what}; bring the same on "
+                f"ranks {bringing[0]} and {rank} bring different states of optimizers: {what}. Bring the same on "
                 "every rank, or all of it on some and nothing on the others"
             )
     return first, tuple(bringing)

@@ -145,7 +145,7 @@ def _refuse_reduced(bounds: Sequence[Bound]) -> None:
         if keeps_reduced(bound.optimizer):
             raise ShardingError(
                 f"{class_name(bound.optimizer)}: its state is reduced (8-bit, 4-bit or factored) and belongs "
-                "to each rank. Save and restore it with a Checkpointer, on as many ranks."
+                "to each rank. Save and restore it with a Checkpointer, on the same number of ranks."
             )
 
 

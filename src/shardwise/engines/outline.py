@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import TypedDict
 
 from shardwise.conversion.computed import Bindings
-from shardwise.engines.arguments import in_words
+from shardwise.engines.arguments import comparable_text
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import form_of as base_form_of
 from shardwise.errors import ConfigError
@@ -97,18 +97,18 @@ def settled(options: Options) -> Options:
         named = given.pop("torch_dtype")
         if str(given.setdefault("dtype", named)).removeprefix("torch.") != str(named).removeprefix("torch."):
             raise ConfigError(
-                f"dtype={given['dtype']} and torch_dtype={named}: these are two names of one argument; pass dtype"
+                f"dtype={given['dtype']} and torch_dtype={named}: these are two names of one argument. Pass dtype"
             )
     if given.pop("low_cpu_mem_usage", True) is not True:
         raise ConfigError(
-            "low_cpu_mem_usage=False asks for the whole model in the memory of every rank, which is never done; "
-            "leave it out"
+            "low_cpu_mem_usage=False asks for the whole model in the memory of every rank, which is never done. "
+            "Leave it out"
         )
     if "quantization_config" in given:
         found = of_transformers(given.pop("quantization_config"))
         if given.setdefault("quantization", found) != found:
             raise ConfigError(
-                f"quantization={given['quantization']} and quantization_config say different things; pass the "
+                f"quantization={given['quantization']} and quantization_config say different things. Pass the "
                 "former alone"
             )
     hub = given.get("hub", HubOptions())
@@ -116,16 +116,16 @@ def settled(options: Options) -> Options:
         if name in given and isinstance(hub, HubOptions):  # what else it is will be told
             value = given.pop(name)
             if getattr(hub, name) not in (getattr(HubOptions(), name), value):
-                raise ConfigError(f"{name} is given twice, as a keyword and in hub=HubOptions(...); pass one")
+                raise ConfigError(f"{name} is given twice, as a keyword and in hub=HubOptions(...). Pass one")
             hub = replace(hub, **{name: value})
     return cast(Options, {**given, "hub": hub})
 
 
-def model_words(options: ModelOptions) -> dict[str, str]:
+def comparable_model_settings(options: ModelOptions) -> dict[str, str]:
     """Return the model options that must be equal on all ranks, as text. Configs are compared later."""
     hub = options.get("hub", HubOptions())
     plain = ("model_class", "dtype", "trust_remote_code", "key_mapping", "attn_implementation")
-    told = {name: in_words(options[name]) for name in plain if name in options}  # type: ignore[literal-required]
+    told = {name: comparable_text(options[name]) for name in plain if name in options}  # type: ignore[literal-required]
     return {**told, **{f"hub.{name}": repr(getattr(hub, name)) for name in ("revision", "subfolder", "variant")}}
 
 
@@ -314,7 +314,7 @@ def trained_dtype(options: TunedOptions) -> TrainedDtype:
 def alike(options: TunedOptions, adapters: Mapping[str, Adapter]) -> str:
     """Return the options that must be equal on all ranks, as text."""
     tuning = options.get("tuning", Full())
-    return repr((tuning.in_words(adapters), trained_dtype(options), resizing(options)))
+    return repr((tuning.comparable_text(adapters), trained_dtype(options), resizing(options)))
 
 
 @collected_later()
@@ -364,8 +364,8 @@ def four_bit_base_of(
         return convert_base_to_four_bits(model, bindings, Mxfp4(), keeps_experts=True, config=stored)
     if keeps_experts and stored is None:
         raise ConfigError(
-            "quantization='as_stored': the checkpoint is not stored in four bits by bitsandbytes, nor as MXFP4; "
-            "leave it out, or pass quantization=Nf4()"
+            "quantization='as_stored': the checkpoint is not stored in four bits by bitsandbytes, nor as MXFP4. "
+            "Leave it out, or pass quantization=Nf4()"
         )
     if is_mxfp4(stored):
         stored = None  # numbers, unless these are asked for
@@ -394,7 +394,7 @@ def require_trainable(options: TunedOptions) -> None:
     if options.get("quantization") not in (None, "dequantize") and isinstance(tuning, (Full, Freeze)):
         raise ConfigError(
             f"tuning={type(tuning).__name__}(...) trains weights of the base, and quantization="
-            f"{_kind(options['quantization'])} keeps them in four bits, which are not trained; pass "
+            f"{_kind(options['quantization'])} keeps them in four bits, which are not trained. Pass "
             "tuning=Lora(...), or leave quantization out"
         )
 

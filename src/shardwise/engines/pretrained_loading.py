@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.engines import arguments
 from shardwise.engines import outline as outlines
-from shardwise.engines.load_plan import Load, LoadOptions, load_words
+from shardwise.engines.load_plan import Load, LoadOptions, comparable_load_settings
 from shardwise.engines.loading import carry_out, form_of
 from shardwise.errors import ConfigError, FormatError, RankMismatchError, StorageError
 from shardwise.execution.agreement import require_same_settings
@@ -59,21 +59,28 @@ def check_call(
     outlines.require_trainable(given)
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise ConfigError(
-            f"name_or_path is a {type(name_or_path).__name__}; a directory, a hub id or a URL is meant (readers go "
+            f"name_or_path is a {type(name_or_path).__name__}. Pass a directory, a hub id or a URL (readers go "
             "into shardwise.load)"
         )
     if asks_for_report and not given.get("load_weights", True):
-        raise ConfigError("output_loading_info=True with load_weights=False: nothing is loaded yet")
-    words = {
+        raise ConfigError(
+            "output_loading_info=True: nothing is loaded with load_weights=False. Leave one of them out"
+        )
+    settings = {
         "the kind of name_or_path": "a URL" if is_url(name_or_path) else "a path or a hub id",
-        **outlines.model_words(given),
-        **{f"sharding.{name}": told for name, told in wrap.in_words(given.get("sharding", Sharding())).items()},
+        **outlines.comparable_model_settings(given),
+        **{
+            f"sharding.{name}": told
+            for name, told in wrap.comparable_settings(given.get("sharding", Sharding())).items()
+        },
         "tuning": type(given.get("tuning", Full())).__name__,
         "quantization": repr(given.get("quantization")),
         "load_weights": repr(given.get("load_weights", True)),
-        **load_words(outlines.consent_of(given), given.get("buffers", {}), given.get("options", LoadOptions())),
+        **comparable_load_settings(
+            outlines.consent_of(given), given.get("buffers", {}), given.get("options", LoadOptions())
+        ),
     }
-    return given, words
+    return given, settings
 
 
 def bring_up(
@@ -390,8 +397,8 @@ def weights_in(folder: Path) -> str:
         FormatError: it is not there, or no config is.
     """
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise FormatError(f"{folder}: there is no {ADAPTER_CONFIG}; pass the folder of an adapter that PEFT saved")
+        raise FormatError(f"{folder}: there is no {ADAPTER_CONFIG}. Pass the folder of an adapter that PEFT saved")
     file = next((name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
     if file is None:
-        raise FormatError(f"{folder}: there is neither {' nor '.join(ADAPTER_WEIGHTS)}; save the adapter again")
+        raise FormatError(f"{folder}: there is neither {' nor '.join(ADAPTER_WEIGHTS)}. Save the adapter again")
     return file

@@ -126,7 +126,7 @@ def _looked_at(request: SaveRequest) -> list[TensorRef]:
         return four_bit_files.held_as_stored(held)
     if request.dtype is not None and four_bit_files.has_four_bits(request.model):
         raise ConfigError(
-            f"dtype={request.dtype}: weights in four bits, and their scales, are saved as they are; leave dtype out"
+            f"dtype={request.dtype}: weights in four bits, and their scales, are saved as they are. Leave dtype out"
         )
     return four_bit_files.held_in_files(held)
 
@@ -134,7 +134,7 @@ def _looked_at(request: SaveRequest) -> list[TensorRef]:
 @collected_later()
 def prepare(
     request: SaveRequest,
-    token: str,
+    save_id: str,
     held: Sequence[TensorRef],
     places: Mapping[str, str],
     shares: Shares,
@@ -158,7 +158,7 @@ def prepare(
         list(saved.values()),
         max_shard_bytes=request.max_shard_bytes,
         parameters=parameters,
-        token=token,
+        save_id=save_id,
         can_rename=policy.can_rename,
         stem=request.stem,
         training=_saved_training(request, beside),
@@ -197,14 +197,14 @@ def _saved_training(request: SaveRequest, beside: Mapping[str, Output]) -> Saved
 def _require_possible(request: SaveRequest, policy: WritePolicy) -> None:
     if request.names == "hub" and has_adapters(request.model):
         raise ConfigError(
-            f"{type(request.model).__name__} has adapters of PEFT's, and the hub has no names for both together; "
-            "save the adapter by save_adapter, merge it first (merge_and_unload, shardwise "
+            f"{type(request.model).__name__} has adapters of PEFT's, and the hub has no names for both together. "
+            "Save the adapter by save_adapter, merge it first (merge_and_unload, shardwise "
             "merge-adapter), or pass names='internal' for all tensors as the model names them"
         )
     if isinstance(request.names, PeftNames) and not policy.can_rename:
         raise ConfigError(
             f"{os.fspath(request.directory)}: an adapter is one file, which takes its place in one step, and this "
-            "storage renames nothing; save into a folder, and copy that"
+            "storage renames nothing. Save into a folder, and copy that"
         )
 
 
@@ -212,7 +212,7 @@ def _require_moved(outputs: Mapping[str, Output]) -> None:
     if keys := [key for key, output in outputs.items() if computes(output.expression)]:
         raise KeyMismatchError(
             f"{len(keys)} tensors of the checkpoint, such as {keys[0]}, are computed from whole tensors, which "
-            "a save does not do yet; pass names='internal'"
+            "a save does not do yet. Pass names='internal'"
         )
 
 
@@ -254,5 +254,5 @@ def resolved_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if found is None and dtype is None:
         return None
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
-        raise ConfigError(f"dtype={dtype!r} is not a floating dtype of 16 bits or more; pass torch.bfloat16, say")
+        raise ConfigError(f"dtype={dtype!r} is not a floating dtype of 16 bits or more. Pass torch.bfloat16, say")
     return found

@@ -46,7 +46,7 @@ def execute_save(
     clock = Clock()
     with world_of(options, call) as world:
         with clock.phase("plan"):
-            token = world.broadcast(new_save_id)
+            save_id = world.broadcast(new_save_id)
             request = world.run_all(ask)
             writer = world.run_all(open_writer, request.directory)
         with writer:
@@ -55,7 +55,7 @@ def execute_save(
                 shares = agree_on_shares(world, held, on_differing_buffers)
                 budget = options.budget_bytes
                 ready = world.run_all(
-                    save_plan.prepare, request, token, held, places, shares, world.rank, writer.policy, budget
+                    save_plan.prepare, request, save_id, held, places, shares, world.rank, writer.policy, budget
                 )
                 how = ready.digest, repr((request.names, verify)), budget
                 world.require_equal(
@@ -88,7 +88,7 @@ def _write_and_commit(
         with clock.phase("create"):
             has_owners = _has_owners(world, writer)
             world.broadcast(begin)
-            world.run_all(require_lock, writer, plan.token)
+            world.run_all(require_lock, writer, plan.save_id)
         with ProgressBar("Saving weights", world, plan.nbytes, enabled=options.progress) as bar:
             emitter = Emitter(writer, plan.entries, [item.local for item in ready.held], ready.staging, bar, world)
             with clock.phase("write"):
@@ -194,13 +194,13 @@ def _small_files(request: save_plan.SaveRequest, plan: SavePlan) -> dict[str, by
         tokenizer = request.tokenizer
         if tokenizer is not None:
             if not hasattr(tokenizer, "save_pretrained"):
-                raise ConfigError(f"tokenizer={tokenizer!r} has no save_pretrained; pass a tokenizer or processor")
+                raise ConfigError(f"tokenizer={tokenizer!r} has no save_pretrained. Pass a tokenizer or processor")
             tokenizer.save_pretrained(folder)
         found = sorted(Path(folder).iterdir())
         folders = [path.name for path in found if path.is_dir()]
         if folders:
             raise ConfigError(
-                f"{type(tokenizer).__name__} writes a folder, {folders[0]}, and a save writes files only; leave "
+                f"{type(tokenizer).__name__} writes a folder, {folders[0]}, and a save writes files only. Leave "
                 "tokenizer=... out, and call its save_pretrained afterwards"
             )
         return {path.name: path.read_bytes() for path in found}
@@ -231,8 +231,8 @@ def _require_same(world: World, emitter: Emitter, ready: save_plan.PreparedSave)
         if files or keys:
             what = f"{len(keys)} tensors, such as {keys[0]}," if keys else f"the header of {files[0]}"
             raise StorageError(
-                f"{what} that rank {rank} wrote to {emitter.writer.root} read otherwise than they are in memory; "
-                "the disk or its driver loses data: the older save has been kept"
+                f"{what} that rank {rank} wrote to {emitter.writer.root} read otherwise than they are in memory. "
+                "The disk or its driver loses data: the older save has been kept"
             )
 
 
@@ -249,22 +249,22 @@ def _add_up(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
         wanted = file.nbytes - len(file.header)
         if written != wanted:
             raise StorageError(
-                f"{file.name}: the ranks wrote {written:,} of {wanted:,} bytes between them; they hold different "
+                f"{file.name}: the ranks wrote {written:,} of {wanted:,} bytes between them. They hold different "
                 "models, or the mesh leaves out a rank"
             )
     return dict(zip(keys, total, strict=False))
 
 
-_UPLOAD = "save to a folder, and upload it with huggingface_hub.upload_folder"
+_UPLOAD = "Save to a folder, and upload it with huggingface_hub.upload_folder"
 
 
 @answer_keywords(
     {
-        "safe_serialization": "leave it out: files are always safetensors",
+        "safe_serialization": "Leave it out: files are always safetensors",
         "push_to_hub": _UPLOAD,
         "repo_id": _UPLOAD,
-        "is_main_process": "leave it out: every rank calls save and writes its own bytes",
-        "state_dict": "pass the model, whose tensors are saved",
+        "is_main_process": "Leave it out: every rank calls save and writes its own bytes",
+        "state_dict": "Pass the model, whose tensors are saved",
     }
 )
 def save(

@@ -45,7 +45,7 @@ def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock) ->
     return ShardReport(
         rank=world.rank,
         world_size=world.size,
-        mesh="" if mesh is None else wrap.mesh_in_words(mesh),
+        mesh="" if mesh is None else wrap.describe_mesh(mesh),
         was_sharded=False,
         parameters=sum(item.tensor.numel() for item in parameters),
         placed_bytes=sum(item.local.nbytes for item in held if not item.tensor.is_meta),
@@ -154,8 +154,8 @@ def shard(
             if was_sharded:
                 return replace(_report(world, model, settled, clock), was_sharded=True)
             world.run_all(_refuse, model, held, settled, optimizers)
-            words = (wrap.in_words(settled), values_from, trained_dtype, options.budget_bytes)
-            world.require_equal(repr(words), "the list of arguments (mesh, policies, modes, budget)")
+            settings = (wrap.comparable_settings(settled), values_from, trained_dtype, options.budget_bytes)
+            world.require_equal(repr(settings), "the list of arguments (mesh, policies, modes, budget)")
             require_alike_models(world, held, bounds)
         with clock.phase("compare"):
             supply = agree_on_sources(world, held, bounds, values_from, trained_dtype)

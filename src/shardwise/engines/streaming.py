@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError, KeyMismatchError
 from shardwise.execution import Timeouts
 from shardwise.execution.memory import home_of
 from shardwise.execution.moving import Exchange, part_of
-from shardwise.execution.replicas import MergingShardSender, PackedRows, ShardSender, agree_on_shares, in_numbers
+from shardwise.execution.replicas import MergingShardSender, PackedRows, ShardSender, agree_on_shares, logical_boxes
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout
 from shardwise.models import four_bit_files, selection
@@ -30,7 +30,7 @@ from shardwise.tensors import Box
 
 _SMALLEST_BUCKET_BYTES = 4096
 
-_NOT_MERGED = "no adapter is merged into them; merge its files with shardwise.merge_adapter"
+_NOT_MERGED = "no adapter is merged into them. Merge its files with shardwise.merge_adapter"
 
 
 Targets: TypeAlias = Literal["all_ranks", "first_rank"]
@@ -137,7 +137,7 @@ def _merging(
     base_held = {name: giver.held[fqn] for name, fqn in adapted.inside.items()}
     packed = world.run_all(packed_rows, base_held)
     base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
-    base_shares |= {name: tuple(map(in_numbers, base_shares[name])) for name in packed}
+    base_shares |= {name: tuple(map(logical_boxes, base_shares[name])) for name in packed}
     return MergingShardSender(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
 
 
@@ -164,7 +164,7 @@ def _wanted(
     if only is None:
         if names == "hub" and selection.has_adapters(model):
             raise ConfigError(
-                f"{type(model).__name__} has adapters of PEFT's, and the hub has no names for both together; pass "
+                f"{type(model).__name__} has adapters of PEFT's, and the hub has no names for both together. Pass "
                 "only=MergedAdapter() or only=AdapterOnly(), or names='internal' for all tensors as the model "
                 "names them"
             )
@@ -229,7 +229,7 @@ def _outputs(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapp
     if keys := [key for key, output in made.items() if computes(output.expression)]:
         raise KeyMismatchError(
             f"{', '.join(pattern for pattern, _ in collapse(keys))}: transformers computes these from whole "
-            "tensors of the model when it saves it; they cannot be put together in parts. Pass "
+            "tensors of the model when it saves it. They cannot be put together in parts. Pass "
             "names='internal' for the model's own tensors"
         )
     return made

@@ -178,12 +178,12 @@ def require_as_saved(reader: StorageReader, adapter: str, training: str | None) 
         raise FormatError(
             f"{reader.root}: is not what was saved, and nothing of it has been loaded:\n  "
             + "\n  ".join([*faults[:_SHOWN], *more])
-            + "\nThe disk, or what copied or edited the files, has changed them; load another copy. To take an "
+            + "\nThe disk, or what copied or edited the files, has changed them. Load another copy. To take an "
             f"adapter that was changed on purpose, remove {record}, and load it with training_state=False."
         )
     if training is not None and not found.compared:
         raise FormatError(
-            f"{training} in {reader.root}: {record} has no checksums of it, by which damage would be found; copy "
+            f"{training} in {reader.root}: {record} has no checksums of it, by which damage would be found. Copy "
             "that file there, too. Of a save by an earlier version, which recorded none, take the matrices alone, "
             "with training_state=False"
         )
@@ -195,7 +195,7 @@ def _recorded(reader: StorageReader, file: str) -> list[RecordedSave] | None:
         return []
     nbytes = reader.size(file)
     if nbytes > fingerprints.MAX_BYTES:
-        raise FormatError(f"{file} in {reader.root} has {nbytes} bytes, more than any save writes; remove it")
+        raise FormatError(f"{file} in {reader.root} has {nbytes} bytes, more than any save writes. Remove it")
     return fingerprints.parsed(reader.read(file, 0, nbytes))
 
 

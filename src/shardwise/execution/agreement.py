@@ -49,7 +49,7 @@ def agree_on(
         return found
     if differing := _differing(world, found, plan.fingerprints):
         raise RankMismatchError(
-            f"ranks plan {len(differing)} tensors differently: {few_names(differing)}; give every rank the same "
+            f"ranks plan {len(differing)} tensors differently: {few_names(differing)}. Give every rank the same "
             "model, config, arguments, and versions of torch and transformers"
         )
     raise _other_settings(world, found, settings)
@@ -84,7 +84,7 @@ def _other_settings(world: World, odd: MismatchedRanks, settings: Mapping[str, s
     differing = _differing(world, odd, settings)
     shown = ", ".join(f"{name} ({other} against {first})" for name, (first, other) in differing.items())
     return RankMismatchError(
-        f"the config on rank {odd.shown} is not that of rank 0: {shown}; give every rank the same"
+        f"the config on rank {odd.shown} is not that of rank 0: {shown}. Give every rank the same"
     )
 
 

@@ -71,7 +71,7 @@ def require_equal_buffers(world: World, held: Sequence[TensorRef]) -> None:
     def refuse(told: Sequence[Sequence[str]]) -> None:
         if names := sorted({name for found in told for name in found}):
             raise RankMismatchError(
-                f"non-persistent buffers differ between ranks: {', '.join(names[:20])}; pass buffers=... with a "
+                f"non-persistent buffers differ between ranks: {', '.join(names[:20])}. Pass buffers=... with a "
                 "callable that computes them"
             )
 
@@ -169,7 +169,7 @@ def require_one_checkpoint(
                 if ranks:
                     raise RankMismatchError(
                         f"{shown(file)} in {index.root}: its {word} on rank {shown_ranks(ranks)} is not that on "
-                        "rank 0; copy the checkpoint anew to the machines of these ranks, or put it on a file "
+                        "rank 0. Copy the checkpoint anew to the machines of these ranks, or put it on a file "
                         "system that all machines share"
                     )
 

@@ -120,7 +120,7 @@ def _watched(
 
 def _out_of_memory(error: BaseException) -> str:
     detail = str(error).partition("\n")[0] or type(error).__name__
-    return f"out of memory ({detail}); smaller batches, activation checkpointing or more ranks take less"
+    return f"out of memory ({detail}). Smaller batches, activation checkpointing or more ranks take less"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -97,7 +97,7 @@ def publish(
     ``files`` have their names already. ``beside`` are small files that belong to them. Raises as
     :func:`commit_files` does.
     """
-    ready = commit_plan.on_its_way(name, held.token)
+    ready = commit_plan.on_its_way(name, held.save_id)
     commit = commit_plan.Commit(
         files,
         steps=(commit_plan.Publish(ready, name),),
@@ -154,7 +154,7 @@ def _take(writer: StorageWriter, step: commit_plan.CommitStep) -> None:
                     raise
                 raise StorageError(
                     f"{shown(file)} in {writer.root}: another save has taken this folder over, and has removed "
-                    f"what was to be {shown(name)}; what is theirs stays. Save to a directory of its own"
+                    f"what was to be {shown(name)}. What is theirs stays. Save to a directory of its own"
                 ) from error
         case commit_plan.Remove(file):
             writer.remove(file)
@@ -209,14 +209,14 @@ def _put_back(
 # Files of others
 
 
-def write_again(writer: StorageWriter, file: str, token: str) -> None:
+def write_again(writer: StorageWriter, file: str, save_id: str) -> None:
     """Put a synced copy in the place of a file that others wrote into a local folder. Memory: a block.
 
     Raises:
         StorageError: it cannot be read or written, or changes meanwhile.
     """
     folder, slash, name = file.rpartition("/")
-    new = f"{folder}{slash}{commit_plan.on_its_way(name, token)}"
+    new = f"{folder}{slash}{commit_plan.on_its_way(name, save_id)}"
     copy_in(writer, os.path.join(writer.root, file), new)
     writer.rename(new, file)
 
@@ -238,7 +238,7 @@ def copy_in(writer: StorageWriter, source: str, file: str) -> int:
     except OSError as error:
         raise StorageError(f"{shown(source)}: reading it again failed, {error.strerror or error}") from error
     if position != nbytes:
-        raise StorageError(f"{shown(source)}: was cut short while it was saved; save again")
+        raise StorageError(f"{shown(source)}: was truncated while it was saved. Save again")
     writer.sync(file)
     return nbytes
 
@@ -261,7 +261,7 @@ def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> CommitState:
     Raises:
         StorageError: another save is writing there, or the folder cannot be written to.
     """
-    held = take_lock(writer, plan.token)
+    held = take_lock(writer, plan.save_id)
     try:
         nothing: frozenset[str] = frozenset()
         remove_unnamed(
@@ -294,7 +294,7 @@ def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> CommitState:
 def undo_save(writer: StorageWriter, plan: save_plan.SavePlan, begun: CommitState) -> None:
     """Remove the files of this save unless it is committed. The older save is unchanged."""
     with contextlib.suppress(StorageError):
-        names = {name for name in writer.list() if commit_plan.is_on_its_way(name) and plan.token in name}
+        names = {name for name in writer.list() if commit_plan.is_on_its_way(name) and plan.save_id in name}
         if plan.index is None or writer.read(plan.index_file) != plan.index:
             names |= {file.name for file in plan.files} - _trainings_named(writer, plan)
         for name in names:
@@ -380,7 +380,7 @@ def commit_written(
         StorageError: as of :func:`~shardwise.execution.committing.commit_files`.
     """
     root = marked.writer.root
-    renames = commit_plan.Renames(marked.token, tuple(written.named), tuple(older))
+    renames = commit_plan.Renames(marked.save_id, tuple(written.named), tuple(older))
     folders = {name.rpartition("/")[0] for name in (*written.named, *written.beside, *older)} - {""}
     with FoldersWriter(root, folders) as writer:
         commit_files(writer, marked.held, renames.commit(written), beside)
@@ -389,7 +389,7 @@ def commit_written(
     ):  # who has the folder by now has found the list, and finishes it
         finish(root, renames.file, marked.held)
     remove_empty(root, folders)
-    remove_folder(work_folder(root, marked.token))
+    remove_folder(work_folder(root, marked.save_id))
     marked.release()
 
 

@@ -65,15 +65,15 @@ class ControlChannel:
         store: torch's key-value store, shared by the ranks.
         name: the same on all ranks of one group.
         rank: this rank in the group.
-        numbers: the ranks of the group in the default group.
+        global_ranks: the ranks of the group in the default group.
         timeouts: how long to wait.
         call: description of this rank's call, the same on all ranks.
     """
 
     def __init__(
-        self, store: Any, name: str, rank: int, numbers: Sequence[int], timeouts: Timeouts, call: str
+        self, store: Any, name: str, rank: int, global_ranks: Sequence[int], timeouts: Timeouts, call: str
     ) -> None:
-        self.rank, self.numbers, self.size = rank, numbers, len(numbers)
+        self.rank, self.global_ranks, self.size = rank, global_ranks, len(global_ranks)
         self.timeouts = timeouts
         self.name = name
         self.while_waiting: Callable[[], None] | None = None
@@ -89,7 +89,7 @@ class ControlChannel:
         self._is_closed = False
         self._joining = threading.Lock()
         self._since = self._tell_at = math.inf
-        self._detector = detector_of(store, numbers[rank])
+        self._detector = detector_of(store, global_ranks[rank])
 
     @property
     def is_cut(self) -> bool:
@@ -169,7 +169,7 @@ class ControlChannel:
 
     def leave(self, cause: str) -> None:
         """Announce that this rank leaves the call and will not reach another meeting."""
-        number = self.numbers[self.rank]
+        number = self.global_ranks[self.rank]
         text = f"rank {number} ({ProcessPlace.here()}) has left the call: {cause}"
         with contextlib.suppress(Exception):
             self._start(self._publish, _LOST, text).result(timeout=self.timeouts.heartbeat_interval_s)
@@ -238,14 +238,14 @@ class ControlChannel:
         number = KeyStore(self._store, self.name).count(f"lines/{self.rank}", 1)
         keys = KeyStore(self._store, f"{self.name}/line{number}")
         keys.put(f"here/{self.rank}", b"")
-        own = f"rank {self.numbers[self.rank]} is in {self._call}"
+        own = f"rank {self.global_ranks[self.rank]} is in {self._call}"
         first = keys.set_first("call", own)
         if first.partition(" is in ")[2] != self._call:
             self._publish(
                 keys,
                 _OTHER_CALL,
-                f"{own}, where {first}: a call was skipped, or made by some ranks alone; every rank has to make "
-                "the same calls in the same order. The next call of all ranks is in step",
+                f"{own}, where {first}: a call was skipped, or made by some ranks alone. Every rank has to make "
+                "the same calls in the same order. The next call starts in step",
             )
         self._since = time.monotonic()
         self._tell_at = self._since + TELL_S
@@ -295,7 +295,7 @@ class ControlChannel:
         start = time.monotonic()
         while not is_done():
             if self._is_closed:
-                raise RankLostError(f"rank {self.numbers[self.rank]} has left the call")
+                raise RankLostError(f"rank {self.global_ranks[self.rank]} has left the call")
             if self._verdict is not None and not is_done():  # a rank that has left has met this one before
                 self._follow(keys)
             waited_s = time.monotonic() - start
@@ -324,7 +324,7 @@ class ControlChannel:
     @property
     def _watched(self) -> Sequence[int]:
         """Ranks in the default group: the first rank watches all others, these watch the first one."""
-        return self.numbers[1:] if self.rank == 0 else self.numbers[:1]
+        return self.global_ranks[1:] if self.rank == 0 else self.global_ranks[:1]
 
     def look(self, store: Any) -> None:
         """Look for failures and verdicts of other ranks, and for lost ranks."""
@@ -341,10 +341,10 @@ class ControlChannel:
         for number, sign in signs.items():
             if self._verdict is None and sign is not None and sign.is_lost(self.timeouts.heartbeat_timeout_s):
                 heartbeat_timeout_s = time.monotonic() - sign.since
-                cause = f"no sign of life for {heartbeat_timeout_s:.0f} s; it was killed, has ended, or is stopped"
+                cause = f"no sign of life for {heartbeat_timeout_s:.0f} s (killed, ended or stopped)"
                 cause = "its process has ended" if sign.has_ended else cause
-                text = f"rank {number} ({sign.place}) is lost: {cause}; look at its own output, and at the "
-                self._publish(keys, _LOST, f"{text}system's log for a process killed for want of memory")
+                text = f"rank {number} ({sign.place}) is lost: {cause}. Check its output, and the "
+                self._publish(keys, _LOST, f"{text}kernel log (dmesg) for the OOM killer")
         if self._step == 0 and self._verdict is None:
             self._look_for_absent(keys, [number for number, sign in signs.items() if sign is None])
 
@@ -354,10 +354,10 @@ class ControlChannel:
             self._tell_at = now + TELL_AGAIN_S
             _log.warning("%s", waiting_for(unknown, self.size, address_of(self._store)))
         if now - self._since > self.timeouts.join_timeout_s:
-            for rank, number in enumerate(self.numbers):
+            for rank, number in enumerate(self.global_ranks):
                 if not keys.has(f"here/{rank}"):
-                    waited = f"within {now - self._since:.0f} s; every rank has to make it"
-                    self._publish(keys, _LOST, f"rank {number} has not come to this call {waited}")
+                    waited = f"within {now - self._since:.0f} s. Every rank has to make it"
+                    self._publish(keys, _LOST, f"rank {number} has not reached this call {waited}")
                     return
 
 
@@ -368,15 +368,15 @@ def waiting_for(ranks: Sequence[int], size: int, address: str) -> str:
 
 def _deaf(silent_s: float) -> RankLostError:
     return RankLostError(
-        f"the store through which the ranks meet has not answered for {silent_s:.0f} s; the process that holds it "
+        f"the store through which the ranks meet has not answered for {silent_s:.0f} s. The process that holds it "
         "(the launcher, or rank 0) is stopped or unreachable"
     )
 
 
 def _store_lost(error: Exception) -> RankLostError:
     lost = RankLostError(
-        "the store through which the ranks meet is gone; the process that holds it (the launcher, or rank 0) has "
-        "ended, or cannot be reached; look at its own output"
+        "the store through which the ranks meet is gone. The process that holds it (the launcher, or rank 0) has "
+        "ended, or cannot be reached. Check its output"
     )
     lost.__cause__ = error
     return lost

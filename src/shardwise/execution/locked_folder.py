@@ -23,12 +23,12 @@ class LockedFolder:
     Attributes:
         writer: of the folder.
         held: its mark.
-        token: that of this save, 8 hex digits.
+        save_id: that of this save, 8 hex digits.
     """
 
     writer: StorageWriter
     held: HeldLock
-    token: str
+    save_id: str
 
     @property
     def files(self) -> frozenset[str]:
@@ -47,9 +47,9 @@ OnFirst: TypeAlias = Callable[[LockedFolder], None]
 
 @dataclass(slots=True)
 class Saving:
-    """A save that all ranks take part in: its token, the folder, and, on the first rank alone, its mark."""
+    """A save that all ranks take part in: its id, the folder, and, on the first rank alone, its mark."""
 
-    token: str
+    save_id: str
     folder: str
     _marked: LockedFolder | None
 
@@ -66,7 +66,7 @@ class Saving:
             StorageError: it is not.
         """
         with open_writer(self.folder) as writer:
-            require_lock(writer, self.token)
+            require_lock(writer, self.save_id)
 
     def cause_of(self, failure: Exception) -> Exception:
         """Why this rank could not save: that somebody else has taken the folder over, if that is it."""
@@ -96,16 +96,16 @@ def locked_by_first_rank(
     with ExitStack() as closing:
 
         def begin() -> str:
-            token = new_save_id()
+            save_id = new_save_id()
             writer = closing.enter_context(open_writer(folder))
-            found.append(LockedFolder(writer, take_lock(writer, token), token))
+            found.append(LockedFolder(writer, take_lock(writer, save_id), save_id))
             if tidy is not None:
                 tidy(found[0])
-            return token
+            return save_id
 
         try:
-            token = world.broadcast(begin)
-            yield Saving(token, fspath(folder), found[0] if found else None)
+            save_id = world.broadcast(begin)
+            yield Saving(save_id, fspath(folder), found[0] if found else None)
         except BaseException:
             for marked in found:
                 with contextlib.suppress(StorageError):

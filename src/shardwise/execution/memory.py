@@ -280,7 +280,7 @@ def require_budget(budget_bytes: int) -> None:
         ConfigError: naming it.
     """
     if not isinstance(budget_bytes, (int, float)):
-        raise ConfigError(f"budget_bytes={budget_bytes!r} is no number of bytes; pass one, as in 1 << 30")
+        raise ConfigError(f"budget_bytes={budget_bytes!r} is not a number of bytes. Pass one, as in 1 << 30")
     if budget_bytes < _PAGE_BYTES:
         raise ConfigError(f"budget_bytes={budget_bytes} is less than a page ({_PAGE_BYTES})")
 

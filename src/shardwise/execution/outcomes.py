@@ -40,16 +40,17 @@ class Failure:
         return cls(CheckpointError.__name__, f"{type(error).__name__}: {error}")
 
     @classmethod
-    def among(cls, told: Sequence[object], asked: int, numbers: Sequence[int]) -> Failure | None:
+    def among(cls, told: Sequence[object], asked: int, global_ranks: Sequence[int]) -> Failure | None:
         """Return the first failure of the ranks, with its rank unless all ``asked`` ranks failed alike.
 
-        ``numbers`` are the ranks in the default group. A rank that only stopped because of another is passed over.
+        ``global_ranks`` are the ranks in the default group. A rank that only stopped because of another one is
+        passed over.
         """
         failures = {rank: item for rank, item in enumerate(told) if isinstance(item, Failure)}
         own = {rank: item for rank, item in failures.items() if not item.is_stop} or failures
         for rank, first in own.items():
             is_common = len(own) == asked and set(own.values()) == {first}
-            return first if is_common else first.at_rank(numbers[rank])
+            return first if is_common else first.at_rank(global_ranks[rank])
         return None
 
     @property

@@ -130,6 +130,11 @@ def _outcome(file: Path, rank: int, exit_code: int | None) -> Any:
     return _Failed(RankEndedError(f"rank {rank}: its process ended with exit code {exit_code}"))
 
 
+def acknowledge_stop() -> None:
+    """Write to stderr that a requested stop was received. Safe in a signal handler."""
+    os.write(2, b"finishing the current step, then saving. Press Ctrl-C again to stop now\n")
+
+
 @contextmanager
 def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None]:
     """With ``asks_first`` the first signal is passed on to the ranks as SIGTERM.
@@ -145,6 +150,7 @@ def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None
         nonlocal has_asked
         if not has_asked:
             has_asked = True
+            acknowledge_stop()
             for process in ranks:
                 if process.is_alive():
                     process.terminate()
@@ -254,7 +260,7 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
     except (RuntimeError, ValueError) as error:
         cause = str(error).partition("\n")[0]
         raise RankLostError(
-            f"the ranks could not meet ({cause}); start every rank, with one MASTER_ADDR and one free MASTER_PORT"
+            f"the ranks could not meet ({cause}). Start every rank, with one MASTER_ADDR and one free MASTER_PORT"
         ) from error
     detector_of(default_store(), dist.get_rank())
     own = function(*args)

@@ -151,8 +151,8 @@ class ReadExecutor:
         if changed:
             raise StorageError(
                 f"{', '.join(shown(file) for file in changed[:5])} in {self.reader.root}: replaced or rewritten "
-                f"while the checkpoint was being loaded (was {before[changed[0]]}, is {now[changed[0]]}); load "
-                "again once nobody writes to it"
+                f"while the checkpoint was being loaded (was {before[changed[0]]}, is {now[changed[0]]}). Load "
+                "again when no process writes to it"
             )
 
     def _place(self, arrangement: ReadSchedule, tensors: Sequence[torch.Tensor], budget_bytes: int) -> None:

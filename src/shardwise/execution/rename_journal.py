@@ -37,12 +37,12 @@ def remove_unnamed(writer: StorageWriter, files: Collection[str]) -> None:
 
 
 _WORK = (".shardwise.", ".work")
-"""The beginning and the end of the name of a folder in which others write for a save, with its token between."""
+"""The beginning and the end of the name of a folder in which others write for a save, with its id between."""
 
 
-def work_folder(folder: str | os.PathLike[str], token: str) -> Path:
+def work_folder(folder: str | os.PathLike[str], save_id: str) -> Path:
     """Return the folder that other libraries write to before their files are saved."""
-    return Path(folder, token.join(_WORK))
+    return Path(folder, save_id.join(_WORK))
 
 
 def tidy(marked: LockedFolder) -> None:
@@ -75,15 +75,15 @@ def undo(marked: LockedFolder, also: Collection[str] = ()) -> None:
     also = [folder for folder in also if not is_through_link(root, folder)]
     with FoldersWriter(root, {*folders, *also}) as writer:
         names = writer.list()
-        listed = commit_plan.Renames(marked.token, ()).file
-        writer.remove(commit_plan.on_its_way(listed, marked.token))
+        listed = commit_plan.Renames(marked.save_id, ()).file
+        writer.remove(commit_plan.on_its_way(listed, marked.save_id))
         if listed not in names:
-            remove_fresh(writer, [name for name in names if commit_plan.token_of_fresh(name) == marked.token])
+            remove_fresh(writer, [name for name in names if commit_plan.save_id_of_fresh(name) == marked.save_id])
             for folder in folders:
-                for name in left_in(Path(root, folder), of=marked.token):
+                for name in left_in(Path(root, folder), of=marked.save_id):
                     writer.remove(f"{folder}/{name}")
     remove_empty(root, {*folders, *also})
-    remove_folder(work_folder(root, marked.token))
+    remove_folder(work_folder(root, marked.save_id))
 
 
 def _entries(root: str) -> list[os.DirEntry[str]]:
@@ -99,7 +99,7 @@ def distributed_folders(root: str) -> list[str]:
 def remove_fresh(writer: FoldersWriter, names: Collection[str]) -> None:
     """Remove those of these files that saves have written and not named."""
     for name in names:
-        if commit_plan.token_of_fresh(name) is not None:
+        if commit_plan.save_id_of_fresh(name) is not None:
             writer.remove(name)
 
 
@@ -124,7 +124,7 @@ def finish(root: str, file: str, held: HeldLock) -> None:
             writer.add_folder_of(name)
         there = set(writer.list())
         for name in renames.names:
-            if (new := commit_plan.fresh(name, renames.token)) in there:
+            if (new := commit_plan.fresh(name, renames.save_id)) in there:
                 try:
                     writer.rename(new, name)
                 except StorageError:
@@ -132,7 +132,7 @@ def finish(root: str, file: str, held: HeldLock) -> None:
                         raise
             elif name not in there and file in writer.list():
                 raise FormatError(
-                    f"{file} in {root}: lists {shown(name)}, which is gone; remove that list, and save again"
+                    f"{file} in {root}: lists {shown(name)}, which is gone. Remove that list, and save again"
                 )
         if file not in writer.list():
             return  # what is there by now may be of a newer save
@@ -166,11 +166,11 @@ def read_list(folder: Path, file: str) -> commit_plan.Renames | None:
             raise
     renames = commit_plan.Renames.from_bytes(file, content)
     if renames is None:
-        raise FormatError(f"{file} in {folder}: is no list of renames of an interrupted save; remove it")
+        raise FormatError(f"{file} in {folder}: is not a list of renames of an interrupted save. Remove it")
     linked = [way for way in _folders_of(folder, renames) if (folder / way).is_symlink()]
     if linked:
         raise FormatError(
-            f"{file} in {folder}: lists files in {shown(linked[0])}, which is a link; remove the list"
+            f"{file} in {folder}: lists files in {shown(linked[0])}, which is a link. Remove the list"
         )
     return renames
 
@@ -200,7 +200,7 @@ def lists_in(folder: Path) -> list[commit_plan.Renames]:
     try:
         names = os.listdir(folder) if folder.is_dir() else []
     except OSError as error:
-        raise StorageError(f"{folder}: listing it failed, {error.strerror}; check its permissions") from error
+        raise StorageError(f"{folder}: listing it failed, {error.strerror}. Check its permissions") from error
     return [found for file in commit_plan.lists_among(names) if (found := read_list(folder, file)) is not None]
 
 
@@ -228,8 +228,8 @@ def as_renamed(folder: Path) -> Iterator[Path]:
             if lists_in(folder) == pending:
                 if gone:
                     raise FormatError(
-                        f"{pending[0].file} in {folder}: lists {shown(gone[0])}, which is gone; "
-                        "the save is damaged: take another, or remove the list to have the one before"
+                        f"{pending[0].file} in {folder}: lists {shown(gone[0])}, which is gone. "
+                        "The save is damaged. Use another one, or remove the list to restore the one before"
                     )
                 break
             place = folder  # carried out meanwhile
@@ -248,12 +248,12 @@ def _link(folder: Path, pending: Sequence[commit_plan.Renames], place: Path) -> 
     for way in ("", *sorted(inner)):
         (place / way).mkdir(exist_ok=True)
         names = [(PurePosixPath(way) / name).as_posix() for name in os.listdir(folder / way)]
-        links |= {name: name for name in names if name not in inner and commit_plan.token_of_fresh(name) is None}
+        links |= {name: name for name in names if name not in inner and commit_plan.save_id_of_fresh(name) is None}
     for renames in pending:
         links |= {
             name: new
             for name in renames.names
-            if (folder / (new := commit_plan.fresh(name, renames.token))).is_file()
+            if (folder / (new := commit_plan.fresh(name, renames.save_id))).is_file()
         }
         for name in {renames.file, *renames.older} - {*renames.names}:
             links.pop(name, None)
@@ -269,8 +269,8 @@ _FIRST_NUMBER = 1 << 32
 """Names of files have the number of their save, from here on: those that torch writes count from 0."""
 
 
-def number_of(token: str) -> int:
-    return _FIRST_NUMBER + int(token, 16)
+def number_of(save_id: str) -> int:
+    return _FIRST_NUMBER + int(save_id, 16)
 
 
 def older_in(folder: Path, files: Collection[str]) -> list[str]:
@@ -280,7 +280,7 @@ def older_in(folder: Path, files: Collection[str]) -> list[str]:
 
 
 def left_in(folder: Path, of: str = "") -> list[str]:
-    """Return data files of our saves that ``.metadata`` does not list, of the save with this token, or of any."""
+    """Return data files of our saves that ``.metadata`` does not list, of the save with this id, or of any."""
     with open_writer(folder) as writer:
         names = writer.list()
     ours = [name for name in names if (found := _DATA_FILE.fullmatch(name)) and int(found[1]) >= _FIRST_NUMBER]

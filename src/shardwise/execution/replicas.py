@@ -112,7 +112,7 @@ def mismatched_groups(asked: Sequence[DigestWords]) -> OddCircles:
         RankMismatchError: ``on_differing_buffers`` is not the same on all ranks.
     """
     if len({mode for mode, _ in asked}) > 1:
-        raise RankMismatchError("on_differing_buffers is not the same on all ranks; pass one value on every rank")
+        raise RankMismatchError("on_differing_buffers is not the same on all ranks. Pass one value on every rank")
     return frozenset(
         circle
         for circle, found in _by_circle([digests for _, digests in asked]).items()
@@ -153,11 +153,11 @@ def _settled(
                 (buffers if circle.has_buffers else faults).setdefault(name, set()).update(differing)
     if faults:
         raise RankMismatchError(
-            f"{_told(faults)}, and all that is taken out of the model would be a patchwork of them. Parameters "
-            "stay equal where every rank begins with the same values and gradients are averaged. An adapter or a "
+            f"{_told(faults)}, and a save would mix them. Parameters "
+            "stay equal if every rank begins with the same values and gradients are averaged. An adapter or a "
             "module that was added after sharding is not averaged: add it before (tuning=..., or before "
             "fully_shard), or give all ranks one rank's values (torch.distributed.broadcast) and average its "
-            "gradients. Replicas that have drifted apart go on from the last checkpoint"
+            "gradients. If replicas have drifted apart, resume from the last checkpoint"
         )
     if buffers and on_differing_buffers == "error":
         raise RankMismatchError(
@@ -285,7 +285,7 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
     def look() -> dict[str, TensorFacts]:
         if absent := [item.fqn for item in saved if item.tensor.is_meta]:
             raise ShardingError(
-                f"{few_names(absent)} on meta: without values, there is nothing to take out; load the model first"
+                f"{few_names(absent)} on meta: without values, there is nothing to take out. Load the model first"
             )
         return {item.fqn: facts_of(item.tensor, item.fqn) for item in saved}
 
@@ -326,21 +326,21 @@ class PackedRows:
     scales: TensorRef
     layer: Any
 
-    def numbers(self, box: Box) -> torch.Tensor:
+    def dequantize(self, box: Box) -> torch.Tensor:
         """The numbers of a box of the weight (out, in), rounded to the dtype that they had."""
         first = local_boxes(self.weight.tensor, self.weight.fqn)[0].box.offsets[0]
         start, count = box.offsets[0], box.sizes[0]
         rows = slice(start - first, start - first + count)
         scales = self.layer.scales_of(self.scales.local[rows].contiguous(), start)
         packing = self.layer.packing
-        whole: torch.Tensor = packing.numbers(self.weight.local[rows].contiguous(), scales, packing.dtype)
+        whole: torch.Tensor = packing.dequantize(self.weight.local[rows].contiguous(), scales, packing.dtype)
         return whole[:, box.offsets[1] : box.offsets[1] + box.sizes[1]].contiguous()
 
 
 NOTHING_PACKED: Mapping[str, PackedRows] = {}
 
 
-def in_numbers(boxes: Boxes) -> Boxes:
+def logical_boxes(boxes: Boxes) -> Boxes:
     """Boxes of packed bytes as those of the numbers in them."""
     return tuple(Box((box.offsets[0], 2 * box.offsets[1]), (box.sizes[0], 2 * box.sizes[1])) for box in boxes)
 
@@ -381,7 +381,7 @@ class ShardSender:
     def values(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor, as a row-major tensor."""
         if name in self._packed:
-            return self._packed[name].numbers(box)
+            return self._packed[name].dequantize(box)
         item = self.held[name]
         return strided_view(item.local, place_of(box, local_boxes(item.tensor, item.fqn))).contiguous()
 

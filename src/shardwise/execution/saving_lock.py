@@ -84,20 +84,20 @@ def new_save_id() -> str:
 class HeldLock:
     """The mark of this save, which is renewed until it is released."""
 
-    def __init__(self, writer: StorageWriter, token: str) -> None:
+    def __init__(self, writer: StorageWriter, save_id: str) -> None:
         self._writer = writer
-        self.token = token
+        self.save_id = save_id
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="shardwise-mark", daemon=True)
         self._thread.start()
 
     def whose(self) -> LockHolder:
         """Return the current lease holder."""
-        return read_lock(self._writer, self.token)
+        return read_lock(self._writer, self.save_id)
 
     def require(self) -> None:
         """Raises StorageError when the mark is not this save's any more."""
-        require_lock(self._writer, self.token)
+        require_lock(self._writer, self.save_id)
 
     def release(self) -> None:
         """Remove the lock, if it exists. Not durable before the names are synced. May be called again.
@@ -108,25 +108,25 @@ class HeldLock:
         self._ended.set()
         self._thread.join()
         try:
-            release_lock(self._writer, self.token)
+            release_lock(self._writer, self.save_id)
         finally:
-            _GOING_ON.discard(self.token)
+            _GOING_ON.discard(self.save_id)
 
     def _renew(self) -> None:
         count = 0
         while not self._ended.wait(RENEWED_S):
             with contextlib.suppress(OSError, StorageError):  # whoever commits finds out
-                if read_lock(self._writer, self.token) is not LockHolder.OURS:
+                if read_lock(self._writer, self.save_id) is not LockHolder.OURS:
                     continue  # it was taken over
                 count += 1
                 if _has_one_name(self._writer):
                     os.utime(os.path.join(self._writer.root, LOCK_FILE))
                 else:
-                    self._writer.replace(_name(self._writer, self.token) + _BEAT, str(count).encode())
+                    self._writer.replace(_name(self._writer, self.save_id) + _BEAT, str(count).encode())
 
 
-def take_lock(writer: StorageWriter, token: str) -> HeldLock:
-    """Mark the folder as being saved to by this process, for the save that ``token`` (8 hex digits) names.
+def take_lock(writer: StorageWriter, save_id: str) -> HeldLock:
+    """Mark the folder as being saved to by this process, for the save that ``save_id`` (8 hex digits) names.
 
     A lock is taken over if its process on this machine is dead, if it belongs to a finished save of this process,
     or if it comes from another machine or container and is not renewed at its interval (which takes half a minute
@@ -135,56 +135,56 @@ def take_lock(writer: StorageWriter, token: str) -> HeldLock:
     Raises:
         StorageError: another save is in progress, or its process died on another machine that does not renew locks.
     """
-    _GOING_ON.add(token)
+    _GOING_ON.add(save_id)
     try:
         if _has_one_name(writer):
-            _create(writer, token)
+            _create(writer, save_id)
         else:
-            _list_own(writer, token)
-        require_lock(writer, token)
-        return HeldLock(writer, token)
+            _list_own(writer, save_id)
+        require_lock(writer, save_id)
+        return HeldLock(writer, save_id)
     except BaseException:
-        _GOING_ON.discard(token)
+        _GOING_ON.discard(save_id)
         raise
 
 
-def read_lock(writer: StorageWriter, token: str) -> LockHolder:
+def read_lock(writer: StorageWriter, save_id: str) -> LockHolder:
     """Return the current lease holder as this writer sees it.
 
     On an object store other saves may be acquiring the lease as well.
     """
-    found = writer.read(_name(writer, token))
+    found = writer.read(_name(writer, save_id))
     if found is None:
         if _has_one_name(writer) or not _marks(writer.list()):
             return LockHolder.NOBODYS
         return LockHolder.ANOTHERS
     mark = _SaverMark.of(found)
-    return LockHolder.OURS if mark is not None and mark.token == token else LockHolder.ANOTHERS
+    return LockHolder.OURS if mark is not None and mark.save_id == save_id else LockHolder.ANOTHERS
 
 
-def require_lock(writer: StorageWriter, token: str) -> None:
+def require_lock(writer: StorageWriter, save_id: str) -> None:
     """Every rank can look whether it sees the mark of this save.
 
     Raises:
         StorageError: it is another one's, or not there.
     """
-    file = _name(writer, token)
+    file = _name(writer, save_id)
     found = writer.read(file)
     if found is None:
         raise StorageError(
-            f"{writer.root}: {file}, which the first rank made there, is not to be seen; save to a directory "
+            f"{writer.root}: {file}, which the first rank made there, is not to be seen. Save to a directory "
             "that all ranks share, and leave that file alone meanwhile"
         )
     mark = _SaverMark.of(found)
-    if mark is None or mark.token != token:
+    if mark is None or mark.save_id != save_id:
         raise _refusal(writer, file, mark)
 
 
-def release_lock(writer: StorageWriter, token: str) -> None:
+def release_lock(writer: StorageWriter, save_id: str) -> None:
     """Take the mark of this save away, if it is there."""
-    file = _name(writer, token)
+    file = _name(writer, save_id)
     mark = _SaverMark.of(writer.read(file) or b"")
-    if mark is not None and mark.token == token:
+    if mark is not None and mark.save_id == save_id:
         writer.remove(file)
     if not _has_one_name(writer):
         writer.remove(file + _BEAT)
@@ -195,8 +195,8 @@ def _has_one_name(writer: StorageWriter) -> bool:
     return writer.policy.has_random_writes
 
 
-def _name(writer: StorageWriter, token: str) -> str:
-    return LOCK_FILE if _has_one_name(writer) else f"{LOCK_FILE}.{token}"
+def _name(writer: StorageWriter, save_id: str) -> str:
+    return LOCK_FILE if _has_one_name(writer) else f"{LOCK_FILE}.{save_id}"
 
 
 def _marks(files: Collection[str]) -> set[str]:
@@ -213,7 +213,7 @@ class _SaverMark:
     host: str
     process: int
     born: str
-    token: str
+    save_id: str
     renewed_s: float
     space: str = ""
 
@@ -222,16 +222,16 @@ class _SaverMark:
         """Parse a lease file. Return None if it is not one."""
         try:
             found = json.loads(content)
-            who = str(found["host"]), int(found["process"]), str(found["born"]), str(found["token"])
+            who = str(found["host"]), int(found["process"]), str(found["born"]), str(found["save_id"])
             renewed_s = min(float(found.get("renewed_s", 0.0)), RENEWED_S)
             return cls(*who, renewed_s, str(found.get("space", "")))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
     @classmethod
-    def own(cls, token: str) -> _SaverMark:
+    def own(cls, save_id: str) -> _SaverMark:
         process = os.getpid()
-        return cls(socket.gethostname(), process, born(process), token, RENEWED_S, process_space())
+        return cls(socket.gethostname(), process, born(process), save_id, RENEWED_S, process_space())
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self) | {"since": time.time()}).encode()
@@ -246,14 +246,14 @@ class _SaverMark:
         """True if the process has certainly ended, or has finished this save."""
         if not self.is_from_here or self.process <= 0:
             return False
-        is_over = self.process == os.getpid() and self.token not in _GOING_ON
+        is_over = self.process == os.getpid() and self.save_id not in _GOING_ON
         return is_over or born(self.process) != self.born
 
 
-def _create(writer: StorageWriter, token: str) -> None:
+def _create(writer: StorageWriter, save_id: str) -> None:
     """The mark of one name, once a left one is gone."""
     _take_over(writer)
-    content = _SaverMark.own(token).to_bytes()
+    content = _SaverMark.own(save_id).to_bytes()
     try:
         writer.create(LOCK_FILE, len(content))
     except StorageError as error:
@@ -299,7 +299,7 @@ def _take_over(writer: StorageWriter) -> None:
     writer.remove(aside)
 
 
-def _list_own(writer: StorageWriter, token: str) -> None:
+def _list_own(writer: StorageWriter, save_id: str) -> None:
     """Create a lock under its own name.
 
     Return it after all others are found stale, and no further one has appeared.
@@ -307,9 +307,9 @@ def _list_own(writer: StorageWriter, token: str) -> None:
     left = _marks(writer.list())
     for file in sorted(left):
         _require_left(writer, file)
-    own = _name(writer, token)
+    own = _name(writer, save_id)
     try:
-        writer.replace(own, _SaverMark.own(token).to_bytes())
+        writer.replace(own, _SaverMark.own(save_id).to_bytes())
         for file in sorted(_marks(writer.list()) - left - {own}):
             _require_left(writer, file, is_patient=False)
             left.add(file)
@@ -359,8 +359,8 @@ def _changed_at(writer: StorageWriter, file: str) -> object:
 
 
 def _refusal(writer: StorageWriter, file: str, mark: _SaverMark | None) -> StorageError:
-    who = "it has not said who it is" if mark is None else f"process {mark.process} on {mark.host}"
+    who = "its lock file cannot be read" if mark is None else f"process {mark.process} on {mark.host}"
     return StorageError(
-        f"{writer.root}: another save is writing here ({who}); wait for it, or save to another directory. If that "
+        f"{writer.root}: another save is writing here ({who}). Wait for it, or save to another directory. If that "
         f"process is gone, remove {file} from the directory"
     )

@@ -125,7 +125,7 @@ def _scalars(
         differed[str(key)] = rank
         if values_from != "any":
             raise RankMismatchError(
-                f"{key} is {told[rank][key]} on rank {rank}, and not so on others; pass values_from='first_rank' "
+                f"{key} is {told[rank][key]} on rank {rank}, and not so on others. Pass values_from='first_rank' "
                 "for those of rank 0"
             )
     return chosen

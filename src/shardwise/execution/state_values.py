@@ -69,7 +69,7 @@ def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, 
         plain = canonical(name)
         if plain in found and found[plain] is not value:
             raise ConfigError(
-                f"{what} has {plain} twice, with and without the names of wrappers; leave one of them"
+                f"{what} has {plain} twice, with and without the names of wrappers. Leave one of them"
             )
         found[plain] = value
     return found
@@ -84,7 +84,7 @@ def brought(tensors: Mapping[str, Any]) -> dict[str, matching.Brought]:
     """
     others = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
     if others:
-        raise ConfigError(f"{others[0]} in the state is a {_kind(tensors[others[0]])}; only tensors can be set")
+        raise ConfigError(f"{others[0]} in the state is a {_kind(tensors[others[0]])}. Only tensors can be set")
     reject_meta(tensors, "the state that was given")
     return {
         name: matching.Brought(
@@ -180,8 +180,8 @@ def _pairs(ties: Sequence[Sequence[str]], present: Collection[str]) -> list[tupl
 def _refuse_untied(odd: Sequence[tuple[str, str]]) -> None:
     for first, other in odd:
         raise KeyMismatchError(
-            f"{first} and {other} are one tensor in the model, and two with different values in the state; "
-            "leave out the one that does not count"
+            f"{first} and {other} are one tensor in the model, and two with different values in the state. "
+            "Leave out one of them"
         )
 
 
@@ -266,7 +266,7 @@ class StoredValues:
                 if (written := placer.written.get(destination.fqn, 0)) != wanted:
                     raise StorageError(
                         f"{destination.fqn}: {written} of {wanted} elements were read from "
-                        f"{self.index.root}; it is damaged: save it again"
+                        f"{self.index.root}. It is damaged: save it again"
                     )
 
         world.run_all(read)

@@ -151,8 +151,8 @@ class Outgoing:
                 if (nbytes := blocks.nbytes(leaf)) > COMPUTED_BYTES:
                     raise KeyMismatchError(
                         f"{shown(key)} is made by {leaf.operation.label} of {len(leaf.sources)} tensors, of which "
-                        f"{in_bytes(nbytes)} would be needed at once, and {in_bytes(COMPUTED_BYTES)} is the limit; "
-                        "do this with transformers, or PEFT, in memory"
+                        f"{in_bytes(nbytes)} would be needed at once, and {in_bytes(COMPUTED_BYTES)} is the limit. "
+                        "Do this with transformers, or PEFT, in memory"
                     )
 
     def values(self, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:

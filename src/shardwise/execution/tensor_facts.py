@@ -51,7 +51,7 @@ def require_same_tensors(told: Sequence[Mapping[str, TensorFacts]]) -> None:
         names = [name for name in dict.fromkeys([*first, *mine]) if mine.get(name) != first.get(name)]
         raise RankMismatchError(
             f"rank {rank} has other tensors than rank 0 (absent, or of another shape, dtype or order): "
-            f"{few_names(names or list(mine))}; build the model and its optimizers alike on every rank"
+            f"{few_names(names or list(mine))}. Build the model and its optimizers alike on every rank"
         )
 
 
@@ -70,7 +70,7 @@ def held_by_rank(told: Sequence[Mapping[str, TensorFacts]]) -> dict[str, tuple[m
         held[name] = made.setdefault(boxes, boxes)
     if lacking := [name for name, item in told[0].items() if not moves.covers(item.shape, held[name])]:
         raise ShardingError(
-            f"the ranks do not hold, together, each element of {few_names(lacking)}; pass a process_group that has "
+            f"the ranks do not hold, together, each element of {few_names(lacking)}. Pass a process_group that has "
             "all ranks of the tensors' meshes"
         )
     return held

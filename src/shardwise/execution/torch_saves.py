@@ -90,7 +90,7 @@ def _require_apart(key_of: Mapping[Levels, str], tensors: Mapping[Levels, torch.
     of: dict[str, int] = {}
     for at, key in key_of.items():
         if of.setdefault(key, id(tensors[at])) != id(tensors[at]):
-            raise ShardingError(f"{key}: two tensors have this name, with dots in other places; rename one")
+            raise ShardingError(f"{key}: two tensors have this name, with dots in other places. Rename one")
 
 
 def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: Any) -> tuple[int, WrittenFiles]:
@@ -114,7 +114,7 @@ def write_torch_file(saving: Saving, name: str, state: Any) -> int:
     """
     saving.require()
     with open_writer(saving.folder) as writer:
-        file = fresh(name, saving.token)
+        file = fresh(name, saving.save_id)
         try:
             nbytes = _size_of(state)
             writer.create(file, nbytes)
@@ -126,7 +126,7 @@ def write_torch_file(saving: Saving, name: str, state: Any) -> int:
         if stream.position != nbytes:
             raise StorageError(
                 f"{saving.folder}/{name}: torch.save wrote {stream.position} bytes, and {nbytes} when it was "
-                "asked before; the state must not change while it is saved"
+                "asked before. The state must not change while it is saved"
             )
         writer.sync(file)
         writer.sync_names()
@@ -223,7 +223,7 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
         if len(names) != world.size:
             raise ShardingError(
                 f"{folder}: {len(names)} ranks saved what they held, each into a file of its own, and nothing says "
-                f"how to deal it to {world.size}; load it on {len(names)} ranks (load_accelerate_model does) and "
+                f"how to deal it to {world.size}. Load it on {len(names)} ranks (load_accelerate_model does) and "
                 "save it in another form, or save with use_dcp=True"
             )
         file = folder / names[world.rank]
@@ -233,7 +233,7 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
             if "flat_param" in name.rpartition(".")[2] or "._flat_param" in name:
                 raise FormatError(
                     f"{file}: has {name}, a flattened run of several parameters without a word of which (FSDP1's "
-                    "LOCAL_STATE_DICT); load it with FSDP1 and save it with FULL_STATE_DICT or SHARDED_STATE_DICT"
+                    "LOCAL_STATE_DICT). Load it with FSDP1 and save it with FULL_STATE_DICT or SHARDED_STATE_DICT"
                 )
             _require_sound(tensor, f"{name} in {file}")
         return found
@@ -242,7 +242,7 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
 
 
 _OF_ANOTHER = (
-    "another version of torch wrote it, which pickles DTensors in its own way: load it with that one, and save it "
+    "Another version of torch wrote it, which pickles DTensors in its own way. Load it with that one, and save it "
     "as 'sharded' or 'full'"
 )
 
@@ -268,11 +268,11 @@ def load_plain(file: Path, also: Sequence[Any] = ()) -> Any:
         if "ShardedTensor" in str(error):
             raise FormatError(
                 f"{file}: holds tensors of FSDP1's own kind (ShardedTensor), which are read only where FSDP1 saved "
-                "them; save it with FULL_STATE_DICT, or with SHARDED_STATE_DICT into a folder"
+                "them. Save it with FULL_STATE_DICT, or with SHARDED_STATE_DICT into a folder"
             ) from error
         if "torch.distributed." in str(error):  # a part of a DTensor that this torch does not know, or not any more
             raise FormatError(
-                f"{file}: torch {torch.__version__} cannot read its DTensors; {_OF_ANOTHER}"
+                f"{file}: torch {torch.__version__} cannot read its DTensors. {_OF_ANOTHER}"
             ) from error
         raise FormatError(f"{file}: cannot be read as plain data: {cause}") from error
 
@@ -294,10 +294,10 @@ def _require_sound(tensor: torch.Tensor, what: str) -> None:
         raise
     except Exception as error:  # of whatever a stranger wrote in place of a mesh
         raise FormatError(
-            f"{what}: is no sound DTensor ({type(error).__name__}: {error}): it is damaged, or {_OF_ANOTHER}"
+            f"{what}: is not a valid DTensor ({type(error).__name__}: {error}): it is damaged. Or: {_OF_ANOTHER}"
         ) from error
     if not is_sound:
-        raise FormatError(f"{what}: its local tensor is not what its placement says; the file is damaged")
+        raise FormatError(f"{what}: its local tensor is not what its placement says. The file is damaged")
 
 
 def write_distributed_folder(
@@ -326,7 +326,7 @@ def write_distributed_folder(
             if isinstance(value, Mapping):
                 continue  # an empty dict; torch leaves it out
             if (key := key_of(way)) in keys:
-                raise ShardingError(f"{key}: two values have this name, with dots in other places; rename one")
+                raise ShardingError(f"{key}: two values have this name, with dots in other places. Rename one")
             keys.add(key)
             if isinstance(value, torch.Tensor):
                 tensors[way] = value
@@ -338,7 +338,7 @@ def write_distributed_folder(
     shapes = {way: (tuple(tensor.shape), tensor.dtype) for way, tensor in tensors.items()}
     plan = world.run_all(plan_tensors, shapes, told)
     sizes = world.all_gather(lambda: {way: len(value) for way, value in values.items()})
-    number, folder = number_of(saving.token), Path(saving.folder, name)
+    number, folder = number_of(saving.save_id), Path(saving.folder, name)
     files = {data_file(rank, number): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
 
     def write_own() -> None:
@@ -356,7 +356,7 @@ def write_distributed_folder(
     def write_metadata() -> int:
         metadata = metadata_of(plan, sizes, partial(data_file, number=number))
         with open_writer(folder) as writer:
-            make_file(writer, fresh(METADATA, saving.token), metadata)
+            make_file(writer, fresh(METADATA, saving.save_id), metadata)
             writer.sync_names()
         return len(metadata)
 

@@ -77,8 +77,8 @@ class World:
                 name += f"/in {around.meetings.name}/{around.meetings.join()}"
             from shardwise.execution.control_channel import ControlChannel
 
-            numbers = dist.get_process_group_ranks(group)
-            self.meetings = ControlChannel(torch_api.default_store(), name, rank, numbers, self.timeouts, call)
+            global_ranks = dist.get_process_group_ranks(group)
+            self.meetings = ControlChannel(torch_api.default_store(), name, rank, global_ranks, self.timeouts, call)
             self.while_waiting = None if around is None else around.check
             weakref.finalize(self, self.meetings.close)
 
@@ -105,7 +105,9 @@ class World:
         if not dist.is_initialized():
             return cls(0, 1, call=call)
         if dist.get_rank(group) < 0:
-            raise ConfigError("this rank is not in the process group it was given")
+            raise ConfigError(
+                "process_group: this rank is not in it. Pass a group that contains every calling rank"
+            )
         return cls(dist.get_rank(group), dist.get_world_size(group), group, timeouts, around, purpose, call)
 
     @property
@@ -217,9 +219,9 @@ class World:
 
     def sum_integers(self, values: Sequence[int]) -> list[int]:
         """Sum over all ranks, place by place, modulo 2**64. Collective: yes."""
-        words = np.array([value % (1 << 64) for value in values], dtype=np.uint64)
-        total = self.all_reduce_object(words, partial(np.sum, axis=0, dtype=np.uint64))
-        return [int(word) for word in total.tolist()]
+        unsigned = np.array([value % (1 << 64) for value in values], dtype=np.uint64)
+        total = self.all_reduce_object(unsigned, partial(np.sum, axis=0, dtype=np.uint64))
+        return [int(value) for value in total.tolist()]
 
     def is_first_of(self, place: str) -> bool:
         """Return True on the lowest rank that is at this place. Collective: yes."""
@@ -304,7 +306,7 @@ class World:
             nonlocal failure
             values = {one: decode(one) for one in {*said.values(), SILENT}}
             told = [own, *(values[said.get(rank, SILENT)] for rank in range(1, self.size))]
-            found = Failure.among(told, asked or self.size, meetings.numbers)
+            found = Failure.among(told, asked or self.size, meetings.global_ranks)
             if found is not None:
                 return encode(found)
             try:
@@ -319,7 +321,7 @@ class World:
             if not meetings.has_lost_store or failure is None or isinstance(failure, Stopped):
                 raise
             # The first rank has ended, maybe of this very failure, which this rank knows better than any other.
-            raise Failure.of(failure).at_rank(meetings.numbers[self.rank]).to_error() from failure
+            raise Failure.of(failure).at_rank(meetings.global_ranks[self.rank]).to_error() from failure
         if not isinstance(answer, Failure):
             return cast(R, answer)
         # Ranks that stopped because of another's failure have nothing to tell. Where that is all there is, the

@@ -140,8 +140,8 @@ def find_saved(path: str | os.PathLike[str], kind: SavedKind, number: int) -> Ac
         raise _nothing(place, names, kind, number)
     if len(found) > 1:
         raise ConfigError(
-            f"{place}: {kind.what} {number} is there in several forms: {', '.join(map(_name, found))}; pass the "
-            "path of the one that is meant"
+            f"{place}: {kind.what} {number} exists in several forms: {', '.join(map(_name, found))}. Pass the "
+            "path of one of them"
         )
     return found[0]
 
@@ -150,7 +150,7 @@ def _names_in(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except FileNotFoundError as error:
-        raise StorageError(f"{folder}: no such file or folder; check the path") from error
+        raise StorageError(f"{folder}: no such file or folder. Check the path") from error
     except OSError as error:
         raise StorageError(f"{folder}: listing it failed, {error.strerror}") from error
 
@@ -163,13 +163,13 @@ def _of_ranks(folder: Path, kind: SavedKind, number: int) -> OfRanks:
         if rank is None:
             continue
         if rank in by_rank:
-            raise FormatError(f"{folder}: {by_rank[rank]} and {name} are both of rank {rank}; leave one of them")
+            raise FormatError(f"{folder}: {by_rank[rank]} and {name} are both of rank {rank}. Leave one of them")
         by_rank[rank] = name
     absent = [rank for rank in range(min(max(by_rank) + 1, len(by_rank) + 8)) if rank not in by_rank]
     if absent:
         raise FormatError(
             f"{folder}: of {kind.what} {number} there are {len(by_rank)} files of ranks, and none of rank "
-            f"{listed(map(str, absent))}; every machine wrote its own: copy them all into one folder"
+            f"{listed(map(str, absent))}. Every machine wrote its own: copy them all into one folder"
         )
     return OfRanks(str(folder), tuple(by_rank[rank] for rank in sorted(by_rank)))
 
@@ -188,7 +188,7 @@ def _nothing(place: Path, names: list[str], kind: SavedKind, number: int) -> For
     if kind.folder(number) in names or any(name.endswith(".distcp") for name in names):
         inner = kind.folder(number) if kind.folder(number) in names else "."
         return FormatError(
-            f"{place / inner}: has no {joining.METADATA}, which is written last; take a save that was completed"
+            f"{place / inner}: has no {joining.METADATA}, which is written last. Take a save that was completed"
         )
     looked_for = f"{kind.file(number)}, {kind.folder(number)}/, {kind.rank_file(number, 0)}"
     return FormatError(

@@ -190,7 +190,7 @@ class _PackedFourBits:
 
     is_kept: bool = True
 
-    def as_numbers(self, reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
+    def dequantized(self, reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
         faults, composed, used = contract.FormatFaults(index.root), dict[str, contract.Composed](), set[str]()
         found = {key: beside for key in index.entries if (beside := _Companions.of(index, key)) is not None}
         texts = contract.contents(reader, [entry for beside in found.values() for entry in beside.small])

@@ -164,7 +164,7 @@ class QuantizedForm(Protocol):
         """True if a model may be kept in this form, so that the config stays with whoever makes the model."""
         ...
 
-    def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+    def dequantized(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
         """Return the same checkpoint with dequantized tensors, whose parts are ``Coded``.
 
         Raises:
@@ -212,7 +212,7 @@ def is_quantization_key(key: str) -> bool:
 def unknown_form(what: str) -> ConfigError:
     """The error for weights that are stored in an unsupported form."""
     return ConfigError(
-        f"the checkpoint is quantized in a way that is not known here ({what}); use one in a floating dtype, in "
+        f"the checkpoint is quantized in a way that is not known here ({what}). Use one in a floating dtype, in "
         "FP8, MXFP4 or NVFP4, or of compressed-tensors, bitsandbytes (4 bits), AWQ or GPTQ"
     )
 
@@ -425,7 +425,7 @@ def parse_object(text: bytes, *, what: str) -> dict[str, object]:
 
 
 def _fault(what: str, cause: str) -> FormatError:
-    return FormatError(f"{what}: {cause}; the file is damaged or of another format: download or write it again")
+    return FormatError(f"{what}: {cause}. The file is damaged or of another format: download or write it again")
 
 
 def _object_of_distinct_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

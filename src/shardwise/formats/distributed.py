@@ -117,8 +117,8 @@ def read_distributed(
         view = read_torch_tensor(reader, place.file, place.bytes, known, what=named)
         if view.dtype is not tensor.dtype or view.shape != box.sizes:
             raise FormatError(
-                f"{named}: it holds {view.dtype.label} {view.shape}, where the metadata tells of "
-                f"{tensor.dtype.label} {box.sizes}; the folder mixes two saves, or is damaged: write it again"
+                f"{named}: it holds {view.dtype.label} {view.shape}, where the metadata has "
+                f"{tensor.dtype.label} {box.sizes}. The folder mixes two saves, or is damaged. Write it again"
             )
         return joining.Chunk(box.offsets, view)
 
@@ -161,14 +161,14 @@ def _sizes(reader: StorageReader, tensors: Iterable[SavedTensor], what: str) -> 
     if missing:
         some = ", ".join(map(shown, missing[:20])) + (", ..." if len(missing) > 20 else "")
         raise FormatError(
-            f"{what}: {len(missing)} of {len(files)} files are missing: {some}; every machine wrote its own: copy "
+            f"{what}: {len(missing)} of {len(files)} files are missing: {some}. Every machine wrote its own: copy "
             "them all into one folder"
         )
     sizes = {file: nbytes for file, nbytes in found.items() if isinstance(nbytes, int)}
     for file, nbytes in sizes.items():
         if ends[file] > nbytes:
             raise FormatError(
-                f"{what}: {shown(file)} ends after {nbytes} bytes, and a chunk in it at {ends[file]}; copy it again"
+                f"{what}: {shown(file)} ends after {nbytes} bytes, and a chunk in it at {ends[file]}. Copy it again"
             )
     return sizes
 
@@ -211,7 +211,7 @@ class _Parser:
         return DistributedMetadata(tensors, tuple(others), objects, levels)
 
     def refuse(self, cause: str) -> NoReturn:
-        raise FormatError(f"{self.what}: {cause}; it is damaged or of another format: write the checkpoint again")
+        raise FormatError(f"{self.what}: {cause}. It is damaged or of another format: write the checkpoint again")
 
     def fields(self, value: object, name: str) -> dict[object, object]:
         if not isinstance(value, Record) or not value.name.endswith(f".{name}"):
@@ -268,7 +268,7 @@ class _Parser:
         if info.get("transform_descriptors"):
             raise FormatError(
                 f"{self.what}: {shown(key)} was saved through a transform (compression, encryption), and cannot be "
-                "read in parts; load it with torch.distributed.checkpoint and save it without"
+                "read in parts. Load it with torch.distributed.checkpoint and save it without"
             )
         return ChunkPlace(f"{self.folder}{file}", ByteRange(start, start + nbytes))
 
@@ -291,7 +291,7 @@ class _Parser:
                 self.refuse(f"{shown(key)} of shape {shape} has a chunk at {offsets} of sizes {sizes}")
             place = places.get((key, offsets))
             if place is None:
-                self.refuse(f"{shown(key)} has no place for the chunk at {offsets}")
+                self.refuse(f"{shown(key)} has no file for the chunk at {offsets}")
             chunks[box] = place
         return SavedTensor(key, dtype, shape, tuple(chunks.items()))
 

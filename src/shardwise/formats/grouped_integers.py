@@ -69,7 +69,7 @@ class _LayersInWords:
     is_less_one: bool = False
     is_kept: bool = False
 
-    def as_numbers(self, reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
+    def dequantized(self, reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
         found = {key: dict[str, contract.TensorEntry]() for key in index.entries if _last(key) == _VALUES}
         faults, composed, entries = contract.FormatFaults(index.root), dict(index.composed), dict(index.entries)
         for key, entry in index.entries.items():

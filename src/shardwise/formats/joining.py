@@ -112,7 +112,7 @@ def add_tensor(key: str, tensor: FoundTensor, found: IndexSoFar, faults: FormatF
     tree = tiling(tensor.shape, parts)
     if tree is None:
         faults.add(
-            "tensors whose chunks do not tile them",
+            "tensors whose chunks overlap or leave gaps",
             f"{shown(key)} of shape {tensor.shape}: {len(boxes)} chunks with holes or overlaps between them",
         )
         return
@@ -189,7 +189,7 @@ def _why_not_opened(file: str, suffix: str) -> str | None:
 
 
 def _refuse_index(reader: StorageReader, name: str, cause: str) -> NoReturn:
-    raise FormatError(f"{shown(name)} in {reader.root}: {cause}; download or write the index again")
+    raise FormatError(f"{shown(name)} in {reader.root}: {cause}. Download or write the index again")
 
 
 KeyPath = tuple[str, ...]
@@ -363,8 +363,8 @@ _OPTIMIZER_FOLDERS = "optim*"
 
 def no_model(reader: StorageReader, what: str) -> FormatError:
     """Return the error for a folder that holds an optimizer only. It names the folders that may hold the model."""
-    where = where_models_are(reader) or "pass the folder or the file of the model, which is saved apart"
-    return FormatError(f"{what} in {reader.root}: holds the state of an optimizer, not a model; {where}")
+    where = where_models_are(reader) or "Pass the folder or the file of the model, which is saved apart"
+    return FormatError(f"{what} in {reader.root}: holds the state of an optimizer, not a model. {where}")
 
 
 def distributed_folders(names: Iterable[str]) -> list[str]:
@@ -380,7 +380,7 @@ def where_models_are(reader: StorageReader, names: Iterable[str] = ()) -> str:
     models = [folder for folder in folders if folder not in optimizers]
     if models:
         also = f" ({listed(map(shown, optimizers))}: an optimizer's state)" if optimizers else ""
-        return f"pass the folder of the model: {' or '.join(map(shown, models[:LISTED]))}{also}"
+        return f"Pass the folder of the model: {' or '.join(map(shown, models[:LISTED]))}{also}"
     if optimizers:
         return (
             f"{listed(map(shown, optimizers))}: an optimizer's state, without the folder of a "

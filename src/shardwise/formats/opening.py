@@ -62,7 +62,7 @@ def open_checkpoint(
             if weights_name is not None:
                 raise FormatError(
                     f"{opened.reader.root}/{shown(opened.file)}: is a file, so weights_name={weights_name!r} has "
-                    "no place; pass one of the two"
+                    "no place. Pass one of the two"
                 )
             weights_name = opened.file
         return open_checkpoint(opened.reader, weights_name=weights_name, extra_files=extra_files, variant=variant)
@@ -142,8 +142,8 @@ def _variant_in(reader: StorageReader, variant: str) -> str:
     except CannotListError:
         there = []
     raise FormatError(
-        f"{reader.root}: no weights of the variant {variant!r}; looked for {', '.join(names)}; "
-        f"there are {contract.listed(map(shown, there)) or 'none that it tells of'}"
+        f"{reader.root}: no weights of the variant {variant!r}. Looked for {', '.join(names)}. "
+        f"There are {contract.listed(map(shown, there)) or 'none that it tells of'}"
     )
 
 
@@ -207,13 +207,13 @@ def _select_named(
     if chosen is None:
         *endings, last = itertools.chain.from_iterable(item.endings for item in _formats())
         raise FormatError(
-            f"{shown(name)} in {reader.root}: this layout is not supported for loading; "
-            f"name a file that ends in {', '.join(endings)} or {last}"
+            f"{shown(name)} in {reader.root}: this layout is not supported for loading. "
+            f"Name a file that ends in {', '.join(endings)} or {last}"
         )
     if not contract.is_there(reader, name):
         raise FormatError(
-            f"{shown(name)} in {reader.root}: no such file, but it is asked for by name; "
-            "check weights_name (transformers_weights in config.json), or download the file"
+            f"{shown(name)} in {reader.root}: no such file, but it is asked for by name. "
+            "Check weights_name (transformers_weights in config.json), or download the file"
         )
     return chosen, chosen.select(reader, name, faults)
 
@@ -227,7 +227,7 @@ def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
     ]
     if any(fnmatchcase(name, "adapter_model*") for name in names):
         lines.append(
-            "  There is an adapter without its base model; open the base's folder, or name the adapter's file."
+            "  There is an adapter without its base model. Open the base's folder, or name the adapter's file."
         )
     lines += [f"  {hint}" for item in _formats() for hint in item.hints(names)]
     others = [name for name in names if name.endswith(".gguf")]
@@ -304,7 +304,7 @@ def dequantized_index(reader: StorageReader, index: contract.CheckpointIndex) ->
         config = {"quant_method": "modelopt", **told}
     if config is None:
         return index
-    return replace(form_of(config).as_numbers(reader, index), quantized=str(config.get("quant_method")))
+    return replace(form_of(config).dequantized(reader, index), quantized=str(config.get("quant_method")))
 
 
 def _content(reader: StorageReader, name: str) -> dict[str, Any]:

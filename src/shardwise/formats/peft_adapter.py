@@ -91,7 +91,7 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
     if isinstance(init, str) and init.lower().startswith(_CHANGES_THE_BASE):
         raise ConfigError(
             f"{what}: init_lora_weights is {shown(repr(init))}, which changes the base's weights before training, "
-            "so that the adapter does not fit the base as it is stored; save it as a plain LoRA first (PEFT's "
+            "so that the adapter does not fit the base as it is stored. Save it as a plain LoRA first (PEFT's "
             "save_pretrained with path_initial_model_for_weight_conversion)"
         )
     faults = [
@@ -100,7 +100,7 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
         if name in content and not (content[name] is None and name in _OPTIONAL) and not is_sound(content[name])
     ]
     if faults:
-        raise FormatError(f"{what}: {'; '.join(faults)}; save the adapter again")
+        raise FormatError(f"{what}: {'; '.join(faults)}. Save the adapter again")
     told: dict[str, Any] = {name: content.pop(name) for name in _FIELDS if content.get(name) is not None}
     for name in _OPTIONAL[:2]:
         told[name] = tuple(told.get(name, ()))
@@ -109,7 +109,7 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
     if unknown:
         raise ConfigError(
             f"{what}: the adapter uses {', '.join(shown(name) for name in sorted(unknown))}, with which it cannot "
-            "be merged; merge it with the version of PEFT that made it, or leave it beside its base"
+            "be merged. Merge it with the version of PEFT that made it, or leave it beside its base"
         )
     return config
 
@@ -169,9 +169,9 @@ TRAINING_KEY: Final = "shardwise.training"
 _NAME = re.compile(r"adapter_training\.[0-9a-f]{8}\.safetensors")
 
 
-def training_file(token: str) -> str:
+def training_file(save_id: str) -> str:
     """Return the file name of the training state of a save."""
-    return f"adapter_training.{token}.safetensors"
+    return f"adapter_training.{save_id}.safetensors"
 
 
 def is_training_file(name: str) -> bool:
@@ -187,8 +187,8 @@ def named_training(adapter: FileHeader) -> str | None:
     name = adapter.metadata.get(TRAINING_KEY)
     if name is not None and not is_training_file(name):
         raise FormatError(
-            f"{shown(adapter.file)}: its header names {shown(name)} as the state of its training, which is no name "
-            "of one; the file is damaged or forged: save the adapter again"
+            f"{shown(adapter.file)}: its header names {shown(name)} as the state of its training, which is not a "
+            "valid name. The file is corrupt. Save the adapter again"
         )
     return name
 
@@ -203,7 +203,7 @@ def training_beside(reader: StorageReader, adapter: str) -> str | None:
     name = named_training(read_header(reader, adapter)) if adapter.endswith(".safetensors") else None
     if name is not None and name not in reader.list():
         raise FormatError(
-            f"{name} is not in {reader.root}, and {shown(adapter)} names it as the state of its training; copy it "
+            f"{name} is not in {reader.root}, and {shown(adapter)} names it as the state of its training. Copy it "
             "there, too, or take the matrices alone (of a bank, load(..., training_state=False))"
         )
     return name

@@ -80,12 +80,12 @@ def read_pickle(content: bytes, vocabulary: Vocabulary, *, what: str) -> object:
     except Exception as error:
         if isinstance(error, _UnknownGlobalError):
             text = (
-                f"it refers to {shown(str(error))}, which does not belong to a file of tensors and is never run; "
-                "save the state dict alone (torch.save(model.state_dict(), ...)), or as safetensors"
+                f"it refers to {shown(str(error))}, which does not belong to a file of tensors and is never run. "
+                "Save the state dict alone (torch.save(model.state_dict(), ...)), or as safetensors"
             )
         else:
             cause = str(error) if type(error) is ValueError else f"it cannot be decoded ({error!r:.200})"
-            text = f"{ascii(cause)[1:-1]}; the file is damaged or of another format: download or write it again"
+            text = f"{ascii(cause)[1:-1]}. The file is damaged or of another format: download or write it again"
         raise FormatError(f"{what}: {text}") from error
 
 
@@ -152,7 +152,7 @@ class _Machine(pickle._Unpickler):
     def set_items(self, keys: list[object], values: list[object]) -> None:
         target = self.stack[-1]
         if not isinstance(target, dict) or len(keys) != len(values):
-            raise ValueError("it sets items of what is no dict")
+            raise ValueError("it sets items of an object that is not a dict")
         for key, value in zip(keys, values, strict=True):
             # Exact types: only their hashes are known to be cheap.
             if type(key) is str:
@@ -172,7 +172,7 @@ class _Machine(pickle._Unpickler):
 
     def extend_list(self, items: list[object]) -> None:
         if not isinstance(self.stack[-1], list):
-            raise ValueError("it appends to what is no list")
+            raise ValueError("it appends to an object that is not a list")
         self.stack[-1].extend(items)
 
     def load_set(self) -> None:
@@ -300,7 +300,7 @@ def _tensor(storage: object, offset: object, size: object, stride: object, dtype
         raise ValueError("a tensor has no offset")
     sizes, strides = _sizes(size, "a tensor's shape"), _sizes(stride, "a tensor's strides")
     if len(sizes) != len(strides):
-        raise ValueError("a tensor has not as many strides as dimensions")
+        raise ValueError("a tensor has another number of strides than of dimensions")
     return PickledTensor(storage, dtype, Strided(offset, sizes, strides))
 
 

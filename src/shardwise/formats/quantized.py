@@ -56,7 +56,7 @@ class _WithScales:
     def is_kept(self) -> bool:
         return self.kind == "mxfp4"
 
-    def as_numbers(self, reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
+    def dequantized(self, reader: StorageReader, index: contract.CheckpointIndex) -> contract.CheckpointIndex:
         spare = {key for key in index.entries if contract.OF_ACTIVATIONS.fullmatch(key)}
         entries = {key: entry for key, entry in index.entries.items() if key not in spare}
         shapes: Mapping[str, tuple[int, ...]] = {}
@@ -147,7 +147,7 @@ def _pair(value: object) -> tuple[int, ...]:
         return ()
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
         return value[0], value[1]
-    raise ConfigError(f"quantization_config: a block of {shown(repr(value))} makes no sense; wanted are two sizes")
+    raise ConfigError(f"quantization_config: a block of {shown(repr(value))} is not a list of two sizes")
 
 
 # Which tensors belong together
@@ -263,7 +263,7 @@ class _Pairing:
             blocks = " x ".join(map(str, unit))
             self.fault(
                 f"{shown(scales.key)} has the shape {scales.shape}, and {shown(key)}, {shape} in blocks of "
-                f"{blocks}, wants {counts}"
+                f"{blocks}, needs {counts}"
             )
             return
         if overall is not None and numel(overall[0].shape) != 1:
@@ -314,7 +314,7 @@ class _Pairing:
         if found.dtype is not DType.U8 or self.form.kind != "words":
             if _bare(found.shape) != _bare(counts) or found.dtype is DType.BOOL:
                 raise FormatError(
-                    f"{shown(found.key)} has {found.dtype.label} {found.shape}, and {shown(key)} wants {counts}"
+                    f"{shown(found.key)} has {found.dtype.label} {found.shape}, and {shown(key)} needs {counts}"
                 )
             return Zeros(contract.Whole(found.key))
         in_a_word = _WORD_BITS // self.form.bits
@@ -322,7 +322,7 @@ class _Pairing:
         if found.shape != words or counts[-2:-1] != shape[-2:-1]:
             raise FormatError(
                 f"{shown(found.key)} has the shape {found.shape} in bytes, and {shown(key)}, {in_a_word} rows in a "
-                f"word, wants {words}"
+                f"word, needs {words}"
             )
         return Zeros(contract.Whole(found.key), in_a_word)
 
@@ -332,7 +332,7 @@ class _Pairing:
             return None
         if found.dtype not in _INTEGERS or found.shape != shape[-1:]:
             raise FormatError(
-                f"{shown(found.key)} is {found.dtype.label} {found.shape}, and {shown(key)} wants an integer for "
+                f"{shown(found.key)} is {found.dtype.label} {found.shape}, and {shown(key)} needs an integer for "
                 f"each of {shape[-1]} columns"
             )
         return contract.Whole(found.key)

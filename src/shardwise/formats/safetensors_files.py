@@ -56,13 +56,13 @@ def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
             or not all(type(offset) is int and 0 <= offset < 2**63 for offset in offsets)
         ):
             raise FormatError(
-                f"{shown(header.file)}: {KEY} does not tell where the part of {shown(entry.key)} of shape "
-                f"{entry.shape} begins; save it again"
+                f"{shown(header.file)}: {KEY} does not say where the part of {shown(entry.key)} of shape "
+                f"{entry.shape} begins. Save it again"
             )
         if entry.dtype.bits % 8:
             raise FormatError(
                 f"{shown(header.file)}: {shown(entry.key)} is a part of a tensor of {entry.dtype.label}, whose "
-                "elements are no whole bytes; save it whole"
+                "elements are not whole bytes. Save it whole"
             )
         found[entry.key] = tuple(offsets)
     return found
@@ -78,7 +78,7 @@ def from_chunks(key: str, chunks: list[tuple[tuple[int, ...], contract.TensorEnt
         if entry.dtype is not first.dtype or len(entry.shape) != len(first.shape):
             raise FormatError(
                 f"{shown(key)}: {first.dtype.label} {first.shape} in {shown(first.file)}, and {entry.dtype.label} "
-                f"{entry.shape} in {shown(entry.file)}; the folder mixes two saves: write it again"
+                f"{entry.shape} in {shown(entry.file)}. The folder mixes two saves: write it again"
             )
     ends = [[start + size for start, size in zip(offsets, entry.shape, strict=True)] for offsets, entry in chunks]
     found = tuple(
@@ -118,8 +118,8 @@ class _SafetensorsFiles(contract.CheckpointFormat):
         indexes = _without_side_files(name for name in here if name.endswith(_INDEX))
         if len(indexes) > 1:
             raise FormatError(
-                f"{reader.root}: several index files and no {_USUAL_INDEX}: {contract.listed(indexes)}; "
-                "pass the one that is meant as weights_name, or its path"
+                f"{reader.root}: several index files and no {_USUAL_INDEX}: {contract.listed(indexes)}. "
+                "Pass one of them as weights_name, or its path"
             )
         if indexes:
             return self.select(reader, indexes[0], faults)
@@ -191,14 +191,14 @@ def _add_headers(headers: Iterable[FileHeader], found: contract.IndexSoFar, faul
             if first is not entry:
                 faults.add(
                     "keys held by two files",
-                    f"{shown(entry.key)}: in {shown(first.file)} and in {shown(entry.file)}; "
-                    "remove the file that does not belong",
+                    f"{shown(entry.key)}: in {shown(first.file)} and in {shown(entry.file)}. "
+                    "Remove the file that does not belong",
                 )
     for key, parts in chunks.items():
         if key in found.entries:
             whole = shown(found.entries[key].file)
             faults.add(
-                "keys held twice", f"{shown(key)}: in chunks, and whole in {whole}; remove what does not belong"
+                "keys held twice", f"{shown(key)}: in chunks, and whole in {whole}. Remove what does not belong"
             )
             continue
         try:
@@ -293,7 +293,7 @@ def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int
     dtype = dtype_named(kind) if isinstance(kind, str) else None
     if dtype is None:
         known = ", ".join(dtype.label for dtype in DType)
-        raise ValueError(f"{name} has the unknown dtype {_shown_value(kind)}; known are {known}")
+        raise ValueError(f"{name} has the unknown dtype {_shown_value(kind)}. Known are {known}")
     if not _are_sizes(shape):
         raise ValueError(f"{name} has the shape {_shown_value(shape)}, not a list of integers 0..{_MAX_SIZE}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -347,7 +347,7 @@ def _shown_value(value: object) -> str:
 
 def _refusal(file: str, cause: str) -> FormatError:
     return FormatError(
-        f"{shown(file)}: {cause}; the file is damaged, incomplete or of another format: download or write it again"
+        f"{shown(file)}: {cause}. The file is damaged, incomplete or of another format: download or write it again"
     )
 
 
@@ -385,7 +385,7 @@ def lay_out(
         if dtype not in _RANK:
             raise FormatError(f"{shown(key)}: {dtype.label} elements cannot be saved to a safetensors file")
         if key == "__metadata__":
-            raise FormatError("a tensor cannot be named __metadata__ in a safetensors file; rename it")
+            raise FormatError("a tensor cannot be named __metadata__ in a safetensors file. Rename it")
     items.sort(key=lambda item: (_RANK[item[1]], item[0].encode()))
     fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
@@ -398,7 +398,7 @@ def lay_out(
     if len(text) > MAX_HEADER_BYTES:
         raise FormatError(
             f"{shown(name)}: a header of {len(text)} bytes would be needed, {MAX_HEADER_BYTES} "
-            "is the limit; save to "
+            "is the limit. Save to "
             "more files by a smaller max_shard_size"
         )
     header = len(text).to_bytes(_ALIGNMENT, "little") + text

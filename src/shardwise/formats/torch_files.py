@@ -49,8 +49,8 @@ class _TorchFiles(CheckpointFormat):
         of_ranks = [name for name in names if _OF_ONE_RANK.fullmatch(name)]
         if of_ranks:
             found.append(
-                f"{listed(map(shown, of_ranks))}: what each rank held, without a word of what belongs where. "
-                "load_accelerate_model loads them on as many ranks, and so does accelerate; for any other number, "
+                f"{listed(map(shown, of_ranks))}: contain local shards without their positions. "
+                "load_accelerate_model and accelerate load them on the same number of ranks. For any other number, "
                 "load them so and save in another form (use_dcp=True)."
             )
         files = [name for name in names if name.endswith(_WEIGHTS) and name not in of_ranks]
@@ -153,7 +153,8 @@ class Archive:
             self.refuse(f"its member {shown(name)} is encrypted")
         if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
             self.refuse(
-                f"its member {shown(name)} is compressed", remedy="torch.save does not compress: write it with that"
+                f"its member {shown(name)} is compressed",
+                remedy="Write it with torch.save, which does not compress",
             )
         # The size of the local header is told only there: its extra field may differ from the directory's.
         encoded = member.orig_filename.encode("utf-8" if member.flag_bits & _UTF_8 else "cp437")
@@ -180,8 +181,8 @@ class Archive:
 
     def refuse(self, cause: str, *, remedy: str = "") -> NoReturn:
         """Raise a FormatError that names the archive."""
-        advice = remedy or "it is damaged or incomplete: download or write it again"
-        raise FormatError(f"{self.what}: {cause}; {advice}")
+        advice = remedy or "It is damaged or incomplete. Download or write it again"
+        raise FormatError(f"{self.what}: {cause}. {advice}")
 
     def _directory(self) -> dict[str, zipfile.ZipInfo]:
         try:
@@ -266,13 +267,13 @@ class TorchArchive(Archive):
         self._file = part.file
         name = next((name for name in self.members if name.endswith("/data.pkl") and name.count("/") == 1), None)
         if name is None:
-            self.refuse("it is a zip archive, but not one of torch.save", remedy="save the model's state dict")
+            self.refuse("it is a zip archive, but not one of torch.save", remedy="Save the model's state dict")
         self._folder = name.removesuffix("data.pkl")
         if f"{self._folder}constants.pkl" in self.members:
-            self.refuse("it is a TorchScript program", remedy="save the model's state dict with torch.save")
+            self.refuse("it is a TorchScript program", remedy="Save the model's state dict with torch.save")
         order = f"{self._folder}byteorder"
         if order in self.members and self.content(order, max_nbytes=16) != b"little":
-            self.refuse("its numbers are not little-endian", remedy="save it again on a machine that is")
+            self.refuse("its numbers are not little-endian", remedy="Save it again on a machine that is")
         pickle = self.content(name, max_nbytes=MAX_PICKLE_BYTES)
         self.pickle_nbytes = len(pickle)
         if pickle not in known:
@@ -290,11 +291,11 @@ class TorchArchive(Archive):
     def view_of(self, tensor: PickledTensor, place: ByteRange, name: str) -> joining.StoredView:
         """Return a tensor as bytes of the file: only its own if they are one run, otherwise its storage's."""
         if tensor.storage.nbytes != place.nbytes:
-            self.refuse(f"{shown(name)}: two sizes are told of its storage")
+            self.refuse(f"{shown(name)}: two different sizes are given for its storage")
         strided, itemsize = tensor.strided, tensor.dtype.itemsize
         fault = joining.strided_obstacle(strided, place.nbytes // itemsize)
         if fault is not None:
-            self.refuse(f"{shown(name)}: {fault}", remedy="save a contiguous copy of it (tensor.clone())")
+            self.refuse(f"{shown(name)}: {fault}", remedy="Save a contiguous copy of it (tensor.clone())")
         if strided.numel == 0 or strided.is_contiguous:
             start = place.start + (strided.offset * itemsize if strided.numel else 0)
             own = ByteRange(start, start + strided.numel * itemsize)
@@ -313,11 +314,11 @@ def _refuse_others(part: FileWindow, what: str) -> None:
     first = part.read_range(0, min(part.nbytes, len(_LFS)))
     if first.startswith(_LEGACY):
         raise FormatError(
-            f"{what}: it is in the format that torch wrote before 1.6, which cannot be read in parts; load it once "
+            f"{what}: it is in the format that torch wrote before 1.6, which cannot be read in parts. Load it once "
             "and write it again: torch.save(torch.load(file, weights_only=True), file)"
         )
     if first == _LFS:
-        raise FormatError(f"{what}: it is a pointer of git-lfs, not the file itself; run `git lfs pull`")
+        raise FormatError(f"{what}: it is a pointer of git-lfs, not the file itself. Run `git lfs pull`")
 
 
 def _walk(
@@ -328,9 +329,9 @@ def _walk(
     A pickle spends more than a byte on every item, unless its dicts hold each other again and again.
     """
     if isinstance(value, PickledTensor):
-        raise FormatError(f"{what}: it holds one tensor without a name; save a state dict")
+        raise FormatError(f"{what}: it holds one tensor without a name. Save a state dict")
     if not isinstance(value, dict):
-        raise FormatError(f"{what}: it holds a {_kind(value)}, not a state dict; save model.state_dict()")
+        raise FormatError(f"{what}: it holds a {_kind(value)}, not a state dict. Save model.state_dict()")
     tensors: list[tuple[joining.KeyPath, PickledTensor]] = []
     others: list[tuple[joining.KeyPath, str]] = []
     waiting: list[tuple[joining.KeyPath, object]] = [((), value)]
@@ -339,7 +340,7 @@ def _walk(
         path, item = waiting.pop()
         visited += 1
         if len(path) > joining.MAX_DEPTH or visited > most:
-            raise FormatError(f"{what}: its dicts are nested too deeply; save model.state_dict()")
+            raise FormatError(f"{what}: its dicts are nested too deeply. Save model.state_dict()")
         if isinstance(item, PickledTensor):
             tensors.append((path, item))
         elif isinstance(item, dict):

@@ -17,7 +17,7 @@ require_version("accelerate", "1.13")
 try:
     import accelerate as _accelerate  # noqa: F401
 except ImportError as _absent:
-    raise ConfigError("accelerate is not installed; pip install 'shardwise[accelerate]'") from _absent
+    raise ConfigError("accelerate is not installed. Run pip install 'shardwise[accelerate]'") from _absent
 
 known_names = KnownNames("accelerate", "1.13 to 1.15")
 

@@ -177,7 +177,8 @@ def begin_state(original: compat.Original, state: Any, *args: Any, **keywords: A
     ranks = pending.launched_ranks()
     if wanted and state.distributed_type == compat.DistributedType.NO and ranks > 1:
         raise ConfigError(
-            f"accelerate takes each of the {ranks} ranks for a process alone, and would train as many models; make "
+            f"accelerate takes each of the {ranks} ranks for a single process, and would train that many models. "
+            "Make "
             "its first object, Accelerator or PartialState, with cpu=True"
         )
 
@@ -194,7 +195,7 @@ def is_left_alone(model: nn.Module) -> bool:
     for module in plain.modules():
         if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
             raise ShardingError(
-                f"the model is wrapped in {type(module).__name__}; pass the model inside of it, sharded by "
+                f"the model is wrapped in {type(module).__name__}. Pass the model inside of it, sharded by "
                 "shardwise.shard, or by fully_shard"
             )
     return is_sharded(plain, collect_tensors(plain))
@@ -205,7 +206,7 @@ def _agree_on_sharded(world: World, models: Sequence[nn.Module]) -> bool:
     found = world.run_all(lambda: [is_left_alone(model) for model in models])
     world.require_equal(found, "the state of the model (sharded already, or not)")
     if any(found) and not all(found):
-        raise ShardingError("of the models, some are sharded already and some are not; prepare them apart")
+        raise ShardingError("of the models, some are sharded already and some are not. Prepare them apart")
     return any(found)
 
 
@@ -220,7 +221,7 @@ def _leave_alone(
 
     def check() -> None:
         if len(models) > 1:
-            raise ConfigError(f"{len(models)} models in one call; accelerate knows one of FSDP2 at a time")
+            raise ConfigError(f"{len(models)} models in one call. Prepare one FSDP2 model at a time")
         if device_placement is not None and len(device_placement) != len(objects):
             raise ConfigError(
                 f"device_placement has {len(device_placement)} values, and there are {len(objects)} objects"
@@ -228,13 +229,13 @@ def _leave_alone(
         plugin = compat.plugin_of(accelerator)
         if plugin is not None and plugin.fsdp_version != 2:
             raise ConfigError(
-                "the accelerator's plugin is of FSDP1 (fsdp_version=1), and the model is sharded by FSDP2; pass "
+                "the accelerator's plugin is of FSDP1 (fsdp_version=1), and the model is sharded by FSDP2. Pass "
                 "FullyShardedDataParallelPlugin(fsdp_version=2), or set fsdp_version: 2 in its configuration"
             )
         held = collect_tensors(without_compile(models[0]))
         if on_meta := [item.fqn for item in held if item.tensor.is_meta]:
             raise ShardingError(
-                f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on meta; call shardwise.load before prepare"
+                f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on meta. Call shardwise.load before prepare"
             )
         bind_optimizers([plain_optimizer(item) for item in objects if isinstance(item, Optimizer)], held, _BEFORE)
 

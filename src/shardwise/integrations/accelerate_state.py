@@ -101,14 +101,14 @@ def _require_one_each(call: str, models: int, optimizers: int) -> None:
     if optimizers > models:
         raise ConfigError(
             f"{call}: the accelerator has {optimizers} optimizers and {models} model(s), and accelerate's states "
-            "have one optimizer for each model; save several with shardwise.Checkpointer"
+            "have one optimizer for each model. Save several with shardwise.Checkpointer"
         )
 
 
 def _require_still_there(seen: Path, folder: Path) -> None:
     """Accelerate passes over random states that it cannot read."""
     if seen != folder and leads_nowhere(seen):
-        raise StorageError(f"{folder}: a save began there while its state was loaded; load it again")
+        raise StorageError(f"{folder}: a save began there while its state was loaded. Load it again")
 
 
 def _attempted(function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T | Exception:

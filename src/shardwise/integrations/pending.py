@@ -350,14 +350,14 @@ def _look(accelerator: Any, model: nn.Module, optimizers: list[Optimizer]) -> tu
         if bound.tensors or bound.scalars:
             raise ShardingError(
                 f"optimizer {bound.index} ({type(bound.optimizer).__name__}) has stepped already, and accelerate "
-                "would lose its state; prepare it before its first step, and load its state afterwards"
+                "would lose its state. Prepare it before its first step, and load its state afterwards"
             )
     found = awaited_in(model)
     plugin = compat.plugin_of(accelerator)
     if found and not plugin.cpu_ram_efficient_loading:
         raise ConfigError(
             f"{type(model).__name__} was left on meta by from_pretrained, since FSDP_CPU_RAM_EFFICIENT_LOADING was "
-            "set, but the plugin has cpu_ram_efficient_loading=False; set both, or neither"
+            "set, but the plugin has cpu_ram_efficient_loading=False. Set both, or neither"
         )
     return bounds, found
 

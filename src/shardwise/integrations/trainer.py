@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.checkpoints.checkpointer import Checkpointer
-from shardwise.checkpoints.state import TrainState, generator_states, in_words, restore_generators
+from shardwise.checkpoints.state import TrainState, describe_selection, generator_states, restore_generators
 from shardwise.errors import ConfigError, KeyMismatchError, RankLostError
 from shardwise.execution.collective_errors import translate_collective_errors
 from shardwise.execution.locked_folder import LockedFolder
@@ -109,7 +109,7 @@ class ShardwiseTrainer(_Trainer):
         if self.args.world_size != size:
             raise ConfigError(
                 f"accelerate counts {self.args.world_size} processes, and the model's process group has {size} "
-                "ranks, so that all ranks would train on the same rows; launch by torchrun or accelerate launch, "
+                "ranks, so that all ranks would train on the same rows. Launch by torchrun or accelerate launch, "
                 "and on CPUs pass use_cpu=True"
             )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
@@ -203,10 +203,10 @@ class ShardwiseTrainer(_Trainer):
 
     def _require_same(self, facts: TrainerFacts, source: Path) -> None:
         what = f"resume_from_checkpoint={str(source)!r}"
-        own = in_words(self._only())
+        own = describe_selection(self._only())
         if facts.holds not in (own, MODEL_ALONE):
             raise KeyMismatchError(
-                f"{what}: holds the state of {facts.holds}, and this training has {own}; resume it with the tuning "
+                f"{what}: holds the state of {facts.holds}, and this training has {own}. Resume it with the tuning "
                 "that it was saved with (Full, Freeze, Lora, and the adapter's name)"
             )
         rows = self.get_total_train_batch_size(self.args)
@@ -214,8 +214,9 @@ class ShardwiseTrainer(_Trainer):
             raise ConfigError(
                 f"{what}: was saved with {facts.rows_per_step} rows in a step, and this training has {rows} "
                 "(per_device_train_batch_size * gradient_accumulation_steps * ranks; then there were "
-                f"{facts.world_size} ranks), so that its place in the data cannot be found; have as many rows in "
-                "a step, or pass ignore_data_skip=True"
+                f"{facts.world_size} ranks), so that its place in the data cannot be found. Keep the number of "
+                "rows "
+                "in a step, or pass ignore_data_skip=True"
             )
 
     # Saving
@@ -235,7 +236,7 @@ class ShardwiseTrainer(_Trainer):
             if failure is not None:
                 failure = saving.cause_of(failure)
             raise_together(world, failure)
-            holds = MODEL_ALONE if self.args.save_only_model else in_words(self._only())
+            holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
             rows = self.get_total_train_batch_size(self.args)
             facts = TrainerFacts(step, holds, rows, world.size)
             world.broadcast(lambda: folders.complete(saving.marked, folder, facts))
@@ -301,7 +302,7 @@ class ShardwiseTrainer(_Trainer):
         with World.current(call="Trainer.train") as world:
             facts = world.broadcast(folders.facts_of, folder)
         if facts.holds == MODEL_ALONE:
-            _log.warning("%s: holds the model alone (save_only_model); the optimizer begins anew", folder)
+            _log.warning("%s: holds the model alone (save_only_model). The optimizer starts from zero", folder)
             load_trainer_checkpoint(self._trained, folder, load_rng_state=False)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -365,7 +366,7 @@ def _failure_of(action: Callable[P, object], *args: P.args, **keywords: P.kwargs
 
 def _end_stuck(lost: RankLostError) -> None:
     """End this process, which waits for a lost rank in a collective that nobody can call back."""
-    _log.error("%s; this rank waits for it in a collective, and ends", lost)
+    _log.error("%s. This rank waits for it in a collective, and ends", lost)
     logging.shutdown()
     os._exit(2)
 

@@ -138,7 +138,7 @@ class _SavesByRanks:
         if named := [name for name, value in asked.items() if value]:
             raise ConfigError(
                 f"save_pretrained({', '.join(named)}) of a model that for_trainer has seen to: "
-                "every rank writes its own bytes as safetensors, and nothing else can be asked for; call "
+                "every rank writes its own bytes as safetensors, and nothing else can be asked for. Call "
                 "shardwise.save(...), or undo_for_trainer(model) first"
             )
         if not has_adapters(self.model):
@@ -170,8 +170,9 @@ def _inner(model: nn.Module) -> PreTrainedModel:
         found = found.get_base_model()
     if not isinstance(found, PreTrainedModel):
         raise ConfigError(
-            f"for_trainer({type(model).__name__}): is no model of transformers, nor PEFT's around one; the Trainer "
-            "tells models that are sharded by what transformers says of them"
+            f"for_trainer({type(model).__name__}): is not a model of transformers, nor a PEFT model around one, "
+            "and the "
+            "Trainer recognizes sharded models by transformers' attributes. Pass such a model"
         )
     return found
 
@@ -184,7 +185,7 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
     """
     if without_compile(model) is not model:
         raise ConfigError(
-            "for_trainer was given what torch.compile returns; pass the model itself, and call "
+            "for_trainer: the model was returned by torch.compile. Pass the model itself, and call "
             "compile() on each of its blocks"
         )
     inner = _inner(model)
@@ -196,20 +197,20 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
         )
     if world.size > 1 and not any(isinstance(module, FSDPModule) for module in inner.modules()):
         raise ConfigError(
-            f"for_trainer({type(inner).__name__}): is not sharded, and {world.size} ranks train it together; bring "
-            "it up by shardwise.from_pretrained(...), or call shardwise.shard(model) before"
+            f"for_trainer({type(inner).__name__}): is not sharded, and {world.size} ranks train it together. Load "
+            "it with shardwise.from_pretrained(...), or call shardwise.shard(model) before"
         )
     meshes = {tuple(item.device_mesh.shape) for item in inner.parameters() if isinstance(item, DTensor)}
     if len(meshes) > 1:
         raise ConfigError(
             f"for_trainer({type(inner).__name__}): its parameters are on several meshes ({sorted(meshes)}), and "
-            "the Trainer gives every rank rows of its own; shard it on one mesh of all ranks, with an axis for "
+            "the Trainer gives every rank rows of its own. Shard it on one mesh of all ranks, with an axis for "
             "replicas"
         )
     if compat.is_open(inner) and not is_for_trainer(model):
         raise ConfigError(
             f"for_trainer({type(inner).__name__}): transformers has sharded it (from_pretrained with a "
-            "distributed_config), so the Trainer takes it as it is; for resumable checkpoints bring it up by "
+            "distributed_config), so the Trainer takes it as it is. For resumable checkpoints load it with "
             "shardwise.from_pretrained(...)"
         )
     return inner
@@ -247,7 +248,7 @@ def require_trainable(kind: type, given: Mapping[str, Any], world: World) -> Non
     if given.get("peft_config") is not None:
         raise ConfigError(
             f"{kind.__name__}(peft_config=...): an adapter that comes after sharding would be neither sharded nor "
-            "loaded by all ranks alike; bring the model up with from_pretrained(tuning=Lora(config)) instead"
+            "loaded by all ranks alike. Bring the model up with from_pretrained(tuning=Lora(config)) instead"
         )
     if not compat.is_of_trl(kind):
         return
@@ -255,7 +256,7 @@ def require_trainable(kind: type, given: Mapping[str, Any], world: World) -> Non
     if world.size > 1 and isinstance(head, FSDPModule):
         raise ConfigError(
             f"{kind.__name__}: TRL reads the weight of the model's head without calling it, and the head is a "
-            "group of its own, so that its gradient would not be averaged over ranks; shard with a wrap "
+            "group of its own, so that its gradient would not be averaged over ranks. Shard with a wrap "
             "policy that leaves the head to the root group (the default, 'auto', does)"
         )
     _require_reference(kind, model, args, given)
@@ -266,7 +267,7 @@ def _require_reference(kind: type, model: nn.Module, args: Any, given: Mapping[s
     if getattr(args, "precompute_ref_log_probs", False):
         raise ConfigError(
             f"{kind.__name__}(precompute_ref_log_probs=True): TRL hashes the model's weights for that, which it "
-            "cannot where they are sharded; leave it out"
+            "cannot where they are sharded. Leave it out"
         )
     if isinstance(reference, nn.Module) and not is_for_trainer(reference):
         raise ConfigError(
@@ -274,16 +275,16 @@ def _require_reference(kind: type, model: nn.Module, args: Any, given: Mapping[s
         )
     compares = compat.wants_reference(kind) or bool(getattr(args, "beta", 0))
     if reference is None and compares and not has_adapters(model):
-        second = "pass ref_model=for_trainer(reference), sharded as the model is"
-        hint = second if compat.wants_reference(kind) else "pass beta=0.0"
+        second = "Pass ref_model=for_trainer(reference), sharded as the model is"
+        hint = second if compat.wants_reference(kind) else "Pass beta=0.0"
         raise ConfigError(
-            f"{kind.__name__}: compares with a reference, which TRL would load whole on every rank; {hint}, or "
+            f"{kind.__name__}: compares with a reference, which TRL would load whole on every rank. {hint}, or "
             "train a LoRA, whose reference is the model without it"
         )
 
 
 def already_sharded(what: str) -> ConfigError:
     return ConfigError(
-        f"{what} would have the Trainer shard a model that is sharded already; leave it out: what it says of "
-        "sharding is said by from_pretrained(sharding=Sharding(...))"
+        f"{what} would have the Trainer shard a model that is sharded already. Leave it out, and pass "
+        "from_pretrained(sharding=Sharding(...))"
     )

@@ -54,7 +54,7 @@ class TrainerFacts:
 
     Attributes:
         step: optimizer steps done.
-        holds: whose state, as ``checkpoints.state.in_words`` or ``MODEL_ALONE``.
+        holds: whose state, as ``checkpoints.state.describe_selection`` or ``MODEL_ALONE``.
         rows_per_step: rows of one optimizer step, of all ranks and micro-batches.
         world_size: ranks it was saved by.
     """
@@ -72,14 +72,16 @@ class TrainerFacts:
         """Raises FormatError if it is not one."""
         told: dict[str, Any] = parse_object(content, what=what)
         if told.pop("version", None) != _VERSION:
-            raise FormatError(f"{what}: is of another version of shardwise; take another one")
+            raise FormatError(f"{what}: is of another version of shardwise. Pass another checkpoint")
         try:
             found = cls(**told)
         except TypeError as error:
-            raise FormatError(f"{what}: holds no facts of a checkpoint ({error}); take another one") from error
+            raise FormatError(
+                f"{what}: is not the record of a checkpoint ({error}). Pass another checkpoint"
+            ) from error
         counts = (found.step, found.rows_per_step, found.world_size)
         if [type(value) for value in (*counts, found.holds)] != [int, int, int, str] or min(counts) < 0:
-            raise FormatError(f"{what}: holds no facts of a checkpoint; take another one")
+            raise FormatError(f"{what}: is not the record of a checkpoint. Pass another checkpoint")
         return found
 
 
@@ -102,7 +104,7 @@ def checkpoints_in(run: Path) -> dict[int, FolderKind]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise StorageError(f"{run}: looking for checkpoints failed, {error.strerror}; check output_dir") from error
+        raise StorageError(f"{run}: looking for checkpoints failed, {error.strerror}. Check output_dir") from error
     steps = sorted(int(found[1]) for name in names if (found := _FOLDER.fullmatch(name)))
     return {step: kind_of(folder_of(run, step)) for step in steps}
 
@@ -156,20 +158,22 @@ def facts_of(folder: Path) -> TrainerFacts:
     """
     what = f"resume_from_checkpoint={str(folder)!r}"
     if not folder.is_dir():
-        raise ConfigError(f"{what}: there is no such folder; pass a folder {PREFIX_CHECKPOINT_DIR}-N, or True")
+        raise ConfigError(f"{what}: no such folder. Pass a folder {PREFIX_CHECKPOINT_DIR}-N, or True")
     file = folder / FACTS_FILE
     if not file.is_file():
         if (folder / BEGUN_FILE).is_file():
-            raise ConfigError(f"{what}: was never completed; resume_from_checkpoint=True takes the newest that was")
+            raise ConfigError(
+                f"{what}: was never completed. Pass resume_from_checkpoint=True for the newest that was"
+            )
         hint = (
-            "was not saved by ShardwiseTrainer (by the Trainer itself, or under accelerate's FSDP); "
-            "shardwise.load_trainer_checkpoint(model, folder, optimizer=...) reads such folders"
+            "was not saved by ShardwiseTrainer (by the Trainer itself, or under accelerate's FSDP). "
+            "Load it with shardwise.load_trainer_checkpoint(model, folder, optimizer=...)"
             if (folder / STATE_FILE).is_file()
-            else f"is no checkpoint; pass a folder {PREFIX_CHECKPOINT_DIR}-N"
+            else f"is not a checkpoint. Pass a folder {PREFIX_CHECKPOINT_DIR}-N"
         )
         raise ConfigError(f"{what}: {hint}")
     if file.stat().st_size > _MOST_BYTES:
-        raise FormatError(f"{file}: is too large to be the facts of a checkpoint; take another one")
+        raise FormatError(f"{file}: is too large for the record of a checkpoint. Pass another checkpoint")
     return TrainerFacts.from_bytes(file.read_bytes(), str(file))
 
 
@@ -183,7 +187,7 @@ def whole_facts_of(folder: Path) -> TrainerFacts:
     state = folder / STATE_FOLDER
     if not (folder / STATE_FILE).is_file() or (facts.holds != MODEL_ALONE and newest_in(state) != facts.step):
         raise FormatError(
-            f"resume_from_checkpoint={str(folder)!r}: files of it are gone, or have been cut; remove it, to go on "
+            f"resume_from_checkpoint={str(folder)!r}: files of it are gone, or have been cut. Remove it to resume "
             "from the one before"
         )
     return facts
@@ -206,7 +210,7 @@ def beginning_of(run: Path, asked: Path | Literal["newest"] | None) -> tuple[Pat
         if not complete:
             raise ConfigError(
                 f"resume_from_checkpoint=True: output_dir={str(run)!r} has no checkpoint of ShardwiseTrainer's "
-                f"that was completed{_those(' (others: ', foreign, ')')}; leave it out to begin anew"
+                f"that was completed{_those(' (others: ', foreign, ')')}. Leave it out to start from the beginning"
             )
         source, at = folder_of(run, complete[-1]), complete[-1]
     elif asked is not None:
@@ -216,8 +220,8 @@ def beginning_of(run: Path, asked: Path | Literal["newest"] | None) -> tuple[Pat
     if odd:
         raise ConfigError(
             f"output_dir={str(run)!r} has {_those('', sorted(odd), '')} of another run, which this one would "
-            "overwrite or remove; resume_from_checkpoint=True goes on from the newest of ShardwiseTrainer's, "
-            "another output_dir begins anew, or remove them"
+            "overwrite or remove. Pass resume_from_checkpoint=True to resume from the newest of "
+            "ShardwiseTrainer's, choose another output_dir, or remove them"
         )
     return source, FolderKind.LEFT in found.values()
 
@@ -251,11 +255,11 @@ def _begin(run: Path, step: int, marked: LockedFolder) -> None:
     _remove_left(run)  # before it is looked what counts; see [Note: Asked again]
     folder = folder_of(run, step)
     if folder.is_dir():
-        raise StorageError(f"{folder}: is there already, {kind_of(folder).value}; nothing was overwritten")
+        raise StorageError(f"{folder}: exists already, {kind_of(folder).value}. Nothing was overwritten")
     with FoldersWriter(folder) as writer:
-        token = marked.token.encode()
-        writer.create(BEGUN_FILE, len(token))
-        writer.write(BEGUN_FILE, 0, [memoryview(token)])
+        save_id = marked.save_id.encode()
+        writer.create(BEGUN_FILE, len(save_id))
+        writer.write(BEGUN_FILE, 0, [memoryview(save_id)])
         writer.sync(BEGUN_FILE)
         writer.sync_names()
 
@@ -270,7 +274,7 @@ def _undo(run: Path, step: int, marked: LockedFolder) -> None:
             _remove_unless_it_counts(folder)
         return
     with FoldersWriter(folder, folders_in(folder)) as writer:
-        writer.remove(on_its_way(FACTS_FILE, marked.token))
+        writer.remove(on_its_way(FACTS_FILE, marked.save_id))
         names = writer.list()
         is_begun = BEGUN_FILE in names or FACTS_FILE in names
         if not is_begun and (names or writer.folders):  # it was removed, and we made it again
@@ -287,12 +291,14 @@ def complete(marked: LockedFolder, folder: Path, facts: TrainerFacts) -> None:
     """
     marked.held.require()
     with FoldersWriter(folder, folders_in(folder)) as writer:
-        if writer.read(BEGUN_FILE) != marked.token.encode():
-            raise StorageError(f"{folder}: another training has begun to save there; have an output_dir for each")
+        if writer.read(BEGUN_FILE) != marked.save_id.encode():
+            raise StorageError(
+                f"{folder}: another training has begun to save there. Use a different output_dir for each"
+            )
         kept = _lasting(writer)
         for name in writer.list():
             if name not in kept and not name.startswith(f"{STATE_FOLDER}/"):
-                write_again(writer, name, marked.token)
+                write_again(writer, name, marked.save_id)
         writer.sync_names()
         files = {name: nbytes for name, nbytes in writer.sizes().items() if name != FACTS_FILE}
         publish(writer, marked.held, FACTS_FILE, facts.to_bytes(), files)

@@ -72,7 +72,7 @@ def _weight_transfer() -> Any:
         _ = vllm.WeightSource.iter_full, vllm.ParamMeta
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"vLLM's interface for weight updates (WeightSource, since 0.33) is not there ({error}); install vllm, "
+            f"vLLM's interface for weight updates (WeightSource, since 0.33) is not there ({error}). Install vllm, "
             "or load in its process with load_into"
         ) from error
     return vllm
@@ -117,7 +117,7 @@ def load_into(
             taken = next(handed)
             if next(tensors, ended) is not ended:
                 raise ConfigError(
-                    f"the engine took {taken} tensors and left the rest; hand in a load_weights that goes through "
+                    f"the engine took {taken} tensors and left the rest. Hand in a load_weights that goes through "
                     "all of them"
                 )
         return taken

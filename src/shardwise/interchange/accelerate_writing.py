@@ -290,7 +290,7 @@ class WorkFolder(str):
     @classmethod
     def of(cls, saving: Saving) -> WorkFolder:
         """For a save that is under way."""
-        made = cls(rename_journal.work_folder(saving.folder, saving.token))
+        made = cls(rename_journal.work_folder(saving.folder, saving.save_id))
         made.part, made.folder = PartOf(saving), Path(saving.folder)
         return made
 
@@ -315,7 +315,7 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
         rename_journal.tidy(marked)
         if is_new:
             _require_new(marked)
-        os.mkdir(rename_journal.work_folder(folder, marked.token))
+        os.mkdir(rename_journal.work_folder(folder, marked.save_id))
 
     def end(marked: LockedFolder) -> None:
         rename_journal.undo(marked, carried)
@@ -369,7 +369,7 @@ def _require_new(marked: LockedFolder) -> None:
     others = [name for name in os.listdir(root) if name not in marked.files]
     if others:
         raise StorageError(
-            f"{root}: is there already; set accelerator.project_configuration.iteration to the number that is to "
+            f"{root}: exists already. Set accelerator.project_configuration.iteration to the number that is to "
             "be saved next"
         )
 
@@ -389,7 +389,7 @@ def _commit_state(marked: LockedFolder, work: WorkFolder, names: list[str]) -> N
     with FoldersWriter(marked.writer.root, folders) as writer:
         rename_journal.remove_fresh(writer, [name for name in writer.list() if name.rpartition("/")[0] in folders])
         for name in names:
-            copies[name] = committing.copy_in(writer, os.path.join(work, name), fresh(name, marked.token))
+            copies[name] = committing.copy_in(writer, os.path.join(work, name), fresh(name, marked.save_id))
         writer.sync_names()
     written = written.with_more(WrittenFiles(copies))
     committing.commit_written(marked, written, _older_state(marked.writer.root, written))

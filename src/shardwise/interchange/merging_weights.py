@@ -129,7 +129,7 @@ def merge_weights(
         if remove_source and index.ignored:
             raise ConfigError(
                 f"the checkpoint in {index.root} also holds {', '.join(map(shown, index.ignored[:5]))}, which "
-                "would be lost with it; merge it without removing it"
+                "would be lost with it. Merge it without removing it"
             )
         placer = stack.enter_context(offline.placer_of(reader, index))
         if is_optimizer:
@@ -164,10 +164,10 @@ def merge_weights(
 def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, CheckpointIndex, bool]:
     """Open a checkpoint. The last value is True for the state of an optimizer."""
     if not checkpoint.exists():
-        raise StorageError(f"{checkpoint}: no such file or folder; check the path")
+        raise StorageError(f"{checkpoint}: no such file or folder. Check the path")
     if lists_in(home := home_of(checkpoint)):
         raise StorageError(
-            f"{home}: its last save was killed when it counted, and before its files had their names; load it with "
+            f"{home}: its last save was killed when it counted, and before its files had their names. Load it with "
             "load_state, load_accelerate_model or load_accelerate_optimizer, and save it again"
         )
     opened = open_storage(checkpoint)
@@ -209,14 +209,14 @@ def _write_torch_file(
     nbytes = sum(numel(shape) * dtype.itemsize for _, dtype, shape in places.values())
     if nbytes > max_shard_bytes:
         raise ConfigError(
-            f"{named.torch_file} would have {in_bytes(nbytes)}, and max_shard_size is {in_bytes(max_shard_bytes)}; "
-            "a file of torch.save is written in one piece: raise max_shard_size, or write safetensors files"
+            f"{named.torch_file} would have {in_bytes(nbytes)}, and max_shard_size is {in_bytes(max_shard_bytes)}. "
+            "A file of torch.save is written in one piece: raise max_shard_size, or write safetensors files"
         )
     if named.torch_file != OPTIMIZER_FILE and (
         others := look_at_folder(writer.list(), writer.read(INDEX_FILE)).weights
     ):
         raise ConfigError(
-            f"{writer.root} has {sorted(others)[0]}, which is read before any {named.torch_file}; name "
+            f"{writer.root} has {sorted(others)[0]}, which is read before any {named.torch_file}. Name "
             "another folder"
         )
     named.outgoing.require_bounded()
@@ -225,7 +225,7 @@ def _write_torch_file(
         ProgressBar("Merging", World(0, 1), nbytes, enabled=True) as bar,
         locked_by_first_rank(World(0, 1), writer.root, tidy, undo) as saving,
     ):
-        file = fresh(named.torch_file, saving.token)
+        file = fresh(named.torch_file, saving.save_id)
         contents = _write_around_tensors(writer, file, named)
         starts = {item.path: item.chunks[0].view.range.start for item in contents.tensors}
         for way, (key, _, shape) in places.items():
@@ -288,7 +288,7 @@ def _remove(folder: Path, index: CheckpointIndex) -> str:
                 place.rmdir()
     except OSError as error:
         raise StorageError(
-            f"{folder}: the outcome is whole, but removing the checkpoint failed, {error.strerror}; remove it "
+            f"{folder}: the outcome is whole, but removing the checkpoint failed, {error.strerror}. Remove it "
             "yourself"
         ) from error
     return f"{len(files)} files of {', '.join(map(str, folders))}"
@@ -309,7 +309,7 @@ def _read_back(out: Path, streamed: WrittenTensors, named: NamedOutputs, file_fo
     if damaged or compared != len(streamed.fingerprints):
         raise StorageError(
             f"{out}: {', '.join(map(shown, damaged[:5])) or 'tensors'} are not read back as they were written, "
-            "so the checkpoint they come from was not removed; check the disk"
+            "so the checkpoint they come from was not removed. Check the disk"
         )
 
 
@@ -341,7 +341,7 @@ def named_outputs(
             index,
             placer,
             dtype,
-            f"no config.json in or above {folder}; name the base (--base, base=) for the hub's",
+            f"no config.json in or above {folder}. Name the base (--base, base=) for the hub's",
         )
     try:
         config = config_of(config_folder, _options(dtype))
@@ -359,7 +359,7 @@ def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | 
         found = resolve(base, HubOptions(local_files_only=True), download=False)
         found = found if found.is_dir() else found.parent
         if not (found / "config.json").is_file():
-            raise ConfigError(f"{found}: there is no config.json; pass a folder that has the model's")
+            raise ConfigError(f"{found}: there is no config.json. Pass a folder with the model's config")
         return found
     absolute = folder.absolute()
     places = [absolute, *absolute.parents[:2]]
@@ -390,7 +390,7 @@ def optimizer_outputs(
         ConfigError: another output is requested.
     """
     if base is not None or dtype is not None:
-        raise ConfigError("the state of an optimizer is written as it is stored; leave out base and dtype")
+        raise ConfigError("the state of an optimizer is written as it is stored. Leave out base and dtype")
     metadata = read_metadata(reader)
     skipped = 1 if _is_wrapped(metadata.levels.values()) else 0
     nest = {".".join(path): metadata.levels[path][skipped:] for path in metadata.tensors}

@@ -39,7 +39,7 @@ from shardwise.report.save_reports import TrainerReport
 from shardwise.storage.reading import LocalReader
 
 _NOT_READ = {
-    "training_args.bin": "a pickle that runs code when it is read; give the arguments anew",
+    "training_args.bin": "a pickle that runs code when it is read. Pass the arguments again",
     "scaler.pt": "the gradient scaler's scale; it starts from its first value",
 }
 
@@ -104,7 +104,7 @@ def load_trainer_checkpoint(
             file = world.run_all(lambda: folder.weights_of(adapter) if is_adapter else None)
             left_out = _never_restored(folder, model)
             schedule = world.run_all(schedule_in, folder, scheduler, left_out)
-            numbers = world.run_all(numbers_in, folder, world, left_out, wanted=load_rng_state)
+            rng_state = world.run_all(read_rng_state, folder, world, left_out, wanted=load_rng_state)
         set_model = _set_model(world, model, folder, file, adapter, on_unexpected, options)
         if optimizer is None and folder.optimizer is not None:
             left_out["optimizer"] = "it was not given"
@@ -118,8 +118,8 @@ def load_trainer_checkpoint(
         if scheduler is not None and schedule is not None:
             world.run_all(restore_schedule, folder, scheduler, schedule)
             restored.append("scheduler")
-        if numbers is not None:
-            _set_numbers(numbers)
+        if rng_state is not None:
+            _set_rng_state(rng_state)
             restored.append("random numbers")
     return TrainerReport(
         checkpoint=str(folder.path),
@@ -136,7 +136,7 @@ def load_trainer_checkpoint(
 def _never_restored(folder: TrainerFolder, model: nn.Module) -> dict[str, str]:
     """Return the parts that are never restored, with reasons."""
     found = {name: why for name, why in _NOT_READ.items() if name in folder.names}
-    found["position in the data"] = f"the data are not the model's; go on after {folder.step} steps"
+    found["position in the data"] = f"the data are not the model's. Go on after {folder.step} steps"
     if has_adapters(model):
         found["base weights"] = "only the adapter was saved; they are as they were"
     return found
@@ -222,7 +222,7 @@ class TrainerFolder:
         if file is None:
             raise FormatError(
                 f"{home}: has neither {' nor '.join(ADAPTER_WEIGHTS)}, nor {MODEL.stem}* beside it, and the model "
-                "has adapters; check the path, and the adapter's name"
+                "has adapters. Check the path, and the adapter's name"
             )
         return file
 
@@ -236,7 +236,7 @@ def _names_in(folder: Path) -> tuple[str, ...]:
         with as_renamed(folder) as seen:
             return tuple(sorted(os.listdir(seen)))
     except OSError as error:
-        raise StorageError(f"{folder}: listing it failed, {error.strerror}; check the path") from error
+        raise StorageError(f"{folder}: listing it failed, {error.strerror}. Check the path") from error
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -249,9 +249,9 @@ def _read_state(folder: Path) -> dict[str, Any]:
     if not (folder / STATE_FILE).is_file():
         inner = sorted(place.name for place in folder.glob("checkpoint-*") if (place / STATE_FILE).is_file())
         hint = (
-            f"pass one of {', '.join(inner[:8])} in it" if inner else "pass a folder checkpoint-N of the Trainer's"
+            f"Pass one of {', '.join(inner[:8])} in it" if inner else "Pass a folder checkpoint-N of the Trainer's"
         )
-        raise FormatError(f"{folder}: has no {STATE_FILE}; {hint}")
+        raise FormatError(f"{folder}: has no {STATE_FILE}. {hint}")
     with LocalReader(folder) as reader:
         nbytes = reader.size(STATE_FILE)
         if nbytes > _MAX_STATE_BYTES:
@@ -260,7 +260,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     try:
         state = json.loads(content)  # the Trainer logs NaN, so this is not strict
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{what}: is no JSON ({error}); the checkpoint is damaged: take another") from error
+        raise FormatError(f"{what}: is not JSON ({error}). The checkpoint is damaged. Pass another one") from error
     if not isinstance(state, dict):
         raise FormatError(f"{what}: holds a {type(state).__name__}, not an object")
     step, epoch = state.get("global_step"), state.get("epoch") or 0
@@ -303,7 +303,7 @@ def schedule_in(
         raise FormatError(f"{file}: holds a {type(state).__name__}, not a scheduler's state")
     if why := scheduler_mismatch(scheduler.state_dict(), state):
         raise KeyMismatchError(
-            f"{file}: is of another kind of scheduler than {type(scheduler).__name__} ({why}); make the scheduler "
+            f"{file}: is of another kind of scheduler than {type(scheduler).__name__} ({why}). Make the scheduler "
             "as it was made when it was saved"
         )
     return state
@@ -320,11 +320,11 @@ def restore_schedule(folder: TrainerFolder, scheduler: Scheduler, state: dict[st
     except Exception as error:  # of whatever kind of scheduler
         raise KeyMismatchError(
             f"{folder.path / _SCHEDULER_FILE}: {type(scheduler).__name__} refuses it ({type(error).__name__}: "
-            f"{error}); make the scheduler as it was made when it was saved"
+            f"{error}). Make the scheduler as it was made when it was saved"
         ) from error
 
 
-def numbers_in(
+def read_rng_state(
     folder: TrainerFolder, world: World, not_restored: dict[str, str], *, wanted: bool
 ) -> dict[str, Any] | None:
     """Return the checked states of this rank's random generators, or None if they are not restored.
@@ -359,7 +359,7 @@ def numbers_in(
     return state
 
 
-def _set_numbers(state: dict[str, Any]) -> None:
+def _set_rng_state(state: dict[str, Any]) -> None:
     """Restore the states of generators. A state of one CUDA device is set on the current one."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

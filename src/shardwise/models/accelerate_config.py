@@ -35,7 +35,7 @@ _MEANINGLESS: Final = {
 """Keys that nothing is made of, and why."""
 
 _REFUSED: Final = {
-    **dict.fromkeys(("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"), "FSDP on TPUs is another one"),
+    **dict.fromkeys(("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"), "FSDP on TPUs is not supported"),
     "ignored_modules": "modules cannot be left out of sharding",
     "deepspeed_config": "only FSDP2 is done here",
     "megatron_lm_config": "only FSDP2 is done here",
@@ -116,7 +116,7 @@ class _Reading:
             self.faults.append(f"distributed_type={kind}: this is not FSDP, and only FSDP2 is done here")
         elif kind != "FSDP" and not self.fsdp:
             self.faults.append(
-                f"distributed_type={kind}: nothing in it says how the model is sharded; run accelerate config"
+                f"distributed_type={kind}: nothing in it says how the model is sharded. Run accelerate config"
             )
 
     def _take(self, plain: str, key: str, value: Any) -> None:
@@ -140,7 +140,7 @@ class _Reading:
                 self.faults.append(f"{key}={value!r}: it must be one of {', '.join(words)}{_near(text, kind)}")
             value = word
         if value is not None and self.fsdp.setdefault(plain, value) != value:
-            self.faults.append(f"{key}={value!r} and {plain}={self.fsdp[plain]!r} are one key; give one of them")
+            self.faults.append(f"{key}={value!r} and {plain}={self.fsdp[plain]!r} are one key. Give one of them")
 
     def _words(self, legacy: Any) -> dict[str, Any]:
         """Return the keys that the Trainer's ``fsdp`` means, which is true, or words."""
@@ -182,7 +182,7 @@ class _Reading:
 
     def _note(self) -> None:
         if self.fsdp.get("version", "1" if "sharding_strategy" in self.fsdp else "2") == "1":
-            self.notes.append("it was written for FSDP1; the model is sharded by FSDP2")
+            self.notes.append("it was written for FSDP1. The model is sharded by FSDP2")
         self.notes += [
             f"{key}: {why}, so it means nothing" for key, why in _MEANINGLESS.items() if key in self.fsdp
         ]
@@ -255,7 +255,7 @@ class _Reading:
                 self.faults.append(f"parallelism_config.{key}={value!r}: it must be 1 or more")
             elif key in ("tp_size", "cp_size", "sp_size") and int(value or 1) > 1:
                 self.faults.append(
-                    f"{key}={value}: only shards and replicas are made here; apply it to the model, then "
+                    f"{key}={value}: only shards and replicas are made here. Apply it to the model, then "
                     "fully_shard, and call shardwise.load"
                 )
         replicas, shards = (int(given.get(key) or 1) for key in ("dp_replicate_size", "dp_shard_size"))
@@ -268,7 +268,7 @@ class _Reading:
         machines = int(self.values.get("num_machines") or 1) if strategy.startswith("HYBRID") else 1
         if strategy.startswith("HYBRID") and replicas == machines == 1:
             self.faults.append(
-                f"sharding_strategy={strategy}: it does not say how many replicas there are; give num_machines "
+                f"sharding_strategy={strategy}: it does not say how many replicas there are. Give num_machines "
                 "(one for each), or parallelism_config.dp_replicate_size"
             )
         return max(replicas, machines)

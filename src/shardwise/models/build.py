@@ -48,7 +48,7 @@ def read_config(
     """
     if directory.is_dir() and not (directory / "config.json").is_file():
         raise ConfigError(
-            f"no usable config in {directory}: there is no config.json, so nothing says what model it is; put the "
+            f"no usable config in {directory}: there is no config.json, so the model's class is unknown. Put the "
             "model's there or, in Python, pass config= (a distributed checkpoint has none of its own)"
         )
     try:
@@ -59,7 +59,7 @@ def read_config(
         raise ConfigError(f"no usable config in {directory}: {error}") from error
     if unused:
         raise ConfigError(
-            f"{type(config).__name__} has no {', '.join(sorted(unused))}; check the keyword arguments"
+            f"{type(config).__name__} has no {', '.join(sorted(unused))}. Check the keyword arguments"
         )
     return cast(PreTrainedConfig, config)
 
@@ -113,12 +113,12 @@ def _class_from_config(
         return registered, config
     if own is not None:
         raise ConfigError(
-            f"{directory} brings its own model code ({own}); pass trust_remote_code=True if you have read it and "
-            "want it run"
+            f"{directory} contains its own model code ({own}). Pass trust_remote_code=True to run it, if "
+            "you trust it"
         )
     raise ConfigError(
         f"the config in {directory} names {', '.join(names) or 'no architecture'}, which transformers "
-        f"{transformers.__version__} does not have; pass model_class="
+        f"{transformers.__version__} does not have. Pass model_class="
     )
 
 
@@ -194,7 +194,7 @@ def _generation_config(directory: Path) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(directory, **keywords)
     except Exception as error:  # of many kinds, of whatever a stranger wrote there
         raise FormatError(
-            f"{file} in {directory}: is no generation config ({error}); it is damaged: restore the file"
+            f"{file} in {directory}: is not a generation config ({error}). It is damaged: restore the file"
         ) from error
 
 
@@ -233,7 +233,7 @@ def set_vocab_size(config: PreTrainedConfig, size: int) -> None:
     """
     text = config.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
-        raise ConfigError(f"{type(config).__name__} has no vocab_size; leave out resize_vocab")
+        raise ConfigError(f"{type(config).__name__} has no vocab_size. Leave out resize_vocab")
     text.vocab_size = size
     if isinstance(getattr(config, "vocab_size", None), int):
         config.vocab_size = size
@@ -248,7 +248,7 @@ def vocabulary_tensors(model: PreTrainedModel, held: list[TensorRef]) -> set[str
     try:
         modules = [model.get_input_embeddings(), model.get_output_embeddings()]
     except NotImplementedError as error:
-        raise ConfigError(f"{type(model).__name__} has no embedding of tokens; leave out resize_vocab") from error
+        raise ConfigError(f"{type(model).__name__} has no embedding of tokens. Leave out resize_vocab") from error
     own = {id(p) for module in modules if module is not None for p in module.parameters(recurse=False)}
     return {name for item in held if id(item.tensor) in own for name in item.names}
 

@@ -33,8 +33,8 @@ from shardwise.models.view import (
     TensorRef,
     boxes_at,
     collect_tensors,
+    describe_placements,
     local_boxes,
-    placement_in_words,
     tensor_layout,
 )
 from shardwise.tensors import contiguous_strides
@@ -101,14 +101,14 @@ class _Spreader:
         if not tensor.is_contiguous():
             raise ShardingError(
                 f"{item.fqn} has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}: fully_shard "
-                "takes contiguous parameters only; have the model's class make it contiguous"
+                "takes contiguous parameters only. Have the model's class make it contiguous"
             )
         dim = shard_dim(tensor.shape, self.mesh.shard_size)
         placements = (*[Replicate()] * (len(self.mesh.sizes) - 1), Shard(dim))
         sharded_key = (tuple(tensor.shape), dim)
         if sharded_key not in self.made:
             self.made[sharded_key] = self.sharded(tuple(tensor.shape), placements, item.fqn)
-        return self.made[sharded_key], placement_in_words(placements, self.mesh.names, self.mesh.sizes)
+        return self.made[sharded_key], describe_placements(placements, self.mesh.names, self.mesh.sizes)
 
     def sharded(self, shape: tuple[int, ...], placements: Sequence[Placement], fqn: str) -> Spread:
         """The boxes at every position of the shard axis."""

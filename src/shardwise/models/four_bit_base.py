@@ -93,7 +93,7 @@ def _choose(
     absent = tuple(pattern for pattern in quantization.skip_modules if pattern not in matched)
     if must_match and absent:
         known = ", ".join(pattern for pattern, _ in collapse(sorted({*linear, *stacks, *skip_modules}))[:8])
-        raise ConfigError(f"skip_modules={list(absent)!r} matches no linear layer; there are {known}")
+        raise ConfigError(f"skip_modules={list(absent)!r} matches no linear layer. There are {known}")
     if must_match and not linear and not stacks:
         raise ConfigError(
             f"nothing of {type(model).__name__} can be put into four bits"
@@ -129,7 +129,7 @@ def _matches(pattern: str, name: str) -> bool:
     try:
         found = re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", name)
     except re.error as error:
-        raise ConfigError(f"skip_modules={pattern!r}: is no name, and no regex ({error})") from error
+        raise ConfigError(f"skip_modules={pattern!r}: is neither a name nor a valid regex ({error})") from error
     return found is not None or name.endswith(pattern)
 
 
@@ -229,10 +229,10 @@ class _Quantizer:
     is_qat_trainable = is_compileable = False
 
     def dequantize(self, _model: nn.Module, dtype: object = None) -> nn.Module:  # noqa: ARG002 - transformers' own
-        """Refuse: numbers are made while the files are read."""
+        """Raise ConfigError: weights are dequantized while the files are read."""
         raise ConfigError(
-            "dequantize: layers in four bits are not made numbers in their place; save the model by "
-            "shardwise.save, and bring it up with shardwise.from_pretrained(folder, quantization='dequantize')"
+            "dequantize: layers in four bits cannot be dequantized in place. Save the model by "
+            "shardwise.save, and load it with shardwise.from_pretrained(folder, quantization='dequantize')"
         )
 
     def get_state_dict_and_metadata(self, _model: nn.Module) -> tuple[None, dict[str, str]]:
@@ -293,7 +293,7 @@ def _experts_offered(fqn: str, packing: Packing, claims: Sequence[Expression]) -
     try:
         both = [packed(item, packing.form, packing.block_size, rounds_to=rounds_to) for item in rows]
     except ValueError as error:
-        raise ConfigError(f"{fqn}: {error}; load the checkpoint that the model came from") from error
+        raise ConfigError(f"{fqn}: {error}. Load the checkpoint that the model came from") from error
     return {
         fqn: tuple(weight for weight, _ in both),
         layers.scales_of(fqn): tuple(scales for _, scales in both),

@@ -49,7 +49,7 @@ def held_in_files(held: Sequence[TensorRef]) -> list[TensorRef]:
     """
     reject_experts(
         [item for item in held if not _is_mxfp4(item.slots[0].module, item.slots[0].name)],
-        "files of bitsandbytes have no form for them; pass names='internal', which quantization=Nf4() reads",
+        "files of bitsandbytes have no form for them. Pass names='internal', which quantization=Nf4() reads",
     )
     found: list[TensorRef] = []
     in_files = {layers.SCALES: f"{layers.WEIGHT}.{ABSMAX}", layers.NESTED: f"{layers.WEIGHT}.{NESTED_ABSMAX}"}
@@ -91,8 +91,8 @@ def reject_without_scales(held: Sequence[TensorRef]) -> None:
         kind = type(item.tensor)
         if kind.__module__.partition(".")[0] == "bitsandbytes":
             raise ConfigError(
-                f"{item.fqn} is a {kind.__name__} of bitsandbytes, whose scales are no tensors of the model; "
-                "save it with its own save_pretrained, or bring it up with quantization=Nf4()"
+                f"{item.fqn} is a {kind.__name__} of bitsandbytes, whose scales are not tensors of the model. "
+                "Save it with its own save_pretrained, or bring it up with quantization=Nf4()"
             )
 
 

@@ -86,9 +86,9 @@ class FourBitLinear:
     compute_dtype: torch.dtype | None
     whole_scales: tuple[Expression, ...]
 
-    def numbers(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the weight (out, in) of gathered parameters, by default in its original dtype."""
-        return self.packing.numbers(self.weight, self.scales(), dtype or self.packing.dtype)
+        return self.packing.dequantize(self.weight, self.scales(), dtype or self.packing.dtype)
 
     def scales(self) -> torch.Tensor:
         """The scales, float32 (out, in / block), of gathered parameters."""
@@ -298,8 +298,8 @@ class _WeightOfOne:
         if isinstance(weight, cls) and function in (_MATMUL if weight.packing.is_transposed else (F.linear,)):
             return weight.product(given["input"], given.get("bias"))
         raise TypeError(
-            f"weights of experts in four bits are multiplied as their class does it, not by {function.__name__}(); "
-            'leave them as they are: quantization=Nf4(skip_modules=("experts",)), or "dequantize"'
+            f"weights of experts in four bits are multiplied as their class does it, not by {function.__name__}(). "
+            'Leave them as they are: quantization=Nf4(skip_modules=("experts",)), or "dequantize"'
         )
 
     def product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -317,7 +317,7 @@ _MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 
 @contextlib.contextmanager
-def shown_as_numbers(model: nn.Module) -> Iterator[None]:
+def shown_dequantized(model: nn.Module) -> Iterator[None]:
     """Show PEFT stacks in four bits of a model on meta as tensors of the numbers' shape and dtype."""
     kept: list[tuple[Any, str, nn.Parameter]] = []
     try:

@@ -294,8 +294,8 @@ def unfit_programs(programs: Mapping[str, Program], budget_bytes: int) -> list[s
             faults.append(f"{name}: no initializer of the model writes it")
         elif not program.is_elementwise and nbytes > budget_bytes:
             faults.append(
-                f"{name}: its initializer needs it whole, {nbytes:,} bytes, and the budget is {budget_bytes:,}; "
-                "raise budget_bytes"
+                f"{name}: its initializer needs it whole, {nbytes:,} bytes, and the budget is {budget_bytes:,}. "
+                "Raise budget_bytes"
             )
     return faults
 

@@ -89,7 +89,7 @@ def read(
         if not all(isinstance(name, str) for name in names):
             raise ConfigError(
                 "the state of optimizers has numbers in place of parameters' names, as optimizer.state_dict() "
-                "makes it; take get_optimizer_state_dict(model, optimizer)"
+                "makes it. Take get_optimizer_state_dict(model, optimizer)"
             )
         given.groups.append([first_names.get(canonical(name), canonical(name)) for name in names])
         given.settings.append({key: copied(value) for key, value in group.items() if key not in _NAMES})
@@ -149,13 +149,13 @@ def _names_in_order(
     if order != "position":
         raise ConfigError(
             "the state has numbers in place of parameters' names, as optimizer.state_dict() makes it, and does not "
-            "say which parameters they are; if the optimizer was made just as this one, pass order='position'; "
-            "optimizers made of model.named_parameters() keep the names"
+            "say which parameters they are. If the optimizer was created just as this one, pass order='position'. "
+            "Optimizers created from model.named_parameters() keep the names"
         )
     sizes, wanted = [len(members) for members in numbers], [len(members) for members in groups]
     if sizes != wanted:
         raise KeyMismatchError(
-            f"the state has groups of {sizes} parameters, by number, and the optimizer of {wanted}; make the "
+            f"the state has groups of {sizes} parameters, by number, and the optimizer of {wanted}. Make the "
             "optimizer as it was made when the state was saved"
         )
     return [list(members) for members in groups]
@@ -172,7 +172,8 @@ def _require_shapes(
             if is_tensor and name in shapes and value.shape != shapes[name]:
                 raise KeyMismatchError(
                     f"{entry} of parameter {number} has shape {tuple(value.shape)} in the state, and {name}, which "
-                    f"is in its place, {tuple(shapes[name])}; make the optimizer as it was made when the state was "
+                    f"is in its place, {tuple(shapes[name])}. Create the optimizer as it was created when the "
+                    "state was "
                     "saved"
                 )
 
@@ -202,7 +203,7 @@ def _sort_in(given: ParsedState, parameter: str, entry: str, value: Any, shape: 
     elif value is None or isinstance(value, (int, float, str)):
         given.scalars[name] = value
     else:
-        raise ConfigError(f"{name} in the state is a {type(value).__name__}; only tensors and numbers can be set")
+        raise ConfigError(f"{name} in the state is a {type(value).__name__}. Only tensors and numbers can be set")
 
 
 def set_group(group: dict[str, Any], settings: Mapping[str, Any]) -> None:

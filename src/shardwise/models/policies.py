@@ -81,7 +81,7 @@ def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
     numel = sum(parameter.numel() for parameter in model.parameters())
     raise ShardingError(
         f"{policy} matches nothing in {type(model).__name__}, which has {numel:,} elements in modules of "
-        f"{_classes_in(model)}; pass wrap=Classes(names=(...)), or 'whole_model' to gather everything at once"
+        f"{_classes_in(model)}. Pass wrap=Classes(names=(...)), or 'whole_model' to gather everything at once"
     )
 
 
@@ -120,7 +120,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
             return outermost
     raise ShardingError(
         f"{type(model).__name__} has neither _no_split_modules nor an nn.ModuleList of blocks, so there are none "
-        "to recompute; pass activation_checkpointing=False"
+        "to recompute. Pass activation_checkpointing=False"
     )
 
 

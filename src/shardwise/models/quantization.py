@@ -125,7 +125,7 @@ def of_transformers(config: Any) -> Quantization:
     """
     if not isinstance(config, (dict, QuantizationConfigMixin)):
         raise ConfigError(
-            f"quantization_config is {config!r:.80}, and neither a BitsAndBytesConfig nor a dict; pass "
+            f"quantization_config is {config!r:.80}, and neither a BitsAndBytesConfig nor a dict. Pass "
             "BitsAndBytesConfig(load_in_4bit=True), or quantization=Nf4()"
         )
     told = config if isinstance(config, dict) else config.to_dict()
@@ -136,11 +136,11 @@ def of_transformers(config: Any) -> Quantization:
         return "dequantize" if told.get("dequantize", getattr(config, "dequantize", False)) else "as_stored"
     if method != "bitsandbytes":
         raise ConfigError(
-            f"quantization_config: {method} is not known for a base that is quantized while it is read; pass "
+            f"quantization_config: {method} is not known for a base that is quantized while it is read. Pass "
             "quantization=Nf4(), or a BitsAndBytesConfig(load_in_4bit=True)"
         )
     if told.get("load_in_8bit") or not told.get("load_in_4bit"):
-        raise ConfigError("quantization_config: load_in_8bit is not known here; pass load_in_4bit=True")
+        raise ConfigError("quantization_config: load_in_8bit is not known here. Pass load_in_4bit=True")
     kind = told.get("bnb_4bit_quant_type", "fp4")
     if kind not in ("nf4", "fp4"):
         raise ConfigError(f"quantization_config: bnb_4bit_quant_type={kind!r} is neither nf4 nor fp4")
@@ -208,7 +208,7 @@ class Packing:
         """Bytes of the scale of a block."""
         return 1 if isinstance(self.form, Code) else 4
 
-    def numbers(self, packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(self, packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The matrix (.., out, in) of packed bytes (.., out, in / 2) and of scales, float32 (.., out, in / block).
 
         ``code[nibble] * scale`` in float32, rounded once: ``dequantize_4bit`` of bitsandbytes. In memory a
@@ -230,7 +230,7 @@ def has_bitsandbytes() -> bool:
 def dequantize_four_bits(
     packed: torch.Tensor, scales: torch.Tensor, block_size: int, form: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Dequantize like :meth:`Packing.numbers`. ``form`` is the value of a ``FourBitForm``."""
+    """Dequantize like :meth:`Packing.dequantize`. ``form`` is the value of a ``FourBitForm``."""
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     if not packed.numel():
         return packed.new_empty(shape, dtype=dtype)
@@ -308,7 +308,7 @@ class FourBitProduct(torch.autograd.Function):
         ctx.save_for_backward(packed, kept, nested, offset)
         ctx.packing = packing
         scales = KeptScales(kept, nested, offset).floats(packing.form)
-        return functional.linear(rows, packing.numbers(packed, scales, rows.dtype), bias)
+        return functional.linear(rows, packing.dequantize(packed, scales, rows.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -319,7 +319,7 @@ class FourBitProduct(torch.autograd.Function):
             of_bias = gradient.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[0]:
             scales = KeptScales(*kept).floats(ctx.packing.form)
-            numbers = ctx.packing.numbers(packed, scales, ctx.packing.dtype)
+            numbers = ctx.packing.dequantize(packed, scales, ctx.packing.dtype)
             of_rows = gradient @ numbers.to(gradient.dtype)
         return of_rows, None, None, None, None, of_bias, None
 

@@ -126,7 +126,7 @@ def state_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def bind_optimizers(
     optimizers: Sequence[Optimizer],
     held: Sequence[TensorRef],
-    way_out: str = "make the optimizer after sharding, or before its first step",
+    way_out: str = "Create the optimizer after sharding, or before its first step",
     *,
     by_rank: bool = False,
 ) -> list[Bound]:
@@ -154,7 +154,7 @@ def bind_optimizers(
         _look_at(optimizer, index, names, seen, faults, strange, by_rank=by_rank)
         for index, optimizer in enumerate(optimizers)
     ]
-    faults += [f"{sentence}; {way_out}" for sentence in strange]
+    faults += [f"{sentence}. {way_out}" for sentence in strange]
     if faults:
         raise ShardingError("the optimizers cannot be bound to the model:\n  " + "\n  ".join(faults[:20]))
     return bounds
@@ -182,11 +182,11 @@ def _look_at(
             if name is None:
                 called = group["param_names"][position] if "param_names" in group else f"number {position}"
                 faults.append(
-                    f"parameter {called}, {tuple(parameter.shape)}, in {place} is not the model's; make the "
+                    f"parameter {called}, {tuple(parameter.shape)}, in {place} is not the model's. Make the "
                     "optimizer of model.parameters(), and have nothing replace them"
                 )
             elif name in seen:
-                faults.append(f"{name} is in {place} and in {seen[name]}; leave it in one of them")
+                faults.append(f"{name} is in {place} and in {seen[name]}. Leave it in one of them")
             else:
                 seen[name] = place
                 members.append(name)
@@ -196,7 +196,7 @@ def _look_at(
         name = names.get(parameter) if isinstance(parameter, nn.Parameter) else None
         if name is None:
             if state:
-                faults.append(f"optimizer {index} has state of what is no parameter of the model: {sorted(state)}")
+                faults.append(f"optimizer {index} has state of parameters outside the model: {sorted(state)}")
             continue
         if not state:
             bound.unused.append(name)
@@ -223,7 +223,7 @@ def _sort_in(bound: Bound, key: Key, value: Any, parameter: torch.Tensor, strang
     elif value is None or isinstance(value, (int, float, str)):
         bound.scalars[key] = value
     else:
-        strange.append(f"{key} is a {type(value).__name__}, and nobody knows how that is sharded")
+        strange.append(f"{key} is a {type(value).__name__}, and its sharding is unknown")
 
 
 def _settled(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_by_kernels: bool) -> torch.Tensor:
@@ -366,4 +366,4 @@ def made_again(
     return made
 
 
-_ANEW = "Make the optimizer as it was made when it was saved, or start it anew."
+_ANEW = "Create the optimizer as it was created when it was saved, or start it anew."

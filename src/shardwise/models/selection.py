@@ -50,8 +50,8 @@ def _as_peft_names_them(model: nn.Module, inside: Mapping[str, TensorRef], adapt
     """PEFT is called with stand-ins, which are recognized in its result by identity."""
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, Mapping) or adapter not in adapters:
-        has = f"the model has {', '.join(adapters) or 'none'}" if isinstance(adapters, Mapping) else "it has none"
-        raise ConfigError(f"AdapterOnly(adapter={adapter!r}): {type(model).__name__} has no such adapter; {has}")
+        has = f"Adapters: {', '.join(adapters) or 'none'}" if isinstance(adapters, Mapping) else "It has none"
+        raise ConfigError(f"AdapterOnly(adapter={adapter!r}): {type(model).__name__} has no such adapter. {has}")
     stand_ins = {
         name: torch.empty(item.tensor.shape, dtype=item.tensor.dtype, device="meta")
         for name, item in inside.items()
@@ -61,8 +61,8 @@ def _as_peft_names_them(model: nn.Module, inside: Mapping[str, TensorRef], adapt
     changed = [name for name, tensor in chosen.items() if id(tensor) not in known]
     if changed:
         raise ShardingError(
-            f"PEFT computes {changed[0]} ({len(changed)} in all) when it saves adapter {adapter!r}: it is no "
-            "tensor of the model; take the whole state, with only=None"
+            f"PEFT computes {changed[0]} ({len(changed)} in all) when it saves adapter {adapter!r}: it is not "
+            "a tensor of the model. Pass only=None for the whole state"
         )
     # PEFT's files have names as in PEFT's model, also where transformers has added the adapter to its own.
     prefix = "" if hasattr(model, "get_base_model") else _IN_PEFT_MODEL
@@ -80,7 +80,7 @@ def _plain(names: Mapping[str, str]) -> dict[str, str]:
         plain = canonical(name)
         if plain in found:
             raise ShardingError(
-                f"{name}: another tensor is named {plain} without the parts of wrappers; rename a module, since a "
+                f"{name}: another tensor is named {plain} without the parts of wrappers. Rename a module, since a "
                 "state has one tensor for a name"
             )
         found[plain] = fqn
@@ -182,16 +182,16 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
             owners.setdefault(id(parameter), []).append(name)
     for name, module in modules.items():
         if isinstance(module, AuxiliaryTrainingWrapper):
-            raise ConfigError(f"{name} is trained whole (modules_to_save), and cannot be merged; use PEFT's merge")
+            raise ConfigError(f"{name} is trained whole (modules_to_save), and cannot be merged. Use PEFT's merge")
         if isinstance(module, BaseTunerLayer):
             layers[name] = module
             if why := _why_not(module, adapter, Linear):
-                raise ConfigError(f"{name} {why}, which cannot be merged here; merge the adapter with PEFT first")
+                raise ConfigError(f"{name} {why}, which cannot be merged here. Merge the adapter with PEFT first")
             tied = [other for other in owners[id(module.get_base_layer().weight)] if other != f"{name}.base_layer"]
             if tied and adapter in layers[name].lora_A:
                 raise ConfigError(
-                    f"{name} is tied to {tied[0]}, which a merge would change, too; take it out of target_modules, "
-                    "or merge the saved adapter with shardwise.merge_adapter, which changes both and says so"
+                    f"{name} is tied to {tied[0]}, which a merge would change, too. Take it out of target_modules, "
+                    "or merge the saved adapter with shardwise.merge_adapter, which changes both"
                 )
     inside: dict[str, str] = {}
     for name in names:

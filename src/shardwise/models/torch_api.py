@@ -71,7 +71,7 @@ def module_of(device: torch.device) -> Any:
     if device.type not in KINDS:
         raise ShardingError(
             f"device {device}: tensors are brought to the CPU, and to accelerators of these kinds: "
-            f"{', '.join(KINDS)}; load on the CPU and move the model afterwards"
+            f"{', '.join(KINDS)}. Load on the CPU and move the model afterwards"
         )
     return torch.get_device_module(device.type)
 

@@ -124,7 +124,7 @@ def collect_tensors(model: nn.Module) -> list[TensorRef]:
         if torch_api.is_under_replicate(module):
             raise ShardingError(
                 f"{canonical(name) or 'the model'} is under torch's replicate(), which keeps every parameter whole "
-                "on every rank; build it without, and apply fully_shard, or shardwise.shard, on a mesh that has a "
+                "on every rank. Build it without, and apply fully_shard, or shardwise.shard, on a mesh that has a "
                 "dimension to replicate over"
             )
         if isinstance(module, FSDPModule):
@@ -206,10 +206,10 @@ def describe_placement(tensor: torch.Tensor) -> str:
         return "whole"
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
-    return placement_in_words(tensor.placements, names, mesh.shape)
+    return describe_placements(tensor.placements, names, mesh.shape)
 
 
-def placement_in_words(placements: Sequence[Placement], names: Sequence[str], sizes: Sequence[int]) -> str:
+def describe_placements(placements: Sequence[Placement], names: Sequence[str], sizes: Sequence[int]) -> str:
     """``Replicate() on replicate=2, Shard(dim=0) on shard=4``, in torch's words, one for every axis."""
     pairs = zip(placements, names, sizes, strict=True)
     return ", ".join(f"{placement} on {name}={size}" for placement, name, size in pairs)
@@ -265,7 +265,7 @@ def boxes_at(
         if torch_api.splitting_dim(placement) is None and not placement.is_replicate():
             raise ShardingError(
                 f"{fqn} is placed as {placement} on an axis of {size} ranks (the mesh has {mesh_shape}), which "
-                "holds no values of its own; redistribute it to Shard or Replicate before it is loaded"
+                "holds no values of its own. Redistribute it to Shard or Replicate before it is loaded"
             )
     return _boxes_at(shape, tuple(placements), mesh_shape, coordinate, local_strides)
 
@@ -344,7 +344,7 @@ def is_sharded(model: nn.Module, held: Sequence[TensorRef]) -> bool:
     if groups:
         raise ShardingError(
             f"the model is sharded in part: fully_shard was applied to {abbreviate(groups)}, and not to what holds "
-            f"{abbreviate(outside)}; apply it to the root as well, or to nothing"
+            f"{abbreviate(outside)}. Apply it to the root as well, or to nothing"
         )
     if distributed:
         raise ShardingError(
@@ -384,7 +384,7 @@ def reject_subclasses(held: Sequence[TensorRef]) -> None:
     if faults:
         raise ShardingError(
             f"{abbreviate([name for name, _ in faults])}: on meta, and a {faults[0][1]}, a subclass of Tensor "
-            "whose behavior (FSDP2's all-gather hooks, say) would be lost when it gets memory; load plain "
+            "whose behavior (FSDP2's all-gather hooks, say) would be lost when it gets memory. Load plain "
             "parameters, and convert the model afterwards"
         )
 

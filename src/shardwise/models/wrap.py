@@ -91,7 +91,7 @@ class Sharding:
         return cls(mesh=replicated_mesh(replicas), **fields)
 
 
-def in_words(sharding: Sharding) -> dict[str, str]:
+def comparable_settings(sharding: Sharding) -> dict[str, str]:
     """Return the settings that must be equal on all ranks, by name."""
     mesh = None if sharding.mesh is None else sharding.mesh.mesh.tolist()
     policies = {item.name: _told(getattr(sharding, item.name)) for item in fields(sharding) if item.name != "mesh"}
@@ -137,8 +137,8 @@ def replicated_mesh(replicas: int) -> DeviceMesh | None:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if replicas < 1 or ranks % replicas or ranks == replicas:
         raise ConfigError(
-            f"{replicas} replicas: {ranks} ranks cannot be dealt to as many of two or more each; "
-            "call torch.distributed.init_process_group first, on a multiple of them"
+            f"{replicas} replicas: {ranks} ranks cannot be divided into that many groups of two or more. "
+            "Call torch.distributed.init_process_group first, on a multiple of them"
         )
     found = accelerator()
     kind = found.type if found is not None and has_collectives(found, None) else "cpu"
@@ -162,7 +162,7 @@ def with_mesh(sharding: Sharding, group: dist.ProcessGroup | None) -> Sharding:
     if mesh is not None and sorted(mesh.mesh.flatten().tolist()) != ranks_of(group):
         raise ShardingError(
             f"the mesh has the ranks {mesh.mesh.flatten().tolist()}, and the process group that acts together has "
-            f"{ranks_of(group)}; pass process_group=... in the options, with the mesh's ranks"
+            f"{ranks_of(group)}. Pass process_group=... in the options, with the mesh's ranks"
         )
     return replace(sharding, mesh=mesh)
 
@@ -183,7 +183,7 @@ def wrap(
     """
     mesh = sharding.mesh
     if mesh is None:
-        raise ShardingError("there is no mesh to shard the model on; pass one, or initialize torch.distributed")
+        raise ShardingError("there is no mesh to shard the model on. Pass one, or initialize torch.distributed")
     grouping = group_parameters(model, sharding.wrap, kept_whole)
     _require_shardable(model, grouping, mesh)
     shard_size = mesh.size(mesh.ndim - 1)
@@ -235,11 +235,11 @@ def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
     names = repeated_blocks(model)
     for name in names:
         if isinstance(vars(model.get_submodule(name)).get("forward"), Recomputed):
-            raise ConfigError(f"{canonical(name)} is recomputed already; prepare a model's blocks once")
+            raise ConfigError(f"{canonical(name)} is recomputed already. Prepare a model's blocks once")
     return names
 
 
-def mesh_in_words(mesh: DeviceMesh) -> str:
+def describe_mesh(mesh: DeviceMesh) -> str:
     """Return axes and sizes, as in ``replicate=2, shard=4``."""
     names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
     return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
@@ -247,10 +247,10 @@ def mesh_in_words(mesh: DeviceMesh) -> str:
 
 def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -> None:
     """Reject by name the parameters that ``fully_shard`` would fail on halfway."""
-    words = mesh_in_words(mesh)
+    axes = describe_mesh(mesh)
     if mesh.ndim > 2:
         raise ShardingError(
-            f"{type(model).__name__} cannot be sharded on the mesh {words}: fully_shard takes one axis (shard) or "
+            f"{type(model).__name__} cannot be sharded on the mesh {axes}: fully_shard takes one axis (shard) or "
             "two (replicate, shard). Shard on the further axes yourself, then fully_shard on these, and call "
             "shardwise.load"
         )
@@ -258,7 +258,7 @@ def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -
         if parameter not in grouping.whole and not parameter.is_contiguous():
             raise ShardingError(
                 f"{canonical(name)} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and "
-                f"cannot be sharded on the mesh {words}: fully_shard takes contiguous parameters only; have the "
+                f"cannot be sharded on the mesh {axes}: fully_shard takes contiguous parameters only. Have the "
                 "model's class make it contiguous"
             )
 
@@ -321,7 +321,7 @@ class Recomputed:
         if value.get_seq_length():
             raise ConfigError(
                 f"{self.name}: a cache that holds {value.get_seq_length()} tokens cannot be used where activations "
-                "are recomputed; load the model with activation_checkpointing=False, or run it under no_grad"
+                "are recomputed. Load the model with activation_checkpointing=False, or run it under no_grad"
             )
         return None
 
@@ -329,7 +329,7 @@ class Recomputed:
 def _twice(name: str) -> str:
     return (
         f"{name} recomputes activations by itself (its gradient_checkpointing is on), and would once more by "
-        "activation_checkpointing=True; take one: turn the model's own off, or pass False"
+        "activation_checkpointing=True. Take one: turn the model's own off, or pass False"
     )
 
 
@@ -345,7 +345,7 @@ def as_policy(given: Any) -> Any:
     function, keywords = given, {}
     if isinstance(given, functools.partial):
         if given.args:
-            raise ConfigError(f"wrap is a functools.partial with {len(given.args)} positional arguments; name them")
+            raise ConfigError(f"wrap is a functools.partial with {len(given.args)} positional arguments. Name them")
         function, keywords = given.func, dict(given.keywords)
     options: tuple[tuple[Any, str], ...] = (
         (transformer_auto_wrap_policy, "transformer_layer_cls"),
@@ -356,7 +356,7 @@ def as_policy(given: Any) -> Any:
         return _as_classes(given)
     value = keywords.pop(option, None)
     if left := {name: value for name, value in keywords.items() if value is not None}:
-        raise ConfigError(f"wrap: {function.__name__} has {left}, which is not known; name the classes to wrap")
+        raise ConfigError(f"wrap: {function.__name__} has {left}, which is not known. Name the classes to wrap")
     if function is size_based_auto_wrap_policy:
         return MinSize(int(value or inspect.signature(function).parameters[option].default))
     found = "no_split_modules" if value is None and function is given else _as_classes(value)
@@ -388,15 +388,15 @@ def reject_unmovable(held: Sequence[TensorRef]) -> None:
     ]
     with_gradient = [item.fqn for item in parameters if item.tensor.grad is not None]
     if with_gradient:
-        faults.append(f"{abbreviate(with_gradient)}: a gradient would be lost; take the step, or call zero_grad()")
+        faults.append(f"{abbreviate(with_gradient)}: a gradient would be lost. Take the step, or call zero_grad()")
     at: dict[object, str] = {}
     for item in parameters:
         if type(item.tensor) is nn.Parameter and not item.tensor.is_meta and item.tensor.numel():
             other = at.setdefault(_memory(item.tensor), item.fqn)
             if other != item.fqn:
                 faults.append(
-                    f"{item.fqn} and {other} are two parameters that share memory, and would each become its own; "
-                    "make them one parameter, by assigning it to both modules"
+                    f"{item.fqn} and {other} are two parameters that share memory, and would each become its own. "
+                    "Make them one parameter, by assigning it to both modules"
                 )
     if faults:
         raise ShardingError("the model cannot be sharded as it is:\n  " + "\n  ".join(faults[:20]))
@@ -426,7 +426,8 @@ def require_trainable_dtype(dtype: object) -> None:
         isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
     ):
         raise ConfigError(
-            f"trained dtype: {dtype!r} is no floating dtype of 16 bits or more. Pass torch.float32, or 'unchanged'."
+            f"trained dtype: {dtype!r} is not a floating dtype of 16 bits or more. Pass torch.float32, or "
+            "'unchanged'."
         )
 
 

@@ -123,9 +123,9 @@ class Commit:
         return tuple(step for step in self.steps if isinstance(step, Rename) and step.name.endswith(OLDER))
 
 
-def on_its_way(name: str, token: str) -> str:
-    """Return the temporary name of a file until the save with this token renames it."""
-    return f".{name}.{token}.incomplete"
+def on_its_way(name: str, save_id: str) -> str:
+    """Return the temporary name of a file until the save with this id renames it."""
+    return f".{name}.{save_id}.incomplete"
 
 
 def is_on_its_way(file: str) -> bool:
@@ -163,13 +163,13 @@ def commit_of(
     if plan.single_file in standing.files and can_rename and (bound or plan.index is not None):
         aside = [Rename(plan.single_file, set_aside(plan))]
     if plan.index is None:
-        published = {name: on_its_way(name, plan.token) for name in bound}
+        published = {name: on_its_way(name, plan.save_id) for name in bound}
         steps = [*aside, *(Publish(file, name) for name, file in published.items())]
         steps.append(Rename(plan.files[0].name, plan.single_file))
         made = {published[name]: content for name, content in bound.items()}
         return Commit(files, tuple(steps), then, made, bound, frozenset({*files, *made}) - then.keys(), removed)
     says, without = {plan.index_file: plan.index}, frozenset({plan.single_file})
-    ready = on_its_way(plan.index_file, plan.token)
+    ready = on_its_way(plan.index_file, plan.save_id)
     if plan.single_file in standing.files and not can_rename:
         aside = [Remove(plan.single_file)]
     into_place = (Publish(ready, plan.index_file), *aside)
@@ -178,7 +178,7 @@ def commit_of(
 
 def set_aside(plan: SavePlan) -> str:
     """Return the name of older weights that are set aside during a commit."""
-    return f"{plan.stem}.{plan.token}{OLDER}"
+    return f"{plan.stem}.{plan.save_id}{OLDER}"
 
 
 def obsolete(plan: SavePlan, standing: FolderState) -> list[str]:
@@ -217,17 +217,17 @@ class Renames:
     Names may contain a folder.
     """
 
-    token: str
+    save_id: str
     names: tuple[str, ...]
     older: tuple[str, ...] = ()
 
     @property
     def file(self) -> str:
         """The name of the list."""
-        return f".shardwise.{self.token}.renames.json"
+        return f".shardwise.{self.save_id}.renames.json"
 
     def to_bytes(self) -> bytes:
-        content = {"token": self.token, "names": list(self.names), "older": list(self.older)}
+        content = {"token": self.save_id, "names": list(self.names), "older": list(self.older)}
         return json.dumps(content).encode()
 
     @classmethod
@@ -235,29 +235,29 @@ class Renames:
         """Parse a list with this file name, or return None if it is malformed or contains unsafe names."""
         try:
             found: Any = json.loads(content)
-            token, names, older = found["token"], found["names"], found["older"]
+            save_id, names, older = found["token"], found["names"], found["older"]
             named = _LIST.fullmatch(file)
-            if named is None or token != named[1] or not isinstance(names, list) or not isinstance(older, list):
+            if named is None or save_id != named[1] or not isinstance(names, list) or not isinstance(older, list):
                 return None
             if all(map(_is_safe, names)) and all(map(is_of_accelerate, older)):
-                return cls(token, tuple(names), tuple(older))
+                return cls(save_id, tuple(names), tuple(older))
         except (ValueError, KeyError, TypeError, RecursionError):
             pass
         return None
 
     def commit(self, written: WrittenFiles) -> Commit:
         """Return the commit of files that have been written."""
-        files = {**{fresh(name, self.token): nbytes for name, nbytes in written.named.items()}, **written.beside}
+        files = {**{fresh(name, self.save_id): nbytes for name, nbytes in written.named.items()}, **written.beside}
         if len(self.names) == 1:
             [name] = self.names
             return Commit(
                 files,
-                steps=(Rename(fresh(name, self.token), name),),
+                steps=(Rename(fresh(name, self.save_id), name),),
                 then={**written.named, **written.beside},
-                without=frozenset({fresh(name, self.token)}),
+                without=frozenset({fresh(name, self.save_id)}),
                 obsolete=self.older,
             )
-        ready = on_its_way(self.file, self.token)
+        ready = on_its_way(self.file, self.save_id)
         return Commit(
             files,
             steps=(Publish(ready, self.file),),
@@ -269,14 +269,14 @@ class Renames:
         )
 
 
-def fresh(name: str, token: str) -> str:
+def fresh(name: str, save_id: str) -> str:
     """Return the temporary name of a file until its rename, distinct from names that saves delete as leftovers."""
     folder, slash, file = name.rpartition("/")
-    return f"{folder}{slash}.{file}.{token}.new"
+    return f"{folder}{slash}.{file}.{save_id}.new"
 
 
-def token_of_fresh(file: str) -> str | None:
-    """Return the token of the save that created this temporary name, or None for other names."""
+def save_id_of_fresh(file: str) -> str | None:
+    """Return the id of the save that created this temporary name, or None for other names."""
     found = _FRESH.fullmatch(file.rpartition("/")[2])
     return found[2] if found else None
 

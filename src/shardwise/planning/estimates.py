@@ -268,17 +268,19 @@ _TOKEN_CHUNK, _VOCAB_CHUNK = 4096, 32768
 """Of TRL's fused language model head (``trl.kernels.chunked_logprob``)."""
 
 
-def trl_logits_bytes(tokens: int, words: int, hidden: int, itemsize: int, *, on_cpu: bool, trained: bool) -> int:
+def trl_logits_bytes(
+    tokens: int, vocab_size: int, hidden: int, itemsize: int, *, on_cpu: bool, trained: bool
+) -> int:
     """Return the memory of TRL's loss, which computes logits in tiles.
 
     Args:
         tokens: number of tokens in a micro-batch.
-        words: size of the vocabulary.
+        vocab_size: size of the vocabulary.
         hidden: size of the hidden states.
         itemsize: bytes of an element of the compute dtype.
         on_cpu: whether torch reduces the tiles, with copies in float32, instead of a Triton kernel.
         trained: whether the head has a gradient, which is accumulated in float32.
     """
-    tile = min(tokens, _TOKEN_CHUNK) * min(words, _VOCAB_CHUNK)
-    head = words * hidden * 4 if trained and itemsize < 4 else 0
+    tile = min(tokens, _TOKEN_CHUNK) * min(vocab_size, _VOCAB_CHUNK)
+    head = vocab_size * hidden * 4 if trained and itemsize < 4 else 0
     return tile * (itemsize + (5 * 4 if on_cpu else 0)) + tokens * hidden * 4 + head

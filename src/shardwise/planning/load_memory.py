@@ -176,9 +176,9 @@ def require_fits(estimate: RankEstimate, available: Available) -> None:
     ]
     if faults:
         raise ShardingError(
-            f"rank {estimate.rank} needs {', and '.join(faults)}; load on more ranks, in a smaller dtype, or with "
-            "the shards offloaded to the host (Sharding(offload_policy=CPUOffloadPolicy())); "
-            "LoadOptions(check_memory=False) loads all the same"
+            f"rank {estimate.rank} needs {', and '.join(faults)}. Load on more ranks, in a smaller dtype, or with "
+            "the shards offloaded to the host (Sharding(offload_policy=CPUOffloadPolicy())). "
+            "LoadOptions(check_memory=False) skips this check"
         )
 
 
@@ -226,7 +226,7 @@ def _expression(index: CheckpointIndex, part: ComposedPart) -> Expression:
             return concat([_expression(index, inner) for inner in parts], dim)
         case _:
             if part.kind not in NODES:
-                raise ConfigError(f"nobody makes numbers of {part.kind!r}; add a line for it to NODES")
+                raise ConfigError(f"no dequantization is known for {part.kind!r}. Add a line for it to NODES")
             node: MakeNode = found_at(NODES[part.kind])
             return node(part, leaf)
 

@@ -33,7 +33,7 @@ _REMEDIES = {
 """What to do about a fault, by its kind."""
 
 
-def faults_in_words(head: str, faults: Mapping[str, Sequence[str]], remedies: Mapping[str, str]) -> str:
+def describe_faults(head: str, faults: Mapping[str, Sequence[str]], remedies: Mapping[str, str]) -> str:
     """Format an error message: each kind of fault with its count, its first names (collapsed), and the remedies."""
     lines = [head]
     for kind, sentences in faults.items():
@@ -257,7 +257,7 @@ class _LoadPlanner:
         if self.faults:
             ordered = {kind: self.faults[kind] for kind in _REMEDIES if kind in self.faults}
             head = f"the checkpoint {self.index.root} does not fit the model"
-            raise KeyMismatchError(faults_in_words(head, ordered, _REMEDIES))
+            raise KeyMismatchError(describe_faults(head, ordered, _REMEDIES))
         return LoadPlan(
             layout=self.layout,
             fills=self.fills,
@@ -349,12 +349,12 @@ class _LoadPlanner:
     def misfit(self, tensor: TensorLayout, offer: Expression) -> str | None:
         """Return the reason why an expression cannot fill a tensor, or None if it can."""
         if offer.shape != tensor.shape:
-            return f"stored {self.describe(offer)}, model wants {tensor.shape}"
+            return f"stored {self.describe(offer)}, model has {tensor.shape}"
         for leaf in stored_leaves(offer):
             if leaf.dtype.bits % 8:
                 return f"stored as {leaf.dtype.label}, which cannot be loaded without its quantizer"
         if any(not casts_safely(leaf.dtype, tensor.dtype) for leaf in leaves_of(offer)):
-            return f"stored {self.describe(offer)}, model wants {tensor.dtype.label}"
+            return f"stored {self.describe(offer)}, model has {tensor.dtype.label}"
         return None
 
     def describe(self, offer: Expression) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from shardwise.errors import ConfigError, KeyMismatchError, RankMismatchError
-from shardwise.planning.load_plan import OnUnexpected, allows, faults_in_words
+from shardwise.planning.load_plan import OnUnexpected, allows, describe_faults
 from shardwise.planning.moves import StateForm, covers
 from shardwise.report.names import abbreviate, collapse, few_names, shown_ranks
 from shardwise.tensors import Box, DType, follows
@@ -135,7 +135,7 @@ def match(
             parts.append(name)
         taken.append(Taken(place, name, brought_by_rank[bringing[0]][name].dtype, held))
     if any(faults.values()):
-        raise KeyMismatchError(faults_in_words("the state does not fit:", faults, STATE_REMEDIES))
+        raise KeyMismatchError(describe_faults("the state does not fit:", faults, STATE_REMEDIES))
     if parts:
         shown = "\n  ".join(abbreviate(parts))
         raise RankMismatchError(
@@ -216,7 +216,7 @@ def match_groups(
     }
     if any(faults.values()):
         raise KeyMismatchError(
-            faults_in_words("the parameter groups of the state do not fit:", faults, STATE_REMEDIES)
+            describe_faults("the parameter groups of the state do not fit:", faults, STATE_REMEDIES)
         )
     positions: dict[frozenset[str], list[int]] = {}
     for position, names in enumerate(given):
@@ -234,7 +234,7 @@ def match_groups(
             raise KeyMismatchError(
                 f"no group of the state has the parameters of group {number} "
                 f"({', '.join(abbreviate(sorted(common)))}); there they are in group "
-                f"{' and '.join(map(str, others))}, with others or fewer; make the groups "
+                f"{' and '.join(map(str, others))}, with others or fewer. Make the groups "
                 "as they were made before"
             )
         else:
@@ -396,7 +396,7 @@ def resolve_differences(
         settled.append(source_of)
     if taken and values_from != "any":
         raise RankMismatchError(
-            f"{len(taken)} tensors have other values on some ranks than on others: {few_names(taken)}; seed the "
+            f"{len(taken)} tensors have other values on some ranks than on others: {few_names(taken)}. Seed the "
             "ranks alike, or pass values_from='first_rank' for those of rank 0"
         )
     return settled, taken

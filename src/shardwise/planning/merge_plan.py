@@ -307,7 +307,7 @@ class _MergePlanner:
         wanted = form.factors(shape, rank)
         for leaf, right in zip((a, b), wanted, strict=True):
             if leaf.dtype.kind != "float":
-                self.fault("factors that are no fractions", f"{shown(leaf.key)}: {leaf.dtype.label}")
+                self.fault("factors that are not fractions", f"{shown(leaf.key)}: {leaf.dtype.label}")
                 return
             if leaf.shape != right:
                 self.fault(

@@ -39,10 +39,10 @@ class SavedTraining:
 class SavePlan:
     """The files to write, the final name of each, and the index if there is one.
 
-    ``token`` distinguishes this save from any other.
+    ``save_id`` distinguishes this save from any other.
     """
 
-    token: str
+    save_id: str
     files: tuple[NewFile, ...]
     names: tuple[str, ...]
     index: bytes | None
@@ -74,7 +74,7 @@ def plan_save(
     *,
     max_shard_bytes: int,
     parameters: int,
-    token: str,
+    save_id: str,
     can_rename: bool = True,
     stem: str = MODEL,
     training: SavedTraining | None = None,
@@ -85,7 +85,7 @@ def plan_save(
         tensors: the tensors in the order in which transformers saves them.
         max_shard_bytes: the maximum of one file's tensors. A larger tensor has a file of its own.
         parameters: number of parameters of the model, for the index.
-        token: the part of the file names that distinguishes them from those of any other save.
+        save_id: the part of the file names that distinguishes them from those of any other save.
         can_rename: whether the storage can atomically replace a file by a rename. If not, a single file has an
             index too.
         stem: prefix of the file names.
@@ -99,18 +99,18 @@ def plan_save(
     if len(groups) == 1 and can_rename:
         files: tuple[NewFile, ...] = ()
         if training is not None:
-            files = (lay_out(training_file(token), training.tensors, {**metadata, TRAINING_KEY: training.text}),)
+            files = (lay_out(training_file(save_id), training.tensors, {**metadata, TRAINING_KEY: training.text}),)
             metadata[TRAINING_KEY] = files[0].name
-        files = (lay_out(f"{stem}.{token}.incomplete", groups[0], metadata), *files)
-        return SavePlan(token, files, (f"{stem}.safetensors", *(file.name for file in files[1:])), None, stem)
+        files = (lay_out(f"{stem}.{save_id}.incomplete", groups[0], metadata), *files)
+        return SavePlan(save_id, files, (f"{stem}.safetensors", *(file.name for file in files[1:])), None, stem)
     count = len(groups)
-    names = [f"{stem}-{token}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    names = [f"{stem}-{save_id}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     files = tuple(lay_out(name, group, metadata) for name, group in zip(names, groups, strict=True))
     total = sum(_nbytes(item) for item in tensors)
     weight_map = {entry.key: file.name for file in files for entry in file.entries}
     content = {"metadata": {"total_parameters": parameters, "total_size": total}, "weight_map": weight_map}
     index = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
-    return SavePlan(token, files, tuple(names), index, stem)
+    return SavePlan(save_id, files, tuple(names), index, stem)
 
 
 def _grouped(tensors: Sequence[Saved], max_shard_bytes: int) -> list[list[Saved]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter, methodcaller
 from typing import Any
 
-from shardwise.report.names import in_bytes, trainable_in_words
+from shardwise.report.names import describe_trainable, in_bytes
 from shardwise.report.reports import RankEstimate, Report, hidden, row
 
 _ROWS = 16
@@ -85,10 +85,11 @@ class TrainingEstimate:
         )
         worst = self.worst(device)
         lines = [f"{size} on each rank; {states}", f"peak {in_bytes(worst.bytes_on(device))} in {worst.phase}"]
+        width = max(len(phase.phase) for phase in self.phases)
         for phase in self.phases:
             host = f"; host {in_bytes(phase.bytes_on('cpu'))}" if device != "cpu" and phase.host else ""
             terms = _terms(phase.host if device == "cpu" else phase.device)
-            lines.append(f"{phase.phase:<9} {in_bytes(phase.bytes_on(device)):>11}  {terms}{host}")
+            lines.append(f"{phase.phase:<{width}} {in_bytes(phase.bytes_on(device)):>11}  {terms}{host}")
         return lines
 
 
@@ -157,13 +158,19 @@ class Estimate(Report):
         sizes = [rank.host_bytes for rank in self.ranks]
         return max(sum(sizes[start : start + count]) for start in range(0, len(sizes), count))
 
-    def lacking_bytes(self, memory_bytes: int) -> int:
-        """Bytes missing on a rank that has ``memory_bytes`` for its shards and for the training."""
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory of the fullest rank, on the device that holds the shards, in the load and the training."""
         on_host = self.device == "cpu"
         peaks = [rank.host_bytes if on_host else rank.device_bytes for rank in self.ranks]
         if self.training is not None:
             peaks.append(self.training.worst(self.device).bytes_on(self.device))
-        return max(max(peaks) - memory_bytes, 0)
+        return max(peaks)
+
+    def verdict(self, memory_bytes: int) -> str:
+        """Say whether a rank with ``memory_bytes`` suffices."""
+        word = "fits" if self.peak_bytes <= memory_bytes else "does not fit"
+        return f"{word}: {in_bytes(self.peak_bytes)} of {in_bytes(memory_bytes)} on a rank"
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as plain JSON values, with totals in ``summary``."""
@@ -192,7 +199,7 @@ class Estimate(Report):
         yield f"  mesh        {mesh}, {self.device}, {self.nodes} nodes"
         yield f"  groups      {len(self.groups)}; {gathered}"
         if self.training is not None:
-            yield f"  {trainable_in_words(self.trainable_parameters, self.parameters)}"
+            yield f"  {describe_trainable(self.trainable_parameters, self.parameters)}"
 
     def __str__(self) -> str:
         lines = [super().__str__(), "", *_table(self.ranks), ""]

@@ -80,7 +80,7 @@ def listing(word: str, names: Iterable[str]) -> list[str]:
     return [f"  {word:<11} {line}" for line in abbreviate(names, _SHOWN)]
 
 
-def trainable_in_words(trainable: int, parameters: int) -> str:
+def describe_trainable(trainable: int, parameters: int) -> str:
     """The counts as PEFT's ``print_trainable_parameters`` words them."""
     share = 100 * trainable / max(parameters, 1)
     return f"trainable params: {trainable:,} || all params: {parameters:,} || trainable%: {share:.4f}"

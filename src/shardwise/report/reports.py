@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.report.names import in_bytes, listing, trainable_in_words
+from shardwise.report.names import describe_trainable, in_bytes, listing
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class LoadReport(RankReport):
         yield f"  {self.place}: read {read} ({in_bytes(int(rate))}/s, {effort})"
         yield f"  holds {in_bytes(self.placed_bytes)}; {self.loaded} tensors, {self.parameters:,} parameters in all"
         if self.trained:
-            yield f"  {trainable_in_words(self.trainable_parameters, self.parameters)}"
+            yield f"  {describe_trainable(self.trainable_parameters, self.parameters)}"
         for name, (stored, rows) in self.resized.items():
             yield f"  resized     {name}: {stored:,} rows to {rows:,}"
         if self.wrapper:

@@ -43,7 +43,7 @@ class FoldersWriter(LocalWriter):
                 "Remove the link, or save to another folder"
             )
         if os.path.lexists(path) and not os.path.isdir(path):
-            raise StorageError(f"{shown(path)}: is there and is no folder. Pass a folder to write to")
+            raise StorageError(f"{shown(path)}: is a file. Pass a folder to write to")
         self._folders.add(folder)
 
     def _path(self, file: str) -> str:

@@ -54,10 +54,10 @@ def shown(name: str) -> str:
 
 _REMEDIES: Final = {
     errno.ENOENT: "Check the path, or download it again",
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Make room, or save elsewhere"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "Change the permissions, or take another folder"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space, or save elsewhere"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Change the permissions, or use another folder"),
     errno.EROFS: "Mount it for writing, or save elsewhere",
-    errno.EEXIST: "It is there already: remove it first, or take another name",
+    errno.EEXIST: "It exists already. Remove it first, or use another name",
     errno.ELOOP: "It is a symbolic link, which is not written through: remove the link, or save elsewhere",
 }
 
@@ -97,7 +97,7 @@ def scheme_of(url: str) -> str:
     """
     match = _SCHEME.match(url)
     if match is None:
-        raise StorageError(f"{shown(url)}: not a URL; write it with its scheme, as in s3://bucket/folder")
+        raise StorageError(f"{shown(url)}: not a URL. Write it with its scheme, as in s3://bucket/folder")
     return match["scheme"].lower()
 
 

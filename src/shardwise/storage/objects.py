@@ -83,7 +83,7 @@ class Objects:
             CannotListError: the URL is on an HTTP server.
         """
         if self._is_http:
-            raise CannotListError(f"{self.root}: an HTTP server does not tell which files it has")
+            raise CannotListError(f"{self.root}: an HTTP server does not list its files")
         with self.failures(None, "listing the files"):
             found = self.store.list(self._folder or None).collect()
         return sorted(item["path"].removeprefix(self._folder) for item in found)
@@ -110,7 +110,7 @@ class Objects:
         if (found := FileState.of(answer.meta)) != expected:
             raise StorageError(
                 f"{self.named(file)}: the file changed while it was being read ({expected.identity} before, "
-                f"{found.identity} now). Load again, from files that nobody writes to"
+                f"{found.identity} now). Load again when no process writes to it"
             )
         # One chunk takes a quarter less of the processor than many, and as much memory as it is long.
         return [answer.bytes()] if stop - start <= _ONE_CHUNK_BYTES else answer.stream(min_chunk_size=1 << 20)
@@ -276,9 +276,7 @@ class ObjectWriter(StorageWriter):
             stream = _Stream(self._files, path, nbytes)
         with self._lock:
             if is_there or self._streams.setdefault(file, stream) is not stream:
-                raise StorageError(
-                    f"{self._files.named(file)}: {doing} failed, it is there already. Remove it first"
-                )
+                raise StorageError(f"{self._files.named(file)}: {doing} failed: it exists already. Remove it first")
 
     def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         self._path(file)
@@ -286,7 +284,7 @@ class ObjectWriter(StorageWriter):
             stream = self._streams.get(file)
         if stream is None:
             raise StorageError(
-                f"{self._files.named(file)}: no such file is being written by this writer; create it first"
+                f"{self._files.named(file)}: no such file is being written by this writer. Create it first"
             )
         flat, nbytes = as_bytes(buffers)
         stop = start + nbytes

@@ -83,7 +83,7 @@ class LocalWriter(contract.StorageWriter):
     def __init__(self, root: str | os.PathLike[str], *, policy: contract.WritePolicy | None = None) -> None:
         self._root = os.path.abspath(os.fspath(root))
         if os.path.lexists(self._root) and not os.path.isdir(self._root):
-            raise StorageError(f"{shown(self._root)}: is there and is no folder. Pass a folder to write to")
+            raise StorageError(f"{shown(self._root)}: is a file. Pass a folder to write to")
         self._policy = policy or _policy_of(type_at(self._root))
         self._is_direct = self._policy.is_direct
         self._folders = {""}
@@ -250,7 +250,7 @@ class LocalWriter(contract.StorageWriter):
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
         except FileNotFoundError as error:
-            raise StorageError(f"{shown(file)} in {self._root}: no such file; create it first") from error
+            raise StorageError(f"{shown(file)} in {self._root}: no such file. Create it first") from error
         except (OSError, UnicodeError) as error:
             raise failed(self._root, file, "opening it for writing", error) from error
         opened = _OpenFile(descriptor, 0)
@@ -428,21 +428,21 @@ def open_writer(
     if not is_url(target):
         if storage_options:
             raise StorageError(
-                f"{shown(os.fspath(target))}: storage_options are for URLs, and this is none; leave them out"
+                f"{shown(os.fspath(target))}: storage_options are for URLs, and this is not one. Leave them out"
             )
         return LocalWriter(os.path.expanduser(target))
     url = os.fspath(target)
     where, scheme = shown(without_secrets(url)), scheme_of(url)
     if scheme == "file":
-        raise StorageError(f"{where}: is on this machine; pass the path without file://")
+        raise StorageError(f"{where}: is on this machine. Pass the path without file://")
     if scheme == "hf":
         raise StorageError(
-            f"{where}: the hub is not written to; save into a local folder, then upload it "
+            f"{where}: the hub is not written to. Save into a local folder, then upload it "
             "(hf upload organization/name folder)"
         )
     if scheme in ("http", "https"):
         raise StorageError(
-            f"{where}: {scheme}:// cannot be written to; save into a local folder or a bucket (s3://)"
+            f"{where}: {scheme}:// cannot be written to. Save into a local folder or a bucket (s3://)"
         )
     # Imported here: what is local needs no network code.
     from shardwise.storage.objects import ObjectWriter

@@ -276,7 +276,7 @@ def _message(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
         ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MalformedRowError(
-            f"{name}: is no function call in JSON. Write {{name: ..., arguments: ...}}."
+            f"{name}: is not a function call in JSON. Write {{name: ..., arguments: ...}}."
         ) from error
     return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
 

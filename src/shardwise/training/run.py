@@ -21,6 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from shardwise.errors import ConfigError
 from shardwise.execution.locked_folder import LockedFolder, locked_by_first_rank
+from shardwise.execution.processes import acknowledge_stop
 from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
@@ -231,7 +232,8 @@ def summary_lines(state: TrainerState, seconds: float) -> Sequence[str]:
         lines.append(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
     if evaluated:
         lines.append(f"best evaluation loss: {min(evaluated):.4f}")
-    if tokens := int(state.num_input_tokens_seen):
+    counted = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]  # TRL's, of this run
+    if tokens := int(state.num_input_tokens_seen or (counted[-1] if counted else 0)):
         lines.append(f"{tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
     return [*lines, f"peak memory of a rank: {peak_bytes() / 2**30:.2f} GiB"]
 
@@ -295,6 +297,8 @@ def stopping_on_signals() -> Iterator[StopRequest]:
     def ask(number: int, _frame: FrameType | None) -> None:
         if not request.is_made:
             request.number = number
+            if number == signal.SIGINT:  # ranks that shardwise has started get SIGTERM from a process that does it
+                acknowledge_stop()
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         else:

@@ -118,7 +118,7 @@ def read_run_config(arguments: Sequence[str]) -> RunConfig:
     source = file or "the command line"
     faults = [fault for key, value in values.items() for fault in faults_of(key, value, _method_in(values))]
     if faults:
-        raise ConfigError("\n  ".join([f"{source}: has {len(faults)} invalid keys.", *faults]))
+        raise ConfigError("\n  ".join([f"{source}: invalid keys ({len(faults)}).", *faults]))
     own = {key: values.get(key, spec.get("default")) for key, spec in OWN_KEYS.items()}
     return RunConfig(source, _method_in(values), {k: v for k, v in values.items() if k not in OWN_KEYS}, own)
 
@@ -319,7 +319,7 @@ def read_tenants(config: RunConfig) -> dict[str, RunConfig]:
     given = {**config.values, **ours, "method": config.method}
     faults += [fault for key, value in given.items() for fault in _unsupported(key, value)]
     if faults:
-        raise ConfigError("\n  ".join([f"{config.source}: has {len(faults)} invalid keys.", *faults]))
+        raise ConfigError("\n  ".join([f"{config.source}: invalid keys ({len(faults)}).", *faults]))
     return {name: _of_tenant(config, name, own) for name, own in overrides.items()}
 
 

@@ -186,7 +186,7 @@ def _sharding(own: Mapping[str, Any]) -> Sharding:
     keys = ("transformer_layer_cls_to_wrap", "min_num_params", "cpu_offload")
     if own["accelerate_config"]:
         if given := [key for key in keys if own[key]]:
-            raise ConfigError(f"{given[0]}: contradicts accelerate_config, which says it. Remove one of them.")
+            raise ConfigError(f"{given[0]}: contradicts accelerate_config. Remove one of them.")
         return Sharding.from_accelerate(_accelerate_file(own["accelerate_config"]))
     classes, size = own["transformer_layer_cls_to_wrap"], own["min_num_params"]
     wrap: WrapPolicy = Classes(tuple(classes)) if classes else MinSize(size) if size else "auto"
@@ -267,7 +267,7 @@ def load_data(
         for name in names:
             if name not in found:
                 raise ConfigError(
-                    f"{name}: is no split of the data set, which has {', '.join(found)}. Set "
+                    f"{name}: is not a split of the data set, which has {', '.join(found)}. Set "
                     "dataset_train_split, dataset_test_split or test_split_size."
                 )
         parts = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]

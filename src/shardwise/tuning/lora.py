@@ -59,7 +59,7 @@ def match_adapter(
     unexpected = [f"unexpected  {key}" for key in adapter.tensors if key not in places]
     found = {key: (by_name[places[key]], item) for key, item in adapter.tensors.items() if key in places}
     mismatched = [
-        f"mismatched  {key}: stored {item.shape}, the model wants {tuple(mine.tensor.shape)}"
+        f"mismatched  {key}: stored {item.shape}, the model has {tuple(mine.tensor.shape)}"
         for key, (mine, item) in found.items()
         if item.shape != tuple(mine.tensor.shape)
     ]
@@ -70,7 +70,7 @@ def match_adapter(
         raise KeyMismatchError(
             f"{adapter.directory}: the adapter does not fit the model\n  {listed}\nIts config says that it belongs "
             f"to {config.base_model_name_or_path or 'a base it does not name'}, with r={config.r} and "
-            f"target_modules={_shown(config.target_modules)}; take that base, or the config it was trained with."
+            f"target_modules={_shown(config.target_modules)}. Take that base, or the config it was trained with."
         )
     return {mine.fqn: item for mine, item in found.values()}
 
@@ -83,7 +83,7 @@ def with_lora(
     base: PreTrainedModel, bindings: Bindings, config: LoraConfig, name: str, adapter: Adapter | None
 ) -> Tuned:
     """Inject PEFT's modules, and map the base's names to the new ones by the identity of modules."""
-    _require_numbers(base, config)
+    _require_unpacked(base, config)
     before = collect_tensors(base)
     old_names = {(id(slot.module), slot.name): slot.fqn for item in before for slot in item.slots}
     model = _injected(base, config, name, adapter)
@@ -141,19 +141,19 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
     return model
 
 
-def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
+def _require_unpacked(base: PreTrainedModel, config: LoraConfig) -> None:
     """Raise ConfigError if a LoRA requires dequantized weights of layers in four bits."""
     packed = [name for name, module in base.named_modules() if hasattr(module, "kept_as")]
     if packed and config.use_dora:
         raise ConfigError(
-            f"use_dora needs norms of rows of numbers, which weights in four bits are not ({packed[0]}); leave out "
+            f"use_dora needs norms of rows of numbers, which weights in four bits are not ({packed[0]}). Leave out "
             "use_dora, or quantization"
         )
     for wanted in config.modules_to_save or ():
         found = next((name for name in packed if wanted in name.split(".")), None)
         if found is not None:
             raise ConfigError(
-                f"modules_to_save trains {found} whole, which is in four bits; name it in "
+                f"modules_to_save trains {found} whole, which is in four bits. Name it in "
                 f'quantization=Nf4(skip_modules=("{wanted}",)) as well, or leave it out of modules_to_save'
             )
 
@@ -202,7 +202,7 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
             if not peft_compat.has_row_norms(layer):
                 raise ConfigError(
                     f"{name}: use_dora needs norms over the dimension that is sharded, for a "
-                    f"{type(layer.get_base_layer()).__name__}; leave it out of target_modules, or use_dora"
+                    f"{type(layer.get_base_layer()).__name__}. Leave it out of target_modules, or use_dora"
                 )
             matrix = held[id(layer.get_base_layer().weight)].fqn
             norms[held[id(magnitude.weight)].fqn] = RowNorms(matrix, peft_compat.row_norms)
@@ -231,7 +231,7 @@ def _require_all_matched(
             if any(matches(target, name) for target in found):
                 continue
             if any(matches(there, name) for there in known):
-                faults.append(f"{option}: {name!r} is there, and PEFT does not adapt it; leave it out")
+                faults.append(f"{option}: {name!r} is there, and PEFT does not adapt it. Leave it out")
             else:
                 faults.append(f"{option}: nothing is named {name!r}{near(name, known)}")
 
@@ -250,7 +250,7 @@ def replicated(made: Tuned) -> Tuned:
         ConfigError: there are magnitudes of DoRA, which require their rows.
     """
     if made.additions.norms:
-        raise ConfigError("use_dora needs its magnitudes where the rows are; pass adapters='sharded'")
+        raise ConfigError("use_dora needs its magnitudes where the rows are. Pass adapters='sharded'")
     return replace(made, stays_whole=dict.fromkeys(made.additions.begun, "adapters are replicated"))
 
 
@@ -268,8 +268,8 @@ def near(wanted: str, known: Iterable[str]) -> str:
     ends = {".".join(name.split(".")[-parts:]) for name in known if name}
     ends = {end for end in ends if not end.isdigit()}
     found = difflib.get_close_matches(wanted, sorted(ends), n=3, cutoff=0.4)
-    nearest = f"; the nearest are {', '.join(found)}" if found else ""
-    return nearest or f"; there are {', '.join(sorted(ends)[:12])}"
+    nearest = f". The nearest are {', '.join(found)}" if found else ""
+    return nearest or f". There are {', '.join(sorted(ends)[:12])}"
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Tuning:
         """Return the part of the trained model that is saved."""
         return None
 
-    def in_words(self, _adapters: Mapping[str, Adapter]) -> str:
+    def comparable_text(self, _adapters: Mapping[str, Adapter]) -> str:
         """Return a text of settings that must agree on all ranks, even if no plan contains them.
 
         An example is the scaling of a LoRA.
@@ -103,10 +103,10 @@ class Freeze(Tuning):
         if self.trainable_modules and not self.trainable_layers:
             raise ConfigError(
                 f"trainable_modules={self.trainable_modules!r} are inside of trainable layers, of which there are "
-                "none; pass trainable_layers=n, or name what is outside of layers as extra_modules"
+                "none. Pass trainable_layers=n, or name what is outside of layers as extra_modules"
             )
         if not self.trainable_layers and not self.extra_modules:
-            raise ConfigError("Freeze() trains nothing; pass trainable_layers=n (the last n), or extra_modules")
+            raise ConfigError("Freeze() trains nothing. Pass trainable_layers=n (the last n), or extra_modules")
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
 
@@ -134,7 +134,7 @@ class _LoraTuning(Tuning):
     def __post_init__(self) -> None:
         if self.adapters not in ("sharded", "replicated"):
             raise ConfigError(
-                f"adapters={self.adapters!r} is neither 'sharded' nor 'replicated'; pass one of these"
+                f"adapters={self.adapters!r} is neither 'sharded' nor 'replicated'. Pass one of these"
             )
         name: object = self.adapter
         if not isinstance(name, str) or not name or any(part in name for part in (".", "/", "lora_")):
@@ -146,8 +146,8 @@ class _LoraTuning(Tuning):
     def saves(self) -> Selection:
         return AdapterOnly(self.adapter)
 
-    def in_words(self, adapters: Mapping[str, Adapter]) -> str:
-        return repr((peft_compat.in_words(self._config(adapters)), self.adapter, self.adapters))
+    def comparable_text(self, adapters: Mapping[str, Adapter]) -> str:
+        return repr((peft_compat.comparable_text(self._config(adapters)), self.adapter, self.adapters))
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:
         found, config = adapters.get(self.adapter), self._config(adapters)
@@ -248,10 +248,10 @@ def _layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
     if may_lack:
         return [name for members in lists.values() for name in members]
     if not lists:
-        raise ConfigError(f"{type(model).__name__} has no list of layers; name what is trained as extra_modules")
+        raise ConfigError(f"{type(model).__name__} has no list of layers. Name what is trained as extra_modules")
     raise ConfigError(
         f"{type(model).__name__} has several lists of layers ({', '.join(lists)}), and which are the language "
-        "model's is not known; name what is trained of them as extra_modules"
+        "model's is not known. Name what is trained of them as extra_modules"
     )
 
 
@@ -350,6 +350,6 @@ def _require_one_dtype(model: nn.Module) -> None:
         if len({dtype for dtype, _ in kinds}) > 1 and len({is_trained for _, is_trained in kinds}) > 1:
             words = ", ".join(f"{local} {parameter.dtype}" for local, parameter in own.items())
             raise ConfigError(
-                f"{name} would compute with parameters of two dtypes ({words}), of which only some are trained; "
-                "pass Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=...)), or trained='unchanged'"
+                f"{name} would compute with parameters of two dtypes ({words}), of which only some are trained. "
+                "Pass Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=...)), or trained='unchanged'"
             )

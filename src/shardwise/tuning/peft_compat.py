@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, KnownNames
 from shardwise.models import pretrained
-from shardwise.models.four_bit_layers import is_in_four_bits, shown_as_numbers
+from shardwise.models.four_bit_layers import is_in_four_bits, shown_dequantized
 from shardwise.models.torch_api import original_class
 
 if TYPE_CHECKING:
@@ -69,14 +69,14 @@ def lora_config(**settings: Any) -> LoraConfig:
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ConfigError("LoRAs are PEFT's, which is not installed; pip install 'shardwise[peft]'") from error
+        raise ConfigError("LoRAs are PEFT's, which is not installed. Run pip install 'shardwise[peft]'") from error
     try:
         return LoraConfig(**settings)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"PEFT takes no such LoRA: {error}") from error
 
 
-def in_words(config: LoraConfig) -> str:
+def comparable_text(config: LoraConfig) -> str:
     """Return a text of a config that is the same in every process, with sets sorted.
 
     Raises:
@@ -92,7 +92,7 @@ def _require_lora(config: object) -> None:
 
     if type(config) is not LoraConfig:
         what = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
-        raise ConfigError(f"config is {what}; pass a peft.LoraConfig")
+        raise ConfigError(f"config is {what}. Pass a peft.LoraConfig")
 
 
 def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
@@ -105,22 +105,22 @@ def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
     faults = []
     copied: object = config.modules_to_save
     if isinstance(copied, str):
-        faults.append(f"modules_to_save={copied!r} is no list of names; pass a list")
+        faults.append(f"modules_to_save={copied!r} is not a list of names. Pass a list")
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         default = field.default if field.default is not dataclasses.MISSING else None
         if field.name not in _FREE_FIELDS.split() and value != default and value not in (None, False, [], {}, ()):
-            faults.append(f"{field.name}={value!r} is not known here; leave it out")
+            faults.append(f"{field.name}={value!r} is not known here. Leave it out")
     init = config.init_lora_weights
     changes_base = str(init).lower().startswith(_CHANGES_THE_BASE)
     is_known = isinstance(init, bool) or str(init).lower() == "gaussian"
     if changes_base or (starts_anew and not is_known):
         why = "changes the base's weights" if changes_base else "needs whole weights, or data"
-        faults.append(f"init_lora_weights={init!r} {why}; pass True, False or 'gaussian'")
+        faults.append(f"init_lora_weights={init!r} {why}. Pass True, False or 'gaussian'")
     if config.use_dora and starts_anew and init is False:
-        faults.append(f"use_dora with init_lora_weights={init!r} needs whole products of matrices; pass True")
+        faults.append(f"use_dora with init_lora_weights={init!r} needs whole products of matrices. Pass True")
     if config.ensure_weight_tying:
-        faults.append("ensure_weight_tying=True ties adapters by views, which no sharding keeps; leave it out")
+        faults.append("ensure_weight_tying=True ties adapters by views, which no sharding keeps. Leave it out")
     if faults:
         raise ConfigError("this LoRA cannot be brought up sharded:\n  " + "\n  ".join(faults))
 
@@ -144,7 +144,7 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bo
     own.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
     # PEFT draws values that do not stay; some of them from random numbers that are the user's own.
     quiet = warnings.catch_warnings()
-    with quiet, pretrained.not_initializing(), torch.random.fork_rng(devices=[]), shown_as_numbers(base):
+    with quiet, pretrained.not_initializing(), torch.random.fork_rng(devices=[]), shown_dequantized(base):
         warnings.simplefilter("ignore")  # what it warns of is refused, or is told by the report
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
@@ -199,7 +199,7 @@ def _unloaded(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = Fal
     group = next((name for name, layer in layers(tuner) if isinstance(layer, FSDPModule)), None)
     if group is not None:
         raise ConfigError(
-            f"{group} is a group of FSDP2's with its adapter, which is not taken out of it; {_INSTEAD}"
+            f"{group} is a group of FSDP2's with its adapter, which is not taken out of it. {_INSTEAD}"
         )
     return type(tuner)._unload_and_optionally_merge(tuner, merge, *args, safe_merge=safe_merge, **options)
 
@@ -213,17 +213,17 @@ def _require_in_place(tuner: Any, *, safe_merge: bool) -> None:
     for name, layer in layers(tuner):
         base = layer.get_base_layer()
         if _is_packed(layer):
-            raise ConfigError(f"{name} is in four bits, and nothing is merged into it in its place; {_INSTEAD}")
+            raise ConfigError(f"{name} is in four bits, and nothing is merged into it in its place. {_INSTEAD}")
         if not any(isinstance(each, DTensor) for each in base.parameters(recurse=False)):
             continue
         own = [getattr(*found) for adapter in layer.r for found in matrices(layer, adapter)]
         if safe_merge or layer.lora_variant or not all(isinstance(each, DTensor) for each in own):
             raise ConfigError(
-                f"{name} is sharded; only a plain adapter that is sharded, too, can be merged into it; {_INSTEAD}"
+                f"{name} is sharded. Only a plain adapter that is sharded, too, can be merged into it. {_INSTEAD}"
             )
 
 
-_INSTEAD = "save the adapter by shardwise.save_adapter, and merge the files by shardwise.merge_adapter"
+_INSTEAD = "Save the adapter by shardwise.save_adapter, and merge the files by shardwise.merge_adapter"
 
 
 def _require_names() -> None:

@@ -158,14 +158,14 @@ def _require_matrices(config: LoraConfig) -> None:
     peft_compat.require_supported(config, starts_anew=True)
     faults = []
     if config.use_dora:
-        faults.append("use_dora=True needs norms of whole weights at each step; leave it out")
+        faults.append("use_dora=True needs norms of whole weights at each step. Leave it out")
     if config.bias != "none":
-        faults.append(f"bias={config.bias!r} trains the base, which all adapters share; pass 'none'")
+        faults.append(f"bias={config.bias!r} trains the base, which all adapters share. Pass 'none'")
     if getattr(config, "lora_bias", False):
-        faults.append("lora_bias=True is no pair of matrices; leave it out")
+        faults.append("lora_bias=True is not supported. Leave it out")
     if config.modules_to_save:
         names = ", ".join(sorted(config.modules_to_save))
-        faults.append(f"modules_to_save ({names}) are copies of the base; make them target_modules")
+        faults.append(f"modules_to_save ({names}) are copies of the base. Make them target_modules")
     if faults:
         raise ConfigError("this LoRA cannot be trained beside others:\n  " + "\n  ".join(faults))
 
@@ -195,6 +195,6 @@ def _site(module: str, layer: Any, names: Mapping[int, str]) -> AdaptedSite:
             dropout = getattr(layer.lora_dropout[_ADAPTER], "p", 0.0)
             return LinearSite(module, lora_A, lora_B, r, scaling, float(dropout))
     raise ConfigError(
-        f"{module}: a {type(base).__name__} adapted as {type(layer).__name__}; only linear layers, embeddings and "
+        f"{module}: a {type(base).__name__} adapted as {type(layer).__name__}. Only linear layers, embeddings and "
         "fused experts can be, take it out of the targets"
     )
