@@ -37,7 +37,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantized bench-four-bits bench-trainer bench-startup clean
+.PHONY: help demo test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantized bench-four-bits bench-trainer bench-startup gpu-hour clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -115,6 +115,9 @@ bench-trainer: $(VENV)/project ## a step of the Hugging Face Trainer against a l
 
 bench-startup: $(VENV)/project ## memory and seconds of a model coming up, against peers, with a picture; minutes, ARGS=--quick
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.startup $(ARGS)
+
+gpu-hour: $(VENV)/project ## all that only a GPU can show, in at most an hour; ARGS="--device cpu --tiny" to see that it runs
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.gpu_hour $(ARGS)
 
 clean: ## remove the environments and everything that was made in them
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(FUZZ) $(DOCS) fuzz-found build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
