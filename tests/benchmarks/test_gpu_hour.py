@@ -1,4 +1,4 @@
-"""The hour on a GPU, in tiny shapes on a CPU: every part runs, and one that fails or hangs keeps no other from it."""
+"""The hour on a GPU, in tiny shapes on a CPU: every part runs, also after one that fails or hangs."""
 
 import json
 from pathlib import Path
