@@ -21,6 +21,7 @@ from typing import Any, get_args
 from benchmarks import checkpoint, four_bit_peers, gpu, tenancy, train, trainer
 from benchmarks.checkpoints import Shape, write
 from benchmarks.place import add_device, machine, own_device, synchronize
+from benchmarks.start import with_tokenizer
 from benchmarks.training import LEARNING_RATE, MODELS, Job, batches, quieten, smaller, update
 from tests.harness.local_ranks import LocalRanks
 
@@ -99,13 +100,11 @@ def tests(given: Given) -> dict[str, Any]:
 
 def launch(given: Given) -> dict[str, Any]:
     """``shardwise train --nproc-per-node`` of a QLoRA, forked from a process in which bitsandbytes is installed."""
-    from tests.training import tiny
-
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        tiny.write_model(place / "model")
-        tiny.write_chats(place / "chats.jsonl", 8)
-        arguments = [f"--model_name_or_path={place / 'model'}", f"--dataset_name={place / 'chats.jsonl'}"]
+        model = with_tokenizer(write(EIGHT.tiny(), given.folder), place / "model")
+        (place / "rows.jsonl").write_text('{"text": "w1 w2 w3"}\n' * 8)
+        arguments = [f"--model_name_or_path={model}", f"--dataset_name={place / 'rows.jsonl'}"]
         arguments += [f"--output_dir={place / 'out'}", "--report_to=none", "--max_length=64", "--max_steps=2"]
         arguments += ["--use_peft", "--lora_target_modules=all-linear", "--load_in_4bit", "--bf16=false"]
         arguments += ["--use_cpu"] if given.device == "cpu" else []
