@@ -67,10 +67,11 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 def own_device() -> Any:
     """Return the device of this rank: the accelerator that the process group works on, or the CPU."""
     import torch
+    import torch.distributed as dist
 
     from shardwise.models.torch_api import accelerator, has_collectives
 
-    kind = accelerator()
+    kind = accelerator() if dist.is_initialized() else None
     if kind is None or not has_collectives(kind):
         return torch.device("cpu")
     return torch.device(kind.type, torch.accelerator.current_device_index())

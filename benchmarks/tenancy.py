@@ -45,7 +45,7 @@ def ids_of(job: TenancyJob, tenant: int, step: int, rank: int, rows: int) -> Any
     import torch
 
     generator = torch.Generator().manual_seed(100_000 * step + 100 * tenant + rank)
-    return torch.randint(0, job.words, (rows, job.tokens), generator=generator).to(own_device())
+    return torch.randint(0, job.words, (rows, job.tokens), generator=generator)
 
 
 def adamw(own: Any) -> Any:
@@ -114,6 +114,7 @@ class SwitchedAdapters:
         losses = []
         for tenant, ids in enumerate(rows):
             self.model.set_adapter(str(tenant))
+            ids = ids.to(own_device())
             logits = self.inner(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
             loss.backward()
@@ -140,6 +141,7 @@ def train_single(model: Any, steps: Sequence[Any]) -> tuple[list[float], list[fl
     """Seconds and losses of the steps of one training; of each its rows. Collective: yes."""
     import torch
 
+    steps = [ids.to(own_device()) for ids in steps]
     batches = [[SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)] for ids in steps]
     told = train_by_shardwise(model, batches, learning_rate=RATE)
     return told.seconds, told.losses
