@@ -37,7 +37,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantized bench-four-bits bench-trainer bench-startup clean
+.PHONY: help demo test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantized bench-four-bits bench-trainer bench-startup gpu-hour clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -115,6 +115,9 @@ bench-trainer: $(VENV)/project ## compare a step of the Hugging Face Trainer wit
 
 bench-startup: $(VENV)/project ## compare memory and time of ways to load, with a picture; minutes, ARGS=--quick
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.startup $(ARGS)
+
+gpu-hour: $(VENV)/project ## run everything that needs a GPU, in at most an hour; ARGS="--device cpu --tiny" tries it without
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.gpu_hour $(ARGS)
 
 clean: ## remove the environments and all build products
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(FUZZ) $(DOCS) fuzz-found build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.place import own_device
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -135,7 +136,11 @@ def with_dcp(request: Request) -> Loaded:
     stored = {name: key for key, name in in_model(model).items()}
     model = _wrapped(model)
     parameters = dict(model.named_parameters())  # tied ones once
-    wanted = {stored[name]: parameter for name, parameter in parameters.items() if name in stored}
+    wanted = {
+        stored[name]: torch.empty_like(parameter, device=own_device())
+        for name, parameter in parameters.items()
+        if name in stored
+    }
     dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(str(request.folder)))
     loaded = {name: wanted[stored[name]] for name in parameters if name in stored}
     torch.manual_seed(0)

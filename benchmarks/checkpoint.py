@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.place import RANKS, commit, machine
+from benchmarks.place import RANKS, add_device, commit, machine, own_device, synchronize
 from tests.harness.local_ranks import LocalRanks
 
 ARMS = ("synchronous", "asynchronous", "dcp.save", "dcp.async_save", "the copy alone")
@@ -131,7 +131,7 @@ def _full(layers: int, hidden: int) -> tuple[Any, list[Any]]:
     for block in model.model.layers:
         fully_shard(block)
     fully_shard(model)
-    model.to_empty(device="cpu")
+    model.to_empty(device=own_device())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.02)
@@ -155,7 +155,7 @@ def _lora() -> tuple[Any, list[Any]]:
     for block in model.base_model.model.model.layers:
         frozen = {p for p in block.parameters() if not p.requires_grad}
         fully_shard(block, ignored_params=frozen)
-    model.to_empty(device="cpu")
+    model.to_empty(device=own_device())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.no_grad():
         for parameter in trained:
@@ -220,12 +220,14 @@ def _arms(what: str, model: Any, optimizer: Any, out: str) -> dict[str, Callable
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     tensors = [*trained, *(value for values in optimizer.state.values() for value in values.values())]
     local = [local_tensor(tensor) for tensor in tensors]
-    memory = [torch.zeros_like(tensor) for tensor in local]
+    is_pinned = own_device().type != "cpu"
+    memory = [torch.zeros_like(tensor, device="cpu", pin_memory=is_pinned) for tensor in local]
 
     def copy(number: int) -> dict[str, float]:
         start = time.perf_counter()
         for target, source in zip(memory, local, strict=True):
-            target.copy_(source)
+            target.copy_(source, non_blocking=True)
+        synchronize()
         return {"blocked": time.perf_counter() - start, "total": time.perf_counter() - start}
 
     arms = dict(
@@ -258,7 +260,8 @@ def table(results: Mapping[str, Any]) -> str:
     head = (
         f"{results['date']}, commit {results['commit']}, `{results['command']}`; {place['cpus']} processors "
         f"({place['processor']}), load average {place['load_average'][0]:.1f}; "
-        f"{results['parameters'] / 1e6:.0f} million trained parameters on {RANKS} ranks"
+        f"{results['parameters'] / 1e6:.0f} million trained parameters on {results['ranks']} ranks, "
+        f"{results['device']}"
     )
     rows = [
         head,
@@ -313,6 +316,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
     parser.add_argument("--what", choices=("full", "lora"), default="full")
     parser.add_argument("--way", choices=("save", "restore"), default="save")
+    parser.add_argument("--ranks", type=int, default=RANKS)
+    add_device(parser)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
@@ -321,7 +326,10 @@ def main() -> int:
     )
     parser.add_argument("--results", type=Path, default=None, help="a folder for the results")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.dir) as out, LocalRanks(RANKS, timeout_s=1800) as ranks:
+    with (
+        tempfile.TemporaryDirectory(dir=given.dir) as out,
+        LocalRanks(given.ranks, timeout_s=1800, device=given.device) as ranks,
+    ):
         function = measure if given.way == "save" else measure_restore
         told = ranks.run(function, given.what, given.layers, given.hidden, out, given.repeats)
     arms = summary(told)
@@ -330,6 +338,8 @@ def main() -> int:
         "commit": commit(),
         "command": " ".join(["python -m benchmarks.checkpoint", *sys.argv[1:]]),
         "machine": {**machine(), "load_average": os.getloadavg()},
+        "ranks": given.ranks,
+        "device": given.device,
         "parameters": told[0]["parameters"],
         "arms": arms,
         "verdicts": verdicts(given.what, arms),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoints import write
-from benchmarks.place import commit, machine
+from benchmarks.place import add_device, commit, machine, own_device
 from benchmarks.training import LEARNING_RATE, SMALL, Job, batches, quieten, step_by_hand
 from tests.harness.local_ranks import LocalRanks
 
@@ -41,7 +41,9 @@ def by_bitsandbytes(folder: str) -> Any:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=config, device_map={"": own_device()}
+    )
     return get_peft_model(model, adapter_config())
 
 
@@ -130,6 +132,8 @@ def base_bytes(model: Any) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    add_device(parser)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rows", type=int, default=8, help="rows of 128 tokens of a step, on each rank")
     parser.add_argument("--out", type=Path, help="results, as .json")
@@ -137,9 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     folder = write(SMALL, given.dir)
     job = Job(str(folder), 3, given.rows, 128, int(SMALL.config["vocab_size"]), "bfloat16")
-    with LocalRanks(2, timeout_s=600) as world:
+    with LocalRanks(given.ranks, timeout_s=600, device=given.device) as world:
         found = world.run(take_steps, job, given.turns, "ranks")[0]
-    with LocalRanks(1, timeout_s=600) as world:
+    with LocalRanks(1, timeout_s=600, device=given.device) as world:
         found |= world.run(take_steps, job, given.turns, "alone")[0]
     for name, told in found.items():
         if "fails" in told:

@@ -1,99 +1,117 @@
-"""One GPU: rates of the machine, and two ways of loading."""
+"""One load on an accelerator, and the rates that bound it: what ``benchmarks/gpu_parts.py`` has ranks do."""
 
-import multiprocessing
-import statistics
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from benchmarks import meter
-from benchmarks.checkpoints import Shape, write
+from benchmarks.place import own_device, synchronize
+from benchmarks.training import quieten
 
-_REPEATS = 5
+ARMS = ("shardwise", "transformers", "dcp")
 _BLOCK_BYTES = 256 << 20
 
 
-def measure(root: Path, shape: Shape) -> dict[str, float] | str:
-    """Rates in GB/s, times in seconds, medians; or why there are none."""
+def rates(folder: str, block_bytes: int = _BLOCK_BYTES) -> dict[str, Any]:
+    """GB/s of one rank by what moves the bytes; or why it cannot be measured."""
     import torch
 
-    if not torch.cuda.is_available():
-        return "unmeasured: no GPU"
-    folder, warm_up = write(shape, root), write(shape.tiny(), root)
-    meter.warm_cache(meter.files_of(folder))
-    found: dict[str, list[float]] = {}
-    for _ in range(_REPEATS):
-        for what in (_rates, _shardwise, _transformers):
-            for name, value in _in_fresh_process(what, str(folder), str(warm_up)).items():
-                found.setdefault(name, []).append(value)
-    medians = {name: statistics.median(values) for name, values in found.items()}
-    roof = min(medians["page cache GB/s"], medians["pinned to device GB/s"])
-    medians["shardwise / roof"] = medians["shardwise s"] / (shape.nbytes / 1e9 / roof)
-    medians["shardwise / transformers"] = medians["shardwise s"] / medians["transformers s"]
-    return medians
-
-
-def _in_fresh_process(function: Any, folder: str, warm_up: str) -> dict[str, float]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_call, args=(function, folder, warm_up, theirs))
-    process.start()
-    theirs.close()
-    value: dict[str, float] = ours.recv()
-    process.join()
-    return value
-
-
-def _call(function: Any, folder: str, warm_up: str, pipe: Connection) -> None:
-    pipe.send(function(folder, warm_up))
-
-
-def _rates(folder: str, warm_up: str) -> dict[str, float]:
-    import torch
-
-    pinned = torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(_BLOCK_BYTES, dtype=torch.uint8, device="cuda")
-    device.copy_(pinned)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(8):
-        device.copy_(pinned, non_blocking=True)
-    torch.cuda.synchronize()
-    copied = 8 * _BLOCK_BYTES / (time.perf_counter() - start) / 1e9
-    done = 0
-    start = time.perf_counter()
-    for path in meter.files_of(Path(folder)):
+    device = own_device()
+    pinned = torch.empty(block_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    pageable = torch.ones(block_bytes, dtype=torch.uint8)
+    target = torch.empty(block_bytes, dtype=torch.uint8, device=device)
+    found: dict[str, Any] = {
+        "pinned to device": _rate(target, pinned),
+        "pageable to device": _rate(target, pageable),
+        "device to pinned": _rate(pinned, target),
+    }
+    files = meter.files_of(Path(folder))
+    meter.warm_cache(files)
+    done, start = 0, time.perf_counter()
+    for path in files:
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(memoryview(pinned.numpy())):
                 done += count
-    return {"pinned to device GB/s": copied, "page cache GB/s": done / (time.perf_counter() - start) / 1e9}
+    found["page cache to pinned"] = done / (time.perf_counter() - start) / 1e9
+    found["cuFile to device"] = _by_cufile(files, target)
+    return found
 
 
-def _shardwise(folder: str, warm_up: str) -> dict[str, float]:
-    import torch
-
-    import shardwise
-
-    options = shardwise.options.LoadOptions(device=torch.device("cuda"), progress=False)
-    return {"shardwise s": _timed(lambda path: shardwise.from_pretrained(path, options=options), folder, warm_up)}
-
-
-def _transformers(folder: str, warm_up: str) -> dict[str, float]:
-    from transformers import AutoModelForCausalLM
-
-    load = AutoModelForCausalLM.from_pretrained
-    return {"transformers s": _timed(lambda path: load(path, dtype="auto", device_map="cuda"), folder, warm_up)}
-
-
-def _timed(load: Any, folder: str, warm_up: str) -> float:
-    import torch
-
-    load(warm_up)
-    torch.cuda.synchronize()
+def _rate(target: Any, source: Any, times: int = 8) -> float:
+    target.copy_(source)
+    synchronize()
     start = time.perf_counter()
-    model = load(folder)
-    for parameter in model.parameters():
-        parameter.data.view(-1)[:1].add_(0)
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+    for _ in range(times):
+        target.copy_(source, non_blocking=True)
+    synchronize()
+    return times * source.nbytes / (time.perf_counter() - start) / 1e9
+
+
+def _by_cufile(files: list[Path], target: Any) -> float | str:
+    """GB/s of cuFile (GPUDirect Storage) from files that are not in the page cache."""
+    import os
+
+    from torch.cuda import gds
+
+    if target.device.type != "cuda":
+        return f"unmeasured: the device is {target.device}"
+    try:
+        meter.drop_cache(files)
+        done, start = 0, time.perf_counter()
+        for path in files:
+            file, size = gds.GdsFile(str(path), os.O_RDONLY), path.stat().st_size
+            for offset in range(0, size - target.numel() + 1, target.numel()):
+                file.load_storage(target.untyped_storage(), offset)
+                done += target.numel()
+        synchronize()
+        return done / (time.perf_counter() - start) / 1e9
+    except Exception as error:  # no driver, no support in the file system
+        return f"unmeasured: {type(error).__name__}: {error}"[:300]
+
+
+def load(arm: str, folder: str, warm_up: str) -> dict[str, float]:
+    """Seconds of one load from the page cache by shardwise or a peer, and peak memory. Collective: yes."""
+    import torch.distributed as dist
+    from benchmarks.arms import ARMS as LOADERS
+    from benchmarks.arms import Request
+
+    quieten()
+    LOADERS[arm](Request(Path(warm_up)))
+    if dist.get_rank() == 0:
+        meter.warm_cache(meter.files_of(Path(folder)))
+    with Peak() as peak:
+        dist.barrier()
+        start = time.perf_counter()
+        model = LOADERS[arm](Request(Path(folder))).model
+        for parameter in model.parameters():
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            assert local.device.type == own_device().type, f"{arm} left a tensor on {local.device}"
+            local.detach().view(-1)[:1].add_(0)
+        synchronize()
+        seconds = time.perf_counter() - start
+    return {"seconds": seconds, "peak_bytes": peak.nbytes}
+
+
+class Peak:
+    """The highest memory of the block: ``max_memory_allocated`` of an accelerator, else growth of the process."""
+
+    nbytes = 0
+
+    def __enter__(self) -> "Peak":
+        import torch
+
+        self._module: Any = None
+        if own_device().type != "cpu":
+            self._module = torch.get_device_module(own_device().type)
+            self._module.reset_peak_memory_stats()
+        else:
+            self._watch = meter.MemoryWatch().__enter__()
+        return self
+
+    def __exit__(self, *told: Any) -> None:
+        if self._module is not None:
+            synchronize()
+            self.nbytes = self._module.max_memory_allocated()
+        else:
+            self._watch.__exit__(*told)
+            self.nbytes = self._watch.growth

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import caps, gpu, meter, planning, remote, roof
+from benchmarks import caps, meter, planning, remote, roof
 from benchmarks.arms import why_no_runai
 from benchmarks.checkpoints import SHAPES, Shape, write
 from benchmarks.limits import limits_of
@@ -391,7 +391,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         results["remote"] = remote.measure(folder, warm_up, RANKS, min(repeats, 3), given.timeout)
         say("planning")
         results["planning"] = planning.measure(repeats)
-        results["gpu"] = gpu.measure(given.dir, SHAPES[models[0]])
     results["limits"] = [vars(limit) | {"verdict": limit.verdict} for limit in limits_of(results)]
     results["minutes"] = (time.monotonic() - began) / 60
     out = (

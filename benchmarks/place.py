@@ -1,5 +1,6 @@
 """On what is measured: what a reader must know to compare, and what all benchmarks of loading and saving share."""
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -56,6 +57,32 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{name} with changes" if changed else name
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device``: where ranks hold what they measure."""
+    parser.add_argument("--device", default="cpu", help="cpu, or an accelerator of which each rank has one: cuda")
+
+
+def own_device() -> Any:
+    """Return the device of this rank: the accelerator that the process group works on, or the CPU."""
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.models.torch_api import accelerator, has_collectives
+
+    kind = accelerator() if dist.is_initialized() else None
+    if kind is None or not has_collectives(kind):
+        return torch.device("cpu")
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def synchronize() -> None:
+    """Wait until the device of this rank has done what it was given."""
+    import torch
+
+    if own_device().type != "cpu":
+        torch.accelerator.synchronize()
 
 
 def say(line: str) -> None:

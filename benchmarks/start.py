@@ -47,7 +47,7 @@ def start_once(arm: str, job: Job, ranks: int, timeout_s: float) -> float:
 
 
 def _by_command(arm: str, job: Job, ranks: int, folder: Path, timeout_s: float) -> float:
-    model, data = _with_tokenizer(Path(job.folder), folder / "model"), folder / "rows.jsonl"
+    model, data = with_tokenizer(Path(job.folder), folder / "model"), folder / "rows.jsonl"
     drawn = random.Random(0)
     rows = [" ".join(f"w{drawn.randrange(_WORDS)}" for _ in range(job.tokens - 1)) for _ in range(4 * ranks)]
     data.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
@@ -75,7 +75,7 @@ def _by_command(arm: str, job: Job, ranks: int, folder: Path, timeout_s: float) 
     return taken
 
 
-def _with_tokenizer(folder: Path, into: Path) -> Path:
+def with_tokenizer(folder: Path, into: Path) -> Path:
     """The same files in another folder, with a tokenizer of some words beside them."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -144,17 +144,6 @@ def _others(results: Mapping[str, Any]) -> Iterator[str]:
         yield ""
     if found := results.get("planning"):
         yield from _planning(found)
-    if found := results.get("gpu"):
-        yield "## GPU"
-        yield ""
-        if isinstance(found, str):
-            yield f"{found}."
-        else:
-            yield "| what | value |"
-            yield "|---|--:|"
-            for name, value in found.items():
-                yield f"| {name} | {value:.3f} |"
-        yield ""
 
 
 def _planning(found: Mapping[str, Any]) -> Iterator[str]:

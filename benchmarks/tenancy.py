@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.place import own_device, synchronize
 from benchmarks.training import MAX_NORM, quieten, train_by_shardwise
 
 JOINT, SWITCHED, IN_TURN = "one bank", "PEFT, set_adapter", "one after the other"
@@ -53,10 +54,10 @@ def adamw(own: Any) -> Any:
     return torch.optim.AdamW(own, lr=RATE, weight_decay=0.0)
 
 
-def bank_of(job: TenancyJob, ranks: Sequence[int]) -> Any:
+def bank_of(job: TenancyJob, ranks: Sequence[int], backend: Any = "auto") -> Any:
     import shardwise
 
-    bank = shardwise.AdapterBank(shardwise.from_pretrained(job.folder, dtype="float32"))
+    bank = shardwise.AdapterBank(shardwise.from_pretrained(job.folder, dtype="float32"), backend=backend)
     for tenant, rank in enumerate(ranks):
         bank.add_adapter(str(tenant), lora(rank), optimizer=adamw, max_grad_norm=MAX_NORM)
     return bank
@@ -90,6 +91,7 @@ class SwitchedAdapters:
             self.model.add_adapter(str(tenant), config)
         for tenant, values in enumerate(begin):
             set_peft_model_state_dict(self.model, values, adapter_name=str(tenant))
+        self.model.to(own_device())  # what is beside the groups is not moved by FSDP2
         self.own = [
             [own for name, own in self.model.named_parameters() if f".{tenant}.weight" in name and "lora_" in name]
             for tenant in range(len(job.ranks_of_tenants))
@@ -112,6 +114,7 @@ class SwitchedAdapters:
         losses = []
         for tenant, ids in enumerate(rows):
             self.model.set_adapter(str(tenant))
+            ids = ids.to(own_device())
             logits = self.inner(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
             loss.backward()
@@ -138,6 +141,7 @@ def train_single(model: Any, steps: Sequence[Any]) -> tuple[list[float], list[fl
     """Seconds and losses of the steps of one training; of each its rows. Collective: yes."""
     import torch
 
+    steps = [ids.to(own_device()) for ids in steps]
     batches = [[SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)] for ids in steps]
     told = train_by_shardwise(model, batches, learning_rate=RATE)
     return told.seconds, told.losses
@@ -147,8 +151,10 @@ def timed(step: Callable[[], list[float]]) -> tuple[float, list[float]]:
     import torch.distributed as dist
 
     dist.barrier()
+    synchronize()
     start = time.perf_counter()
     found = step()
+    synchronize()
     return time.perf_counter() - start, found
 
 
@@ -278,15 +284,17 @@ def take_products(width: int, tenants: int, tokens: int, lora_rank: int, repeats
     from shardwise.bank.backends import GroupedProducts, LoraWeights, RoutedSegment, SegmentLoop
 
     quieten()
+    device = own_device()
     found: dict[str, Any] = {}
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         parts = []
         for tenant in range(tenants):
-            A, B = torch.randn(lora_rank, width) / width, torch.randn(width, lora_rank)
+            A = torch.randn(lora_rank, width, device=device) / width
+            B = torch.randn(width, lora_rank, device=device)
             pair = LoraWeights(A, B, torch.zeros_like(A), torch.zeros_like(B), 1.0)
             parts.append(RoutedSegment(pair, tenant * tokens, (tenant + 1) * tokens))
-        x, g = (torch.randn(tenants * tokens, width).to(dtype) for _ in range(2))
+        x, g = (torch.randn(tenants * tokens, width, device=device).to(dtype) for _ in range(2))
         own: dict[str, list[float]] = {"grouped": [], "loop": []}
         for repeat in range(repeats + 1):
             for name, backend in (("grouped", GroupedProducts()), ("loop", SegmentLoop())):
@@ -295,6 +303,7 @@ def take_products(width: int, tenants: int, tokens: int, lora_rank: int, repeats
                     out, x_grad = torch.zeros_like(x), torch.zeros_like(x)
                     kept = backend.add(parts, x, out)
                     backend.lead_back(parts, x, kept, g, x_grad)
+                synchronize()
                 if repeat:
                     own[name].append((time.perf_counter() - start) / 10)
         found[str(dtype).removeprefix("torch.")] = own

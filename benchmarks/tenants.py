@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.checkpoints import write
 from benchmarks.limits import Limit
-from benchmarks.place import commit, machine
+from benchmarks.place import add_device, commit, machine
 from benchmarks.tenancy import IN_TURN, JOINT, SWITCHED, TenancyJob, share, take_products, take_turns
 from benchmarks.training import smaller
 from tests.harness.local_ranks import LocalRanks
@@ -180,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two repeats of few steps, to see that it runs")
     parser.add_argument("--ranks", type=int, default=2)
+    add_device(parser)
     parser.add_argument("--steps", type=int, default=None, help="of each arm and repeat")
     parser.add_argument("--repeats", type=int, default=None)
     parser.add_argument("--out", type=Path, help="results, as .json and .md beside it")
@@ -200,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shared_rows=8 if given.quick else 4096 // 64 // given.ranks,
     )
     small = (256, 4, 8, 8) if given.quick else (1024, 32, 8, 8)  # width, tenants, tokens of each, rank
-    found = measure(job, small, given.ranks, given.timeout)
+    found = measure(job, small, given.ranks, given.timeout, given.device)
     made = summary(found)
     kept = limits(made, len(RANKS_OF_TENANTS))
     results = {
@@ -210,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "machine": machine(),
         "model": shape.name,
         "ranks": given.ranks,
+        "device": given.device,
         "job": asdict(job),
         "shared_tokens": job.shared_rows * given.ranks * job.tokens,
         "products": f"{small[1]} tenants of {small[2]} tokens, rank {small[3]}, a layer of {small[0]} x {small[0]}",
@@ -228,13 +230,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if differs or any(limit.verdict == "FAIL" for limit in kept) else 0
 
 
-def measure(job: TenancyJob, small: tuple[int, int, int, int], ranks: int, timeout_s: float) -> dict[str, Any]:
+def measure(
+    job: TenancyJob, small: tuple[int, int, int, int], ranks: int, timeout_s: float, device: str = "cpu"
+) -> dict[str, Any]:
     """What each rank found; products are of one process."""
-    with LocalRanks(ranks, timeout_s=timeout_s) as world:
+    with LocalRanks(ranks, timeout_s=timeout_s, device=device) as world:
         turns = world.run(take_turns, job)
-    with LocalRanks(ranks, timeout_s=timeout_s) as world:
+    with LocalRanks(ranks, timeout_s=timeout_s, device=device) as world:
         shares = world.run(share, job)
-    with LocalRanks(1, timeout_s=timeout_s) as world:
+    with LocalRanks(1, timeout_s=timeout_s, device=device) as world:
         [products] = world.run(take_products, *small, job.repeats)
     return {"turns": turns, "share": shares, "products": products}
 

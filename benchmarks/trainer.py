@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.checkpoints import write
 from benchmarks.limits import Limit
-from benchmarks.place import commit, machine
+from benchmarks.place import add_device, commit, machine, own_device
 from benchmarks.training import (
     LEARNING_RATE,
     MAX_NORM,
@@ -41,14 +41,16 @@ OWN, TRAINER = "by hand", "Trainer"
 STEP_LIMIT = 1.05
 
 
-def take_turns(job: Job, turns: int, ranks: int, timeout_s: float) -> list[dict[str, dict[str, list[float]]]]:
+def take_turns(
+    job: Job, turns: int, ranks: int, timeout_s: float, device: str = "cpu"
+) -> list[dict[str, dict[str, list[float]]]]:
     """Of each rank the seconds and losses of the steps of each, but for the seconds of the first of each turn."""
     found: list[dict[str, dict[str, list[float]]]] = [
         {arm: {"seconds": [], "losses": []} for arm in LOOPS} for _ in range(ranks)
     ]
     for _ in range(turns):
         for arm in LOOPS:
-            with LocalRanks(ranks, timeout_s=timeout_s) as world:
+            with LocalRanks(ranks, timeout_s=timeout_s, device=device) as world:
                 for rank, (seconds, losses) in enumerate(world.run(take_turn, arm, job)):
                     found[rank][arm]["seconds"] += seconds[1:]
                     found[rank][arm]["losses"] += losses
@@ -111,7 +113,7 @@ def trainers_loop(model: Any, job: Job) -> tuple[list[float], list[float]]:
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
-            use_cpu=True,
+            use_cpu=own_device().type == "cpu",
         ),
         train_dataset=rows,
         callbacks=[Clock],
@@ -158,7 +160,7 @@ def lines(results: Mapping[str, Any]) -> list[str]:
         f"`{results['command']}`",
         f"{host['cpus']} cores ({host['processor']}), {host['memory_bytes'] / 2**30:.0f} GiB.",
         f"Linux {host['kernel']}, Python {host['python']}, {versions}.",
-        f"{results['ranks']} gloo ranks train whole models in float32 by AdamW.",
+        f"{results['ranks']} ranks on {results['device']} train whole models in float32 by AdamW.",
         f"Each has {results['rows']} rows of {results['tokens']} tokens for a step.",
         "",
         "| promise | measured | at most | |",
@@ -185,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="*", choices=sorted(MODELS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=None, help="of each turn")
+    add_device(parser)
     parser.add_argument("--turns", type=int, default=None)
     parser.add_argument("--rows", type=int, default=1, help="on each rank")
     parser.add_argument("--tokens", type=int, default=64, help="of a row")
@@ -198,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in given.models or ([SMALL.name] if given.quick else [SMALL.name, "qwen3-0.6b"]):
         folder = write(MODELS[name], given.dir)
         job = Job(str(folder), steps, given.rows, given.tokens, MODELS[name].config["vocab_size"])
-        runs[name] = take_turns(job, turns, given.ranks, given.timeout)
+        runs[name] = take_turns(job, turns, given.ranks, given.timeout, given.device)
     made = {name: summary(found) for name, found in runs.items()}
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -206,6 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "commit": commit(),
         "machine": machine(),
         "ranks": given.ranks,
+        "device": given.device,
         "rows": given.rows,
         "tokens": given.tokens,
         "minutes": (time.perf_counter() - began) / 60,

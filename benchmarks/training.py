@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.checkpoints import SHAPES, Shape
+from benchmarks.place import own_device
 
 
 def smaller(name: str, **changes: int) -> Shape:
@@ -59,6 +60,7 @@ def batches(job: Job, steps: int, rank: int) -> list[list[Any]]:
     for step in range(steps):
         generator = torch.Generator().manual_seed(1000 * step + rank)
         ids = torch.randint(0, job.words, (job.rows, job.tokens), generator=generator)
+        ids = ids.to(own_device())
         made.append([SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)])
     return made
 
@@ -89,7 +91,12 @@ def bring_up_by_accelerate(job: Job) -> Any:
 
 
 def step_by_hand(model: Any, optimizer: Any, batch: Any) -> float:
-    """A step as one writes it: forward, loss, backward, clip, update."""
+    """A step as one writes it, and its loss, for which the host waits."""
+    return float(update(model, optimizer, batch))
+
+
+def update(model: Any, optimizer: Any, batch: Any) -> Any:
+    """Forward, loss, backward, clip, update; the loss is on its device."""
     import torch.nn.functional as F
     from torch.nn.utils import clip_grad_norm_
 
@@ -99,7 +106,7 @@ def step_by_hand(model: Any, optimizer: Any, batch: Any) -> float:
     clip_grad_norm_(model.parameters(), MAX_NORM)
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss.detach())
+    return loss.detach()
 
 
 def train_by_hand(model: Any, steps: Sequence[Sequence[Any]]) -> None:

@@ -47,11 +47,15 @@ class LocalRanks:
     Args:
         size: number of ranks.
         timeout_s: hard limit of each call; None for no limit.
+        device: "cpu", or the kind of accelerator ("cuda") that rank ``i`` has the ``i``-th of; its collectives are
+            added to gloo's.
         preloaded: modules that one process imports, once for all ranks of this and later calls, which are forked
             from it; with none, each rank is spawned and imports what it needs, which takes it seconds.
     """
 
-    def __init__(self, size: int, *, timeout_s: float | None = None, preloaded: Sequence[str] = ()) -> None:
+    def __init__(
+        self, size: int, *, timeout_s: float | None = None, device: str = "cpu", preloaded: Sequence[str] = ()
+    ) -> None:
         self.size = size
         self.timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-ranks-")
@@ -62,7 +66,7 @@ class LocalRanks:
         try:
             for rank in range(size):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
+                process = context.Process(target=_serve, args=(rank, size, store, device, theirs), daemon=True)
                 process.start()
                 theirs.close()
                 self._pipes.append(ours)
@@ -176,10 +180,10 @@ class LocalRanks:
         self.close()
 
 
-def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, store: str, device: str, pipe: Connection) -> None:
     """The life of a worker: calls from the pipe until it closes."""
     live_as_rank()
-    failure = _failure_of(lambda: _join(rank, size, store))
+    failure = _failure_of(lambda: _join(rank, size, store, device))
     while True:
         try:
             message = pipe.recv_bytes()
@@ -192,12 +196,16 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     os._exit(0)
 
 
-def _join(rank: int, size: int, store: str) -> None:
+def _join(rank: int, size: int, store: str, device: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(max(1, machine.processor_count() // size))
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)  # type: ignore[attr-defined]
+    backend = "gloo"
+    if device != "cpu":
+        torch.accelerator.set_device_index(rank)
+        backend = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+    dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size)  # type: ignore[attr-defined]
 
 
 def _answer(message: bytes) -> bytes:
