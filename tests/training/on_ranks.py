@@ -12,7 +12,7 @@ import torch
 from tests.training import tiny
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
-from shardwise.cli.train import train_on_rank
+from shardwise.cli.train import train_on_rank, without_token
 from shardwise.training.run import TrlOutcome
 from shardwise.training.run_config import read_run_config
 
@@ -98,7 +98,7 @@ def words(values: dict[str, Any]) -> list[str]:
 def train(values: dict[str, Any]) -> tuple[TrlOutcome, list[float]]:
     """Train on this rank; what came of it, and the losses of all steps."""
     with mock.patch.object(torch, "multinomial", quantile) if values.get("method") == "grpo" else nullcontext():
-        outcome = train_on_rank(read_run_config(words({**COMMON, **values})))
+        outcome = train_on_rank(without_token(read_run_config(words({**COMMON, **values}))))
     return outcome, [entry["loss"] for entry in outcome.history if "loss" in entry]
 
 

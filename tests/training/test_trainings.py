@@ -2,14 +2,15 @@
 
 import json
 import shutil
-import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.harness.http_store import HttpStore
 from tests.harness.local_ranks import LocalRanks, RankError
 from tests.training import on_ranks, tiny
 from tests.training.on_ranks import by_trl, initial_adapter, prepare, train, train_until, write_scorer, write_wide
@@ -18,13 +19,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300
 
 
 IMPORTED = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "shardwise.training.run")
-
-
-def wait_for(file: Path) -> None:
-    end = time.monotonic() + 120
-    while not file.exists():
-        assert time.monotonic() < end, file
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +173,28 @@ def test_credentials_are_not_recorded(folder: Path) -> None:
     assert told["datasets"] == [{"path": "https://host/data.jsonl"}]
 
 
+@pytest.mark.parametrize(
+    "kind", [{}, {"use_peft": True}, {"tenants": {"ada": {}}, "gradient_checkpointing": False}]
+)
+def test_credentials_are_in_no_file(folder: Path, kind: dict[str, Any]) -> None:
+    output = folder / f"secret{len(kind)}"
+    with HttpStore(folder / "model") as store:
+        url = store.url.replace("//", "//user:hunter2secret@")
+        values = keys(folder, **kind, model_name_or_path=url, tokenizer_name_or_path=str(folder / "model"))
+        values |= {
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "hub_token": None if kind.get("tenants") else "hf_hidden",
+        }
+        [(outcome, _)] = run_world(
+            1, train, {**values, "output_dir": str(output), "per_device_train_batch_size": 4}
+        )
+    files = [file for file in output.rglob("*") if file.is_file()]
+    assert len(files) > 5
+    found = {str(file): file.read_bytes() for file in files} | {"outcome": str(outcome).encode()}
+    assert [name for name, content in found.items() if b"hunter2" in content or b"hf_hidden" in content] == []
+
+
 def test_a_folder_of_another_training_is_left_alone(folder: Path) -> None:
     values = keys(folder, output_dir=str(folder / "kept"), per_device_train_batch_size=4)
     run_world(1, train, values)
@@ -201,11 +217,19 @@ def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(fold
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
 
 
-def test_two_trainings_at_once_want_a_folder_each(folder: Path) -> None:
-    values = keys(folder, output_dir=str(folder / "shared"), max_steps=200, per_device_train_batch_size=2)
-    with LocalRanks(1, timeout_s=240, preloaded=IMPORTED) as first:
-        first.start(train_until, values, 100)
-        wait_for(folder / "shared" / ".shardwise-run" / "run.json")
-        with pytest.raises(RankError, match="another save is writing here"):
-            run_world(1, train, values)
-        first.kill()
+def test_of_two_trainings_started_together_in_one_folder_one_is_refused(folder: Path) -> None:
+    values = keys(folder, output_dir=str(folder / "shared"), max_steps=60, per_device_train_batch_size=2)
+    refused = []
+    with ExitStack() as stack:
+        both = [stack.enter_context(LocalRanks(1, timeout_s=240, preloaded=IMPORTED)) for _ in range(2)]
+        for ranks, use_peft in zip(both, (True, None), strict=True):
+            ranks.start(train, {**values, "use_peft": use_peft})
+        for ranks, weights in zip(both, ("adapter_model", "model"), strict=True):
+            try:
+                [(outcome, _)] = ranks.finish()
+                assert outcome.steps == 60
+                assert [file.stem for file in (folder / "shared").glob("*.safetensors")] == [weights]
+            except RankError as error:
+                refused.append(str(error))
+    assert len(refused) == 1
+    assert "another save is writing here" in refused[0]

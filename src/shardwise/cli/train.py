@@ -74,7 +74,7 @@ def train_command(
             click.echo(f"{config.source}: is a valid configuration of {config.method}")
             return
         os.environ.update({name: str(value) for name, value in (config.own["env"] or {}).items()})
-        config = _without_token(config)
+        config = without_token(config)
         ranks = nproc_per_node or _ranks_of(config)
         outcomes = run_ranks(ranks, train_on_rank, config, observe, asks_first=True, preloaded=TRAINING)
     except KeyboardInterrupt:
@@ -123,7 +123,7 @@ def _ranks_of(config: RunConfig) -> int:
     return int(found.get("num_processes") or 1)
 
 
-def _without_token(config: RunConfig) -> RunConfig:
+def without_token(config: RunConfig) -> RunConfig:
     """A configuration whose ``hub_token`` is in the environment instead: the Trainer saves its arguments."""
     values = dict(config.values)
     if token := values.pop("hub_token", None):
