@@ -64,6 +64,35 @@ def test_a_mistake_is_one_error(tmp_path: Path, values: dict[str, object], messa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "values", "words", "ranks"),
+    [
+        ({"num_processes": 3}, {}, (), 3),
+        ({"num_processes": 3}, {"num_processes": 2}, (), 2),
+        ({"num_processes": 3}, {"num_processes": 2}, ("--nproc-per-node", "4"), 4),
+        (None, {"accelerate_config": "fsdp2"}, (), 8),
+        ({}, {}, (), 1),
+        ({"num_processes": 4, "num_machines": 2}, {}, (), "num_machines: 2 in"),
+    ],
+)
+def test_ranks_are_those_that_trl_would_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: dict[str, int] | None,
+    values: dict[str, object],
+    words: tuple[str, ...],
+    ranks: int | str,
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "fsdp.yaml").write_text(json.dumps(content))
+    started: list[object] = []
+    monkeypatch.setattr("shardwise.cli.train.run_ranks", lambda size, *_, **__: started.append(size))
+    given = config(tmp_path, **{"accelerate_config": str(tmp_path / "fsdp.yaml"), **values})
+    result = RUNNER.invoke(main, ["train", given, *words])
+    assert started == ([] if isinstance(ranks, str) else [ranks]), result.stderr
+    assert not isinstance(ranks, str) or ranks in result.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (2, signal.SIGUSR1), (2, signal.SIGINT)])

@@ -3,14 +3,16 @@
 import json
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tests.training import tiny
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
-from shardwise.cli.train import train_on_rank
+from shardwise.cli.train import train_on_rank, without_token
 from shardwise.training.run import TrlOutcome
 from shardwise.training.run_config import read_run_config
 
@@ -75,9 +77,15 @@ def write_wide(folder: Path) -> Path:
     return folder / "wide"
 
 
-def long_answers(completions: list[Any], **_: Any) -> list[float]:
-    """Rewards of GRPO: the number of characters."""
-    return [float(len(one[0]["content"])) for one in completions]
+def letters(completions: list[Any], **_: Any) -> list[float]:
+    """Rewards of GRPO that are different for nearly all answers."""
+    return [float(sum(map(ord, one[0]["content"])) % 97) for one in completions]
+
+
+def quantile(probabilities: torch.Tensor, num_samples: int, **_: Any) -> torch.Tensor:
+    """Stand in for ``torch.multinomial``: the two answers to a prompt differ, and are the same on any ranks."""
+    at = torch.tensor([0.3, 0.7]).repeat(len(probabilities) // 2)[:, None]
+    return (probabilities.cumsum(1) < at).sum(1, keepdim=True).clamp(max=probabilities.shape[1] - 1)
 
 
 def words(values: dict[str, Any]) -> list[str]:
@@ -89,7 +97,8 @@ def words(values: dict[str, Any]) -> list[str]:
 
 def train(values: dict[str, Any]) -> tuple[TrlOutcome, list[float]]:
     """Train on this rank; what came of it, and the losses of all steps."""
-    outcome = train_on_rank(read_run_config(words({**COMMON, **values})))
+    with mock.patch.object(torch, "multinomial", quantile) if values.get("method") == "grpo" else nullcontext():
+        outcome = train_on_rank(without_token(read_run_config(words({**COMMON, **values}))))
     return outcome, [entry["loss"] for entry in outcome.history if "loss" in entry]
 
 

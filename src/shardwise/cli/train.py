@@ -49,7 +49,7 @@ its state saved, so that the same command resumes.
 
 @click.command("train", epilog=_EPILOG, context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, metavar="[METHOD] [CONFIG.yaml] [--KEY VALUE]...", type=click.UNPROCESSED)
-@click.option("--nproc-per-node", default=1, type=click.IntRange(min=1), help="Ranks to start on this machine.")
+@click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks to start on this machine.  [default: 1]")
 @click.option("--accelerate-config", metavar="FILE", help="Shard according to a config file of accelerate.")
 @click.option("--observe", is_flag=True, help="Record memory and phases of each rank in output_dir.")
 @click.option("--check", is_flag=True, help="Check the configuration, and end.")
@@ -57,7 +57,7 @@ its state saved, so that the same command resumes.
 def train_command(
     arguments: Sequence[str],
     *,
-    nproc_per_node: int,
+    nproc_per_node: int | None,
     accelerate_config: str | None,
     observe: bool,
     check: bool,
@@ -73,8 +73,8 @@ def train_command(
             click.echo(f"{config.source}: is a valid configuration of {config.method}")
             return
         os.environ.update({name: str(value) for name, value in (config.own["env"] or {}).items()})
-        config = _without_token(config)
-        ranks = config.own["num_processes"] or nproc_per_node
+        config = without_token(config)
+        ranks = nproc_per_node or _ranks_of(config)
         outcomes = run_ranks(ranks, train_on_rank, config, observe, asks_first=True)
     except KeyboardInterrupt:
         click.echo("interrupted; all ranks have been ended, what was saved before is whole", err=True)
@@ -105,7 +105,24 @@ def _read(arguments: Sequence[str]) -> RunConfig:
     return config
 
 
-def _without_token(config: RunConfig) -> RunConfig:
+def _ranks_of(config: RunConfig) -> int:
+    """Return the number of ranks to start, as ``trl sft`` finds it. Under a launcher it is 1: the ranks are there.
+
+    Raises:
+        ConfigError: ``accelerate_config`` is for several machines.
+    """
+    from shardwise.training.run_config import read_yaml, trl_accelerate_config
+
+    file = config.own["accelerate_config"]
+    if "RANK" in os.environ or config.own["num_processes"] or file is None:
+        return 1 if "RANK" in os.environ else config.own["num_processes"] or 1
+    found = read_yaml(trl_accelerate_config(file))
+    if (machines := found.get("num_machines") or 1) != 1:
+        raise ConfigError(f"num_machines: {machines} in {file}. Start the ranks by torchrun on each machine.")
+    return int(found.get("num_processes") or 1)
+
+
+def without_token(config: RunConfig) -> RunConfig:
     """A configuration whose ``hub_token`` is in the environment instead: the Trainer saves its arguments."""
     values = dict(config.values)
     if token := values.pop("hub_token", None):

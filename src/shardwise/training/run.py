@@ -89,7 +89,7 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
             if arguments.training.push_to_hub:
                 trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
         state = trainer.state
-        summary = summary_lines(state, done.metrics["train_runtime"])
+        summary = summary_lines(state, done.metrics["train_runtime"], trl_setup.tokens_seen(trainer))
         if hasattr(trainer, "end"):  # since transformers 5.18
             trainer.end()
     return TrlOutcome(
@@ -223,8 +223,8 @@ def _guarded(tracker: TrainerCallback, call: Callable[..., Any], events: Sequenc
     return guarded
 
 
-def summary_lines(state: TrainerState, seconds: float) -> Sequence[str]:
-    """Format the closing summary of a training."""
+def summary_lines(state: TrainerState, seconds: float, tokens: int) -> Sequence[str]:
+    """Format the closing summary of a training that has passed so many tokens in so many seconds."""
     losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
     evaluated = [float(entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
     lines = [f"trained {state.global_step} steps in {seconds:.1f} s"]
@@ -232,8 +232,7 @@ def summary_lines(state: TrainerState, seconds: float) -> Sequence[str]:
         lines.append(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
     if evaluated:
         lines.append(f"best evaluation loss: {min(evaluated):.4f}")
-    counted = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]  # TRL's, of this run
-    if tokens := int(state.num_input_tokens_seen or (counted[-1] if counted else 0)):
+    if tokens:
         lines.append(f"{tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
     return [*lines, f"peak memory of a rank: {peak_bytes() / 2**30:.2f} GiB"]
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, get_args
 
@@ -111,7 +112,7 @@ def read_run_config(arguments: Sequence[str]) -> RunConfig:
     if words and words[0] in _NO_METHODS:
         raise ConfigError(f"{words[0]}: is not supported. Use one of {', '.join(METHODS)}.")
     file = words.pop(0) if words and not words[0].startswith("--") else None
-    values = {} if file is None else _read_yaml(Path(file))
+    values = {} if file is None else read_yaml(Path(file))
     values |= dict(_overrides(words))
     if method is not None:
         values["method"] = method
@@ -136,6 +137,18 @@ def _table() -> Mapping[str, Mapping[str, Spec]]:
     return found
 
 
+@cache
+def _sections() -> Mapping[str, str | None]:
+    """The new keys by the keys in sections that configurations once had. None if there is no new key."""
+    text = resources.files("shardwise.training").joinpath("sections.json").read_text("utf-8")
+    return dict(json.loads(text))
+
+
+def _section_fault(name: str) -> str:
+    new = _sections().get(name)
+    return f"{name}: sections were removed. " + (f"Use {new}." if new else "Remove it, there is no such key.")
+
+
 def keys_of(method: TrainMethod) -> Mapping[str, Spec]:
     """All keys of a method: TRL's and our own."""
     return {**_table()["all"], **_table()[method], **OWN_KEYS}
@@ -146,8 +159,8 @@ def faults_of(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     specs = keys_of(method)
     if others := [name for name in METHODS if key not in specs and key in keys_of(name)]:
         yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method."
-    elif isinstance(value, dict) and key not in specs:
-        yield f"{key}: is not a key of {method}. Sections were removed: CHANGELOG.md has the new keys."
+    elif isinstance(value, dict) and key not in specs and any(name.startswith(f"{key}.") for name in _sections()):
+        yield from (_section_fault(f"{key}.{name}") for name in value)
     elif faults := [f"{key}: {fault}" for fault in _key_faults(key, value, specs, method)]:
         yield from faults
     elif key in _REJECTED and value:
@@ -202,7 +215,21 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
+def trl_accelerate_config(name: str) -> Path:
+    """Return a file of accelerate: a path, or the name of one that TRL ships (``fsdp2``)."""
+    trl = find_spec("trl")  # which does not import it
+    if Path(name).is_file() or trl is None or trl.origin is None:
+        return Path(name)
+    shipped = Path(trl.origin).parent / "accelerate_configs" / f"{name}.yaml"
+    return shipped if shipped.is_file() else Path(name)
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """Read a mapping.
+
+    Raises:
+        ConfigError: the file cannot be read, or has another form.
+    """
     try:
         found = yaml.safe_load(file.read_text("utf-8"))
     except OSError as error:

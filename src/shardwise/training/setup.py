@@ -29,7 +29,7 @@ from shardwise.report.estimate import Estimate
 from shardwise.storage.names import HubOptions, redacted, without_secrets
 from shardwise.training import dataset_loading
 from shardwise.training.dataset_loading import AnyDataset
-from shardwise.training.run_config import RunConfig, TrainMethod
+from shardwise.training.run_config import RunConfig, TrainMethod, trl_accelerate_config
 from shardwise.tuning.modes import Freeze, Full, Lora, Tuning
 
 trl: Any = _trl
@@ -103,6 +103,10 @@ def _require_consistent(arguments: TrlArguments, method: TrainMethod) -> None:
         )
     if model.load_in_4bit and not model.use_peft:
         raise ConfigError("load_in_4bit: needs use_peft, as packed weights are not trained. Set use_peft.")
+    try:
+        transformers.Trainer.get_optimizer_cls_and_kwargs(training)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"optim: {training.optim.value} cannot be made, {error}") from error
     if arguments.own["early_stopping_patience"] and not training.load_best_model_at_end:
         raise ConfigError("early_stopping_patience: needs load_best_model_at_end and eval_strategy. Set them.")
     if training.model_init_kwargs:
@@ -187,17 +191,11 @@ def _sharding(own: Mapping[str, Any]) -> Sharding:
     if own["accelerate_config"]:
         if given := [key for key in keys if own[key]]:
             raise ConfigError(f"{given[0]}: contradicts accelerate_config. Remove one of them.")
-        return Sharding.from_accelerate(_accelerate_file(own["accelerate_config"]))
+        return Sharding.from_accelerate(trl_accelerate_config(own["accelerate_config"]))
     classes, size = own["transformer_layer_cls_to_wrap"], own["min_num_params"]
     wrap: WrapPolicy = Classes(tuple(classes)) if classes else MinSize(size) if size else "auto"
     offload = CPUOffloadPolicy() if own["cpu_offload"] else OffloadPolicy()
     return Sharding(mesh=replicated_mesh(own["dp_replicate_size"]), wrap=wrap, offload_policy=offload)
-
-
-def _accelerate_file(name: str) -> str:
-    """A path, or the file of one of TRL's own configurations."""
-    shipped = Path(trl.__path__[0], "accelerate_configs", f"{name}.yaml")
-    return str(shipped) if not Path(name).is_file() and shipped.is_file() else name
 
 
 def tuning_of(arguments: TrlArguments) -> Tuning:
@@ -307,7 +305,11 @@ def make_trainer(
     processor: Any,
     data: tuple[AnyDataset, AnyDataset | None],
 ) -> Any:
-    """Make the TRL trainer of a method, with our checkpoints. Collective: yes."""
+    """Make the TRL trainer of a method, with our checkpoints. Collective: yes.
+
+    Raises:
+        ConfigError: TRL or transformers rejects a key, or a package that it needs is not installed.
+    """
     base = getattr(trl, _NAMES[method][1])
     kind = type(f"Shardwise{base.__name__}", (ShardwiseTrainer, base), {})
     further: dict[str, Any] = {}
@@ -317,15 +319,23 @@ def make_trainer(
         further["reward_funcs"] = _reward_functions(arguments.script)
     train, test = data
     patience = arguments.own["early_stopping_patience"]
-    return kind(
-        model=model,
-        args=arguments.training,
-        train_dataset=train,
-        eval_dataset=test,
-        processing_class=processor,
-        callbacks=[transformers.EarlyStoppingCallback(patience)] if patience else None,
-        **further,
-    )
+    try:
+        return kind(
+            model=model,
+            args=arguments.training,
+            train_dataset=train,
+            eval_dataset=test,
+            processing_class=processor,
+            callbacks=[transformers.EarlyStoppingCallback(patience)] if patience else None,
+            **further,
+        )
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise ConfigError(f"{method}: {base.__name__} cannot be made, {error}") from error
+
+
+def tokens_seen(trainer: Any) -> int:
+    """Return the tokens of all ranks that have passed, as TRL counts them, or the Trainer for GRPO."""
+    return int(getattr(trainer, "_total_train_tokens", 0) or trainer.state.num_input_tokens_seen)
 
 
 def _reward_functions(script: Any) -> list[Callable[..., Any]]:
