@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from tests.integrations.runs import Run, launched, rank, rows_of
 from tests.training import tiny
 from torch import nn
@@ -116,6 +117,8 @@ def trainers(folder: str, output: str) -> dict[str, str]:
         found["model_init"] = told(lambda: made(model_init=lambda: model))
         found["peft_config"] = told(lambda: made(peft_config=object()))
         found["fsdp of accelerate"] = told(lambda: made(of=type("Mine", (ShardwiseTrainer, _UnderFsdp), {})))
+        split = ParallelismConfig(cp_size=2)
+        found["context parallel"] = told(lambda: made(args=TrainingArguments(**given, parallelism_config=split)))
         found["fsdp"] = told(lambda: made(args=TrainingArguments(**given, fsdp=True)))
         AcceleratorState._reset_state(reset_partial_state=True)
         os.environ.pop("ACCELERATE_USE_FSDP", None)

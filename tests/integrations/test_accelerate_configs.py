@@ -178,7 +178,7 @@ def test_keys_of_fsdp1_are_taken_for_what_they_come_to_or_told():
         ({"distributed_type": "DEEPSPEED"}, "this is not FSDP"),
         ({"distributed_type": "MULTI_GPU"}, "nothing in it says how the model is sharded"),
         ({"fsdp_config": {"ignored_modules": "lm_head"}}, "ignored_modules='lm_head': modules cannot be left out"),
-        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "tp_size=2: only shards and replicas"),
+        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "tp_size=2: a Sharding has shards"),
         ({"parallelism_config": {"dp_replicate_size": 0}}, "must be 1 or more"),
         (
             {"num_processes": 6, "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2}},

@@ -96,6 +96,7 @@ def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         "model_init": "ShardwiseTrainer trains a model that is there",
         "peft_config": "Bring the model up with from_pretrained(tuning=Lora(config)) instead",
         "fsdp of accelerate": "would have the Trainer shard a model that is sharded already",
+        "context parallel": "parallelism_config has cp_size=2, and the Trainer prepares a model",
         "fsdp": "would have the Trainer shard a model that is sharded already",
         "adafactor": "transformers' Adafactor: steps whole tensors, not shards. Use torchao's AdamW8bit.",
         "other folder": "resume_from_checkpoint, or output_dir, on rank 1 is not that of rank 0",

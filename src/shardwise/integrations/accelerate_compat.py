@@ -80,6 +80,42 @@ def left_as_they_are(
     return tuple(result)
 
 
+def tensor_parallel_size(accelerator: Any) -> int:
+    """Return the number of ranks that share each row of a batch by tensor parallelism."""
+    config = accelerator.parallelism_config
+    return 1 if config is None else int(config.tp_size)
+
+
+def require_parallelism(accelerator: Any) -> None:
+    """Refuse a configuration whose ranks would train on other rows than it says.
+
+    Raises:
+        ConfigError: Ulysses sequence parallelism without DeepSpeed.
+    """
+    config = accelerator.parallelism_config
+    if config is not None and config.sp_size > 1 and accelerator.distributed_type != DistributedType.DEEPSPEED:
+        raise ConfigError(
+            f"ParallelismConfig(sp_size={config.sp_size}): only DeepSpeed splits sequences like this, and without it "
+            "every rank would train on whole ones. Use cp_size, which FSDP2 supports."
+        )
+
+
+def is_context_parallel(accelerator: Any) -> bool:
+    """Return whether ``maybe_context_parallel`` is to split sequences."""
+    config = accelerator.parallelism_config
+    return config is not None and bool(config.cp_size > 1)
+
+
+def context_of(accelerator: Any) -> Any:
+    """Return what ``maybe_context_parallel`` enters, or None before the first ``prepare``."""
+    return getattr(accelerator, "_cp_context", None)
+
+
+def enter_instead(accelerator: Any, context: Any) -> None:
+    """Replace what ``maybe_context_parallel`` enters."""
+    accelerator._cp_context = context
+
+
 def how_many(accelerator: Any) -> tuple[int, int]:
     """The models and the optimizers that an accelerator has prepared."""
     return len(accelerator._models), len(accelerator._optimizers)

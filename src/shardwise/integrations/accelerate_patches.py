@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -27,11 +27,12 @@ from shardwise.execution.world import World
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations import pending
 from shardwise.integrations.accelerate_state import load_state, save_state
+from shardwise.integrations.context_parallel import SplitSequences, require_split
 from shardwise.interchange import accelerate_writing as writing
 from shardwise.interchange.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
 from shardwise.interchange.accelerate_writing import LinkedFolder, WorkFolder
 from shardwise.models.build import loading_door, placing_door
-from shardwise.models.gradients import average_replicated_gradients, clip_gradients
+from shardwise.models.gradients import average_replicated_gradients, clip_gradients, require_synchronized
 from shardwise.models.rebind import bind_optimizers, plain_optimizer
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.models.view import collect_tensors, is_sharded, without_compile
@@ -107,6 +108,7 @@ def _doors() -> list[tuple[Any, str, Replacing]]:
     return [
         (compat.AcceleratorState, "__init__", begin_state),
         (compat.Accelerator, "prepare", prepare_objects),
+        (compat.Accelerator, "_prepare_cp", prepare_context_parallel),
         (compat.Accelerator, "_prepare_fsdp2", pending.prepare_fsdp2),
         (compat.fsdp_utils, "fsdp2_load_full_state_dict", pending.load_full_state_dict),
         (compat.Accelerator, "get_state_dict", get_state_dict),
@@ -156,13 +158,27 @@ def prepare_objects(
 ) -> Any:
     """Replace ``Accelerator.prepare``: models that are sharded are left alone, others passed on."""
     models = [item for item in objects if isinstance(item, nn.Module)]
-    config = getattr(accelerator, "parallelism_config", None)
-    if not models or (config is not None and config.tp_enabled):
+    compat.require_parallelism(accelerator)
+    by_fsdp = any(isinstance(module, FSDPModule) for model in models for module in model.modules())
+    if not models or (compat.tensor_parallel_size(accelerator) > 1 and not by_fsdp):
         return original(accelerator, *objects, device_placement=device_placement)
     with World.current(call="prepare") as world:
         if _agree_on_sharded(world, models):
             return _leave_alone(world, accelerator, objects, models, device_placement)
     return original(accelerator, *objects, device_placement=device_placement)
+
+
+def prepare_context_parallel(original: compat.Original, accelerator: Any, *objects: Any) -> Any:
+    """Replace accelerate's preparation for split sequences: its own, and checks of what it leaves to the loop."""
+    split = compat.context_of(accelerator)
+    result = original(accelerator, *objects)
+    if not isinstance(split, SplitSequences):
+        split = SplitSequences(compat.context_of(accelerator))
+    compat.enter_instead(accelerator, split)
+    for item in objects:
+        if isinstance(item, nn.Module):
+            require_split(item, split)
+    return result
 
 
 def begin_state(original: compat.Original, state: Any, *args: Any, **keywords: Any) -> None:
@@ -244,9 +260,14 @@ def _leave_alone(
         compat.become_fsdp2(accelerator.state, compat.plugin_of(accelerator) or compat.fsdp2_plugin())
     placement = list(device_placement) if device_placement is not None else [None] * len(objects)
     result = compat.left_as_they_are(accelerator, objects, placement)
-    mesh = _mesh_of(without_compile(models[0]))
+    model = without_compile(models[0])
+    mesh = _mesh_of(model)
     if mesh is not None:
-        average_replicated_gradients(without_compile(models[0]), mesh)
+        average_replicated_gradients(model, mesh)
+    # Ranks of one tensor parallel group have the same rows, and the same gradients of what it does not split.
+    world.run_all(require_synchronized, model, world.size // compat.tensor_parallel_size(accelerator))
+    if compat.is_context_parallel(accelerator):
+        accelerator._prepare_cp(model)
     return result if len(result) > 1 else result[0]
 
 

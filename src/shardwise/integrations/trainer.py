@@ -36,7 +36,12 @@ from shardwise.execution.world import World
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
 from shardwise.integrations.agreed_events import AgreedEvents, raise_together
-from shardwise.integrations.trainer_marks import already_sharded, given_arguments, require_trainable
+from shardwise.integrations.trainer_marks import (
+    already_sharded,
+    given_arguments,
+    require_data_parallel,
+    require_trainable,
+)
 from shardwise.integrations.trainer_runs import MODEL_ALONE, TrainerFacts
 from shardwise.interchange.trainer_restoring import load_trainer_checkpoint
 from shardwise.models.rebind import plain_optimizer, require_made_for_shards
@@ -116,6 +121,8 @@ class ShardwiseTrainer(_Trainer):
             raise already_sharded(
                 "ACCELERATE_USE_FSDP, or accelerate's configuration," if self.is_fsdp_enabled else "deepspeed"
             )
+        if self.accelerator.parallelism_config is not None:
+            require_data_parallel(self.accelerator.parallelism_config)
         # The Trainer refuses resumable checkpoints of models that are sharded already; these here are. What was
         # asked for is put back once it has been made.
         self._asked_for.append(self.args.save_only_model)

@@ -245,6 +245,9 @@ def require_trainable(kind: type, given: Mapping[str, Any], world: World) -> Non
         raise ConfigError(f"{kind.__name__}(model={type(model).__name__}): pass model=for_trainer(model)")
     if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
         raise already_sharded("fsdp" if getattr(args, "fsdp", None) else "deepspeed")
+    parallelism = getattr(args, "parallelism_config", None)
+    if parallelism is not None:
+        require_data_parallel(parallelism)
     if given.get("peft_config") is not None:
         raise ConfigError(
             f"{kind.__name__}(peft_config=...): an adapter that comes after sharding would be neither sharded nor "
@@ -280,6 +283,20 @@ def _require_reference(kind: type, model: nn.Module, args: Any, given: Mapping[s
         raise ConfigError(
             f"{kind.__name__}: compares with a reference, which TRL would load whole on every rank. {hint}, or "
             "train a LoRA, whose reference is the model without it"
+        )
+
+
+def require_data_parallel(config: Any) -> None:
+    """Refuse sizes of a ``ParallelismConfig`` other than those of data parallel axes, which are the model's own.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    sizes = {name: getattr(config, name) for name in ("tp_size", "cp_size", "sp_size")}
+    if named := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
+        raise ConfigError(
+            f"parallelism_config has {', '.join(named)}, and the Trainer prepares a model that is sharded "
+            "already for data parallelism only. Write the loop with accelerate (docs/meshes.md)."
         )
 
 

@@ -255,8 +255,8 @@ class _Reading:
                 self.faults.append(f"parallelism_config.{key}={value!r}: it must be 1 or more")
             elif key in ("tp_size", "cp_size", "sp_size") and int(value or 1) > 1:
                 self.faults.append(
-                    f"{key}={value}: only shards and replicas are made here. Apply it to the model, then "
-                    "fully_shard, and call shardwise.load"
+                    f"{key}={value}: a Sharding has shards and replicas only. docs/meshes.md has a loop for "
+                    "each of the others."
                 )
         replicas, shards = (int(given.get(key) or 1) for key in ("dp_replicate_size", "dp_shard_size"))
         ranks = self.values.get("num_processes")

@@ -245,14 +245,19 @@ def describe_mesh(mesh: DeviceMesh) -> str:
     return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
 
 
+_NOT_DATA_PARALLEL = frozenset({"tp", "ep", "pp", "cp", "sp"})
+"""Axes whose ranks do not each have rows of their own, as accelerate and transformers name them."""
+
+
 def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -> None:
     """Reject by name the parameters that ``fully_shard`` would fail on halfway."""
     axes = describe_mesh(mesh)
-    if mesh.ndim > 2:
+    if mesh.ndim > 2 or _NOT_DATA_PARALLEL.intersection(mesh.mesh_dim_names or ()):
         raise ShardingError(
             f"{type(model).__name__} cannot be sharded on the mesh {axes}: fully_shard takes one axis (shard) or "
-            "two (replicate, shard). Shard on the further axes yourself, then fully_shard on these, and call "
-            "shardwise.load"
+            "two (replicate, shard). For tensor and expert parallelism, shard on their axes yourself, then "
+            "fully_shard on the others, and call shardwise.load. For context parallelism, pass a mesh whose axes "
+            "dp_shard and cp are flattened into one."
         )
     for name, parameter in model.named_parameters():
         if parameter not in grouping.whole and not parameter.is_contiguous():

@@ -1,0 +1,98 @@
+"""Context, tensor and expert parallelism: gradients of one process, and saves and checkpoints of any mesh."""
+
+from pathlib import Path
+
+import pytest
+from tests import zoo
+from tests.integrations import larger_meshes
+from tests.integrations.test_accelerate import ALL_SAME
+from tests.quiet import quieten
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+SIZES = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet():
+    quieten()
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("dense")
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=24))
+    zoo.fill(model)
+    zoo.save_original(model, directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("experts")
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, num_key_value_heads=2, intermediate_size=8))
+    zoo.fill(model)
+    zoo.save_original(model, directory)
+    return str(directory)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "axes"),
+    [
+        (2, {"cp_size": 2}, ()),
+        pytest.param(4, {"dp_shard_size": 2, "cp_size": 2}, ("dp_shard_cp",), marks=pytest.mark.slow),
+        pytest.param(4, {"dp_shard_size": 2, "cp_size": 2}, (), marks=pytest.mark.slow),
+        pytest.param(
+            4, {"dp_replicate_size": 2, "dp_shard_size": 2}, ("dp_replicate", "dp_shard_cp"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_gradients_of_split_sequences_are_those_of_whole_ones(worlds, dense, ranks, sizes, axes):
+    for faults, furthest in worlds(ranks).run(larger_meshes.trained_in_contexts, dense, sizes, axes):
+        assert faults == []
+        assert furthest < 1e-5
+
+
+@pytest.mark.distributed
+def test_what_would_train_on_other_values_than_it_says_is_refused_by_name(worlds, dense):
+    found, other = worlds(2).run(larger_meshes.refusals, dense)
+    assert found == other
+    expected = {
+        "no ring": "NotImplementedError: Operator aten._scaled_dot_product_flash_attention_for_cpu",
+        "no positions": "ConfigError: FSDPLlamaForCausalLM without position_ids: it would make them from",
+        "no labels": "ConfigError: FSDPLlamaForCausalLM without shift_labels: it would make them from",
+        "eager": "ConfigError: FSDPLlamaForCausalLM with attn_implementation='eager': under context parallelism",
+        "mesh": "ShardingError: LlamaForCausalLM cannot be sharded on the mesh dp=2, tp=1: fully_shard",
+        "part": "trained on a mesh that has not all of the 2 ranks",
+        "sp": "ConfigError: ParallelismConfig(sp_size=2): only DeepSpeed splits sequences",
+    }
+    assert found.keys() == expected.keys()
+    for name, text in expected.items():
+        assert text in found[name], (name, found[name])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "sizes", "shards"),
+    [
+        ("dense", {"tp_size": 2, "fsdp_size": 2}, "(Shard(dim=0), Shard(dim=1))"),
+        ("experts", {"tp_size": 2, "fsdp_size": 2}, "(Shard(dim=0), Shard(dim=2))"),
+        ("experts", {"fsdp_size": 4, "ep_size": 2}, "(_StridedShard(dim=0, sf=2), Shard(dim=0))"),
+        ("experts", {"tp_size": 2, "fsdp_size": 2, "ep_size": 2}, "(_StridedShard(dim=0, sf=2), Shard(dim=0))"),
+    ],
+)
+def test_plans_of_transformers(worlds, request, tmp_path: Path, kind, sizes, shards):
+    checkpoint = request.getfixturevalue(kind)
+    for found in worlds(4).run(larger_meshes.by_plans, checkpoint, str(tmp_path), sizes):
+        assert shards in found.pop("kinds")
+        assert found.pop("gradient") < 1e-5
+        assert found == {"loaded": [], "saved": [], "resumed": [], "moments": True}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_ranks_that_share_rows_in_a_loop_of_accelerate(worlds, dense):
+    for found in worlds(4).run(larger_meshes.prepared_by_plans, dense):
+        assert all(found[name] < most for name, most in ALL_SAME.items()), found
