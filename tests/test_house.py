@@ -15,7 +15,6 @@ from tests.house import (
     length_of_code,
     long_functions,
     names_in_two_modules,
-    walk,
 )
 
 
@@ -167,8 +166,6 @@ def test_a_reader_of_load_meets_contracts():
         inside = f"{PACKAGE}.{room}."
         assert {name.removeprefix(inside) for name in met if name.startswith(inside)} <= {*contracts.split()}, room
     assert len(met) <= 99
-    stays = walk(f"{PACKAGE}.engines.loading", "load", "model", trees())
-    assert len({stay.partition(":")[0] for stay in stays}) <= 10
 
 
 def test_what_architecture_names_is_there():

@@ -151,30 +151,3 @@ def test_what_does_nothing_is_left_out() -> None:
 def test_slices_beyond_the_source(start: int, size: int, step: int) -> None:
     with pytest.raises(ValueError, match="outside dimension 0"):
         slice_dim(Stored("a", (4, 6), DType.F32), 0, start, size, step)
-
-
-def test_parts_that_do_not_fit() -> None:
-    a = Stored("a", (4, 6), DType.F32)
-    for other in ((4, 5), (4, 6, 1), (4,)):
-        with pytest.raises(ValueError, match="cannot concatenate"):
-            concat([a, Stored("b", other, DType.F32)], 0)
-    with pytest.raises(ValueError, match="nothing to stack"):
-        stack([], 0)
-
-
-def test_nodes_are_written_with_their_sources() -> None:
-    a = Stored("a", (8, 6), DType.F32)
-    assert str(slice_dim(a, 0, 1, 3)) == "Slice(a)"
-    assert str(concat([a, a, a], 0)) == "Concat(a, a, a)"
-    assert str(concat([a] * 4, 0)) == "Concat(a, ... 2 more ..., a)"
-    assert str(Hole((2, 3), DType.F32)) == "Hole()"
-
-
-def test_a_stack_that_is_gone_through_in_two_directions() -> None:
-    leaves = {str(number): np.arange(4) + 10 * number for number in range(6)}
-    node = stack([Stored(key, (4,), DType.F32) for key in leaves], 0)
-    array = np.stack(list(leaves.values()))
-    turned = permute(reshape(node, (2, 3, 4)), (1, 0, 2))
-    assert np.array_equal(evaluated(turned, leaves), array.reshape(2, 3, 4).transpose(1, 0, 2))
-    flat = reshape(turned, (6, 4))
-    assert np.array_equal(evaluated(slice_dim(flat, 0, 1, 4), leaves), array[[3, 1, 4, 2]])

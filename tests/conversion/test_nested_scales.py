@@ -61,16 +61,6 @@ def test_an_offset_that_was_taken_before():
     torch.testing.assert_close(unnest(moved[0], moved[1], offset + 0.25), absmax, rtol=0, atol=0.02)
 
 
-def test_shapes_stay():
-    absmax = torch.rand(10, 60)
-    codes, nested, offset = nest(absmax)
-    assert codes.shape == absmax.shape
-    assert nested.shape == (3,)
-    assert offset.shape == ()
-    assert unnest(codes, nested, offset).shape == absmax.shape
-    assert same(codes.flatten(), nest(absmax.flatten())[0])
-
-
 @pytest.mark.parametrize("absmax", [torch.ones(3).double(), torch.tensor([1.0, math.nan]), torch.empty(0)])
 def test_what_are_no_scales(absmax):
     with pytest.raises(ValueError, match="scales"):

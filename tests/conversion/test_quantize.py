@@ -10,7 +10,7 @@ from tests.conversion.test_dequantize import part
 from tests.conversion.test_four_bit import quantized as by_kernel
 from tests.conversion.test_four_bit import same
 
-from shardwise.conversion.computed import Computed, ComputeTask, SmallestBlocks
+from shardwise.conversion.computed import Computed, ComputeTask
 from shardwise.conversion.expression import Stored
 from shardwise.conversion.four_bit import scales_in
 from shardwise.conversion.packed import quantized
@@ -72,22 +72,6 @@ def test_any_rows_in_any_blocks(case):
         for box in boxes:
             assert bool((part(times[name], box) == 1).all())
             assert torch.equal(part(found[name], box), part(whole[name], box))
-
-
-def test_blocks_are_of_four_mib_at_most():
-    packed, absmax = node((4096, 1024))
-    wanted = {leaf.output: [Box.whole(leaf.shape)] for leaf in (packed, absmax)}
-    blocks = list(packed.operation.blocks(wanted, 1 << 40))
-    assert [block.needs[0].sizes for block in blocks] == [(1024, 1024)] * 4
-    assert blocks[1].gives == {"packed": Box((1024, 0), (1024, 512)), "absmax": Box((1024, 0), (1024, 64))}
-    assert blocks[0].nbytes == 5 * (1 << 20) + 10 * (1 << 17)
-    limited = list(packed.operation.blocks(wanted, 2 << 20))
-    assert max(block.nbytes for block in limited) <= 2 << 20
-    assert limited[0].needs[0].numel > 1 << 17
-    assert SmallestBlocks().nbytes(packed) == 15 * 1024
-    abbreviate = list(packed.operation.blocks(wanted, 10 * 15 * 1024))
-    assert abbreviate[0].needs[0].sizes == (10, 1024)
-    assert abbreviate[0].nbytes == 10 * 15 * 1024
 
 
 def test_values_are_rounded_first():

@@ -417,12 +417,6 @@ def test_shapes_and_paths_of_too_many_parts() -> None:
     assert time.perf_counter() - start < 5
 
 
-def test_two_names_of_one_place() -> None:
-    folder = Written({"a.b": ((2,), {(0,): torch.ones(2)}), "c": ((2,), {(0,): torch.ones(2)})})
-    folder.metadata.state_dict_metadata["a.b "] = folder.metadata.state_dict_metadata["c"]
-    assert "has no place" in refusal(folder)
-
-
 def test_chunks_that_are_no_tensors() -> None:
     folder = Written({"g": ((2,), {(0,): torch.ones(2)})})
     folder.stream = io.BytesIO(saved({"g": torch.ones(2)}))
@@ -442,14 +436,6 @@ def test_a_program_in_the_metadata_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="posix.system"):
         open_checkpoint(MemoryReader({**content, ".metadata": pickle.dumps(Touch(trace))}))
     assert not trace.exists()
-
-
-def test_a_program_in_a_chunk_is_not_run(tmp_path: Path) -> None:
-    folder = Written({"g": ((2,), {(0,): torch.ones(2)})})
-    folder.stream = io.BytesIO(saved(Touch(tmp_path / "was run")))
-    folder.metadata.storage_data[MetadataIndex("g", (0,))] = info(nbytes=len(folder.stream.getvalue()))
-    assert "posix.system, which does not belong" in refusal(folder)
-    assert not (tmp_path / "was run").exists()
 
 
 def test_metadata_that_are_something_else() -> None:

@@ -14,7 +14,7 @@ from tests.formats.building import file_of, file_with, tensor
 from tests.harness.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.safetensors_files import MAX_HEADER_BYTES, FileHeader, parse_header, read_header
+from shardwise.formats.safetensors_files import MAX_HEADER_BYTES, FileHeader, read_header
 
 ONE = b'"data_offsets":[0,1]'
 
@@ -49,14 +49,9 @@ def refusal(content: bytes) -> str:
         # data_offsets
         ({"a": tensor("U8", [4], 4, 0)}, bytes(4), r"tensor a has the data_offsets \[4, 0\]"),
         ({"a": tensor("U8", [4], -4, 0)}, bytes(4), r"data_offsets \[-4, 0\]"),
-        ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 2]}}, b"1", r"data_offsets \[0, 1, 2\]"),
         ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0]}}, b"1", r"data_offsets \[0\]"),
-        ({"a": {"dtype": "U8", "shape": [1], "data_offsets": 1}}, b"1", "data_offsets 1"),
         ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1.0]}}, b"1", r"data_offsets \[0, 1.0\]"),
         ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [False, True]}}, b"1", "data_offsets .False"),
-        ({"a": {"dtype": "U8", "shape": [1], "data_offsets": ["0", "1"]}}, b"1", "data_offsets"),
-        ({"a": {"dtype": "U8", "shape": [1], "data_offsets": {"0": 1, "1": 2}}}, b"1", "data_offsets"),
-        ({"a": {"dtype": "U8", "shape": [1]}}, b"1", "data_offsets None"),
         ({"a": tensor("U8", [1], 2**64, 2**64 + 1)}, b"1", "data_offsets .18446744073709551616"),
         # Sizes
         ({"a": tensor("F32", [3], 0, 8)}, bytes(8), r"tensor a of F32 \[3\] takes 12 bytes, .* span 8"),
@@ -66,23 +61,15 @@ def refusal(content: bytes) -> str:
         ({"a": tensor("F6_E2M3", [2], 0, 2)}, bytes(2), "does not end at a byte"),
         # Shapes
         ({"a": tensor("U8", [-1], 0, 1)}, b"1", r"tensor a has the shape \[-1\]"),
-        ({"a": tensor("U8", [-1, -1], 0, 1)}, b"1", "shape"),
         ({"a": tensor("U8", [True], 0, 1)}, b"1", r"shape \[True\]"),
         ({"a": {"dtype": "U8", "shape": [1.0], "data_offsets": [0, 1]}}, b"1", r"shape \[1.0\]"),
-        ({"a": {"dtype": "U8", "shape": ["1"], "data_offsets": [0, 1]}}, b"1", "shape"),
-        ({"a": {"dtype": "U8", "shape": [None], "data_offsets": [0, 1]}}, b"1", "shape"),
-        ({"a": {"dtype": "U8", "shape": [[1]], "data_offsets": [0, 1]}}, b"1", "shape"),
         ({"a": {"dtype": "U8", "shape": 1, "data_offsets": [0, 1]}}, b"1", "shape 1"),
-        ({"a": {"dtype": "U8", "shape": {}, "data_offsets": [0, 1]}}, b"1", "shape {}"),
         ({"a": {"dtype": "U8", "data_offsets": [0, 1]}}, b"1", "shape None"),
         ({"a": tensor("U8", [2**63], 0, 1)}, b"1", r"shape \[9223372036854775808\]"),
         ({"a": tensor("U8", [2**62, 2**62], 0, 1)}, b"1", r"tensor a .* more than 2\*\*64 bits"),
         ({"a": tensor("U8", [2**62, 2**62, 0], 0, 0)}, b"", r"more than 2\*\*64 bits"),
         # dtypes
         ({"a": tensor("F31", [1], 0, 1)}, b"1", "tensor a has the unknown dtype 'F31'; known are BOOL"),
-        ({"a": tensor("u8", [1], 0, 1)}, b"1", "unknown dtype 'u8'"),
-        ({"a": {"dtype": None, "shape": [1], "data_offsets": [0, 1]}}, b"1", "unknown dtype None"),
-        ({"a": {"dtype": ["U8"], "shape": [1], "data_offsets": [0, 1]}}, b"1", "unknown dtype"),
         ({"a": {"shape": [1], "data_offsets": [0, 1]}}, b"1", "unknown dtype None"),
         # Tensors that are none
         ({"a": ["U8", [1], [0, 1]]}, b"1", "tensor a is described by a list, not an object"),
@@ -90,23 +77,18 @@ def refusal(content: bytes) -> str:
         # Metadata
         ({"__metadata__": {"a": 1}}, b"", "__metadata__ has a int under a, not a string"),
         ({"__metadata__": {"a": None}}, b"", "__metadata__ has a NoneType"),
-        ({"__metadata__": {"a": {}}}, b"", "__metadata__ has a dict"),
-        ({"__metadata__": "a"}, b"", "__metadata__ is a str"),
         ({"__metadata__": [["a", "b"]]}, b"", "__metadata__ is a list"),
         # JSON
         (b"", b"", "not valid JSON"),
         (b"[]", b"", "a JSON list, not an object"),
-        (b'"a"', b"", "a JSON str, not an object"),
         (b"null", b"", "not an object"),
         (b'{"a":', b"", "not valid JSON"),
-        (b"{} x", b"", "not valid JSON"),
         (b"{}\0\0", b"", "not valid JSON"),
         (b"\xef\xbb\xbf{}", b"", "not valid JSON"),
         (b'{"a\nb":{}}', b"", "not valid JSON"),
         (b'{"\xff":{}}', b"", "can't decode byte 0xff in position 2"),
         (b'{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"1", r"\\ud800.*surrogate"),
         (b'{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,1]}}', b"1", "NaN is not JSON"),
-        (b'{"a":{"dtype":"U8","shape":[Infinity],"data_offsets":[0,1]}}', b"1", "Infinity is not JSON"),
         (b'{"a":' + b"[" * 100_000, b"", "not valid JSON"),
         (b'{"a":' * 100_000, b"", "not valid JSON"),
         (b'{"a":{"dtype":"U8","shape":[' + b"9" * 10_000 + b'],"data_offsets":[0,1]}}', b"1", "JSON"),
@@ -184,11 +166,6 @@ def test_a_header_that_cannot_be_read_is_a_storage_error() -> None:
         read_header(MemoryReader({}), "f")
 
 
-def test_parse_header_checks_its_own_length() -> None:
-    with pytest.raises(FormatError, match="2 bytes is announced, but the file ends after 9 bytes"):
-        parse_header("f", 9, b"{}")
-
-
 # Fuzz
 
 
@@ -249,13 +226,6 @@ def test_mutated_headers_are_refused_or_consistent() -> None:
         accepted += bytes(content) != SOUND and attempt(bytes(content))
     # Some mutations only rename a tensor. If none were accepted, the mutations would prove little.
     assert 100 < accepted < 2000
-
-
-def test_digits_are_mutated_one_by_one() -> None:
-    positions = [place for place in range(8, len(SOUND) - 35) if chr(SOUND[place]).isdigit()]
-    for position in positions:
-        for digit in b"0123456789":
-            attempt(SOUND[:position] + bytes([digit]) + SOUND[position + 1 :])
 
 
 json_values = st.recursive(

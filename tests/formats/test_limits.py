@@ -3,7 +3,6 @@
 import collections
 import json
 import pickle
-import sys
 import threading
 
 import pytest
@@ -11,22 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.formats.building import file_of
-from tests.formats.test_distributed import GRID, Written, cut, spiral
-from tests.formats.test_peft_adapter import parsed
+from tests.formats.test_distributed import GRID, Written, cut
 from tests.formats.torch_building import Called, saved, storage, tensor, torch_file
 from tests.harness.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError
-from shardwise.formats import opening
 from shardwise.formats.contract import Joined, View, Whole, each
 from shardwise.formats.distributed import holds_optimizer, open_state
-from shardwise.formats.joining import MAX_DIMS, beside, tiling
+from shardwise.formats.joining import MAX_DIMS, beside
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.pickles import TORCH_FILE, read_pickle
 from shardwise.formats.safetensors_files import read_header
-from shardwise.formats.torch_files import Archive, FileWindow, TorchArchive, read_torch_file
+from shardwise.formats.torch_files import read_torch_file
 from shardwise.storage.contract import ReadPolicy
-from shardwise.tensors import Box
 
 LARGEST = 2**63 - 1
 
@@ -63,28 +59,10 @@ def test_sizes_of_torch_end_below_two_to_the_63() -> None:
     assert "a tensor has no offset" in refusal_of_torch({"a": tensor((0, 1), offset=LARGEST + 1)})
 
 
-def test_the_largest_factor_of_an_adapter() -> None:
-    assert parsed(lora_alpha=sys.float_info.max).lora_alpha == sys.float_info.max
-    assert parsed(lora_alpha=-sys.float_info.max).lora_alpha == -sys.float_info.max
-
-
 def test_as_many_dimensions_as_torch_has() -> None:
     ones = torch.ones((1,) * MAX_DIMS)
     folder = Written({"a": (tuple(ones.shape), {(0,) * MAX_DIMS: ones})})
     assert open_checkpoint(folder.reader()).entries["a"].shape == (1,) * MAX_DIMS
-
-
-def test_cuts_within_cuts_as_deep_as_they_may_be() -> None:
-    found, depth = tiling((17, 17), [(box, Whole(str(box))) for box in spiral(17)]), 0
-    while isinstance(found, Joined):
-        found, depth = next((part for part in found.parts if isinstance(part, Joined)), None), depth + 1
-    assert depth == 32
-    *boxes, one, other = spiral(18)
-    assert len(boxes) == 33
-    dim = next(dim for dim in range(2) if one.offsets[dim] != other.offsets[dim])
-    around = Box(one.offsets, tuple(2 if axis == dim else 1 for axis in range(2)))
-    assert around.numel == one.numel + other.numel
-    assert tiling((18, 18), [(box, Whole(str(box))) for box in (*boxes, around)]) is None
 
 
 # Pickles
@@ -127,14 +105,6 @@ def test_a_tensor_that_tells_its_dtype() -> None:
         assert "it takes 7 arguments" in refusal_of_torch({"a": third(*arguments)})
 
 
-def test_equal_pickles_are_read_once() -> None:
-    content = saved(torch.ones(3))
-    reader, known = opened({"f": content}), {}
-    first, second = (TorchArchive(FileWindow(reader, "f", 0, len(content)), "f", known) for _ in range(2))
-    assert first.value is second.value
-    assert len(known) == 1
-
-
 # At once, or one after the other
 
 
@@ -155,14 +125,6 @@ def test_where_a_read_is_a_wait_many_are_at_once() -> None:
 
 
 # Archives
-
-
-@given(st.binary(max_size=60))
-def test_an_archive_of_nothing_after_any_bytes(before: bytes) -> None:
-    end = b"PK\5\6" + bytes(12) + len(before).to_bytes(4, "little") + bytes(2)
-    content = before + end
-    with pytest.raises(FormatError, match="it has no members"):
-        Archive(FileWindow(opened({"f": content}), "f", 0, len(content)), "f")
 
 
 # Folders of torch.distributed.checkpoint
@@ -186,27 +148,6 @@ def test_files_of_ranks_are_not_called_files_of_models() -> None:
     assert "other.bin: if one of them holds the model" in message
     assert "notes.txt: if" not in message
     assert "rank0.bin, other.bin: if" not in message
-
-
-@pytest.mark.parametrize("count", [19, 20, 21])
-def test_of_missing_files_the_first_are_named(count: int) -> None:
-    folder = Written({f"t{number:02d}": ((1,), {(0,): torch.ones(1)}) for number in range(count)})
-    for number, (index, info) in enumerate(list(folder.metadata.storage_data.items())):
-        info.relative_path = f"__{number:02d}_0.distcp"
-        folder.metadata.storage_data[index] = info
-    with pytest.raises(FormatError) as caught:
-        open_checkpoint(opened({".metadata": folder.files()[".metadata"]}))
-    assert f"{count} of {count} files are missing: __00_0.distcp, " in str(caught.value)
-    assert ("__19_0.distcp" in str(caught.value)) is (count > 19)
-    assert (", ...;" in str(caught.value)) is (count > 20)
-
-
-def test_a_chunk_has_no_fewer_bytes_than_none() -> None:
-    folder = Written({"g": cut(GRID, [3, 3], [8])})
-    info = next(iter(folder.metadata.storage_data.values()))
-    info.length = -1
-    with pytest.raises(FormatError, match="g has no range of bytes"):
-        open_checkpoint(folder.reader())
 
 
 def test_an_empty_tensor_lies_where_its_first_chunk_does() -> None:
@@ -266,15 +207,6 @@ def test_one_checkpoint_beside_another() -> None:
     part = both.composed["more/t"].part
     assert isinstance(part, View)
     assert part.key == "more/t (storage)"
-
-
-@pytest.mark.parametrize("count", [4, 5, 6])
-def test_of_what_is_not_loaded_the_first_are_told(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(opening, "_MOST_IGNORED", 5)
-    content = saved({"a": torch.ones(1), **{f"n{number}": number for number in range(count)}})
-    ignored = open_checkpoint(opened({"pytorch_model.bin": content})).ignored
-    assert len([item for item in ignored if item.startswith("n")]) == min(count, 5)
-    assert ignored[5:] == (("... and 1 more",) if count > 5 else ())
 
 
 def test_parts_of_two_saves_are_named_in_their_order() -> None:

@@ -1,15 +1,10 @@
 """Files of strangers, of other makers and of other runs: read where they can be, else refused with the reason."""
 
-import pickle
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from tests.interchange import refusing
-
-from shardwise import ConfigError
-from shardwise.formats.accelerate_saves import MODEL, OPTIMIZER, OfRanks, WholeFile, find_saved
 
 pytestmark = pytest.mark.distributed
 
@@ -28,18 +23,6 @@ def test_nothing_that_a_file_says_is_run(worlds, tmp_path, name):
     if name == PICKLES[0]:  # the pickle would, read as it is
         torch.load(tmp_path / name, weights_only=False)
         assert marker.exists()
-
-
-def test_a_way_out_of_the_folder_is_refused(worlds, tmp_path):
-    worlds(2).run(refusing.write, str(tmp_path), "sharded")
-    metadata = tmp_path / "pytorch_model_fsdp_0" / ".metadata"
-    content = pickle.loads(metadata.read_bytes())
-    for index, info in content.storage_data.items():
-        content.storage_data[index].relative_path = "../" + info.relative_path
-    metadata.write_bytes(pickle.dumps(content))
-    for kind, text in worlds(2).run(refusing.model_refused, str(tmp_path)):
-        assert kind == "FormatError"
-        assert "climbs out of its folder" in text
 
 
 def test_a_key_that_is_missing_on_one_rank_is_an_error_on_all(worlds, tmp_path):
@@ -116,13 +99,6 @@ def test_ranks_that_ask_for_different_things_are_told(worlds, tmp_path):
         assert "arguments" in text
 
 
-def test_an_optimizer_is_not_a_model(worlds, tmp_path):
-    worlds(2).run(refusing.write, str(tmp_path), "sharded")
-    for kind, text in worlds(2).run(refusing.model_refused, str(tmp_path), "optimizer_0"):
-        assert kind == "FormatError"
-        assert "holds the state of an optimizer" in text
-
-
 def test_a_state_of_other_parameters_is_refused(worlds, tmp_path):
     worlds(2).run(refusing.write, str(tmp_path), "full")
     state = torch.load(tmp_path / "optimizer.bin", weights_only=True)
@@ -144,27 +120,3 @@ def test_a_damaged_file_is_refused(worlds, tmp_path, place):
     for kind, text in worlds(2).run(refusing.model_refused, str(tmp_path)):
         assert kind == "FormatError"
         assert file.name in text
-
-
-def test_what_is_there_is_told_apart(tmp_path):
-    with pytest.raises(Exception, match="no model 0 of accelerate's"):
-        find_saved(tmp_path, MODEL, 0)
-    (tmp_path / "pytorch_model_fsdp_0").mkdir()
-    with pytest.raises(Exception, match="take a save that was completed"):
-        find_saved(tmp_path, MODEL, 0)
-    (tmp_path / "pytorch_model_fsdp_1.bin").touch()
-    assert find_saved(tmp_path, MODEL, 1) == WholeFile(str(tmp_path), "pytorch_model_fsdp_1.bin")
-    (tmp_path / "pytorch_model_fsdp_1_rank0.bin").touch()
-    with pytest.raises(ConfigError, match="in several forms: pytorch_model_fsdp_1.bin, pytorch_model_fsdp_1_rank0"):
-        find_saved(tmp_path, MODEL, 1)
-    (tmp_path / "pytorch_model_fsdp_1_rank3.bin").touch()
-    with pytest.raises(Exception, match="none of rank 1, 2"):
-        find_saved(tmp_path / "pytorch_model_fsdp_1_rank0.bin", MODEL, 1)
-    for rank in range(2):
-        (tmp_path / f"optimizer_10_rank{rank}.bin").touch()
-    assert find_saved(tmp_path, OPTIMIZER, 10) == OfRanks(
-        str(tmp_path), ("optimizer_10_rank0.bin", "optimizer_10_rank1.bin")
-    )
-    with pytest.raises(Exception, match="check the path"):
-        find_saved(tmp_path / "nowhere", MODEL, 0)
-    shutil.rmtree(tmp_path / "pytorch_model_fsdp_0")

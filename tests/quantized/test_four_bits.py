@@ -124,17 +124,6 @@ def test_a_value_that_is_not_finite(plain, tmp_path, value):
         shardwise.from_pretrained(folder, quantization=Nf4())
 
 
-def test_a_block_of_zeros(plain, tmp_path):
-    def clear(tensors, key):
-        tensors[key][2, :64] = 0
-
-    folder = changed(plain, tmp_path / "zeros", UP, clear)
-    model = shardwise.from_pretrained(folder, quantization=Nf4())
-    layer = model.get_submodule(UP.removesuffix(".weight"))
-    assert layer.scales()[2, 0] == 0
-    assert not layer.numbers()[2, :64].any()
-
-
 def test_packed_from_eight_bits(plain, tmp_path):
     """What is stored in FP8 goes straight into four bits: as its numbers would."""
     folder = tmp_path / "fp8"

@@ -9,7 +9,6 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tests import zoo
-from tests.merging.adapters import save_adapter
 from tests.quantized import quantizing
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -17,7 +16,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import shardwise
 from shardwise.cli import main
 from shardwise.conversion.dequantize import Dequantize
-from shardwise.engines.merging_adapter import merge_adapter
 
 QUIET = shardwise.options.LoadOptions(progress=False)
 
@@ -129,26 +127,6 @@ def test_inspect_shows_what_is_stored(quantized):
     assert (dtypes[name], dtypes[f"{name}_scale_inv"]) == ("F8_E4M3", "F32")
 
 
-def test_an_adapter_is_merged_into_the_numbers(quantized, plain, tmp_path):
-    folder, numbers = quantized("fp8 blocks")
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    for file in plain.iterdir():
-        if not file.name.endswith((".safetensors", ".index.json")):
-            (whole / file.name).write_bytes(file.read_bytes())
-    save_file(numbers, whole / "model.safetensors", metadata={"format": "pt"})
-    adapter = save_adapter(whole, tmp_path / "adapter", r=4, target_modules=["q_proj", "down_proj"])
-    for base, out in ((whole, "wanted"), (folder, "found")):
-        merge_adapter(base, adapter, tmp_path / out, dtype="float32")
-    wanted, found = (
-        {key: value for file in (tmp_path / out).glob("*.safetensors") for key, value in load_file(file).items()}
-        for out in ("wanted", "found")
-    )
-    assert wanted.keys() == found.keys()
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-    assert "quantization_config" not in json.loads((tmp_path / "found" / "config.json").read_text())
-
-
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory):
     """Experts as gpt-oss stores them, and the numbers that transformers makes of them."""
@@ -258,25 +236,4 @@ def test_a_half_of_a_pair(quantized, tmp_path, lost, told):
     save_file(tensors, file, metadata={"format": "pt"})
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(shardwise.FormatError, match=told):
-        shardwise.from_pretrained(str(tmp_path))
-
-
-def test_scales_of_a_models_own_are_tensors_like_others(quantized, tmp_path):
-    folder, _ = quantized("fp8 blocks")
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    index["weight_map"]["model.logit_scale"] = "more.safetensors"
-    save_file({"model.logit_scale": torch.ones(())}, tmp_path / "more.safetensors", metadata={"format": "pt"})
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(shardwise.KeyMismatchError, match=r"model\.logit_scale"):
-        shardwise.from_pretrained(str(tmp_path))
-
-
-def test_one_scale_where_the_config_says_blocks(quantized, tmp_path):
-    folder, _ = quantized("fp8 of a tensor")
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    told = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 24]}}
-    content = json.loads((tmp_path / "config.json").read_text()) | told
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(shardwise.FormatError, match="in blocks of 16 x 24, wants"):
         shardwise.from_pretrained(str(tmp_path))

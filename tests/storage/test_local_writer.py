@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -175,20 +174,6 @@ def test_an_interrupted_setting_aside_is_repeated(tmp_path: Path, monkeypatch: p
     assert len(calls) == 3
 
 
-def test_a_limit_of_the_size_of_files_is_told(tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    try:
-        with (
-            LocalWriter(tmp_path) as writer,
-            pytest.raises(StorageError, match=r"a in .*file too large"),
-        ):
-            writer.create("a", 20_000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert list(tmp_path.iterdir()) == []
-
-
 # ── refusals of the system ────────────────────────────────────────────────────────────────────────
 
 
@@ -226,22 +211,6 @@ def test_what_the_system_refuses_names_file_cause_and_fix(
             asks[call](writer)
         assert isinstance(caught.value.__cause__, OSError)
         assert caught.value.__cause__.errno == code
-
-
-def test_a_folder_that_may_not_be_written_to(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir(mode=0o555)
-    user = os.geteuid()
-    with LocalWriter(folder) as writer:
-        if user == 0:
-            os.seteuid(65534)
-        try:
-            for ask in (lambda: writer.create("a", 1), lambda: writer.replace("a", b"1")):
-                with pytest.raises(StorageError, match=r"a in .*permission denied"):
-                    ask()
-        finally:
-            os.seteuid(user)
-    assert list(folder.iterdir()) == []
 
 
 def test_a_sync_that_failed_is_not_made_good_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,14 +315,6 @@ def test_removing_a_link_leaves_what_it_leads_to(cached: Path) -> None:
         writer.remove("gone")
     assert list(cached.iterdir()) == []
     assert (cached.parent / "blobs" / "b10b").read_bytes() == b"of the cache"
-
-
-def test_the_root_may_be_a_link(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    with LocalWriter(tmp_path / "link") as writer:
-        put(writer, "a")
-    assert (tmp_path / "real" / "a").read_bytes() == CONTENT
 
 
 # ── permissions, policies, descriptors ────────────────────────────────────────────────────────────
