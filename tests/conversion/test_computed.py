@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.scaled import scaled, scales_of
 
-from shardwise.conversion.computed import SmallestBlocks, aligned_blocks, computed_leaves, computes, pieces
+from shardwise.conversion.computed import SmallestBlocks, aligned_blocks, computed_leaves, computes
 from shardwise.conversion.expression import Stored, concat, stack
 from shardwise.tensors import Box, DType
 
@@ -74,8 +74,3 @@ def test_the_memory_of_the_smallest_block_counts_what_it_is_computed_of():
     assert list(computed_leaves(concat([above, weight], 0))) == [above]
     assert (computes(concat([weight, node], 0)), computes(weight)) == (True, False)
     assert stack([weight, Stored("h", (6, 8), DType.F16)], 0).dtype is DType.F32
-
-
-def test_pieces_of_a_box_outside_are_refused():
-    with pytest.raises(ValueError, match="not within"):
-        list(pieces(Stored("w", (4, 3), DType.F32), {}, Box((3, 0), (2, 3))))

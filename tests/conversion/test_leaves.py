@@ -11,11 +11,8 @@ from tests.conversion.random_expressions import Grower, view
 
 from shardwise.conversion.computed import copies
 from shardwise.conversion.expression import (
-    Concat,
     Expression,
     Hole,
-    Reshape,
-    Stack,
     Stored,
     concat,
     permute,
@@ -127,22 +124,6 @@ def test_rows_that_no_checkpoint_holds() -> None:
         concat([Hole((3, 2), DType.F32), stored], 0),
     ):
         assert rows_stored(whole) is None
-
-
-def test_what_does_nothing_is_left_out() -> None:
-    a = Stored("a", (4, 6), DType.F32)
-    assert concat([a], 0) is a
-    assert slice_dim(a, 1, 0, 6) is a
-    assert permute(a, (0, 1)) is a
-    assert reshape(a, (4, 6)) is a
-    assert reshape(reshape(a, (24,)), (4, 6)) is a
-    assert reshape(reshape(a, (24,)), (3, 8)) == Reshape(a, (3, 8))
-    assert stack([a], 1) == Reshape(a, (4, 1, 6))
-    assert concat([a, a], 1) == Concat((a, a), 1, (4, 12))
-    assert stack([a, a], 2) == Stack((a, a), 2, (4, 6, 2))
-    assert slice_dim(a, 1, 1, 5, 1).shape == (4, 5)
-    assert slice_dim(a, 1, 0, 3, 2).shape == (4, 3)
-    assert slice_dim(a, 0, 4, 0).shape == (0, 6)
 
 
 @pytest.mark.parametrize(

@@ -146,13 +146,6 @@ def test_what_is_stored_so_is_taken_as_it_is():
     assert nested_as_stored(numbers, Form4.NF4, 64) is None
 
 
-@pytest.mark.parametrize(("shape", "told"), [((8, 56), "in four bits"), ((4, 64), "in four bits")])
-def test_what_does_not_go_together(shape, told):
-    values, scales = Stored("w", (256, 1), DType.U8), Stored("s", (8,), DType.F32)
-    with pytest.raises(ValueError, match=told):
-        unpacked(values, scales, shape, Form4.NF4, 64, DType.F32)
-
-
 class Stacks:
     """Weights that are stored in four bits, as expressions, with their numbers."""
 

@@ -60,15 +60,6 @@ A, B, C = file_with("a"), file_with("b"), file_with("c")
         (
             {
                 "x.safetensors": A,
-                "y.safetensors": B,
-                "odd.safetensors.index.json": index_of({"a": "x.safetensors"}),
-            },
-            ["x.safetensors"],
-            "indexed",
-        ),
-        (
-            {
-                "x.safetensors": A,
                 "consolidated.safetensors": B,
                 "consolidated.safetensors.index.json": b"not opened",
                 "adapter_model.safetensors.index.json": b"not opened",
@@ -301,14 +292,9 @@ def test_a_folder_of_thousands_of_files_is_listed_in_part() -> None:
         (b'{"weight_map": ' + b"[" * 100_000, "not valid JSON"),
         (b'{"weight_map": {"\xff": "x.safetensors"}}', "can't decode byte 0xff in position 17"),
         (b'{"weight_map": {"a": 1}}', "a: 1, not a string"),
-        (b'{"weight_map": {"a": null}}', "a: None, not a string"),
-        (b'{"weight_map": {"a": ["x.safetensors"]}}', "a: ['x.safetensors'], not a string"),
         (index_of({"a": "/etc/x.safetensors"}), "/etc/x.safetensors: it is absolute"),
         (index_of({"a": "../x.safetensors"}), "../x.safetensors: it climbs out"),
-        (index_of({"a": "sub/../../x.safetensors"}), "sub/../../x.safetensors: it climbs out"),
         (index_of({"a": "..\\x.safetensors"}), "it contains a backslash"),
-        (index_of({"a": "C:x.safetensors"}), "it starts with a drive letter"),
-        (index_of({"a": "\0.safetensors"}), "it contains a NUL character"),
         (index_of({"a": ""}), "it does not end in .safetensors"),
         (index_of({"a": "pytorch_model.bin"}), "pytorch_model.bin: it does not end in .safetensors"),
         (index_of({"a": "\ud800.safetensors"}), "\\ud800"),

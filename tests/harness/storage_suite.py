@@ -39,11 +39,6 @@ class StorageReaderSuite:
     def make_reader(self) -> MakeReader:
         raise NotImplementedError("a subclass says how its reader is made, as a fixture named make_reader")
 
-    def test_it_is_a_storage_reader(self, make_reader: MakeReader) -> None:
-        with make_reader({"a": b""}) as reader:
-            assert isinstance(reader, StorageReader)
-            assert reader.root
-
     def test_lists_files_and_those_of_subfolders(self, make_reader: MakeReader) -> None:
         with make_reader({"b": b"", "a": b"", "sub/deeper/c": b""}) as reader:
             if self.can_list:
@@ -79,12 +74,6 @@ class StorageReaderSuite:
             doubles: Any = memoryview(whole)[8:40].cast("d")
             reader.read_into("a", 3, doubles)
             assert bytes(whole) == bytes(8) + _CONTENT[3:35] + bytes(8)
-
-    def test_fills_a_view_of_several_dims(self, make_reader: MakeReader) -> None:
-        with make_reader({"a": _CONTENT}) as reader:
-            whole = bytearray(24)
-            reader.read_into("a", 5, memoryview(whole).cast("B", (2, 3, 4)))
-            assert bytes(whole) == _CONTENT[5:29]
 
     def test_scatters_one_range_into_many_buffers(self, make_reader: MakeReader) -> None:
         # More buffers than one system call takes, some of them empty, of many sizes.
@@ -133,13 +122,6 @@ class StorageReaderSuite:
                 with pytest.raises(StorageError, match=r"absent .*no such file") as caught:
                     ask(reader)
                 assert isinstance(caught.value.__cause__, FileNotFoundError)
-
-    def test_a_refusal_leaves_the_reader_usable(self, make_reader: MakeReader) -> None:
-        with make_reader({"a": _CONTENT}) as reader:
-            for name, stop in (("absent", 1), ("a", _NBYTES + 1), ("../a", 1)):
-                with pytest.raises(StorageError):
-                    reader.read(name, 0, stop)
-            assert reader.read("a", 0, _NBYTES) == _CONTENT
 
     @pytest.mark.parametrize(
         "name",
