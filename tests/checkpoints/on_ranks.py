@@ -4,7 +4,7 @@ import random
 import threading
 import warnings
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tests.checkpoints import tiny
 from tests.checkpoints.tiny import Positions, Training, differences
-from tests.harness import EffectLog, RecordingWriter
+from tests.harness import EffectLog, recorded
 from tests.verbs.conftest import small_qwen3
 from tests.verbs.on_ranks import attempt
 from torch import nn
@@ -28,8 +28,6 @@ from shardwise.execution import saving_lock
 from shardwise.execution.distributed_chunks import ChunkStaging
 from shardwise.options import AdapterOnly, CheckpointerOptions, Ignore
 from shardwise.storage.writing import open_writer
-
-MODES = {"sync": "sync", "async": "async"}
 
 
 def seed_all(seed: int) -> None:
@@ -45,7 +43,7 @@ def train_and_save(
     training = Training(way=way, **settings)
     training.step(steps)
     seed_all(100 + tiny.rank())
-    with Checkpointer(folder, mode=MODES[mode]) as checkpointer:
+    with Checkpointer(folder, mode=mode) as checkpointer:
         saved = training.taken()
         report = checkpointer.save(steps, training.state)
         numbers = tiny.draws()
@@ -240,7 +238,7 @@ def fail_in_the_background(folder: str) -> tuple[Any, ...]:
 def fail_to_tidy_up(folder: str, mode: str) -> tuple[Any, ...]:
     """A checkpoint that counts by the time something fails is known of by the next one."""
     training = Training()
-    checkpointer = Checkpointer(folder, mode=MODES[mode])
+    checkpointer = Checkpointer(folder, mode=mode)
     release, failures = saving_lock.release_lock, ["struck"]
 
     def struck(*arguments: Any) -> None:
@@ -498,29 +496,10 @@ def resume_pretrained_run(base: str, folder: str) -> Any:
 # Crashes
 
 
-@contextmanager
-def recorded(root: str, log: str | None) -> Any:
-    """All that is written below ``root`` is noted, with the folders inside of it."""
-    if log is None:
-        yield
-        return
-    effects = EffectLog(log)
-
-    def opened(target: Any) -> Any:
-        folder = "" if str(target) == root else Path(target).name
-        return RecordingWriter(open_writer(target), effects, writer=tiny.rank(), folder=folder)
-
-    with (
-        mock.patch("shardwise.checkpoints.write.open_writer", opened),
-        mock.patch("shardwise.execution.locked_folder.open_writer", opened),
-        mock.patch("shardwise.checkpoints.folder.open_writer", opened),
-    ):
-        yield
-
-
 def save_steps(folder: str, steps: list[int], keep: int, mode: str, log: str | None) -> None:
     training = Training()
-    with recorded(folder, log), Checkpointer(folder, keep=keep, mode=MODES[mode]) as checkpointer:
+    recording = nullcontext() if log is None else recorded(EffectLog(log), folder, writer=tiny.rank())
+    with recording, Checkpointer(folder, keep=keep, mode=mode) as checkpointer:
         for step in steps:
             training.step()
             checkpointer.save(step, training.state)

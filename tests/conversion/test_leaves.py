@@ -75,32 +75,14 @@ def test_leaves_that_are_made_of_others(seed: int) -> None:
 
 
 def test_expressions_that_differ_have_other_skeletons() -> None:
-    a, b = Stored("a", (4, 6), DType.F32), Stored("b", (4, 6), DType.F32)
-    square = Stored("a", (4, 4), DType.F32)
-    different = [
-        a,
-        square,
-        Stored("a", (4, 6), DType.F16),
-        concat([a, b], 0),
-        concat([a, a], 0),
-        concat([a, b], 1),
-        concat([a, b, b], 0),
-        stack([a, b], 0),
-        stack([a, b], 1),
-        slice_dim(a, 0, 0, 2),
-        slice_dim(a, 0, 1, 2),
-        slice_dim(a, 0, 0, 2, 2),
-        slice_dim(a, 0, 0, 3),
-        slice_dim(a, 1, 0, 2),
-        permute(a, (1, 0)),
-        permute(reshape(a, (2, 2, 6)), (1, 0, 2)),
-        permute(reshape(a, (2, 2, 6)), (1, 2, 0)),
-        reshape(a, (6, 4)),
-        reshape(a, (24,)),
-        Hole((4, 6), DType.F32),
-        Hole((4, 5), DType.F32),
-        concat([a, Hole((1, 6), DType.F32)], 0),
-    ]
+    a, b, half = Stored("a", (4, 6), DType.F32), Stored("b", (4, 6), DType.F32), Stored("a", (4, 6), DType.F16)
+    cube = reshape(a, (2, 2, 6))
+    different = [a, half, Stored("a", (4, 4), DType.F32), Hole((4, 6), DType.F32), Hole((4, 5), DType.F32)]
+    different += [concat([a, b], 0), concat([a, a], 0), concat([a, b], 1), concat([a, b, b], 0)]
+    different += [concat([a, Hole((1, 6), DType.F32)], 0), stack([a, b], 0), stack([a, b], 1)]
+    different += [slice_dim(a, *of) for of in ((0, 0, 2), (0, 1, 2), (0, 0, 2, 2), (0, 0, 3), (1, 0, 2))]
+    different += [permute(a, (1, 0)), permute(cube, (1, 0, 2)), permute(cube, (1, 2, 0))]
+    different += [reshape(a, (6, 4)), reshape(a, (24,))]
     assert len({skeleton(node)[0] for node in different}) == len(different)
     assert skeleton(concat([a, b], 0))[0] == skeleton(concat([b, a], 0))[0]
     assert skeleton(concat([b, a], 0))[1] == ("b", "a")

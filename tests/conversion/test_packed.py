@@ -113,7 +113,7 @@ def test_any_of_the_scales_that_are_bytes(data):
         tuple(numbers.tolist()),
     )
     assert isinstance(node, Computed)
-    wanted = torch.stack([numbers[int(code)] * nested[at // 256] + 0.25 for at, code in enumerate(codes)])
+    wanted = numbers[codes.long()] * nested.repeat_interleave(256)[:count] + 0.25
     box = draw(boxes((count,)))
     assert torch.equal(
         evaluated(node, [codes, nested], box, draw(st.sampled_from([1, 3000, 1 << 20]))), part(wanted, box)

@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from accelerate.utils import FullyShardedDataParallelPlugin
 from tests.models.small import qwen3
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -78,26 +77,6 @@ def test_what_accelerate_config_writes(tmp_path):
     assert "'sharded'" in told[0]
     named = ["model.layers.0", "model.layers.0.self_attn", "model.layers.1", "model.layers.1.self_attn"]
     assert select_blocks(qwen3(), sharding.wrap) == named
-
-
-@pytest.mark.parametrize(
-    ("settings", "plugin"),
-    [
-        ({"fsdp_offload_params": True}, {"cpu_offload": True}),
-        ({"fsdp_reshard_after_forward": "false"}, {"reshard_after_forward": False}),
-        ({"fsdp_activation_checkpointing": "true"}, {"activation_checkpointing": True}),
-        ({"reshard_after_forward": True}, {}),
-    ],
-)
-def test_settings_are_those_of_accelerates_plugin(settings, plugin):
-    """accelerate's own reading of the same is asked."""
-    sharding, _ = read({"fsdp_config": {"fsdp_version": 2, **settings}, "mixed_precision": "bf16"})
-    theirs = FullyShardedDataParallelPlugin(fsdp_version=2, **plugin)
-    theirs.set_mixed_precision("bf16")
-    assert sharding.mp_policy == theirs.mixed_precision_policy
-    assert sharding.reshard_after_forward is theirs.reshard_after_forward
-    assert type(sharding.offload_policy) is type(theirs.cpu_offload)
-    assert sharding.activation_checkpointing is theirs.activation_checkpointing
 
 
 @pytest.mark.parametrize(
@@ -293,11 +272,6 @@ def test_a_misspelt_class_among_several_is_refused_by_name():
 def test_partials_that_cannot_be_honoured(wrap, said):
     with pytest.raises(ConfigError, match=said):
         Sharding(wrap=wrap)
-
-
-def test_a_function_that_chooses_nothing_is_refused():
-    with pytest.raises(shardwise.ShardingError, match="matches nothing in Qwen3ForCausalLM"):
-        select_blocks(qwen3(), Sharding(wrap=lambda module: False).wrap)
 
 
 def test_ranks_compare_functions_by_their_names():

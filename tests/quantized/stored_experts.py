@@ -37,18 +37,9 @@ def packed_for_files(key: str, numbers: torch.Tensor, quantization: Nf4) -> dict
 
 def make_gpt_oss(folder: Path) -> None:
     """A small gpt-oss, its experts in MXFP4."""
-    config = GptOssConfig(
-        vocab_size=260,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=2,
-        dtype="bfloat16",
-    )
+    sizes = {"vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    config = GptOssConfig(**sizes, **heads, num_local_experts=EXPERTS, dtype="bfloat16")
     model = AutoModelForCausalLM.from_config(config).bfloat16()
     zoo.fill(model)
     zoo.save_original(model, folder, max_shard_size="1GB")

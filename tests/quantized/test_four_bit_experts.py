@@ -21,20 +21,10 @@ EXPERTS, WIDTH, INNER = 5, 128, 192
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Path:
-    config = Qwen3MoeConfig(
-        vocab_size=97,
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        moe_intermediate_size=INNER,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
-    model = AutoModelForCausalLM.from_config(config)
+    sizes = {"vocab_size": 97, "hidden_size": WIDTH, "moe_intermediate_size": INNER, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False}
+    experts = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "dtype": "bfloat16"}
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads, **experts))
     zoo.fill(model)
     folder = tmp_path_factory.mktemp("experts")
     zoo.save_original(model, folder, max_shard_size="300KB")
@@ -96,19 +86,9 @@ def test_a_stack_alone_may_stay(plain):
 
 
 def test_experts_that_are_multiplied_otherwise_stay(tmp_path):
-    config = GptOssConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        dtype="bfloat16",
-    )
-    model = AutoModelForCausalLM.from_config(config)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**sizes, **heads, dtype="bfloat16"))
     zoo.fill(model)
     zoo.save_original(model, tmp_path)
     ours, report = shardwise.from_pretrained(tmp_path, quantization=Nf4(), output_loading_info=True)

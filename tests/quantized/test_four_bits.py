@@ -12,30 +12,17 @@ from tests import zoo
 from tests.harness.world import run_world
 from tests.merging.adapters import save_adapter
 from tests.quantized import four_bits, quantizing
-from transformers import AutoModelForCausalLM, Qwen3Config
+from tests.verbs.conftest import small_qwen3
 
 import shardwise
 from shardwise.models.quantization import of_transformers
 from shardwise.options import Fp4, Nf4
 
-CONFIG = Qwen3Config(
-    vocab_size=97,
-    hidden_size=128,
-    intermediate_size=192,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    tie_word_embeddings=False,
-    dtype="bfloat16",
-)
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "dtype": "bfloat16"}
 
 
 def written(folder: Path, **changes: object) -> Path:
-    config = Qwen3Config(**{**CONFIG.to_dict(), **changes})
-    model = AutoModelForCausalLM.from_config(config)
-    zoo.fill(model)
-    zoo.save_original(model, folder, max_shard_size="60KB")
+    zoo.save_original(small_qwen3(**SIZES | changes).bfloat16(), folder, max_shard_size="60KB")
     return folder
 
 
