@@ -200,16 +200,15 @@ def refused(folder: str, fault: str) -> tuple[str, str]:
                 held.release()
             return error
     elif fault == "raise while writing":
-        original = write._write_own
-
-        def struck(*arguments: Any) -> None:
-            if tiny.rank() == 1:
-                raise OSError("struck")
-            original(*arguments)
-
-        with mock.patch.object(write, "_write_own", struck):
+        with rank_1_cannot_write():
             return attempt(lambda: checkpointer.save(1, state))
     return attempt(lambda: checkpointer.save(1, state))
+
+
+def rank_1_cannot_write() -> Any:
+    """Have writing raise on the second rank, within a block."""
+    fails = mock.patch.object(write, "_write_own", side_effect=OSError("struck"))
+    return fails if tiny.rank() == 1 else nullcontext()
 
 
 def fail_in_the_background(folder: str) -> tuple[Any, ...]:
@@ -218,14 +217,7 @@ def fail_in_the_background(folder: str) -> tuple[Any, ...]:
     checkpointer = Checkpointer(folder, mode="async")
     checkpointer.save(1, training.state)
     checkpointer.wait()
-    original = write._write_own
-
-    def struck(*arguments: Any) -> None:
-        if tiny.rank() == 1:
-            raise OSError("struck")
-        original(*arguments)
-
-    with mock.patch.object(write, "_write_own", struck):
+    with rank_1_cannot_write():
         report = checkpointer.save(2, training.state)
         futures.wait([checkpointer._on_its_way[1]])
     error = attempt(lambda: checkpointer.save(3, training.state))

@@ -1,7 +1,6 @@
 """The last value that a rule takes, and the first that it does not; and what is done once, or at once."""
 
 import collections
-import json
 import pickle
 import threading
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.formats.building import file_of
 from tests.formats.test_distributed import Written
 from tests.formats.torch_building import Called, storage, torch_file
 from tests.harness.memory_storage import MemoryReader
@@ -136,18 +134,3 @@ def test_an_empty_tensor_lies_where_its_first_chunk_does() -> None:
 
 
 # A state of its own, and one checkpoint beside another
-
-
-def test_parts_of_two_saves_are_named_in_their_order() -> None:
-    def chunk(dtype: str, rows: int, at: int) -> bytes:
-        nbytes = rows * (4 if dtype == "F32" else 2)
-        told = json.dumps({"g": {"saved_offsets": [at]}})
-        header = {
-            "__metadata__": {"DCP_SHARDING_INFO": told},
-            "g": {"dtype": dtype, "shape": [rows], "data_offsets": [0, nbytes]},
-        }
-        return file_of(header, bytes(nbytes))
-
-    files = {"shard-1.safetensors": chunk("F32", 2, 0), "shard-2.safetensors": chunk("F16", 3, 2)}
-    with pytest.raises(FormatError, match=r"g: F32 \(2,\) in shard-1.safetensors, and F16 \(3,\) in shard-2"):
-        open_checkpoint(opened(files))
