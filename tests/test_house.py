@@ -142,9 +142,7 @@ def test_what_a_table_names_imports_nobody_who_opens_it():
     assert circles({"shardwise.one": ast.parse(""), "shardwise.two": ast.parse("import shardwise.one")}, upward)
 
 
-CONTRACTS = {
-    "formats": "contract opening",
-}
+CONTRACTS = {"formats": "contract opening"}
 
 
 def test_a_reader_of_load_meets_contracts():

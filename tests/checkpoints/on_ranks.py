@@ -341,11 +341,7 @@ def restore_badly(folder: str, fault: str) -> tuple[tuple[str, str], list[str]]:
 def restore_others(folder: str) -> list[tuple[Any, ...]]:
     """Into optimizers of other kinds: the error, and what has changed nevertheless."""
     found: list[tuple[Any, ...]] = []
-    for make, settings in (
-        (torch.optim.NAdam, {}),
-        (torch.optim.Adam, {}),
-        (torch.optim.AdamW, {"amsgrad": True}),
-    ):
+    for make, settings in ((torch.optim.NAdam, {}), (torch.optim.Adam, {}), (torch.optim.AdamW, {"amsgrad": True})):
         training = Training(seed=3, make=make, **settings)
         before = training.taken()
         error = attempt(lambda training=training: Checkpointer(folder).restore(training.state))
@@ -366,10 +362,7 @@ def resume_with_torch(step: str) -> dict[str, Any]:
         state = {"model": model, "optimizer": optimizer}
         dcp.load(state, checkpoint_id=step, no_dist=not dist.is_initialized())
         set_state_dict(
-            training.model,
-            training.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+            training.model, training.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
     return training.taken()
 
@@ -448,11 +441,7 @@ def save_adapter(folder: str) -> dict[str, Any]:
 
 
 def restore_adapter(folder: str, how: str) -> Any:
-    settings: dict[str, Any] = {
-        "rank": {"r": 8},
-        "alpha": {"lora_alpha": 32},
-        "base": {"hidden": 64},
-    }.get(how, {})
+    settings: dict[str, Any] = {"rank": {"r": 8}, "alpha": {"lora_alpha": 32}, "base": {"hidden": 64}}.get(how, {})
     model = lora(2, **settings)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.5)
     state = TrainState(model, optimizer)

@@ -117,10 +117,7 @@ MISFITS = {
     "no optimizer": ("KeyMismatchError", "unexpected 1     optimizers"),
     "scaler": ("KeyMismatchError", "missing 1        scaler"),
     "other schedule": ("KeyMismatchError", "schedulers: what is stored is not of a StepLR"),
-    "schedule of more groups": (
-        "KeyMismatchError",
-        "of a LambdaLR (its base_lrs does not fit the one here",
-    ),
+    "schedule of more groups": ("KeyMismatchError", "of a LambdaLR (its base_lrs does not fit the one here"),
     "other model": ("KeyMismatchError", "missing 2        0.weight"),
     "dtype": ("KeyMismatchError", "embed.weight: stored (11, 6) F32, the model has (11, 6) BF16"),
     "step": ("StorageError", "no complete checkpoint of step 4; there are 3"),

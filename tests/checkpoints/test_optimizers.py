@@ -119,10 +119,7 @@ def test_what_accelerate_and_the_trainer_wrote_is_told_apart_too(tmp_path):
     saved.step(1)
     shardwise.save_accelerate_optimizer(saved.model, saved.optimizer, tmp_path)
     torch.save(saved.optimizer.state_dict(), tmp_path / "optimizer.pt")
-    for path, order in (
-        (tmp_path, "name"),
-        (tmp_path / "optimizer.pt", "position"),
-    ):
+    for path, order in ((tmp_path, "name"), (tmp_path / "optimizer.pt", "position")):
         training = Training(seed=1)
         shardwise.load_accelerate_optimizer(training.model, training.optimizer, path, order=order)
         assert differences(training.taken()["moments"], saved.taken()["moments"]) == []

@@ -240,14 +240,7 @@ def test_a_group_for_each_column(exponents, data):
     tensors["s"] = tensors["s"] if exponents else tensors["s"].float()
     leaf = stored_as(tensors)
     made = dequantized(
-        leaf["v"],
-        leaf["s"],
-        shape,
-        unit,
-        Code.INT8,
-        has_exponents=exponents,
-        zeros=leaf["z"],
-        groups=leaf["g"],
+        leaf["v"], leaf["s"], shape, unit, Code.INT8, has_exponents=exponents, zeros=leaf["z"], groups=leaf["g"]
     )
     factors = 2.0 ** (tensors["s"].float() - 127) if exponents else tensors["s"]
     wanted = torch.empty(shape)

@@ -7,12 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.conversion.four_bit import (
-    dequantize_rows,
-    packed_shape,
-    quantize_rows,
-    scales_shape,
-)
+from shardwise.conversion.four_bit import dequantize_rows, packed_shape, quantize_rows, scales_shape
 from shardwise.tensors import Form4
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -107,10 +107,7 @@ def test_any_of_the_scales_that_are_bytes(data):
     codes = torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
     nested, numbers = torch.rand(-(-count // 256), generator=generator), torch.rand(256, generator=generator)
     node = unnested(
-        Stored("c", (count,), DType.U8),
-        Stored("n", tuple(nested.shape), DType.F32),
-        0.25,
-        tuple(numbers.tolist()),
+        Stored("c", (count,), DType.U8), Stored("n", tuple(nested.shape), DType.F32), 0.25, tuple(numbers.tolist())
     )
     assert isinstance(node, Computed)
     wanted = numbers[codes.long()] * nested.repeat_interleave(256)[:count] + 0.25

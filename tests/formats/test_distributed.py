@@ -110,8 +110,7 @@ def test_what_torch_saves_in_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "grid",
-    [[[6], [8]], [[2, 4], [8]], [[1, 2, 3], [5, 3]], [[6], [1] * 8], [[0, 6, 0], [8]], [[3, 3], [4, 4]]],
+    "grid", [[[6], [8]], [[2, 4], [8]], [[1, 2, 3], [5, 3]], [[6], [1] * 8], [[0, 6, 0], [8]], [[3, 3], [4, 4]]]
 )
 def test_chunks_are_put_together(grid: list[list[int]]) -> None:
     folder = Written({"model.grid": cut(GRID, *grid), "other": ((), {(): torch.tensor(7)})})
@@ -313,10 +312,7 @@ def test_paths_that_climb_out(file: str) -> None:
         (place(info(3)), "g is in no file"),
         (lambda made: place(made.storage_data[SECOND])(made), "overlap"),
         (place(info(transform_descriptors=["zstd"])), "was saved through a transform"),
-        (
-            lambda made: made.state_dict_metadata["g"].chunks.pop(),
-            "do not tile them: 1\n    g of shape (6, 8)",
-        ),
+        (lambda made: made.state_dict_metadata["g"].chunks.pop(), "do not tile them: 1\n    g of shape (6, 8)"),
         (lambda made: made.state_dict_metadata["g"].chunks.clear(), "chunks do not tile them: 1"),
         (second_chunk(offsets=torch.Size((4, 0))), "g of shape (6, 8) has a chunk at (4, 0) of sizes (3, 8)"),
         (second_chunk(offsets=torch.Size((2, 0))), "g has no place for the chunk at (2, 0)"),
@@ -325,10 +321,7 @@ def test_paths_that_climb_out(file: str) -> None:
         (facts("g", size=(2**62, 2**62)), "chunks do not tile"),
         (facts("g", size=None), "the size of g is not a tuple of sizes"),
         (facts("g", chunks=None), "g has no list of chunks"),
-        (
-            facts("g", properties=TensorProperties(torch.int32)),
-            "where the metadata tells of I32 (3, 8)",
-        ),
+        (facts("g", properties=TensorProperties(torch.int32)), "where the metadata tells of I32 (3, 8)"),
         (facts("g", properties=TensorProperties(torch.complex128)), "no dtype that can be loaded"),
         (facts("other", size=torch.Size((1, 2))), "other of shape (1, 2) has a chunk at (0,)"),
         (whole(storage_data=None), "storage_data is not a dict"),

@@ -58,10 +58,7 @@ def test_keys_of_the_model() -> None:
 
 views = st.integers(0, 3).flatmap(
     lambda dims: st.builds(
-        Strided,
-        st.integers(0, 4),
-        st.tuples(*[st.integers(0, 3)] * dims),
-        st.tuples(*[st.integers(0, 9)] * dims),
+        Strided, st.integers(0, 4), st.tuples(*[st.integers(0, 3)] * dims), st.tuples(*[st.integers(0, 9)] * dims)
     )
 )
 

@@ -52,8 +52,7 @@ class StorageReaderSuite:
             assert [reader.size(name) for name in ("a", "empty", "sub/one")] == [_NBYTES, 0, 1]
 
     @pytest.mark.parametrize(
-        ("start", "stop"),
-        [(0, 0), (0, 1), (7, 5000), (0, _NBYTES), (_NBYTES - 1, _NBYTES), (_NBYTES, _NBYTES)],
+        ("start", "stop"), [(0, 0), (0, 1), (7, 5000), (0, _NBYTES), (_NBYTES - 1, _NBYTES), (_NBYTES, _NBYTES)]
     )
     def test_reads_exactly_the_range(self, make_reader: MakeReader, start: int, stop: int) -> None:
         with make_reader({"a": _CONTENT}) as reader:

@@ -5,12 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout import (
-    LocalBox,
-    first_rows,
-    last_rows,
-    place_of,
-)
+from shardwise.layout import LocalBox, first_rows, last_rows, place_of
 from shardwise.tensors import Box, Strided
 
 

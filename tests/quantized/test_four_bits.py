@@ -156,10 +156,7 @@ def test_what_stays_is_named(plain):
             {"quantization": Nf4(), "tuning": shardwise.Lora(LoraConfig(r=2, use_dora=True))},
             "weights in four bits are not .*; leave out use_dora",
         ),
-        (
-            {"quantization": Nf4(skip_modules=("qq_proj",))},
-            r"skip_modules=\['qq_proj'\] matches no linear",
-        ),
+        ({"quantization": Nf4(skip_modules=("qq_proj",))}, r"skip_modules=\['qq_proj'\] matches no linear"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq is not known"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},

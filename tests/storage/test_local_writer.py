@@ -12,12 +12,7 @@ import pytest
 
 from shardwise.errors import StorageError
 from shardwise.storage import reading
-from shardwise.storage.contract import (
-    DISK_WRITES,
-    LOCAL_WRITES,
-    NETWORK_FILE_SYSTEM_WRITES,
-    OBJECT_STORE_WRITES,
-)
+from shardwise.storage.contract import DISK_WRITES, LOCAL_WRITES, NETWORK_FILE_SYSTEM_WRITES, OBJECT_STORE_WRITES
 from shardwise.storage.writing import LocalWriter
 
 CONTENT = bytes(range(251)) * 60
@@ -249,10 +244,7 @@ def test_what_is_no_folder_is_no_root(tmp_path: Path) -> None:
     for name in ("file", "gone"):
         with pytest.raises(StorageError, match=f"{name}: is there and is no folder"):
             LocalWriter(tmp_path / name)
-    with (
-        LocalWriter(tmp_path / "file" / "below") as writer,
-        pytest.raises(StorageError, match="not a directory"),
-    ):
+    with LocalWriter(tmp_path / "file" / "below") as writer, pytest.raises(StorageError, match="not a directory"):
         writer.create("a", 1)
 
 

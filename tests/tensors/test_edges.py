@@ -11,10 +11,7 @@ from shardwise.tensors import Box, ByteRange, DType, Strided, casts_safely, coal
 
 strided = st.integers(0, 3).flatmap(
     lambda dims: st.builds(
-        Strided,
-        st.integers(0, 5),
-        st.tuples(*[st.integers(0, 3)] * dims),
-        st.tuples(*[st.integers(0, 12)] * dims),
+        Strided, st.integers(0, 5), st.tuples(*[st.integers(0, 3)] * dims), st.tuples(*[st.integers(0, 12)] * dims)
     )
 )
 
