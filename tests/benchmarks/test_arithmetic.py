@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import load, meter
+from benchmarks import meter
 from benchmarks.checkpoints import SHAPES, write
 
 
@@ -22,18 +22,6 @@ def test_a_checksum_knows_the_places_of_elements() -> None:
     swapped[[3, 40]] = swapped[[40, 3]]
     assert meter.checksum(swapped, 0) != meter.checksum(elements, 0)
     assert meter.checksum(elements, 1) != meter.checksum(elements, 0)
-
-
-def arm(checksums: dict[str, str], placement: str = "S(0)") -> dict[str, object]:
-    return {"checksums": checksums, "placements": dict.fromkeys(checksums, placement)}
-
-
-def test_models_are_compared_by_name_and_placement() -> None:
-    arms = {"a": arm({"v": "1", "w": "2"}), "b": arm({"v": "1", "w": "3"}), "c": arm({"v": "1", "w": "2"}, "S(1)")}
-    verdicts = load.compare(arms)
-    assert verdicts["a"] == "same"
-    assert verdicts["b"] == "1 of 2 differ, such as w"
-    assert verdicts["c"] == "same; 2 sharded otherwise, such as v"
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -5,6 +5,7 @@ import threading
 import warnings
 from concurrent import futures
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -297,45 +298,30 @@ def restore_badly(folder: str, fault: str) -> tuple[tuple[str, str], list[str]]:
     """The error, and what has changed nevertheless."""
     training = Training(seed=3)
     training.step(1)
-    state: Any = training.state
-    which: Any = None
-    only: Any = None
+    model, state, which = training.model, training.state, None
+    before = training.taken()
     if fault == "optimizer of others":
-        some = [p for p in training.model.parameters() if p.ndim > 1]
-        state = TrainState(training.model, torch.optim.AdamW(some), training.schedule, training.data)
+        state = replace(state, optimizers=torch.optim.AdamW([p for p in model.parameters() if p.ndim > 1]))
     elif fault == "other optimizer":
-        plain = torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)
-        state = TrainState(training.model, plain, training.schedule, training.data)
+        state = replace(state, optimizers=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     elif fault == "no optimizer":
-        state = TrainState(training.model, (), training.schedule, training.data)
+        state = replace(state, optimizers=())
     elif fault == "scaler":
-        state = TrainState(
-            training.model, training.optimizer, training.schedule, training.data, torch.amp.GradScaler("cpu")
-        )
+        state = replace(state, scaler=torch.amp.GradScaler("cpu"))
     elif fault == "other schedule":
-        schedule = torch.optim.lr_scheduler.StepLR(training.optimizer, 2)
-        state = TrainState(training.model, training.optimizer, schedule, training.data)
+        state = replace(state, schedulers=torch.optim.lr_scheduler.StepLR(training.optimizer, 2))
     elif fault == "schedule of more groups":
-        groups = [{"params": [parameter]} for parameter in list(training.model.parameters())[:3]]
-        schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(groups, lr=0.1), lambda step: 1.0)
-        state = TrainState(training.model, training.optimizer, schedule, training.data)
+        more = torch.optim.SGD([{"params": [parameter]} for parameter in list(model.parameters())[:3]], lr=0.1)
+        state = replace(state, schedulers=torch.optim.lr_scheduler.LambdaLR(more, lambda step: 1.0))
     elif fault == "other model":
         other = nn.Sequential(nn.Linear(6, 7))
-        if dist.is_initialized():
-            fully_shard(other)
-        state = TrainState(other)
+        state = TrainState(fully_shard(other) if dist.is_initialized() else other)
     elif fault == "dtype":
-        state = TrainState(training.model.bfloat16(), (), training.schedule, training.data)
-    elif fault == "step":
-        which = 4
-    elif fault == "which":
-        which = 1 + tiny.rank()
+        state = replace(state, model=model.bfloat16(), optimizers=())
     else:
-        raise AssertionError(fault)
-    before = training.taken() if fault != "dtype" else None
-    checkpointer = Checkpointer(folder, only=only)
-    error = attempt(lambda: checkpointer.restore(state, which))
-    return error, differences(training.taken(), before) if before else []
+        which = {"step": 4, "which": 1 + tiny.rank()}[fault]
+    error = attempt(lambda: Checkpointer(folder).restore(state, which))
+    return error, [] if fault == "dtype" else differences(training.taken(), before)
 
 
 def restore_others(folder: str) -> list[tuple[Any, ...]]:

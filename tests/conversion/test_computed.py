@@ -58,12 +58,6 @@ def test_a_block_is_as_large_as_it_may_be(most, sizes):
     assert [box.sizes for box in aligned_blocks([Box.whole((5, 6))], (5, 6), (2, 2), most)] == sizes
 
 
-def test_a_box_grows_to_its_units_only():
-    assert list(aligned_blocks([Box((3, 2), (1, 1))], (5, 6), (2, 4), 100)) == [Box((2, 0), (2, 4))]
-    assert list(aligned_blocks([Box((4, 5), (1, 1))], (5, 6), (2, 4), 100)) == [Box((4, 4), (1, 2))]
-    assert list(aligned_blocks([Box((0, 0), (2, 4))], (5, 6), (2, 4), 100)) == [Box((0, 0), (2, 4))]
-
-
 def test_the_memory_of_the_smallest_block_counts_what_it_is_computed_of():
     weight, scales = Stored("w", (6, 8), DType.F32), Stored("s", scales_of((6, 8)), DType.F32)
     node = scaled(weight, scales)

@@ -10,6 +10,7 @@ from tests import zoo
 from tests.bank.four_bits import STACKS, give_numbers
 from tests.harness.world import run_world
 from tests.quantized import four_bit_experts
+from tests.quantized.four_bits import draw
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 import shardwise
@@ -57,9 +58,7 @@ def test_a_lora_on_stacks_learns_as_on_their_numbers(plain):
     found: list[dict[str, torch.Tensor]] = []
     for model in models:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        for seed, parameter in enumerate(trained.values()):
-            values = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed))
-            parameter.data.copy_(0.1 * (values - 0.5))
+        draw(list(trained.values()), 0.1)
         tokens = torch.arange(12).view(1, 12)
         model(input_ids=tokens, labels=tokens).loss.backward()
         found.append({name: parameter.grad for name, parameter in trained.items()})

@@ -194,88 +194,60 @@ _INDEX = b'{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-
 _SHARDS = {f"model-0000{number}-of-00002.safetensors": b"" for number in (1, 2)}
 
 
+_FILE, _HALF, _LIST = "model.safetensors", "model.fp16.safetensors", "model.safetensors.index.json"
+
+
+def files(*names: str, **contents: bytes) -> dict[str, bytes]:
+    """Files that are empty, and JSON files with a content, by their names up to the ending."""
+    return {**dict.fromkeys(names, b""), **{f"{name}.json": content for name, content in contents.items()}}
+
+
 @pytest.mark.parametrize(
     ("repository", "options", "wanted", "downloaded"),
     [
+        (files(_FILE, _HALF, "pytorch_model.bin", *_SHARDS), {}, ModelFiles(), {_FILE}),
+        (files(_FILE, _HALF, "model.bf16.safetensors"), {"variant": "fp16"}, ModelFiles(), {_HALF}),
+        ({**files(*_SHARDS, "ema.safetensors", _HALF), _LIST: _INDEX}, {}, ModelFiles(), {_LIST, *_SHARDS}),
         (
-            {"model.safetensors": b"", "model.fp16.safetensors": b"", "pytorch_model.bin": b"", **_SHARDS},
-            {},
-            ModelFiles(),
-            {"model.safetensors"},
-        ),
-        (
-            {"model.safetensors": b"", "model.fp16.safetensors": b"", "model.bf16.safetensors": b""},
-            {"variant": "fp16"},
-            ModelFiles(),
-            {"model.fp16.safetensors"},
-        ),
-        (
-            {
-                "model.safetensors.index.json": _INDEX,
-                **_SHARDS,
-                "ema.safetensors": b"",
-                "model.fp16.safetensors": b"",
-            },
-            {},
-            ModelFiles(),
-            {"model.safetensors.index.json", *_SHARDS},
-        ),
-        (
-            {"model.safetensors": b"", "model.safetensors.index.fp16.json": _INDEX, **_SHARDS},
+            {**files(_FILE, *_SHARDS), "model.safetensors.index.fp16.json": _INDEX},
             {"variant": "fp16"},
             ModelFiles(),
             {"model.safetensors.index.fp16.json", *_SHARDS},
         ),
         (
-            {
-                "config.json": b'{"transformers_weights": "w.safetensors"}',
-                "w.safetensors": b"",
-                "x.safetensors": b"",
-            },
+            files("w.safetensors", "x.safetensors", config=b'{"transformers_weights": "w.safetensors"}'),
             {},
             ModelFiles(extra=("x.safetensors", "absent.safetensors")),
             {"config.json", "w.safetensors", "x.safetensors"},
         ),
+        (files(_FILE, "modeling_x.py", "deeper/y.py"), {}, ModelFiles(code=True), {_FILE, "modeling_x.py"}),
         (
-            {"model.safetensors": b"", "modeling_x.py": b"", "deeper/y.py": b""},
-            {},
-            ModelFiles(code=True),
-            {"model.safetensors", "modeling_x.py"},
-        ),
-        (
-            {"adapter_config.json": b"{}", "adapter_model.safetensors": b"", "adapter_model.bin": b"", "a.py": b""},
+            files("adapter_model.safetensors", "adapter_model.bin", "a.py", adapter_config=b"{}"),
             {},
             AdapterFiles(),
             {"adapter_config.json", "adapter_model.safetensors"},
         ),
         (
             {
+                **files("model-1.bin", "optimizer.bin", "training_args.bin", "fp16/pytorch_model.bin"),
                 "pytorch_model.bin.index.json": b'{"weight_map": {"a": "model-1.bin"}}',
-                **dict.fromkeys(
-                    ("model-1.bin", "optimizer.bin", "training_args.bin", "fp16/pytorch_model.bin"), b""
-                ),
             },
             {},
             ModelFiles(),
             {"pytorch_model.bin.index.json", "model-1.bin"},
         ),
+        (files("consolidated.safetensors", "x.py"), {}, ModelFiles(), {"consolidated.safetensors"}),
         (
-            {"params.json": b"", "consolidated.safetensors": b""},
-            {},
-            ModelFiles(),
-            {"params.json", "consolidated.safetensors"},
-        ),
-        (
-            {"adapter_config.json": b"{}", "adapter_model.bin": b"", "optimizer.bin": b""},
+            files("adapter_model.bin", "optimizer.bin", adapter_config=b"{}"),
             {},
             AdapterFiles(),
             {"adapter_config.json", "adapter_model.bin"},
         ),
         (
-            {"model.safetensors.index.json": b'{"weight_map": {"a": "../../x.safetensors"}}', "y.safetensors": b""},
+            {_LIST: b'{"weight_map": {"a": "../../x.safetensors"}}', "y.safetensors": b""},
             {},
             ModelFiles(),
-            {"model.safetensors.index.json", "y.safetensors"},
+            {_LIST, "y.safetensors"},
         ),
     ],
 )
