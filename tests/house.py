@@ -3,9 +3,6 @@
 - *names in two modules*: names of classes and of type aliases (``X: TypeAlias``, ``type X``) that two modules or
   more define, without leading underscores.
 - *circles*: modules that import each other.
-- *the walk*: ``load``'s ``model``, followed from call to call: into every function of the package that it is given
-  to, itself or under another name (``held = model``), with the functions defined inside; each function once.
-  What is made of it, and methods of objects, are not followed.
 - *long*: functions of more than 50 lines without their docstring.
 """
 
@@ -92,38 +89,6 @@ def closure(start: str, trees: dict[str, ast.Module]) -> set[str]:
 Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef"
 
 
-def walk(module: str, function: str, parameter: str, trees: dict[str, ast.Module]) -> list[str]:
-    """The functions that a parameter of one is given to, in the order of the code, with returns to the caller."""
-    stays: list[str] = []
-    seen: set[tuple[str, str]] = set()
-
-    def enter(module: str, name: str, tracked: set[str]) -> None:
-        found = _defined(trees, module, name)
-        if found is None or (found[0], name) in seen:
-            return
-        home, node = found
-        seen.add((home, name))
-        place = f"{home}:{name}"
-        stays.append(place)
-        names = _names_in(home, trees)
-        for child in ast.walk(node):
-            if isinstance(child, ast.Assign) and isinstance(child.value, ast.Name) and child.value.id in tracked:
-                tracked |= {target.id for target in child.targets if isinstance(target, ast.Name)}
-        for call in sorted(
-            (child for child in ast.walk(node) if isinstance(child, ast.Call)), key=lambda child: child.lineno
-        ):
-            callee = _callee(call, home, names)
-            given = callee and _given(call, trees, *callee, tracked)
-            if callee and given:
-                before = len(stays)
-                enter(*callee, given)
-                if len(stays) > before:
-                    stays.append(place)
-
-    enter(module, function, {parameter})
-    return stays
-
-
 def height_of(place: str) -> int:
     """How high the room of a module, or of ``module:function``, is in the import contract; 0: the top, or none."""
     return _heights().get(place.partition(":")[0].split(".")[1], 0)
@@ -134,51 +99,6 @@ def _heights() -> dict[str, int]:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = contracts[0]["layers"]
     return {room.strip("( )"): -number for number, layer in enumerate(layers) for room in layer.split("|")}
-
-
-def _defined(trees: dict[str, ast.Module], module: str, name: str) -> tuple[str, Function] | None:
-    for node in trees[module].body if module in trees else ():
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
-            return module, node
-    return None
-
-
-def _names_in(module: str, trees: dict[str, ast.Module]) -> dict[str, tuple[str, str]]:
-    """What names mean in a module: (module, "") or (module, name in it)."""
-    names: dict[str, tuple[str, str]] = {}
-    for node in ast.walk(trees[module]):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                names[alias.asname or alias.name] = (whole, "") if whole in trees else (node.module, alias.name)
-    return names
-
-
-def _callee(call: ast.Call, module: str, names: dict[str, tuple[str, str]]) -> tuple[str, str] | None:
-    match call.func:
-        case ast.Name(name):
-            return names.get(name, (module, name))
-        case ast.Attribute(ast.Name(inside), name) if names.get(inside, ("", "x"))[1] == "":
-            return names[inside][0], name
-    return None
-
-
-def _given(call: ast.Call, trees: dict[str, ast.Module], module: str, name: str, tracked: set[str]) -> set[str]:
-    """The parameters of a function that a call gives something that is tracked."""
-    found = _defined(trees, module, name)
-    if found is None:
-        return set()
-    parameters = [item.arg for item in (*found[1].args.posonlyargs, *found[1].args.args)]
-    given = {
-        parameter
-        for parameter, value in zip(parameters, call.args, strict=False)
-        if isinstance(value, ast.Name) and value.id in tracked
-    }
-    return given | {
-        item.arg
-        for item in call.keywords
-        if item.arg and isinstance(item.value, ast.Name) and item.value.id in tracked
-    }
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:

@@ -1,14 +1,11 @@
 """The benchmark's own arithmetic."""
 
-import mmap
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import load, meter, roof
+from benchmarks import meter
 from benchmarks.checkpoints import SHAPES, write
-from benchmarks.limits import Limit, limits_of
 
 
 def test_checksums_of_the_pieces_add_up_to_that_of_the_whole() -> None:
@@ -25,98 +22,6 @@ def test_a_checksum_knows_the_places_of_elements() -> None:
     swapped[[3, 40]] = swapped[[40, 3]]
     assert meter.checksum(swapped, 0) != meter.checksum(elements, 0)
     assert meter.checksum(elements, 1) != meter.checksum(elements, 0)
-
-
-def sums(*values: int, copies: tuple[int, ...]) -> list[dict[str, tuple[str, str, int, int]]]:
-    return [{"w": ("(4,) float32", "S(0)", value, copy)} for value, copy in zip(values, copies, strict=True)]
-
-
-def test_shards_are_added_and_copies_are_not() -> None:
-    sharded, _ = load.combine(sums(1, 2, 3, 4, copies=(0, 0, 0, 0)))
-    replicated, _ = load.combine(sums(4, 6, 4, 6, copies=(0, 0, 1, 1)))
-    assert sharded == replicated == {"w": "(4,) float32 000000000000000a"}
-
-
-def test_copies_that_differ_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match="copies of w differ"):
-        load.combine(sums(4, 6, 4, 7, copies=(0, 0, 1, 1)))
-
-
-def arm(checksums: dict[str, str], placement: str = "S(0)") -> dict[str, object]:
-    return {"checksums": checksums, "placements": dict.fromkeys(checksums, placement)}
-
-
-def test_models_are_compared_by_name_and_placement() -> None:
-    arms = {"a": arm({"v": "1", "w": "2"}), "b": arm({"v": "1", "w": "3"}), "c": arm({"v": "1", "w": "2"}, "S(1)")}
-    verdicts = load.compare(arms)
-    assert verdicts["a"] == "same"
-    assert verdicts["b"] == "1 of 2 differ, such as w"
-    assert verdicts["c"] == "same; 2 sharded otherwise, such as v"
-
-
-def rank(start: float, stop: float, busy: float = 0.0) -> dict[str, object]:
-    usage = {"user_s": 0.25, "system_s": 0.25, "minor_faults": 3, "major_faults": 1}
-    return {
-        "start": start,
-        "stop": stop,
-        "returned": stop,
-        "usage": usage,
-        "machine_busy_s": busy,
-        "cached_fraction": 1.0,
-        "priority": False,
-    }
-
-
-def test_a_run_lasts_from_the_first_start_to_the_last_stop() -> None:
-    run = load.summary([rank(10.0, 11.0), rank(10.5, 12.0)])
-    assert run["wall_s"] == 2.0
-    assert run["user_s"] == 0.5
-    assert run["minor_faults"] == 6
-    assert run["others_share"] == 0.0
-
-
-def results(ours: float, theirs: float, *, dtype: str = "auto", excess: int = 0) -> dict[str, object]:
-    arms = {
-        "shardwise": {
-            "wall_s": {"median": ours},
-            "excess_bytes": excess,
-            "read_fraction": 1.0,
-            "read_phase_s": 0.5,
-        },
-        "transformers": {"wall_s": {"median": theirs}},
-        "roof": {"wall_s": {"median": 1.0}},
-        "roof_hugepage": {"wall_s": {"median": 0.4}},
-    }
-    return {"rows": [{"name": "row", "shape": "qwen3-0.6b", "dtype": dtype, "cold": False, "arms": arms}]}
-
-
-def test_limits_hold_or_fail() -> None:
-    limits = {limit.name: limit for limit in limits_of(results(1.0, 2.0, excess=289 << 20))}
-    assert limits["row: time / transformers"] == Limit("row: time / transformers", 0.5, 0.9)
-    assert limits["row: time / transformers"].verdict == "pass"
-    assert limits["row: memory over the shards, MiB"].verdict == "FAIL"
-    assert limits["row: read / checkpoint"].verdict == "pass"
-    assert limits_of(results(1.0, 1.0, dtype="float32"))[0].verdict == "FAIL"
-
-
-def test_memory_that_is_touched_and_freed_in_between_is_seen() -> None:
-    with meter.MemoryWatch() as watch:
-        for _ in range(8):
-            with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-                memory.madvise(roof.MADV_POPULATE_WRITE)
-                time.sleep(0.05)  # ten samples, on a machine that is busy too
-    assert 48 << 20 < watch.growth < 96 << 20  # other tests' memory may be returned, or taken, meanwhile
-
-
-def test_the_page_cache_is_asked_and_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(1 << 20))
-    meter.warm_cache([path])
-    assert meter.cached_fraction([path]) == 1.0
-    meter.drop_cache([path])
-    if meter.cached_fraction([path]) == 1.0:
-        pytest.skip("this file system is its own cache")
-    assert meter.cached_fraction([path]) == 0.0
 
 
 @pytest.mark.parametrize("name", SHAPES)

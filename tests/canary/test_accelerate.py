@@ -93,14 +93,6 @@ def test_what_is_prepared_beside_a_model(accelerator) -> None:
     assert optimizer.param_groups[0]["params"][0] is model.weight
 
 
-def test_a_plugin_says_what_is_asked_of_it() -> None:
-    chosen = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True, state_dict_type="FULL_STATE_DICT")
-    assert (chosen.fsdp_version, chosen.activation_checkpointing) == (2, False)
-    assert isinstance(chosen.cpu_offload, torch.distributed.fsdp.CPUOffloadPolicy)
-    assert chosen.state_dict_type.name == "FULL_STATE_DICT"
-    assert chosen.cpu_ram_efficient_loading is False
-
-
 def test_from_pretrained_fills_a_model_through_one_door(tmp_path: Path, monkeypatch) -> None:
     """The model is on meta, with nothing tied; what the outcome says is missing is tied, or initialized."""
     saved = llama(tmp_path)

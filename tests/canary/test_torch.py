@@ -259,14 +259,6 @@ def test_tensors() -> None:
     assert (type(bare), bare.shape, bare.dtype) == (Bare, (1 << 40, 1 << 20), torch.float64)
 
 
-def test_trees() -> None:
-    tree = {"b": (1, [torch.ones(1)]), "a": None}
-    assert [str(leaf) for leaf in private.tree_leaves(tree)] == ["1", "tensor([1.])", "None"]
-    doubled = private.tree_map_only(torch.Tensor, lambda item: item * 2, tree)
-    assert doubled == {"b": (1, [torch.full((1,), 2.0)]), "a": None}
-    assert private.tree_map(str, (1, [2])) == ("1", ["2"])
-
-
 def test_files_with_room_for_what_comes_later(tmp_path: Path) -> None:
     private.save_without_data(lambda: {"a": torch.empty(1000, dtype=torch.int32)}, tmp_path / "a.pt")
     found = torch.load(tmp_path / "a.pt", weights_only=True)

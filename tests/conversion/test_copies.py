@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conversion.random_expressions import check_expression
+from tests.conversion.random_expressions import check_computed, check_expression
 
 from shardwise.conversion.computed import copies
 from shardwise.conversion.expression import Stored, concat, permute, reshape, slice_dim, stack
@@ -14,6 +14,11 @@ from shardwise.tensors import Box, DType, Strided
 @given(st.integers(min_value=0, max_value=2**63))
 def test_random_expressions_agree_with_direct_evaluation(seed):
     check_expression(seed)
+
+
+@given(st.integers(min_value=0, max_value=2**63))
+def test_random_expressions_that_compute_agree_with_direct_evaluation(seed):
+    check_computed(seed)
 
 
 @pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])

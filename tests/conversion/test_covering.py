@@ -1,7 +1,6 @@
 """Boxes of the leaves that hold all a box of an expression is made of; and blocks that lie in one piece."""
 
 import random
-from itertools import pairwise
 
 import numpy as np
 from hypothesis import given
@@ -10,7 +9,7 @@ from tests.conversion.random_expressions import Grower, random_box, view
 
 from shardwise.conversion.computed import apart, pieces
 from shardwise.conversion.regions import Region
-from shardwise.tensors import Box, Strided, row_blocks
+from shardwise.tensors import Box, Strided
 
 
 def cut(array, box):
@@ -38,12 +37,3 @@ def test_a_box_is_made_of_the_boxes_that_it_needs(seed):
         assert times.max(initial=0) <= 1  # parts do not overlap
     wanted = cut(array, box)
     assert np.array_equal(made.reshape(wanted.shape), wanted)
-
-
-@given(shape=st.lists(st.integers(0, 5), max_size=4), most=st.integers(1, 30))
-def test_row_blocks_are_the_tensor_in_order(shape, most):
-    places = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)
-    found = [cut(places, box).reshape(-1) for box in row_blocks(shape, most)]
-    assert all(0 < len(block) <= most for block in found)
-    assert np.array_equal(np.concatenate([np.empty(0, int), *found]), places.reshape(-1))
-    assert all(one[-1] + 1 == two[0] for one, two in pairwise(found))

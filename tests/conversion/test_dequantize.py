@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shardwise.conversion import dequantize as room
 from shardwise.conversion.computed import Computed, compute_tasks, copies_and_computed
-from shardwise.conversion.dequantize import decoded, dequantized
-from shardwise.conversion.expression import Expression, Stored, permute, reshape
+from shardwise.conversion.dequantize import dequantized
+from shardwise.conversion.expression import Expression, Stored
 from shardwise.conversion.regions import Region
 from shardwise.errors import FormatError
 from shardwise.tensors import Box, Code, DType, Strided
@@ -204,91 +204,9 @@ def evaluated(expression: Expression, tensors: dict[str, torch.Tensor], box: Box
     return out
 
 
-def in_words(codes: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Eight codes of 4 bits along ``dim`` in a word, the ``order[n]``-th at bit 4 n; words as bytes."""
-    by_word = codes.movedim(dim, -1).unflatten(-1, (-1, 8))[..., list(order)].long()
-    words = (by_word << (4 * torch.arange(8))).sum(-1)
-    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).movedim(-1, dim).contiguous()
-    return words.view(torch.uint8)
-
-
 def stored_as(tensors: dict[str, torch.Tensor]) -> dict[str, Stored]:
     dtypes = {torch.uint8: DType.U8, torch.float32: DType.F32, torch.int32: DType.I32}
     return {key: Stored(key, tuple(tensor.shape), dtypes[tensor.dtype]) for key, tensor in tensors.items()}
-
-
-def awq(codes, zeros, scales, size):
-    """Columns in words, in an order of their own; (in, out / 8), and a scale for ``size`` rows of a column."""
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
-    rows, columns = codes.shape
-    tensors = {"q": in_words(codes, 1, order), "z": in_words(zeros, 1, order), "s": scales}
-    leaf = stored_as(tensors)
-    words, groups = columns // 8, rows // size
-    factors = reshape(permute(reshape(leaf["s"], (groups, words, 4, 2)), (0, 1, 3, 2)), (groups, columns))
-    made = dequantized(
-        leaf["q"],
-        factors,
-        (rows, columns),
-        (size, 1),
-        Code.OFFSET4,
-        zeros=decoded(leaf["z"], (groups, columns), Code.OFFSET4),
-    )
-    return tensors, reshape(permute(reshape(made, (rows, words, 2, 4)), (1, 3, 2, 0)), (columns, rows))
-
-
-def gptq(codes, zeros, scales, size):
-    """Rows in words: (in / 8, out); zero points in words along the columns: (groups, out / 8)."""
-    rows, columns = codes.shape
-    tensors = {"q": in_words(codes, 0), "z": in_words(zeros, 1), "s": scales}
-    leaf = stored_as(tensors)
-    made = dequantized(
-        leaf["q"],
-        leaf["s"],
-        (rows // 8, columns, 8),
-        (size // 8, 1, 8),
-        Code.OFFSET4,
-        zeros=decoded(leaf["z"], (rows // size, columns), Code.OFFSET4),
-    )
-    return tensors, reshape(permute(made, (1, 0, 2)), (columns, rows))
-
-
-def gptq_by_group(codes, zeros, scales, size):
-    """The same with a group for each row."""
-    rows, columns = codes.shape
-    groups = torch.arange(rows, dtype=torch.int32) // size
-    tensors = {"q": in_words(codes, 0), "z": in_words(zeros, 1), "s": scales, "g": groups}
-    leaf = stored_as(tensors)
-    by_column = permute(reshape(leaf["q"], (rows // 8, columns, 4)), (1, 0, 2))
-    made = dequantized(
-        by_column,
-        permute(leaf["s"], (1, 0)),
-        (columns, rows),
-        (1, size),
-        Code.OFFSET4,
-        zeros=permute(decoded(leaf["z"], (rows // size, columns), Code.OFFSET4), (1, 0)),
-        groups=leaf["g"],
-    )
-    return tensors, made
-
-
-@pytest.mark.parametrize("layout", [awq, gptq, gptq_by_group])
-@given(data=st.data())
-@settings(max_examples=30)
-def test_other_orders_of_codes_are_said_around_the_node(layout, data):
-    """Rows of inputs, columns of outputs in files; the model has the transpose."""
-    size = data.draw(st.sampled_from([8, 16]))
-    rows, columns = size * data.draw(st.integers(1, 3)), 8 * data.draw(st.integers(1, 3))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    codes = torch.randint(0, 16, (rows, columns), generator=generator)
-    zeros = torch.randint(0, 16, (rows // size, columns), generator=generator)
-    scales = torch.rand(rows // size, columns, generator=generator)
-    tensors, made = layout(codes, zeros, scales, size)
-    wanted = ((codes - zeros.repeat_interleave(size, 0)).float() * scales.repeat_interleave(size, 0)).T
-    starts = [data.draw(st.integers(0, length - 1)) for length in wanted.shape]
-    sizes = [data.draw(st.integers(1, length - at)) for length, at in zip(wanted.shape, starts, strict=True)]
-    box = Box(tuple(starts), tuple(sizes))
-    found = evaluated(made, tensors, box, data.draw(st.sampled_from([1, 500, 10_000])))
-    assert torch.equal(found, part(wanted, box))
 
 
 @pytest.mark.parametrize(
@@ -303,26 +221,6 @@ def test_other_orders_of_codes_are_said_around_the_node(layout, data):
 def test_what_does_not_go_together(values, scales, shape, unit, code):
     with pytest.raises(ValueError, match="has|reshape"):
         dequantized(Stored("v", values, DType.U8), Stored("s", scales, DType.F32), shape, unit, code)
-
-
-@pytest.mark.parametrize(
-    ("zeros", "groups", "code", "told"),
-    [
-        ((2, 3), None, Code.INT8, "cannot reshape"),
-        (None, (3,), Code.INT8, "cannot reshape"),
-    ],
-)
-def test_zero_points_and_groups_that_do_not_go_together(zeros, groups, code, told):
-    with pytest.raises(ValueError, match=told):
-        dequantized(
-            Stored("v", (4, 4), DType.U8),
-            Stored("s", (2, 2), DType.F32),
-            (4, 4),
-            (2, 2),
-            code,
-            zeros=None if zeros is None else Stored("z", zeros, DType.I8),
-            groups=None if groups is None else Stored("g", groups, DType.I32),
-        )
 
 
 @pytest.mark.parametrize("exponents", [False, True])
@@ -342,14 +240,7 @@ def test_a_group_for_each_column(exponents, data):
     tensors["s"] = tensors["s"] if exponents else tensors["s"].float()
     leaf = stored_as(tensors)
     made = dequantized(
-        leaf["v"],
-        leaf["s"],
-        shape,
-        unit,
-        Code.INT8,
-        has_exponents=exponents,
-        zeros=leaf["z"],
-        groups=leaf["g"],
+        leaf["v"], leaf["s"], shape, unit, Code.INT8, has_exponents=exponents, zeros=leaf["z"], groups=leaf["g"]
     )
     factors = 2.0 ** (tensors["s"].float() - 127) if exponents else tensors["s"]
     wanted = torch.empty(shape)

@@ -10,7 +10,7 @@ from tests.conversion.test_dequantize import part
 from tests.conversion.test_four_bit import quantized as by_kernel
 from tests.conversion.test_four_bit import same
 
-from shardwise.conversion.computed import Computed, ComputeTask, SmallestBlocks
+from shardwise.conversion.computed import Computed, ComputeTask
 from shardwise.conversion.expression import Stored
 from shardwise.conversion.four_bit import scales_in
 from shardwise.conversion.packed import quantized
@@ -74,22 +74,6 @@ def test_any_rows_in_any_blocks(case):
             assert torch.equal(part(found[name], box), part(whole[name], box))
 
 
-def test_blocks_are_of_four_mib_at_most():
-    packed, absmax = node((4096, 1024))
-    wanted = {leaf.output: [Box.whole(leaf.shape)] for leaf in (packed, absmax)}
-    blocks = list(packed.operation.blocks(wanted, 1 << 40))
-    assert [block.needs[0].sizes for block in blocks] == [(1024, 1024)] * 4
-    assert blocks[1].gives == {"packed": Box((1024, 0), (1024, 512)), "absmax": Box((1024, 0), (1024, 64))}
-    assert blocks[0].nbytes == 5 * (1 << 20) + 10 * (1 << 17)
-    limited = list(packed.operation.blocks(wanted, 2 << 20))
-    assert max(block.nbytes for block in limited) <= 2 << 20
-    assert limited[0].needs[0].numel > 1 << 17
-    assert SmallestBlocks().nbytes(packed) == 15 * 1024
-    abbreviate = list(packed.operation.blocks(wanted, 10 * 15 * 1024))
-    assert abbreviate[0].needs[0].sizes == (10, 1024)
-    assert abbreviate[0].nbytes == 10 * 15 * 1024
-
-
 def test_values_are_rounded_first():
     values = torch.randn(3, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = {}
@@ -129,19 +113,3 @@ def test_rows_are_named_by_their_places_in_the_whole():
     values[0, 7, 0] = math.nan
     with pytest.raises(FormatError, match=r"row \(1, 207\) has"):
         packed.operation.evaluate(block, [values])
-
-
-@pytest.mark.parametrize(
-    ("shape", "stored", "dtype", "told"),
-    [
-        ((4, 96), DType.BF16, DType.BF16, "whole blocks"),
-        ((4, 0), DType.BF16, DType.BF16, "whole blocks"),
-        ((64,), DType.BF16, DType.BF16, "whole blocks"),
-        ((4, 64), DType.I8, DType.BF16, "cannot be put"),
-        ((4, 64), DType.F4, DType.BF16, "cannot be put"),
-        ((4, 64), DType.BF16, DType.F64, "cannot be put"),
-    ],
-)
-def test_what_cannot_be_quantized(shape, stored, dtype, told):
-    with pytest.raises(ValueError, match=told):
-        node(shape, stored, dtype)

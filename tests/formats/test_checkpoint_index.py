@@ -3,9 +3,6 @@
 import errno
 import json
 import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,85 +36,40 @@ A, B, C = file_with("a"), file_with("b"), file_with("c")
 # Which files
 
 
+INDEX = "model.safetensors.index.json"
+X, XY = index_of({"a": "x.safetensors"}), index_of({"a": "x.safetensors", "b": "y.safetensors"})
+NOT_OPENED = ("consolidated.safetensors.index.json", "adapter_model.safetensors.index.json")
+NUMBERED = [f"model-0000{number}-of-00003" for number in (1, 2, 3)]
+
+
+def named(**files: bytes) -> dict[str, bytes]:
+    return {f"{name}.safetensors": content for name, content in files.items()}
+
+
 @pytest.mark.parametrize(
     ("files", "chosen", "layout"),
     [
-        ({"model.safetensors": A}, ["model.safetensors"], "single file"),
-        ({"foo.safetensors": A}, ["foo.safetensors"], "single file"),
+        (named(model=A), ["model"], "single file"),
+        (named(foo=A), ["foo"], "single file"),
+        ({**named(model=A), INDEX: index_of({"b": "b.safetensors"})}, ["model"], "single file"),
+        ({**named(x=A, y=B, z=C), INDEX: XY, "other.safetensors.index.json": b"no"}, ["x", "y"], "indexed"),
         (
-            {"model.safetensors": A, "model.safetensors.index.json": index_of({"b": "b.safetensors"})},
-            ["model.safetensors"],
-            "single file",
-        ),
-        (
-            {
-                "x.safetensors": A,
-                "y.safetensors": B,
-                "z.safetensors": C,
-                "model.safetensors.index.json": index_of({"a": "x.safetensors", "b": "y.safetensors"}),
-                "other.safetensors.index.json": b"not opened",
-            },
-            ["x.safetensors", "y.safetensors"],
+            {**named(x=A, consolidated=B), "odd.safetensors.index.json": X, **dict.fromkeys(NOT_OPENED, b"no")},
+            ["x"],
             "indexed",
         ),
-        (
-            {
-                "x.safetensors": A,
-                "y.safetensors": B,
-                "odd.safetensors.index.json": index_of({"a": "x.safetensors"}),
-            },
-            ["x.safetensors"],
-            "indexed",
-        ),
-        (
-            {
-                "x.safetensors": A,
-                "consolidated.safetensors": B,
-                "consolidated.safetensors.index.json": b"not opened",
-                "adapter_model.safetensors.index.json": b"not opened",
-                "odd.safetensors.index.json": index_of({"a": "x.safetensors"}),
-            },
-            ["x.safetensors"],
-            "indexed",
-        ),
-        (
-            {
-                "model.safetensors-00001-of-00003.safetensors": A,
-                "model.safetensors-00002-of-00003.safetensors": B,
-                "model.safetensors-00003-of-00003.safetensors": C,
-            },
-            [f"model.safetensors-0000{number}-of-00003.safetensors" for number in (1, 2, 3)],
-            "several files without an index",
-        ),
-        (
-            {"m-00000-of-00002.safetensors": A, "m-00001-of-00002.safetensors": B},
-            ["m-00000-of-00002.safetensors", "m-00001-of-00002.safetensors"],
-            "several files without an index",
-        ),
-        (
-            {"foo.safetensors": A, "adapter_model.safetensors": A, "consolidated.safetensors": A},
-            ["foo.safetensors"],
-            "single file",
-        ),
-        (
-            {"consolidated.safetensors": A, "adapter_model.safetensors": A},
-            ["consolidated.safetensors"],
-            "single file",
-        ),
-        ({"foo.safetensors": A, "sub/model.safetensors": A}, ["foo.safetensors"], "single file"),
-        (
-            {"sub/x.safetensors": A, "model.safetensors.index.json": index_of({"a": "sub/x.safetensors"})},
-            ["sub/x.safetensors"],
-            "indexed",
-        ),
+        (named(**dict(zip(NUMBERED, (A, B, C), strict=True))), NUMBERED, "several files without an index"),
+        (named(foo=A, adapter_model=A, consolidated=A), ["foo"], "single file"),
+        (named(consolidated=A, adapter_model=A), ["consolidated"], "single file"),
+        (named(foo=A, **{"sub/model": A}), ["foo"], "single file"),
+        ({**named(**{"sub/x": A}), INDEX: index_of({"a": "sub/x.safetensors"})}, ["sub/x"], "indexed"),
     ],
 )
 def test_the_files_that_count(files: dict[str, bytes], chosen: list[str], layout: str) -> None:
     index = opened(files)
-    assert list(index.files) == chosen
-    assert index.files == {name: len(files[name]) for name in chosen}
-    assert index.layout == layout
-    assert index.root == "<memory>"
+    assert index.files == {f"{name}.safetensors": len(files[f"{name}.safetensors"]) for name in chosen}
+    assert list(index.files) == [f"{name}.safetensors" for name in chosen]
+    assert (index.layout, index.root) == (layout, "<memory>")
 
 
 def test_weights_name_comes_first() -> None:
@@ -183,17 +135,6 @@ def test_a_path_to_a_file(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "x.safetensors", weights_name="y.safetensors")
 
 
-def test_a_path_to_a_file_of_another_kind(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"")
-    with pytest.raises(FormatError, match=r"model\.gguf in .*this layout is not supported for loading"):
-        open_checkpoint(tmp_path / "model.gguf")
-
-
-def test_a_path_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="absent: no such directory"):
-        open_checkpoint(tmp_path / "absent")
-
-
 # What is in them
 
 
@@ -224,29 +165,16 @@ def test_a_key_that_the_index_leaves_out_is_included() -> None:
 
 
 def test_metadata_of_headers_and_index_is_text() -> None:
+    first, second = {"format": "pt", "who": "x", "total_size": "header"}, {"who": "y", "only": "y"}
+    of_index = {"total_size": 8, "nested": {"a": [1]}, "text": "as it is"}
+    weight_map = {"k": "x.safetensors", "l": "y.safetensors"}
     files = {
-        "x.safetensors": file_of(
-            {
-                "__metadata__": {"format": "pt", "who": "x", "total_size": "header"},
-                "k": tensor("U8", [0], 0, 0),
-            }
-        ),
-        "y.safetensors": file_of({"__metadata__": {"who": "y", "only": "y"}, "l": tensor("U8", [0], 0, 0)}),
-        "model.safetensors.index.json": json.dumps(
-            {
-                "metadata": {"total_size": 8, "nested": {"a": [1]}, "text": "as it is"},
-                "weight_map": {"k": "x.safetensors", "l": "y.safetensors"},
-            }
-        ).encode(),
+        "x.safetensors": file_of({"__metadata__": first, "k": tensor("U8", [0], 0, 0)}),
+        "y.safetensors": file_of({"__metadata__": second, "l": tensor("U8", [0], 0, 0)}),
+        INDEX: json.dumps({"metadata": of_index, "weight_map": weight_map}).encode(),
     }
-    assert opened(files).metadata == {
-        "format": "pt",
-        "who": "x",  # the first file's
-        "only": "y",
-        "total_size": "8",  # the index's
-        "nested": '{"a": [1]}',
-        "text": "as it is",
-    }
+    wanted = {"format": "pt", "who": "x", "only": "y"}  # the first file's
+    assert opened(files).metadata == {**wanted, "total_size": "8", "nested": '{"a": [1]}', "text": "as it is"}
 
 
 @pytest.mark.parametrize("metadata", [None, [], "text", 3])
@@ -255,11 +183,6 @@ def test_an_index_without_metadata_is_fine(metadata: object) -> None:
     index = opened({"x.safetensors": A, "model.safetensors.index.json": index_file})
     assert set(index.entries) == {"a"}
     assert index.metadata == {}
-
-
-def test_an_index_travels_between_ranks() -> None:
-    index = opened({"model.safetensors": file_with("a", "b")})
-    assert pickle.loads(pickle.dumps(index)) == index
 
 
 def test_the_reader_that_is_passed_stays_open() -> None:
@@ -328,14 +251,9 @@ def test_a_folder_of_thousands_of_files_is_listed_in_part() -> None:
         (b'{"weight_map": ' + b"[" * 100_000, "not valid JSON"),
         (b'{"weight_map": {"\xff": "x.safetensors"}}', "can't decode byte 0xff in position 17"),
         (b'{"weight_map": {"a": 1}}', "a: 1, not a string"),
-        (b'{"weight_map": {"a": null}}', "a: None, not a string"),
-        (b'{"weight_map": {"a": ["x.safetensors"]}}', "a: ['x.safetensors'], not a string"),
         (index_of({"a": "/etc/x.safetensors"}), "/etc/x.safetensors: it is absolute"),
         (index_of({"a": "../x.safetensors"}), "../x.safetensors: it climbs out"),
-        (index_of({"a": "sub/../../x.safetensors"}), "sub/../../x.safetensors: it climbs out"),
         (index_of({"a": "..\\x.safetensors"}), "it contains a backslash"),
-        (index_of({"a": "C:x.safetensors"}), "it starts with a drive letter"),
-        (index_of({"a": "\0.safetensors"}), "it contains a NUL character"),
         (index_of({"a": ""}), "it does not end in .safetensors"),
         (index_of({"a": "pytorch_model.bin"}), "pytorch_model.bin: it does not end in .safetensors"),
         (index_of({"a": "\ud800.safetensors"}), "\\ud800"),
@@ -348,15 +266,6 @@ def test_an_index_that_lies(index_file: bytes, words: str) -> None:
     assert words in message
     assert "safetensors" in message
     assert "<memory>" in message
-
-
-def test_an_index_that_climbs_out_of_a_real_folder_opens_nothing(tmp_path: Path) -> None:
-    (tmp_path / "secret.safetensors").write_bytes(A)
-    (tmp_path / "model").mkdir()
-    for name in ("../secret.safetensors", str(tmp_path / "secret.safetensors")):
-        (tmp_path / "model" / "model.safetensors.index.json").write_bytes(index_of({"a": name}))
-        with pytest.raises(FormatError, match=r"file names refused in model\.safetensors\.index\.json: 1"):
-            open_checkpoint(tmp_path / "model")
 
 
 def test_a_huge_index_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,11 +283,6 @@ def test_a_key_in_two_files_names_both() -> None:
     message = refusal({"x.safetensors": file_with("a", "b"), "y.safetensors": file_with("b", "c")})
     assert "keys held by two files: 1" in message
     assert "b: in x.safetensors and in y.safetensors" in message
-
-
-def test_a_key_in_an_extra_file_as_well() -> None:
-    message = refusal({"model.safetensors": A, "extra.safetensors": A}, extra_files=["extra.safetensors"])
-    assert "a: in extra.safetensors and in model.safetensors" in message
 
 
 @pytest.mark.parametrize(
@@ -461,21 +365,6 @@ def test_bytes_that_cannot_be_read_are_no_fault_of_the_checkpoint(
     (tmp_path / "x.safetensors").write_bytes(A[:-1])
     with pytest.raises(FormatError, match=r"(?s)x\.safetensors: tensor a .*y\.safetensors .*permission"):
         open_checkpoint(tmp_path)
-
-
-def test_a_link_of_the_hub_cache_to_a_pruned_blob_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "x.safetensors").symlink_to("../../blobs/pruned")
-    (tmp_path / "model.safetensors.index.json").write_bytes(index_of({"a": "x.safetensors"}))
-    with pytest.raises(FormatError, match=r"missing files: 1\n.*link to \.\./\.\./blobs/pruned"):
-        open_checkpoint(tmp_path)
-
-
-def test_formats_import_no_torch() -> None:
-    program = (
-        "import sys, shardwise.formats; "
-        "assert not {'huggingface_hub', 'torch', 'transformers', 'numpy'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 # At a URL

@@ -14,7 +14,7 @@ from tests.formats.building import file_of, file_with, tensor
 from tests.harness.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.safetensors_files import MAX_HEADER_BYTES, FileHeader, parse_header, read_header
+from shardwise.formats.safetensors_files import MAX_HEADER_BYTES, FileHeader, read_header
 
 ONE = b'"data_offsets":[0,1]'
 
@@ -38,75 +38,49 @@ def refusal(content: bytes) -> str:
             bytes(12),
             "4 bytes from byte 133 on, between tensor a and tensor b, belong to no tensor",
         ),
-        ({"a": tensor("U8", [4], 4, 8)}, bytes(8), "4 bytes .* between the header and tensor a"),
         ({"a": tensor("U8", [4], 0, 4)}, bytes(9), "the last 5 bytes, from byte .* belong to no tensor"),
-        ({}, bytes(3), "the last 3 bytes"),
         ({"a": tensor("U8", [4], 0, 4)}, bytes(3), "tensor a reaches to byte 72, .* 71 bytes: 1 are missing"),
         ({"a": tensor("U8", [4], 0, 4), "b": tensor("U8", [4], 2, 6)}, bytes(6), "b .* inside tensor a"),
         ({"a": tensor("U8", [4], 0, 4), "b": tensor("U8", [4], 0, 4)}, bytes(4), "b .* inside tensor a"),
         ({"a": tensor("U8", [4], 0, 4), "z": tensor("U8", [0], 2, 2)}, bytes(4), "z .* inside tensor a"),
-        ({"a": tensor("U8", [4], 0, 4), "z": tensor("U8", [0], 9, 9)}, bytes(4), "tensor z reaches to byte"),
         # data_offsets
         ({"a": tensor("U8", [4], 4, 0)}, bytes(4), r"tensor a has the data_offsets \[4, 0\]"),
         ({"a": tensor("U8", [4], -4, 0)}, bytes(4), r"data_offsets \[-4, 0\]"),
-        ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 2]}}, b"1", r"data_offsets \[0, 1, 2\]"),
         ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0]}}, b"1", r"data_offsets \[0\]"),
-        ({"a": {"dtype": "U8", "shape": [1], "data_offsets": 1}}, b"1", "data_offsets 1"),
         ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1.0]}}, b"1", r"data_offsets \[0, 1.0\]"),
         ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [False, True]}}, b"1", "data_offsets .False"),
-        ({"a": {"dtype": "U8", "shape": [1], "data_offsets": ["0", "1"]}}, b"1", "data_offsets"),
-        ({"a": {"dtype": "U8", "shape": [1], "data_offsets": {"0": 1, "1": 2}}}, b"1", "data_offsets"),
-        ({"a": {"dtype": "U8", "shape": [1]}}, b"1", "data_offsets None"),
         ({"a": tensor("U8", [1], 2**64, 2**64 + 1)}, b"1", "data_offsets .18446744073709551616"),
         # Sizes
         ({"a": tensor("F32", [3], 0, 8)}, bytes(8), r"tensor a of F32 \[3\] takes 12 bytes, .* span 8"),
-        ({"a": tensor("F32", [], 0, 8)}, bytes(8), "takes 4 bytes"),
         ({"a": tensor("F32", [0], 0, 4)}, bytes(4), "takes 0 bytes"),
         ({"a": tensor("F4", [3], 0, 2)}, bytes(2), r"tensor a of F4 \[3\] does not end at a byte"),
-        ({"a": tensor("F6_E2M3", [2], 0, 2)}, bytes(2), "does not end at a byte"),
         # Shapes
         ({"a": tensor("U8", [-1], 0, 1)}, b"1", r"tensor a has the shape \[-1\]"),
-        ({"a": tensor("U8", [-1, -1], 0, 1)}, b"1", "shape"),
         ({"a": tensor("U8", [True], 0, 1)}, b"1", r"shape \[True\]"),
         ({"a": {"dtype": "U8", "shape": [1.0], "data_offsets": [0, 1]}}, b"1", r"shape \[1.0\]"),
-        ({"a": {"dtype": "U8", "shape": ["1"], "data_offsets": [0, 1]}}, b"1", "shape"),
-        ({"a": {"dtype": "U8", "shape": [None], "data_offsets": [0, 1]}}, b"1", "shape"),
-        ({"a": {"dtype": "U8", "shape": [[1]], "data_offsets": [0, 1]}}, b"1", "shape"),
         ({"a": {"dtype": "U8", "shape": 1, "data_offsets": [0, 1]}}, b"1", "shape 1"),
-        ({"a": {"dtype": "U8", "shape": {}, "data_offsets": [0, 1]}}, b"1", "shape {}"),
         ({"a": {"dtype": "U8", "data_offsets": [0, 1]}}, b"1", "shape None"),
         ({"a": tensor("U8", [2**63], 0, 1)}, b"1", r"shape \[9223372036854775808\]"),
         ({"a": tensor("U8", [2**62, 2**62], 0, 1)}, b"1", r"tensor a .* more than 2\*\*64 bits"),
-        ({"a": tensor("U8", [2**62, 2**62, 0], 0, 0)}, b"", r"more than 2\*\*64 bits"),
         # dtypes
         ({"a": tensor("F31", [1], 0, 1)}, b"1", "tensor a has the unknown dtype 'F31'. Known are BOOL"),
-        ({"a": tensor("u8", [1], 0, 1)}, b"1", "unknown dtype 'u8'"),
-        ({"a": {"dtype": None, "shape": [1], "data_offsets": [0, 1]}}, b"1", "unknown dtype None"),
-        ({"a": {"dtype": ["U8"], "shape": [1], "data_offsets": [0, 1]}}, b"1", "unknown dtype"),
         ({"a": {"shape": [1], "data_offsets": [0, 1]}}, b"1", "unknown dtype None"),
         # Tensors that are none
         ({"a": ["U8", [1], [0, 1]]}, b"1", "tensor a is described by a list, not an object"),
         ({"a": None}, b"", "described by a NoneType"),
         # Metadata
         ({"__metadata__": {"a": 1}}, b"", "__metadata__ has a int under a, not a string"),
-        ({"__metadata__": {"a": None}}, b"", "__metadata__ has a NoneType"),
-        ({"__metadata__": {"a": {}}}, b"", "__metadata__ has a dict"),
-        ({"__metadata__": "a"}, b"", "__metadata__ is a str"),
         ({"__metadata__": [["a", "b"]]}, b"", "__metadata__ is a list"),
         # JSON
         (b"", b"", "not valid JSON"),
         (b"[]", b"", "a JSON list, not an object"),
-        (b'"a"', b"", "a JSON str, not an object"),
-        (b"null", b"", "not an object"),
         (b'{"a":', b"", "not valid JSON"),
-        (b"{} x", b"", "not valid JSON"),
         (b"{}\0\0", b"", "not valid JSON"),
         (b"\xef\xbb\xbf{}", b"", "not valid JSON"),
         (b'{"a\nb":{}}', b"", "not valid JSON"),
         (b'{"\xff":{}}', b"", "can't decode byte 0xff in position 2"),
         (b'{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"1", r"\\ud800.*surrogate"),
         (b'{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,1]}}', b"1", "NaN is not JSON"),
-        (b'{"a":{"dtype":"U8","shape":[Infinity],"data_offsets":[0,1]}}', b"1", "Infinity is not JSON"),
         (b'{"a":' + b"[" * 100_000, b"", "not valid JSON"),
         (b'{"a":' * 100_000, b"", "not valid JSON"),
         (b'{"a":{"dtype":"U8","shape":[' + b"9" * 10_000 + b'],"data_offsets":[0,1]}}', b"1", "JSON"),
@@ -184,11 +158,6 @@ def test_a_header_that_cannot_be_read_is_a_storage_error() -> None:
         read_header(MemoryReader({}), "f")
 
 
-def test_parse_header_checks_its_own_length() -> None:
-    with pytest.raises(FormatError, match="2 bytes is announced, but the file ends after 9 bytes"):
-        parse_header("f", 9, b"{}")
-
-
 # Fuzz
 
 
@@ -210,52 +179,6 @@ def attempt(content: bytes) -> bool:
         return False
     check_consistent(header)
     return True
-
-
-SOUND = file_of(
-    {
-        "__metadata__": {"format": "pt"},
-        "model.a": tensor("F32", [2, 3], 0, 24),
-        "model.b": tensor("BF16", [4], 24, 32),
-        "model.empty": tensor("F64", [0, 7], 32, 32),
-        "model.c": tensor("F4", [2, 2], 32, 34),
-        "model.d": tensor("U8", [], 34, 35),
-    },
-    bytes(range(35)),
-)
-
-
-def test_the_file_that_is_mutated_below_is_sound() -> None:
-    assert attempt(SOUND)
-
-
-def test_mutated_headers_are_refused_or_consistent() -> None:
-    generator = random.Random(20260101)
-    accepted = 0
-    for _ in range(4000):
-        content = bytearray(SOUND)
-        for _ in range(generator.choice([1, 1, 1, 2, 5])):
-            position = generator.randrange(len(content) - 35)
-            kind = generator.randrange(4)
-            if kind == 0:
-                content[position] ^= 1 << generator.randrange(8)
-            elif kind == 1:
-                content[position] = generator.choice(b'0123456789{}[]":,-.eE\\ \0\xff')
-            elif kind == 2:
-                del content[position : position + generator.randrange(1, 9)]
-            else:
-                start = generator.randrange(len(content))
-                content[position:position] = content[start : start + generator.randrange(1, 30)]
-        accepted += bytes(content) != SOUND and attempt(bytes(content))
-    # Some mutations only rename a tensor. If none were accepted, the mutations would prove little.
-    assert 100 < accepted < 2000
-
-
-def test_digits_are_mutated_one_by_one() -> None:
-    positions = [place for place in range(8, len(SOUND) - 35) if chr(SOUND[place]).isdigit()]
-    for position in positions:
-        for digit in b"0123456789":
-            attempt(SOUND[:position] + bytes([digit]) + SOUND[position + 1 :])
 
 
 json_values = st.recursive(

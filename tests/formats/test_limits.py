@@ -1,34 +1,24 @@
 """The last value that a rule takes, and the first that it does not; and what is done once, or at once."""
 
 import collections
-import json
 import pickle
-import sys
 import threading
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.formats.building import file_of
-from tests.formats.test_distributed import GRID, Written, cut, spiral
-from tests.formats.test_peft_adapter import parsed
-from tests.formats.torch_building import Called, saved, storage, tensor, torch_file
+from tests.formats.test_distributed import Written
+from tests.formats.torch_building import Called, storage, torch_file
 from tests.harness.memory_storage import MemoryReader
 
 from shardwise.errors import FormatError
-from shardwise.formats import opening
-from shardwise.formats.contract import Joined, View, Whole, each
-from shardwise.formats.distributed import holds_optimizer, open_state
-from shardwise.formats.joining import MAX_DIMS, beside, tiling
+from shardwise.formats.contract import each
+from shardwise.formats.joining import MAX_DIMS
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.pickles import TORCH_FILE, read_pickle
-from shardwise.formats.safetensors_files import read_header
-from shardwise.formats.torch_files import Archive, FileWindow, TorchArchive, read_torch_file
+from shardwise.formats.torch_files import read_torch_file
 from shardwise.storage.contract import ReadPolicy
-from shardwise.tensors import Box
-
-LARGEST = 2**63 - 1
 
 
 def opened(files: dict[str, bytes]) -> MemoryReader:
@@ -44,47 +34,10 @@ def refusal_of_torch(value: object) -> str:
 # Numbers
 
 
-def test_sizes_of_safetensors_end_below_two_to_the_63() -> None:
-    def shape_of(*sizes: int) -> tuple[int, ...]:
-        field = {"dtype": "F32", "shape": list(sizes), "data_offsets": [0, 0]}
-        return read_header(opened({"f": file_of({"a": field}, b"")}), "f").entries[0].shape
-
-    assert shape_of(0, LARGEST) == (0, LARGEST)
-    with pytest.raises(FormatError, match="not a list of integers"):
-        shape_of(0, LARGEST + 1)
-
-
-def test_sizes_of_torch_end_below_two_to_the_63() -> None:
-    content = torch_file({"a": tensor((0, LARGEST), (1, LARGEST), offset=LARGEST)})
-    (found,) = read_torch_file(opened({"some.bin": content}), "some.bin").tensors
-    assert found.shape == (0, LARGEST)
-    for faulty in (tensor((0, LARGEST + 1)), tensor((0, 1), (1, LARGEST + 1))):
-        assert "has numbers that are not 0.." in refusal_of_torch({"a": faulty})
-    assert "a tensor has no offset" in refusal_of_torch({"a": tensor((0, 1), offset=LARGEST + 1)})
-
-
-def test_the_largest_factor_of_an_adapter() -> None:
-    assert parsed(lora_alpha=sys.float_info.max).lora_alpha == sys.float_info.max
-    assert parsed(lora_alpha=-sys.float_info.max).lora_alpha == -sys.float_info.max
-
-
 def test_as_many_dimensions_as_torch_has() -> None:
     ones = torch.ones((1,) * MAX_DIMS)
     folder = Written({"a": (tuple(ones.shape), {(0,) * MAX_DIMS: ones})})
     assert open_checkpoint(folder.reader()).entries["a"].shape == (1,) * MAX_DIMS
-
-
-def test_cuts_within_cuts_as_deep_as_they_may_be() -> None:
-    found, depth = tiling((17, 17), [(box, Whole(str(box))) for box in spiral(17)]), 0
-    while isinstance(found, Joined):
-        found, depth = next((part for part in found.parts if isinstance(part, Joined)), None), depth + 1
-    assert depth == 32
-    *boxes, one, other = spiral(18)
-    assert len(boxes) == 33
-    dim = next(dim for dim in range(2) if one.offsets[dim] != other.offsets[dim])
-    around = Box(one.offsets, tuple(2 if axis == dim else 1 for axis in range(2)))
-    assert around.numel == one.numel + other.numel
-    assert tiling((18, 18), [(box, Whole(str(box))) for box in (*boxes, around)]) is None
 
 
 # Pickles
@@ -127,14 +80,6 @@ def test_a_tensor_that_tells_its_dtype() -> None:
         assert "it takes 7 arguments" in refusal_of_torch({"a": third(*arguments)})
 
 
-def test_equal_pickles_are_read_once() -> None:
-    content = saved(torch.ones(3))
-    reader, known = opened({"f": content}), {}
-    first, second = (TorchArchive(FileWindow(reader, "f", 0, len(content)), "f", known) for _ in range(2))
-    assert first.value is second.value
-    assert len(known) == 1
-
-
 # At once, or one after the other
 
 
@@ -155,14 +100,6 @@ def test_where_a_read_is_a_wait_many_are_at_once() -> None:
 
 
 # Archives
-
-
-@given(st.binary(max_size=60))
-def test_an_archive_of_nothing_after_any_bytes(before: bytes) -> None:
-    end = b"PK\5\6" + bytes(12) + len(before).to_bytes(4, "little") + bytes(2)
-    content = before + end
-    with pytest.raises(FormatError, match="it has no members"):
-        Archive(FileWindow(opened({"f": content}), "f", 0, len(content)), "f")
 
 
 # Folders of torch.distributed.checkpoint
@@ -188,27 +125,6 @@ def test_files_of_ranks_are_not_called_files_of_models() -> None:
     assert "rank0.bin, other.bin: if" not in message
 
 
-@pytest.mark.parametrize("count", [19, 20, 21])
-def test_of_missing_files_the_first_are_named(count: int) -> None:
-    folder = Written({f"t{number:02d}": ((1,), {(0,): torch.ones(1)}) for number in range(count)})
-    for number, (index, info) in enumerate(list(folder.metadata.storage_data.items())):
-        info.relative_path = f"__{number:02d}_0.distcp"
-        folder.metadata.storage_data[index] = info
-    with pytest.raises(FormatError) as caught:
-        open_checkpoint(opened({".metadata": folder.files()[".metadata"]}))
-    assert f"{count} of {count} files are missing: __00_0.distcp, " in str(caught.value)
-    assert ("__19_0.distcp" in str(caught.value)) is (count > 19)
-    assert (", ...." in str(caught.value)) is (count > 20)
-
-
-def test_a_chunk_has_no_fewer_bytes_than_none() -> None:
-    folder = Written({"g": cut(GRID, [3, 3], [8])})
-    info = next(iter(folder.metadata.storage_data.values()))
-    info.length = -1
-    with pytest.raises(FormatError, match="g has no range of bytes"):
-        open_checkpoint(folder.reader())
-
-
 def test_an_empty_tensor_lies_where_its_first_chunk_does() -> None:
     folder = Written({"a": ((0, 6), {(0, 0): torch.ones(0, 3), (0, 3): torch.ones(0, 3)})})
     entry = open_checkpoint(folder.reader()).entries["a"]
@@ -218,75 +134,3 @@ def test_an_empty_tensor_lies_where_its_first_chunk_does() -> None:
 
 
 # A state of its own, and one checkpoint beside another
-
-
-def test_all_tensors_of_a_file_or_of_a_folder() -> None:
-    values = {
-        "model": {"a": torch.ones(2), "t": torch.arange(6.0).reshape(2, 3).t()},
-        "optimizer": {"b": torch.ones(3)},
-    }
-    index = open_state(opened({"some.bin": saved(values)}), "some.bin")
-    assert set(index.entries) == {"model.a", "model.t (storage)", "optimizer.b"}
-    assert (index.layout, set(index.files), set(index.composed)) == ("torch file", {"some.bin"}, {"model.t"})
-    folder = Written({"model.a": ((2,), {(0,): torch.ones(2)}), "optimizer.b": ((2,), {(0,): torch.ones(2)})})
-    folder.metadata.planner_data = {"model.a": ("model", "a"), "optimizer.b": ("optimizer", "b")}
-    index = open_state(folder.reader())
-    assert set(index.entries) == {"model.a", "optimizer.b"}
-    assert (index.layout, set(index.files)) == ("torch distributed checkpoint", {"__0_0.distcp"})
-
-
-def test_whether_a_folder_has_an_optimizers_state_only() -> None:
-    def folder_of(*paths: tuple[str, ...]) -> MemoryReader:
-        folder = Written({".".join(path): ((2,), {(0,): torch.ones(2)}) for path in paths})
-        folder.metadata.planner_data = {".".join(path): path for path in paths}
-        return folder.reader()
-
-    assert holds_optimizer(folder_of(("state", "a", "exp_avg")))
-    assert not holds_optimizer(folder_of(("model", "a")))
-    assert not holds_optimizer(folder_of(("model", "a"), ("optimizer", "state", "a")))
-    assert not holds_optimizer(folder_of())
-    assert not holds_optimizer(opened({"model.safetensors": b""}))
-
-
-def test_one_checkpoint_beside_another() -> None:
-    first = open_checkpoint(
-        opened({"model.safetensors": file_of({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"ab")})
-    )
-    chunks = Written({"g": cut(GRID, [3, 3], [8]), "t": ((3, 2), {(0, 0): torch.arange(6.0).reshape(2, 3).t()})})
-    both = beside(first, open_checkpoint(chunks.reader()), "more")
-    assert set(both.files) == {"model.safetensors", "more/__0_0.distcp"}
-    assert {entry.key: entry.file for entry in both.entries.values()} == {
-        "a": "model.safetensors",
-        "more/g[0:3, 0:8]": "more/__0_0.distcp",
-        "more/g[3:6, 0:8]": "more/__0_0.distcp",
-        "more/t (storage)": "more/__0_0.distcp",
-    }
-    assert both.entries.keys() == {entry.key for entry in both.entries.values()}
-    assert both.composed["more/g"].part == Joined((Whole("more/g[0:3, 0:8]"), Whole("more/g[3:6, 0:8]")), 0)
-    part = both.composed["more/t"].part
-    assert isinstance(part, View)
-    assert part.key == "more/t (storage)"
-
-
-@pytest.mark.parametrize("count", [4, 5, 6])
-def test_of_what_is_not_loaded_the_first_are_told(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(opening, "_MOST_IGNORED", 5)
-    content = saved({"a": torch.ones(1), **{f"n{number}": number for number in range(count)}})
-    ignored = open_checkpoint(opened({"pytorch_model.bin": content})).ignored
-    assert len([item for item in ignored if item.startswith("n")]) == min(count, 5)
-    assert ignored[5:] == (("... and 1 more",) if count > 5 else ())
-
-
-def test_parts_of_two_saves_are_named_in_their_order() -> None:
-    def chunk(dtype: str, rows: int, at: int) -> bytes:
-        nbytes = rows * (4 if dtype == "F32" else 2)
-        told = json.dumps({"g": {"saved_offsets": [at]}})
-        header = {
-            "__metadata__": {"DCP_SHARDING_INFO": told},
-            "g": {"dtype": dtype, "shape": [rows], "data_offsets": [0, nbytes]},
-        }
-        return file_of(header, bytes(nbytes))
-
-    files = {"shard-1.safetensors": chunk("F32", 2, 0), "shard-2.safetensors": chunk("F16", 3, 2)}
-    with pytest.raises(FormatError, match=r"g: F32 \(2,\) in shard-1.safetensors, and F16 \(3,\) in shard-2"):
-        open_checkpoint(opened(files))

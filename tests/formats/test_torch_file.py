@@ -85,14 +85,6 @@ def test_only_the_directory_and_the_pickle_are_read() -> None:
     assert reader.bytes_read < 20_000
 
 
-def test_a_state_dict_with_versions_and_hooks() -> None:
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    index, reader = opened(module.state_dict())
-    found = values_of(index, reader)
-    assert list(found) == list(module.state_dict())
-    assert all(same(found[key], value) for key, value in module.state_dict().items())
-
-
 def test_a_parameter_with_attributes() -> None:
     parameter = nn.Parameter(torch.randn(3))
     parameter.note = "mine"
@@ -120,11 +112,6 @@ def test_an_optimizer_beside_the_model_is_left() -> None:
     index, _ = opened({"model": {"a": torch.ones(2)}, "optimizer": state, "device": torch.device("cpu")})
     assert set(index.entries) == {"a"}
     assert index.ignored == ("optimizer (an optimizer's state)", "device (device)")
-
-
-def test_two_models_keep_their_names() -> None:
-    index, _ = opened({"model": {"a": torch.ones(2)}, "ema": {"a": torch.ones(2)}})
-    assert (set(index.entries), index.wrapper) == ({"model.a", "ema.a"}, "")
 
 
 def test_what_else_there_is_is_told_and_not_loaded() -> None:

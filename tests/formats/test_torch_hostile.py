@@ -2,8 +2,6 @@
 
 import collections
 import contextlib
-import os
-import struct
 import time
 import zipfile
 from pathlib import Path
@@ -16,8 +14,7 @@ from hypothesis import strategies as st
 from tests.formats.torch_building import Called, Id, Touch, archive, pickled, saved, storage, tensor, torch_file
 from tests.harness.memory_storage import MemoryReader
 
-from shardwise.errors import FormatError, StorageError
-from shardwise.formats.opening import open_checkpoint
+from shardwise.errors import FormatError
 from shardwise.formats.pickles import Vocabulary, read_pickle
 from shardwise.formats.torch_files import read_torch_file
 
@@ -44,15 +41,6 @@ def test_a_program_is_named_and_not_run(tmp_path: Path, protocol: int) -> None:
         message = refusal(torch_file(pickled(value, protocol)))
         assert "posix.system, which does not belong to a file of tensors and is never run" in message
     assert not trace.exists()
-
-
-@pytest.mark.parametrize(
-    "function",
-    [eval, exec, getattr, print, os.system, os.popen, torch.load, torch.hub.load, type],
-)
-def test_no_function_but_those_of_tensors_is_known(function: Any) -> None:
-    name = f"{function.__module__}.{function.__qualname__}"
-    assert f"it refers to {name}, which does not belong" in refusal(torch_file(Called(function, "x")))
 
 
 @pytest.mark.parametrize(
@@ -93,33 +81,23 @@ def test_a_state_changes_no_function_and_no_class() -> None:
     [
         (b"", "it cannot be decoded"),
         (b"\x80\x02", "some.bin: archive/data.pkl: it c"),
-        (b"\x80\x02.", "some.bin: archive/data.pkl: it c"),
         (b"\x80\x02NN.", "it holds a NoneType"),
         (b"\x80\x02(.", "it c"),
         (b"\x80\x63.", "unsupported pickle protocol: 99"),
         (b"\x80\x02R.", "some.bin: archive/data.pkl: it c"),
-        (b"\x80\x02(R.", "some.bin: archive/data.pkl: it c"),
         (b"\x80\x02)t.", "some.bin: archive/data.pkl: it c"),
         (b"\x80\x02N)R.", "it calls what cannot be called"),
-        (b"\x80\x02NNR.", "some.bin: archive/data.pkl: it c"),
         (b"\x80\x02N)\x81.", "some.bin: archive/data.pkl: it c"),
         (b"\x80\x02h\x05.", "some.bin: archive/data.pkl: it c"),
-        (b"\x80\x02j\xff\xff\xff\xff.", "some.bin: archive/data.pkl: it c"),
         (b"\x80\x02Nr\xff\xff\xff\xff0}.", "some.bin"),  # a memo of one, wherever it is
         (b"\x80\x02X\xff\xff\xff\x7fabc.", "some.bin: archive/data.pkl: it c"),
         (b"\x80\x02\x8d\xff\xff\xff\xff\xff\xff\xff\x7fa.", "it cannot be decoded"),
-        (b"\x80\x02X\x02\0\0\0\xff\xff.", "it cannot be decoded"),
         (b"\x80\x02X\x03\0\0\0\xed\xa0\x80.", "it holds a str"),
         (b"\x80\x02ctorch", "it refers to torc"),
         (b"\x80\x02NNa.", "it appends to an object that is not a list"),
         (b"\x80\x02N(NNu.", "it sets items of an object that is not a dict"),
-        (b"\x80\x02}(Nu.", "it sets items of an object that is not a dict"),
         (b"\x80\x02}(K\x01NK\x01Nu.", "a dict has the key 1 twice"),
-        (b"\x80\x02I1\n.", "some.bin: archive/data.pkl: it c"),
-        (b"\x80\x02\x82\x01.", "some.bin: archive/data.pkl: it c"),
         (b"(i__main__\nX\n.", "some.bin: archive/data.pkl: it c"),
-        (b"\x80\x02Pabc\n.", "some.bin: archive/data.pkl: it c"),
-        (b"\x80\x02\x8b\xff\xff\xff\x7f.", "it cannot be decoded"),
         (b"\x80\x02NQ.", "a persistent id is not that of a storage"),
     ],
 )  # fmt: skip
@@ -162,28 +140,20 @@ def test_items_given_to_an_ordered_dict_are_not_lost() -> None:
         (tensor((2, 2), (3, 1)), "reaches to element 5"),
         (tensor(offset=1), "reaches to element 5"),
         (tensor((2**40,), (1,)), "reaches to element"),
-        (tensor((2**62, 2**62), (2**62, 1)), "reaches to element"),
         (tensor((2**40,), (0,)), "its elements share memory"),
         (tensor((2, 2), (1, 1)), "its elements share memory"),
         (tensor((2, 2), (2,)), "another number of strides than of dimensions"),
         (tensor((-1,), (1,)), "has numbers that are not 0.."),
         (tensor((2,), (-1,)), "has numbers that are not 0.."),
-        (tensor((2**64,), (1,)), "has numbers that are not 0.."),
-        (tensor((2.0,), (1,)), "has numbers that are not 0.."),
-        (tensor((True,), (1,)), "has numbers that are not 0.."),
         (tensor([2, 2]), "a tensor's shape is not a tuple"),
         (tensor((1,) * 100, (1,) * 100), "a tensor's shape is not a tuple"),
         (tensor(offset=-1), "a tensor has no offset"),
-        (tensor(offset=None), "a tensor has no offset"),
         (tensor(of=storage(numel=5)), "has 16 bytes, and should have 20"),
-        (tensor(of=storage(numel=2**62)), "has 16 bytes, and should have"),
         (tensor(of=storage(kind=torch.DoubleStorage)), "should have 32"),
         (tensor(of=storage("1")), "it has no member archive/data/1"),
-        (tensor(of=storage("../data.pkl")), "it has no member"),
         (tensor(of=storage("0", -1)), "a storage has no size"),
         (tensor(of=Id("storage", "FloatStorage", "0", "cpu", 4)), "a persistent id is not that of a storage"),
         (tensor(of=Id("module", 1, "0", "cpu", 4)), "a persistent id is not that of a storage"),
-        (tensor(of=Id("storage")), "a persistent id is not that of a storage"),
         (tensor(of="0"), "a tensor has no storage"),
         (tensor(extra=({"neg": True},)), "conjugated or negated"),
         (tensor(extra=(1, 2, 3)), "it takes 6 arguments"),
@@ -212,12 +182,6 @@ def test_a_call_within_a_call() -> None:
 # Archives
 
 
-def test_compressed_members_are_refused() -> None:
-    assert "is compressed. Write it with torch.save" in refusal(
-        torch_file({"a": tensor()}, method=zipfile.ZIP_DEFLATED)
-    )
-
-
 def test_a_bomb_is_not_unpacked() -> None:
     content = archive({"data.pkl": b"\0" * 50_000_000}, method=zipfile.ZIP_DEFLATED)
     start = time.perf_counter()
@@ -230,119 +194,15 @@ def test_a_member_twice() -> None:
     assert "it has the member archive/data/1 twice" in refusal(made.replace(b"archive/data/0", b"archive/data/1"))
 
 
-def edited(content: bytes, what: str, at: int, value: int, form: str = "<L") -> bytes:
-    """A field changed: of the directory's entry of data/0 ("entry"), of its local header, or of the end."""
-    place = {
-        "entry": content.rfind(b"PK\1\2", 0, content.rfind(b"archive/data/0")),
-        "local": content.rfind(b"PK\3\4", 0, content.find(b"archive/data/0")),
-        "end": content.rfind(b"PK\5\6"),
-    }[what] + at
-    return content[:place] + struct.pack(form, value) + content[place + struct.calcsize(form) :]
-
-
-BY_HAND = torch_file({"a": tensor()})
-
-
-@pytest.mark.parametrize(
-    ("what", "at", "value", "form", "words"),
-    [
-        ("entry", 10, 8, "<H", "is compressed"),
-        ("entry", 8, 1, "<H", "is encrypted"),
-        ("entry", 20, 8, "<L", "is compressed"),
-        ("entry", 42, 0, "<L", "contradict each other|runs into"),
-        ("entry", 42, 10**6, "<L", "is not before the directory"),
-        ("entry", 42, 0xFFFFFFFF, "<L", "does not end in the directory|is not before"),
-        ("local", 8, 8, "<H", "contradict each other"),
-        ("local", 26, 3, "<H", "contradict each other"),
-        ("local", 28, 1000, "<H", "runs into what follows it"),
-        ("local", 0, 0, "<L", "contradict each other"),
-        ("end", 12, 10**6, "<L", "does not end in the directory"),
-        ("end", 16, 10**6, "<L", "does not end in the directory|is not before"),
-    ],
-)
-def test_a_directory_that_lies(what: str, at: int, value: int, form: str, words: str) -> None:
-    message = refusal(edited(BY_HAND, what, at, value, form))
-    assert any(word in message for word in words.split("|")), message
-
-
-def test_members_that_overlap() -> None:
-    """Two names for one place: a small file that would be large unpacked."""
-    content = torch_file({"a": tensor()}, {"data/0": bytes(16), "data/1": bytes(16)})
-    first = struct.unpack_from("<L", content, content.rfind(b"PK\1\2", 0, content.rfind(b"archive/data/0")) + 42)[0]
-    place = content.rfind(b"PK\1\2", 0, content.rfind(b"archive/data/1")) + 42
-    assert "runs into what follows" in refusal(content[:place] + struct.pack("<L", first) + content[place + 4 :])
-
-
 @pytest.mark.parametrize("keep", [0, 1, 21, 22, 100, 1000, len(SOUND) // 2, len(SOUND) - 1])
 def test_a_file_cut_short(keep: int) -> None:
     refusal(SOUND[:keep])
 
 
-def test_a_zip64_directory_that_lies() -> None:
-    locator, end = SOUND.rfind(b"PK\6\7"), SOUND.rfind(b"PK\6\6")
-    assert end > 0
-    for place, value in (
-        (locator, 0),
-        (end + 40, 2**63),
-        (end + 48, 2**63),
-    ):
-        refusal(SOUND[:place] + struct.pack("<Q", value) + SOUND[place + 8 :])
-
-
 # Whatever it is
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, len(SOUND) - 1), st.integers(0, 255)), min_size=1, max_size=8),
-    st.one_of(st.none(), st.integers(0, len(SOUND))),
-)
-def test_mutations_of_a_file_raise_nothing_else(changes: list[tuple[int, int]], cut: int | None) -> None:
-    content = bytearray(SOUND)
-    for place, value in changes:
-        content[place] = value
-    bind_optimizers(bytes(content if cut is None else content[:cut]))
-
-
-INTERESTING = sorted({i for mark in (b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"data.pkl")
-                      for start in [SOUND.find(mark)] for i in range(start, start + 60)})  # fmt: skip
-
-
-@given(st.lists(st.tuples(st.sampled_from(INTERESTING), st.integers(0, 255)), min_size=1, max_size=4))
-def test_mutations_of_headers_raise_nothing_else(changes: list[tuple[int, int]]) -> None:
-    content = bytearray(SOUND)
-    for place, value in changes:
-        if place < len(content):
-            content[place] = value
-    bind_optimizers(bytes(content))
-
-
-def bind_optimizers(content: bytes) -> None:
-    try:
-        index = open_checkpoint(MemoryReader({"pytorch_model.bin": content}))
-    except (FormatError, StorageError):
-        return
-    for entry in index.entries.values():
-        assert 0 <= entry.start <= entry.stop <= len(content)
-
-
-PICKLE = pickled(
-    {"a": tensor(), "b": [tensor(), (1, 2.5, None)], "c": {"d": "text", "e": b"bytes", "f": {1, 2}}}, 4
-)
 OPCODES = [bytes([code]) for code in range(256)]
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, len(PICKLE) - 1), st.integers(0, 255)), min_size=1, max_size=6),
-    st.lists(st.sampled_from(OPCODES), max_size=4),
-    st.integers(0, len(PICKLE)),
-)
-def test_mutations_of_a_pickle_raise_nothing_else(
-    changes: list[tuple[int, int]], inserted: list[bytes], where: int
-) -> None:
-    content = bytearray(PICKLE)
-    for place, value in changes:
-        content[place] = value
-    bind_optimizers(torch_file(bytes(content[:where]) + b"".join(inserted) + bytes(content[where:])))
 
 
 @given(st.lists(st.sampled_from(OPCODES) | st.binary(max_size=6), max_size=60))

@@ -1,9 +1,7 @@
 """The directory of an archive, field by field: written by hand, sound and lying."""
 
 import struct
-import zipfile
 from dataclasses import dataclass, field, replace
-from io import BytesIO
 
 import pytest
 from hypothesis import given
@@ -13,7 +11,6 @@ from tests.harness.memory_storage import MemoryReader
 from shardwise.errors import FormatError
 from shardwise.formats import torch_files
 from shardwise.formats.torch_files import Archive, FileWindow
-from shardwise.tensors import ByteRange
 
 FULL_16, FULL_32 = 0xFFFF, 0xFFFFFFFF
 
@@ -157,18 +154,6 @@ def test_a_small_archive_is_read_at_once_and_of_a_large_one_its_ends(nbytes: int
     assert reader.asked == more
 
 
-def test_it_reads_what_pythons_library_writes() -> None:
-    stream = BytesIO()
-    with zipfile.ZipFile(stream, "w") as made:
-        for number in range(5):
-            with made.open(f"a/{number}", "w", force_zip64=number % 2 == 0) as member:
-                member.write(bytes([number]) * number)
-    archive, _ = opened(stream.getvalue())
-    assert [archive.content(f"a/{number}", max_nbytes=9) for number in range(5)] == [
-        bytes([number]) * number for number in range(5)
-    ]
-
-
 @pytest.mark.parametrize(
     ("made", "words"),
     [
@@ -235,8 +220,3 @@ def test_directories_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(opened(made)[0].members) == 2
     monkeypatch.setattr(torch_files, "MAX_DIRECTORY_BYTES", nbytes - 1)
     assert f"its directory has {nbytes} bytes, {nbytes - 1} is the limit" in refusal(made)
-
-
-def test_where_bytes_of_a_part_are() -> None:
-    archive, _ = opened(TWO.made(), before=100)
-    assert archive.bytes_of("a/one") == ByteRange(100 + 30 + 5, 100 + 30 + 5 + 5)

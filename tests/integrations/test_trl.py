@@ -36,8 +36,7 @@ def test_dpo_of_trl_itself(two: LocalRanks, one: LocalRanks, folder: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("model", "beta"),
-    [("whole", 0.0), ("lora", 0.1), pytest.param("replicated lora", 0.1, marks=pytest.mark.slow)],
+    ("model", "beta"), [("whole", 0.0), ("lora", 0.1), pytest.param("replicated lora", 0.1, marks=pytest.mark.slow)]
 )
 def test_grpo(two: LocalRanks, folder: Path, tmp_path: Path, model: str, beta: float) -> None:
     """Against DDP on as many ranks, since what is sampled depends on the rank."""

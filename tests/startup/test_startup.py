@@ -1,7 +1,6 @@
 """``shardwise bench startup``: arms, figures, the table, the picture, and what is refused."""
 
 import importlib.util
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -195,39 +194,7 @@ def test_a_peer_that_fails_or_hangs_is_told_and_ours_is_an_error(
     assert (result.exit_code, "RuntimeError: it is broken" in result.stderr) == (2, True)
 
 
-def test_ranks_that_hold_other_values_are_told() -> None:
-    def values(*ranks: dict[str, str]) -> dict[str, str]:
-        return comparison._agreed_values([ArmOnRank(0, 0, held) for held in ranks])
-
-    run = ArmRun("shardwise", "", 1.0, {}, 0, 0, 0, 0, 0, values({"a": "6", "b": "2", "c": "3"}, {"c": "3"}))
-    other = replace(run, arm="native", values=values({"a": "6", "b": "2", "c": "3"}, {"c": "4"}))
-    made = StartupResult("m", 2, "auto", {"shardwise": run, "native": other}, {})
-    assert made.verdict("shardwise") == "same"
-    assert made.verdict("native") == "1 of 3 differ, as c"
-    assert replace(made, runs={"native": other}).verdict("native") == "1 of 3 differ, as c"
-
-
 # ── pictures ──────────────────────────────────────────────────────────────────────────────────────
-
-
-@drawing
-@old_names
-def test_the_picture_can_be_read_on_white_and_on_black(tmp_path: Path) -> None:
-    from matplotlib.image import imread
-
-    from shardwise.pictures import INK, draw_panels
-
-    samples = [(t / 100, int(200 * MIB + t * MIB + 20 * MIB * (t % 30 == 0)), 0) for t in range(300)]
-    record = read_run(made_run(tmp_path / "run", [samples] * 4))
-    panels = [arm_run(name, record).panel for name in ARMS]
-    data = draw_panels([panel for panel in panels if panel is not None])
-    image = imread(io.BytesIO(data))
-    assert image[0, 0, 3] == 0  # nothing behind it
-    assert len(data) < 150_000
-    channels = np.array([int(INK[place : place + 2], 16) / 255 for place in (1, 3, 5)])
-    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
-    luminance = float(linear @ [0.2126, 0.7152, 0.0722])
-    assert min(1.05 / (luminance + 0.05), (luminance + 0.05) / 0.05) > 3  # of letters as large as these
 
 
 # ── ranks ─────────────────────────────────────────────────────────────────────────────────────────

@@ -67,11 +67,6 @@ def test_one_call_never_asks_for_more_than_linux_gives(tmp_path: Path, monkeypat
     assert max(nbytes for _, nbytes in asked) == 1000
 
 
-def test_the_limits_are_those_of_linux() -> None:
-    assert os.sysconf("SC_IOV_MAX") >= reading.CALL_BUFFERS
-    assert reading.CALL_BYTES == 2**31 - 4096
-
-
 def test_an_input_output_error_names_file_and_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(CONTENT)
 
@@ -168,14 +163,6 @@ def test_a_name_that_no_file_system_takes_is_refused(tmp_path: Path) -> None:
         reader.size("\ud800")
 
 
-def test_files_are_opened_once_and_counted(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(CONTENT)
-    with LocalReader(tmp_path) as reader:
-        for _ in range(5):
-            reader.read("a", 0, 100)
-        assert (reader.files_opened, reader.reads, reader.bytes_read) == (1, 5, 500)
-
-
 def test_descriptors_are_bounded_and_closed(tmp_path: Path) -> None:
     names = write(tmp_path, 50)
     before = open_descriptors()
@@ -186,22 +173,6 @@ def test_descriptors_are_bounded_and_closed(tmp_path: Path) -> None:
                 assert open_descriptors() <= before + 4
         assert reader.files_opened == 100
     assert open_descriptors() == before
-
-
-def test_the_longest_unused_descriptor_goes_first(tmp_path: Path) -> None:
-    write(tmp_path, 3)
-    with LocalReader(tmp_path, max_open_files=2) as reader:
-        for name in ("f000", "f001", "f000", "f002", "f000"):
-            reader.size(name)
-        assert reader.files_opened == 3
-        reader.size("f001")
-        assert reader.files_opened == 4
-
-
-def test_descriptors_are_not_inherited(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(CONTENT)
-    with LocalReader(tmp_path) as reader:
-        assert not os.get_inheritable(reader._opened("a").descriptor)
 
 
 def test_a_descriptor_in_use_survives_eviction_and_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,17 +209,6 @@ def test_many_threads_and_few_descriptors(tmp_path: Path) -> None:
         assert (reader.reads, reader.bytes_read) == (800, 80000)
         assert open_descriptors() <= before + 2
     assert open_descriptors() == before
-
-
-def test_the_identity_of_an_untouched_file_stays(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(CONTENT)
-    with LocalReader(tmp_path) as reader:
-        before = reader.identity("a")
-        reader.read("a", 0, 100)
-        (tmp_path / "b").write_bytes(b"")
-        assert reader.identity("a") == before
-    with LocalReader(tmp_path) as another:
-        assert another.identity("a") == before
 
 
 def _rewrite(path: Path) -> None:

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 from tests.harness import StorageWriterSuite, WritableStorage
-from tests.harness.memory_storage import MemoryWriter
 from tests.torture import objects
 
-from shardwise.storage.contract import OBJECT_STORE_WRITES
 from shardwise.storage.objects import ObjectWriter
 from shardwise.storage.remote import RemoteReader
 from shardwise.storage.writing import LocalWriter
@@ -27,22 +25,6 @@ class TestLocalWriter(StorageWriterSuite):
     def storage(self, tmp_path: Path) -> WritableStorage:
         folder = tmp_path / "not" / "yet"
         return WritableStorage(lambda: LocalWriter(folder), lambda: files_of(folder))
-
-
-class TestMemoryWriter(StorageWriterSuite):
-    @pytest.fixture
-    def storage(self) -> WritableStorage:
-        files: dict[str, bytearray] = {}
-        return WritableStorage(lambda: MemoryWriter(files), MemoryWriter(files).contents)
-
-
-class TestMemoryWriterOfStreams(StorageWriterSuite):
-    @pytest.fixture
-    def storage(self) -> WritableStorage:
-        files: dict[str, bytearray] = {}
-        return WritableStorage(
-            lambda: MemoryWriter(files, policy=OBJECT_STORE_WRITES), MemoryWriter(files).contents
-        )
 
 
 class TestMemoryAtUrl(StorageWriterSuite):

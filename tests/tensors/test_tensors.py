@@ -6,16 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.tensors import (
-    Box,
-    ByteRange,
-    DType,
-    Strided,
-    casts_safely,
-    coalesce,
-    contiguous_strides,
-    dtype_named,
-)
+from shardwise.tensors import Box, ByteRange, DType, coalesce, dtype_named
 
 intervals = st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda pair: (pair[0], pair[1]))
 boxes = st.lists(intervals, min_size=3, max_size=3).map(
@@ -38,10 +29,6 @@ def test_an_intersection_holds_the_common_indices(one, other):
         assert indices(common) == expected
 
 
-def test_a_box_of_a_scalar_has_one_element():
-    assert Box.whole(()).numel == 1
-
-
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 30)), max_size=20), st.integers(0, 10))
 def test_coalesced_ranges_cover_everything_and_nothing_far_from_it(pairs, gap):
     ranges = [ByteRange(start, start + size) for start, size in pairs]
@@ -58,26 +45,7 @@ def test_a_range_that_runs_backwards_is_refused():
         ByteRange(3, 2)
 
 
-def test_contiguity_looks_past_dimensions_of_size_one():
-    assert Strided(5, (1, 4, 1, 3), (99, 3, 7, 1)).is_contiguous
-    assert not Strided(0, (4, 3), (4, 1)).is_contiguous
-
-
-def test_strides_and_reach():
-    assert contiguous_strides((2, 3, 4)) == (12, 4, 1)
-    assert Strided(10, (2, 3), (100, 10)).stop == 10 + 100 + 20 + 1
-    assert Strided(10, (0, 3), (100, 10)).stop == 10
-
-
 def test_every_dtype_is_found_by_its_name():
     assert all(dtype_named(dtype.label) is dtype for dtype in DType if dtype is not DType.OTHER)
     assert dtype_named("OTHER") is None
     assert dtype_named("F33") is None
-
-
-def test_casts_keep_the_kind_of_number():
-    assert casts_safely(DType.BF16, DType.F32)
-    assert casts_safely(DType.F32, DType.BF16)
-    assert casts_safely(DType.I64, DType.F32)
-    assert not casts_safely(DType.F32, DType.I64)
-    assert not casts_safely(DType.I64, DType.BOOL)
