@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,19 +55,6 @@ def prepared(rank: int, digest: str = "d" * 64, host_bytes: int | None = 10**12)
         "available": Available(host_bytes=host_bytes),
         "check_memory": True,
     }
-
-
-@pytest.mark.parametrize("size", [64, 256, MANY[1]])
-def test_ranks_agree_on_a_load_by_conclusions(size):
-    def agree(rank: int) -> int:
-        with World.current(timeouts=CALM, call="load") as world:
-            return agree_on(world, **prepared(rank))[0]
-
-    with counted_ranks(size) as ranks:
-        assert ranks.each(agree) == [sum(10 + rank for rank in range(size))] * size
-        calls, nbytes = spent(ranks)
-    assert calls < CALLS_TO_JOIN + CALLS_TO_MEET
-    assert nbytes < 2000, "what a rank tells of its load is in it twice"
 
 
 @pytest.mark.parametrize("size", [64, *MANY])
@@ -203,24 +189,6 @@ def test_an_answer_larger_than_torch_s_store_takes_comes_through():
                 return world.all_gather_object(told[rank]) == told and world.broadcast(lambda: 7) == 7
 
         assert ranks.each(tell) == [True] * len(told)
-
-
-def test_the_first_rank_beats_while_it_concludes():
-    quick = Timeouts(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4, join_timeout_s=5)
-    concluded = []
-
-    def conclude(told: list[int]) -> int:
-        concluded.append(threading.current_thread())
-        time.sleep(3 * quick.heartbeat_timeout_s)
-        return sum(told)
-
-    def add_up(rank: int) -> int:
-        with World.current(timeouts=quick) as world:
-            return world.all_reduce_object(rank, conclude)
-
-    with counted_ranks(3, dist.HashStore()) as ranks:
-        assert ranks.each(add_up) == [3] * 3
-    assert len(concluded) == 1
 
 
 def test_what_the_first_rank_cannot_conclude_is_everybody_s_error_and_all_stay_in_step():

@@ -48,17 +48,6 @@ def test_a_mesh_of_three_axes_is_refused_by_name():
             wrap(on_meta(), Sharding(mesh=mesh, wrap="module_list"))
 
 
-def test_a_parameter_that_fully_shard_refuses_is_named_before_anything_is_sharded():
-    model = on_meta()
-    model.layers[1].weight = nn.Parameter(torch.empty(4, 6, device="meta").t())
-    before = dict(model.named_parameters())
-    with fake_rank(0, 4):
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
-        with pytest.raises(ShardingError, match=r"layers\.1\.weight .* the mesh fsdp=4: .* contiguous"):
-            wrap(model, Sharding(mesh=mesh, wrap="module_list"))
-    assert all(parameter is before[name] for name, parameter in model.named_parameters())
-
-
 @pytest.mark.distributed
 def test_a_model_that_cannot_be_sharded_is_the_same_error_on_every_rank(worlds, wide):
     errors = worlds(4).run(bad_input.partial, wide)

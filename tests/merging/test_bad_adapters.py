@@ -345,13 +345,6 @@ def test_a_full_disk_half_way_leaves_the_old_model(base: Path, adapter: Path, tm
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
-def test_an_older_model_of_one_file_goes_once_the_new_one_counts(base: Path, adapter: Path, tmp_path: Path) -> None:
-    merge_adapter(base, adapter, tmp_path / "out")
-    report = merge_adapter(base, adapter, tmp_path / "out", max_shard_size="30KB")
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-    assert sorted(file.name for file in (tmp_path / "out").glob("*.safetensors")) == sorted(report.files)
-
-
 @pytest.mark.parametrize("size", ["nothing", "-1GB", "0", "", "5XB"])
 def test_sizes_that_are_none(size: str, base: Path, adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a size"):

@@ -1,7 +1,6 @@
 """What merging takes and leaves: memory that does not grow, and an old model where the process is killed."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests import zoo
-from tests.merging.adapters import save_adapter, tensors_of
+from tests.merging.adapters import save_adapter
 from tests.quiet import quieten
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -80,44 +79,3 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     growth_mib = int(result.stdout)
     assert growth_mib < 450, growth_mib  # as much as one of the matrices in its own dtype, and half as float32
-
-
-_KILLED = """
-import os, signal, sys
-from shardwise.storage import LocalWriter
-from shardwise.engines.merging_adapter import merge_adapter
-
-write, left = LocalWriter.write, [int(sys.argv[4])]
-def fatal(self, *arguments):
-    left[0] -= 1
-    if left[0] < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(self, *arguments)
-LocalWriter.write = fatal
-merge_adapter(*sys.argv[1:4], max_shard_size="20KB")
-"""
-
-
-def test_a_kill_half_way_leaves_the_old_model_and_the_next_merge_cleans_up(tmp_path: Path) -> None:
-    from shardwise.engines.merging_adapter import merge_adapter
-
-    base = save_base(tmp_path / "base", 500, 32)
-    adapter = save_adapter(base, tmp_path / "adapter", r=2, target_modules=["q_proj", "down_proj"])
-    out = tmp_path / "out"
-    merge_adapter(base, adapter, out)
-    before = tensors_of(out)
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _KILLED, str(base), str(adapter), str(out), "6"], capture_output=True
-    )
-    assert result.returncode == -signal.SIGKILL, result.stderr.decode()
-    assert len(list(out.glob("model-*.safetensors"))) > 1
-    with zoo.silenced():
-        found = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    assert all(torch.equal(found[key], value) for key, value in before.items())
-    merge_adapter(base, adapter, out)
-    assert sorted(file.name for file in out.iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.fingerprints.json",
-        "model.safetensors",
-    ]

@@ -116,14 +116,18 @@ UNEQUAL: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "cast": (_linear, {"dtype": "bfloat16"}),
     "size": (_linear, {"max_shard_size": 10810}),  # as many files, of other sizes
     "nonsense": (_linear, {"max_shard_size": "many"}),
+    "verify": (_linear, {"verify": True}),
+    "buffers": (_linear, {"on_differing_buffers": "error"}),
+    "internal": (_linear, {"names": "internal"}),
+    "budget": (_linear, {"options": shardwise.options.SaveOptions(budget_bytes=1 << 20)}),
 }
 
 
 def save_unequal(folder: str, what: str) -> tuple[str, str]:
     """The last rank is at odds with the others."""
     build, keywords = UNEQUAL[what] if dist.get_rank() == dist.get_world_size() - 1 else (_linear, {})
-    keywords = {"max_shard_size": "6KB", **keywords}
-    return attempt(lambda: shardwise.save(build(), folder, options=OPTIONS, **keywords))
+    keywords = {"max_shard_size": "6KB", "options": OPTIONS, **keywords}
+    return attempt(lambda: shardwise.save(build(), folder, **keywords))
 
 
 @contextmanager

@@ -240,26 +240,6 @@ def partly_live() -> tuple[list[str], tuple[str, ...]]:
     return differences(model, live_model()), report.on_meta
 
 
-def in_a_subgroup() -> list[str]:
-    """The last and the first rank of three; the one between takes no part."""
-    group = dist.new_group([0, 2])
-    if dist.get_rank() == 1:
-        return []
-    model = live_model() if dist.get_rank() == 2 else meta_model()
-    report = shardwise.shard(model, options=shardwise.options.ShardOptions(process_group=group))
-    return differences(model, live_model()) + ["whole"] * (report.sent_bytes + report.received_bytes == 0)
-
-
-def compiled_forward() -> float:
-    """How far a net that was compiled before it was sharded is from the whole one."""
-    net, rows = net_of(0), torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
-    expected = net(rows)
-    compiled = torch.compile(net, backend="eager")
-    shardwise.shard(compiled)
-    assert isinstance(net, FSDPModule)
-    return float((compiled(rows) - expected).abs().max())
-
-
 def against_from_pretrained(directory: str) -> tuple[list[str], list[str]]:
     """A transformers model that rank 0 has loaded, against one that all ranks have: values, and gradients."""
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -264,6 +264,16 @@ def other_arguments() -> tuple[str, str]:
     return attempt(lambda: shardwise.get_model_state_dict(model, form))
 
 
+def on_half_of_the_mesh() -> tuple[str, str]:
+    """A process group of half of the ranks among which the model is sharded."""
+    model = sharded("", 1)
+    half = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        return "", ""
+    options = shardwise.options.StateOptions(process_group=half)
+    return attempt(lambda: shardwise.get_model_state_dict(model, options=options))
+
+
 def without_values() -> tuple[str, str]:
     model = sharding.meta_model()
     shardwise.shard(model)

@@ -14,7 +14,6 @@ from transformers.core_model_loading import revert_weight_conversion
 import shardwise
 from shardwise.engines.streaming import StreamOptions, iter_hf_tensors
 from shardwise.execution import Timeouts
-from shardwise.execution.replicas import ShardSender
 from shardwise.models.selection import MergedAdapter
 from shardwise.models.view import raw_bytes
 
@@ -135,31 +134,6 @@ def leave_after(name: str, counts: list[int | None], how: str) -> tuple[str, str
     # All is in order again: the tensors can be gone through another time.
     whole = sum(1 for _ in iter_hf_tensors(model, options=options)) if counts[0] == counts[1] else 0
     return "", "", whole
-
-
-def fail_while_packing(name: str, failing: int, after: int) -> tuple[str, str]:
-    """One rank cannot give what it is to give."""
-    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
-    model = sharded(specimen, "flat")
-    original = ShardSender.share
-    calls = 0
-
-    def share(self: ShardSender, *args: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if dist.get_rank() == failing and calls > after:
-            raise MemoryError("no memory is left")
-        return original(self, *args)
-
-    ShardSender.share = share  # type: ignore[method-assign]
-    try:
-        for _ in iter_hf_tensors(model, options=StreamOptions(bucket_bytes=1 << 14)):
-            pass
-    except shardwise.ShardwiseError as error:
-        return type(error).__name__, str(error)
-    finally:
-        ShardSender.share = original  # type: ignore[method-assign]
-    return "", ""
 
 
 def disagree() -> tuple[str, str]:

@@ -183,6 +183,7 @@ def test_ranks_that_ask_otherwise_are_told_which_argument(worlds, qwen3):
             "sharding.wrap on rank 1 is not that of rank 0",
         ),
         ({}, {"options": LoadOptions(budget_bytes=1 << 20)}, "options.budget_bytes on rank 1"),
+        ({}, {"options": LoadOptions(seed=1)}, "options.seed on rank 1 is not that of rank 0 (1 against 0)"),
         ({}, {"options": LoadOptions(shared_reads="never")}, "options.shared_reads on rank 1"),
         ({}, {"options": LoadOptions(check_memory=False)}, "options.check_memory on rank 1"),
         ({}, {"dtype": "bfloat16"}, "dtype on rank 1 is not that of rank 0 ('bfloat16' against left out)"),

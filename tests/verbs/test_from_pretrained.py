@@ -26,29 +26,13 @@ from shardwise.options import Ignore, Initialize
 @pytest.mark.distributed
 def test_loss_and_gradients_are_those_of_a_normal_load(worlds, qwen3, tied_qwen3):
     for directory in (qwen3, tied_qwen3):
-        assert worlds(2).run(on_ranks.meta_against_normal, str(directory), False) == [[], []]
-
-
-@pytest.mark.distributed
-def test_the_comparison_with_a_normal_load_can_fail(worlds, qwen3):
-    differing = worlds(2).run(on_ranks.meta_against_normal, str(qwen3), True)
-    assert all("loss" in names for names in differing)
-
-
-@pytest.mark.distributed
-def test_two_ranks_train_as_one_process_does(worlds, qwen3):
-    alone = on_ranks.one_step(str(qwen3), 4)
-    for together in worlds(2).run(on_ranks.one_step, str(qwen3), 4):
-        assert together.keys() == alone.keys()
-        for name, value in alone.items():
-            torch.testing.assert_close(together[name], value, rtol=1e-6, atol=1e-6, msg=name)
+        assert worlds(2).run(on_ranks.meta_against_normal, str(directory)) == [[], []]
 
 
 @pytest.mark.distributed
 def test_blocks_are_recomputed_in_every_way_of_sharding(worlds, qwen3):
-    for runs, names in (*worlds(2).run(on_ranks.recomputing, str(qwen3)), on_ranks.recomputing(str(qwen3))):
+    for runs in (*worlds(2).run(on_ranks.recomputing, str(qwen3)), on_ranks.recomputing(str(qwen3))):
         assert runs == {"from_pretrained": {2}, "shard": {2}}
-        assert names == sorted(name for name, _ in small_qwen3().named_parameters())
 
 
 @pytest.mark.distributed
@@ -74,18 +58,6 @@ def test_declared_ties_with_different_values_stay_apart(worlds, qwen3, changed):
     directory = str(changed(qwen3, lambda tensors: tensors, tie_word_embeddings=True))
     for same, *_ in worlds(2).run(on_ranks.ties, directory):
         assert not same
-
-
-@pytest.mark.distributed
-def test_stacked_experts_fewer_than_ranks_leave_no_rank_empty(worlds, tmp_path):
-    (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "mixtral")
-    model = zoo.build(specimen)
-    zoo.save_original(model, tmp_path)
-    sizes = worlds(8).run(on_ranks.local_sizes, str(tmp_path), {})
-    experts = [name for name in sizes[0] if "experts" in name and len(model.get_parameter(name).shape) == 3]
-    assert experts
-    assert model.get_parameter(experts[0]).shape[0] < 8
-    assert all(rank[name] > 0 for rank in sizes for name in experts)
 
 
 @pytest.mark.distributed
@@ -203,6 +175,7 @@ def test_all_faults_of_a_checkpoint_are_told_at_once(qwen3, changed):
     assert "stored (3, 32) F32 in model.safetensors" in message
     assert "model wants (56, 32)" in message
     assert "unexpected 1     extra" in message
+    assert message.splitlines()[-1].startswith("Pass on_mismatched=Initialize(only=...) for tensors that may start")
 
 
 @pytest.mark.distributed
@@ -215,11 +188,6 @@ def test_a_checkpoint_of_another_architecture_is_refused_on_all_ranks(worlds, qw
     kind, message = errors[0]
     assert kind == "KeyMismatchError"
     assert "self_attn.q_norm.weight" in message
-
-
-def test_weights_of_another_class_do_not_fit(qwen3):
-    with pytest.raises(KeyMismatchError, match=r"does not fit the model\n.*k_norm"):
-        shardwise.from_pretrained(qwen3, model_class=LlamaForCausalLM)
 
 
 def test_experts_numbered_with_gaps_are_refused(tmp_path, changed):
@@ -255,18 +223,11 @@ def test_ranks_that_plan_differently_are_stopped_by_name(worlds, qwen3):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        (on_ranks.another_seed_on_each_rank, "options.seed on rank 1 is not that of rank 0 (1 against 0)"),
-        (on_ranks.tied_on_one_rank_only, "the list of declared ties"),
-    ],
-)
-def test_ranks_with_other_arguments_are_stopped(worlds, qwen3, function, reason):
-    errors = worlds(2).run(function, str(qwen3))
+def test_ranks_that_declare_other_ties_are_stopped(worlds, qwen3):
+    errors = worlds(2).run(on_ranks.tied_on_one_rank_only, str(qwen3))
     assert errors[0] == errors[1]
     assert errors[0][0] == "RankMismatchError"
-    assert reason in errors[0][1]
+    assert "the list of declared ties" in errors[0][1]
 
 
 @pytest.mark.distributed
@@ -373,17 +334,6 @@ def test_a_hub_id_that_is_not_cached_is_refused_offline(tmp_path):
         shardwise.from_pretrained("nobody/nothing", hub=shardwise.options.HubOptions(cache_dir=str(tmp_path)))
 
 
-def test_a_hub_id_is_found_in_the_cache(qwen3, tmp_path):
-    snapshot = tmp_path / "models--somebody--qwen3" / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    (tmp_path / "models--somebody--qwen3" / "refs").mkdir()
-    (tmp_path / "models--somebody--qwen3" / "refs" / "main").write_text("0" * 40)
-    for file in qwen3.iterdir():
-        (snapshot / file.name).symlink_to(file)
-    model = shardwise.from_pretrained("somebody/qwen3", hub=shardwise.options.HubOptions(cache_dir=str(tmp_path)))
-    assert truth.differences(truth.snapshot(model), truth.snapshot(small_qwen3())) == []
-
-
 @pytest.mark.parametrize(
     ("keywords", "reason"),
     [
@@ -407,12 +357,6 @@ def test_quantized_checkpoints_are_refused(qwen3, changed):
     quantized = {"quantization_config": {"quant_method": "aqlm"}}
     with pytest.raises(ConfigError, match="quantized"):
         shardwise.from_pretrained(changed(qwen3, lambda tensors: tensors, **quantized))
-
-
-def test_code_of_a_checkpoint_is_not_run_unasked(qwen3, changed):
-    own_code = {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}, "architectures": ["Own"]}
-    with pytest.raises(ConfigError, match="trust_remote_code=True"):
-        shardwise.from_pretrained(changed(qwen3, lambda tensors: tensors, **own_code))
 
 
 @pytest.mark.distributed

@@ -12,7 +12,6 @@ from tests.verbs import on_ranks
 from tests.verbs.conftest import small_qwen3
 from tests.verbs.on_ranks import Plain, angles
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import Qwen3ForCausalLM
 
 import shardwise
@@ -129,15 +128,6 @@ def test_a_tensor_kept_as_a_plain_attribute_is_not_left_on_meta(plain):
         shardwise.load(model, plain[0], buffers={"*.angles": angles})
 
 
-def test_names_are_seen_without_the_parts_wrappers_put_in(plain):
-    directory, expected = plain
-    model = on_meta(Plain)
-    model.blocks[1] = checkpoint_wrapper(model.blocks[1])
-    model = torch.compile(model, backend="eager")
-    shardwise.load(model, directory, buffers={"*.angles": angles})
-    assert truth.differences(truth.snapshot(model), expected) == []
-
-
 def test_a_checkpoint_in_memory(plain):
     directory, expected = plain
     with open(os.path.join(directory, "weights.safetensors"), "rb") as file:
@@ -172,15 +162,6 @@ def test_modules_that_keep_their_weights_in_a_list_too(tmp_path):
 def test_an_error_of_a_callable_is_one_of_ours(plain):
     with pytest.raises(CheckpointError, match="ZeroDivisionError"):
         shardwise.load(on_meta(Plain), plain[0], buffers={"*.angles": lambda module: 1 / 0})
-
-
-def test_a_small_budget_is_enough(tmp_path):
-    wide = torch.arange(40_000, dtype=torch.int64).view(100, 400)
-    save_file({"w": wide.to(torch.int32)}, tmp_path / "model.safetensors")
-    model = nn.Module()
-    model.w = nn.Parameter(torch.zeros(100, 400, dtype=torch.int64, device="meta"), requires_grad=False)
-    shardwise.load(model, tmp_path, options=shardwise.options.LoadOptions(budget_bytes=4096))
-    assert torch.equal(model.w, wide)
 
 
 # transformers' models through `load`
@@ -267,16 +248,6 @@ def test_a_file_that_lies_is_refused_before_the_model_is_touched(tmp_path, spoil
 def test_a_path_that_is_not_there_is_refused():
     with pytest.raises(StorageError, match="no such"):
         shardwise.load(Plain(), "/nowhere/at/all")
-
-
-def test_partial_placements_are_refused(plain):
-    from torch.distributed.tensor import Partial, Replicate
-
-    from shardwise.models.view import boxes_at
-
-    assert len(boxes_at((4, 3), (Replicate(),), (2,), (1,), (3, 1), "w")) == 1
-    with pytest.raises(ShardingError, match="w is placed as"):
-        boxes_at((4, 3), (Partial(),), (2,), (1,), (3, 1), "w")
 
 
 def test_buffers_that_no_file_can_hold_are_no_obstacle(tmp_path):

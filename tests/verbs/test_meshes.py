@@ -79,18 +79,3 @@ def test_every_way_is_bitwise_equal(worlds, cases, url, way):
 def test_the_ways_are_what_they_claim_to_be(worlds, cases, mesh, name, kinds):
     (case, _) = (case for case in cases if case.specimen.name == name)
     assert worlds(4).run(ways.placements, case, Way(mesh)) == [kinds] * 4
-
-
-def test_the_plans_of_sixteen_ranks_make_up_every_tensor(cases):
-    assert {str(case): found for case in cases if (found := ways.place_by_plan(case, 16))} == {}
-
-
-def test_a_plan_that_is_wrong_is_seen(cases):
-    """The truth of another model of the same shapes."""
-    (case, _) = (case for case in cases if case.specimen.name == "llama")
-    model = zoo.build(case.specimen, seed=1)
-    model.save_pretrained(case.directory + "-other")
-    other = truth.Case(case.specimen, case.directory + "-other", case.dtype, case.truth)
-    found = ways.place_by_plan(other, 3)
-    assert len(found) > 10
-    assert "has other values" in found[0]

@@ -121,26 +121,3 @@ def test_all_ranks_are_told(worlds, tmp_path, by):
         first, second = worlds(2).run(save_damaged, str(folder), damage, True, by)
         assert first == second
         require_found(first, folder, words)
-
-
-def save_at_odds(folder: str, changed: dict) -> tuple[str, str]:
-    options = changed if dist.get_rank() else {}
-    return attempt(lambda: shardwise.save(tensors(seed=1), folder, **{"options": OPTIONS, **options}))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"verify": True},
-        {"on_differing_buffers": "error"},
-        {"names": "internal"},
-        {"options": shardwise.options.SaveOptions(budget_bytes=1 << 20)},
-    ],
-)
-def test_ranks_that_are_called_differently_are_told(worlds, tmp_path, changed):
-    first, second = worlds(2).run(save_at_odds, str(tmp_path), changed)
-    assert first == second
-    assert first[0] == "RankMismatchError"
-    assert next(iter(changed)).replace("options", "budget") in first[1]
-    assert list(tmp_path.iterdir()) == []

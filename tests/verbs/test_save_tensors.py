@@ -177,21 +177,6 @@ def test_ranks_at_odds_are_refused(worlds, tmp_path, what):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_saved_loads_in_transformers(tmp_path, tied_qwen3):
-    """Saved onto the folder from which it was loaded, by shardwise and by transformers."""
-    wanted = AutoModelForCausalLM.from_pretrained(tied_qwen3, dtype=torch.float32)
-    wanted.save_pretrained(tmp_path)
-    for load in (shardwise.from_pretrained, AutoModelForCausalLM.from_pretrained):
-        for size in ("1GB", "20KB", "1GB"):
-            model = load(tmp_path, dtype=torch.float32)
-            shardwise.save(model, tmp_path, max_shard_size=size)
-            found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-            assert unlike(dict(found.state_dict()), dict(wanted.state_dict())) == []
-            assert unlike(dict(model.state_dict()), dict(wanted.state_dict())) == []
-    assert (tmp_path / "model.safetensors").exists()
-    assert len(list(tmp_path.glob("*.safetensors"))) == 1
-
-
 def test_a_model_with_an_adapter_has_no_names_on_the_hub(qwen3, tmp_path):
     model = peft.get_peft_model(
         AutoModelForCausalLM.from_pretrained(qwen3), peft.LoraConfig(target_modules=["q_proj"])

@@ -114,14 +114,6 @@ def test_what_no_rank_has_stays_on_meta(worlds):
         assert faults == ["blocks.0.linear.bias is on meta, or has another shape"]
 
 
-def test_a_part_of_the_ranks_shards_by_itself(worlds):
-    assert worlds(3).run(sharding.in_a_subgroup) == [[], [], []]
-
-
-def test_a_compiled_net_computes_the_same(worlds):
-    assert max(worlds(2).run(sharding.compiled_forward)) < 1e-6
-
-
 @pytest.mark.parametrize("name", ["qwen3", "tied_qwen3"])
 def test_a_transformers_model_of_one_rank_is_that_of_all(worlds, name, request):
     directory = str(request.getfixturevalue(name))

@@ -126,6 +126,13 @@ def test_other_arguments_are_an_error_on_every_rank(worlds):
         assert "arguments" in text
 
 
+def test_half_of_a_mesh_is_refused(worlds):
+    one, other, *_ = worlds(4).run(stating.on_half_of_the_mesh)
+    assert one == other
+    assert one[0] == "ShardingError"
+    assert "do not hold, together, each element of" in one[1]
+
+
 @pytest.mark.parametrize("form", ["first_rank", "local", None])
 def test_what_is_no_form_is_refused(form):
     with pytest.raises(ConfigError, match="is not known. Pass one of 'full', 'full_on_all_ranks', 'sharded'"):

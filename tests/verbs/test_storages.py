@@ -2,15 +2,10 @@
 
 import pytest
 import torch
-from safetensors.torch import save
 from tests import truth
 from tests.harness.http_store import HttpStore, Status
-from tests.harness.memory_storage import MemoryReader
 from tests.verbs import on_ranks
 from tests.verbs.conftest import small_qwen3
-
-import shardwise
-from shardwise.storage.reading import LocalReader
 
 pytestmark = pytest.mark.distributed
 
@@ -40,21 +35,6 @@ def test_a_url_of_the_file_itself_will_do(qwen3, wanted):
         )
 
 
-@pytest.mark.parametrize("kind", ["memory", "local"])
-def test_a_reader_fills_a_model_that_is_there(tmp_path, kind):
-    torch.manual_seed(0)
-    model = on_ranks.Plain()
-    values = {name: value.clone() for name, value in model.state_dict().items()}
-    content = save(values)
-    other = on_ranks.Plain()
-    if kind == "memory":
-        shardwise.load(other, MemoryReader({"model.safetensors": content}))
-    else:
-        (tmp_path / "model.safetensors").write_bytes(content)
-        shardwise.load(other, LocalReader(tmp_path))
-    assert same(other.state_dict(), values)
-
-
 def test_a_passing_fault_is_survived(worlds, qwen3, wanted):
     with HttpStore(qwen3) as store:
         store.inject(Status(503), file="*.safetensors", skip=6, times=3)
@@ -81,13 +61,6 @@ def test_a_file_replaced_while_it_is_read_is_noticed(worlds, qwen3, tmp_path):
     assert kind == "StorageError"
     assert "model.safetensors" in text
     assert "replaced or rewritten" in text
-
-
-def test_strided_reads_through_staging(worlds, tmp_path):
-    """Column shards are strided in the file: small gaps are read over."""
-    on_ranks.save_wide(tmp_path)
-    for budget_bytes in (1 << 20, 4096):
-        assert worlds(3).run(on_ranks.column_shards, str(tmp_path), budget_bytes) == [[]] * 3
 
 
 @pytest.mark.parametrize("mode", ["once", "alone"])

@@ -13,11 +13,9 @@ from tests import truth, zoo
 from tests.verbs import torch_saves
 from tests.verbs.conftest import small_qwen3
 from torch import nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import shardwise
 from shardwise import ConfigError, FormatError, KeyMismatchError
-from shardwise.models import pretrained
 
 SIZES = [1, 3]
 
@@ -123,25 +121,6 @@ def test_of_two_models_one_is_named_by_key_mapping(tmp_path):
         on_unexpected=shardwise.options.Ignore(("model.*",)),
     )
     assert torch.equal(found.weight, other.weight)
-
-
-class Sum(ConversionOps):
-    """A rule that computes."""
-
-    def convert(self, input_dict, source_patterns, target_patterns, **_):
-        return {target_patterns[0]: input_dict[source_patterns[0]][0] + input_dict[source_patterns[1]][0]}
-
-
-def test_a_conversion_that_computes_from_views(tmp_path, monkeypatch):
-    one, other = torch.rand(4, 6), torch.rand(6, 4)
-    torch.save({"one": one, "other": other.t()}, tmp_path / "pytorch_model.bin")
-    rule = WeightConverter(["one", "other"], "total", [Sum()])
-    monkeypatch.setattr(pretrained, "conversion_transforms", lambda *_: [rule])
-    model = nn.Module()
-    model.total = nn.Parameter(torch.empty(4, 6, device="meta"))
-    report = shardwise.load(model, tmp_path)
-    assert torch.equal(model.total, one + other.t())
-    assert report.computed == ("total",)
 
 
 # Distributed checkpoints

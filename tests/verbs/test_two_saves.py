@@ -9,12 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from peft import LoraConfig
-from safetensors.torch import load_file
 from tests.torture import objects
-from tests.tuning.reference import save_tiny
 from torch import nn
-from torch.testing import assert_close
 
 import shardwise
 import shardwise.engines.saving
@@ -247,68 +243,6 @@ def test_files_that_an_index_is_about_to_make_count_are_left_by_one_that_takes_o
         save(2, tmp_path, SEVERAL)
     assert seed_in(tmp_path) == 2
     assert shardwise.verify(tmp_path).compared
-
-
-def is_before_the_config(name, *arguments):
-    return name == "publish" and arguments[1] == "adapter_config.json"
-
-
-def is_before_the_weights(name, *arguments):
-    return name == "rename" and arguments[1] == "adapter_model.safetensors"
-
-
-@pytest.mark.parametrize("at", [is_before_the_config, is_before_the_weights])
-@pytest.mark.parametrize("ends", [True, False], ids=["ends", "dies"])
-def test_no_adapter_comes_to_lie_beside_the_config_of_another(tmp_path, at, ends, monkeypatch):
-    """The scaling is in the config. The other one takes the folder over in the middle of the commit."""
-    save_tiny(tmp_path / "base")
-
-    def adapter(alpha):
-        config = LoraConfig(r=2, target_modules=["q_proj"], lora_alpha=alpha, init_lora_weights=False)
-        options = shardwise.options.LoadOptions(seed=alpha)
-        return shardwise.from_pretrained(tmp_path / "base", tuning=shardwise.Lora(config), options=options)
-
-    models = {alpha: adapter(alpha) for alpha in (1, 2, 3)}
-    out = tmp_path / "out"
-
-    def found():
-        config = json.loads((out / "adapter_config.json").read_text())
-        return config["lora_alpha"], load_file(out / "adapter_model.safetensors")
-
-    def weights(alpha):
-        shardwise.save_adapter(models[alpha], tmp_path / f"alone-{alpha}")
-        return load_file(tmp_path / f"alone-{alpha}" / "adapter_model.safetensors")
-
-    shardwise.save_adapter(models[1], out)
-
-    def other():
-        unmark(out)
-        if ends:
-            shardwise.save_adapter(models[3], out)
-            return
-        with open_writer(out) as writer:
-            saving_lock.take_lock(writer, "0123abcd")
-            for name in writer.list():
-                if name.endswith(".incomplete"):
-                    writer.remove(name)
-
-    with meanwhile(monkeypatch, at, other), pytest.raises(StorageError):
-        shardwise.save_adapter(models[2], out)
-    if ends:
-        alpha, tensors = found()
-        assert alpha == 3
-        assert_close(tensors, weights(3), rtol=0, atol=0)
-    elif (out / "adapter_model.safetensors").exists():
-        alpha, tensors = found()
-        assert alpha == 1
-        assert_close(tensors, weights(1), rtol=0, atol=0)
-    else:
-        (aside,) = out.glob("adapter_model.*.older")
-        assert_close(load_file(aside), weights(1), rtol=0, atol=0)
-    unmark(out)
-    shardwise.save_adapter(models[2], out)
-    assert found()[0] == 2
-    assert not list(out.glob("*.older"))
 
 
 @pytest.mark.parametrize("size", [ONE, SEVERAL])
