@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
-import shardwise
 from shardwise.models.view import canonical
 from shardwise.report.reports import LoadReport
 
@@ -129,19 +128,6 @@ def differences(found: dict[str, Any], truth: dict[str, Any]) -> list[str]:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
-
-
-def load_and_compare(case: Case) -> list[str]:
-    """Run on every rank: load a case and compare it, gathered, with the truth. The faults found."""
-    return faults_of(
-        case,
-        lambda: shardwise.from_pretrained(
-            case.directory,
-            model_class=zoo.model_class(case.specimen),
-            dtype=DTYPES[case.dtype],
-            output_loading_info=True,
-        ),
-    )
 
 
 def faults_of(case: Case, bring_up: Callable[[], tuple[nn.Module, LoadReport]]) -> list[str]:

@@ -11,6 +11,7 @@ from peft import LoraConfig
 from tests import zoo
 from tests.bank import banking
 from tests.bank.banking import STEPS, Recipe, adapter, create, distance, recipes, rows_for, train
+from tests.bank.on_ranks import bank_of
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config
 
@@ -22,13 +23,6 @@ from shardwise.bank.rows import PassPlan, rows_of
 from shardwise.errors import TrainingError
 
 MICRO_BATCHES = 3 * STEPS
-
-
-def bank_of(base: Path, members: dict[str, Recipe], backend: Any = None, **keywords: Any) -> Any:
-    bank = shardwise.AdapterBank(shardwise.from_pretrained(base, **keywords), backend=backend or "loop")
-    for name, recipe in members.items():
-        create(bank, name, recipe)
-    return bank
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tests.bank import banking, failing, on_ranks
+from tests.bank import banking, failing
 from tests.bank.banking import Recipe, adamw, adapter, create, no_rows, recipes, rows_for, train
-from tests.bank.on_ranks import here
-from tests.bank.test_alone import bank_of, require_equal
+from tests.bank.on_ranks import bank_of, here, said
+from tests.bank.test_alone import require_equal
 from tests.bank.test_isolation import QUIET, X, everything, members_with
 from tests.faults.doomed import Doomed, Seat
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -209,7 +209,7 @@ def comes_and_goes(base: Path) -> list[dict[str, Any]]:
     members = members_with(X)
     found = []
     for trouble in (False, True):
-        bank = on_ranks.bank_of(base, members)
+        bank = bank_of(base, members)
         if trouble:
             bank._tenants["x"].matrices[next(iter(bank._tenants["x"].matrices))][0, 0] = math.nan
         for number in range(6):
@@ -244,7 +244,7 @@ def of_rank_3(name: str) -> Recipe:
 def states_and_files(base: Path, folder: Path) -> dict[str, Any]:
     """A tenant whose rank no number of ranks divides, trained, saved, loaded and given its own state."""
     members = {name: of_rank_3(name) for name in ("cy", "eve")}
-    bank = on_ranks.bank_of(base, members)
+    bank = bank_of(base, members)
     train(bank, members, 6, **here())
     bank.save("eve", folder)
     bank.load("again", folder)
@@ -338,7 +338,7 @@ def test_an_incomplete_state_dict_is_refused_whole(saved, base, tmp_path):
 def killed(seat: Seat, base: str) -> dict[str, Any]:
     """Rank 1 is killed in the middle of a pass."""
     members = {name: recipes()[name] for name in ("ada", "bob")}
-    bank = on_ranks.bank_of(Path(base), members)
+    bank = bank_of(Path(base), members)
     bank.forward_backward([("bob", rows_for("bob", members["bob"], 0))])
     before = bank._tenants["bob"].gradient.clone()
 
@@ -353,7 +353,7 @@ def killed(seat: Seat, base: str) -> dict[str, Any]:
     except ShardwiseError as error:
         told = f"{type(error).__name__}: {error}"
     is_as_before = bank._tenants["bob"].gradient.equal(before)
-    return {"told": told, "as before": is_as_before, "later": failing.said(lambda: bank.state_dict("ada"))}
+    return {"told": told, "as before": is_as_before, "later": said(lambda: bank.state_dict("ada"))}
 
 
 @pytest.mark.distributed

@@ -9,7 +9,8 @@ import torch
 from peft import LoraConfig
 from tests.bank import banking
 from tests.bank.banking import Recipe, adamw, create, recipes, rows_for, train
-from tests.bank.test_alone import bank_of, require_equal
+from tests.bank.on_ranks import bank_of
+from tests.bank.test_alone import require_equal
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, ResNetConfig, ResNetForImageClassification
 
 import shardwise

@@ -3,11 +3,10 @@
 import os
 import signal
 import time
-from typing import Any
 
 import torch.distributed as dist
 from tests.faults.doomed import Seat
-from tests.verbs.on_ranks import Plain, angles, shard_plain
+from tests.verbs.on_ranks import Plain, angles, attempt, shard_plain
 
 import shardwise
 from shardwise.execution import Timeouts, control_channel
@@ -15,15 +14,6 @@ from shardwise.execution.outcomes import Failure
 from shardwise.execution.world import World
 
 Told = tuple[str, str]
-
-
-def attempt(call: Any) -> Told:
-    """The error's type and text; "" for none."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def skip(seat: Seat, checkpoint: str, folder: str, timeouts: Timeouts) -> list[Told]:

@@ -3,15 +3,19 @@
 import importlib
 import os
 import signal
+import socket
 import threading
 import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tests import truth
-from tests.faults.doomed import Seat
+from tests.faults.doomed import Outcome, Seat
 from tests.verbs import sharding
 from tests.verbs.on_ranks import Plain, angles
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,6 +69,42 @@ class Blow:
 
     def __str__(self) -> str:
         return f"{self.kind}-{self.stage}-{self.rank}"
+
+
+QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=60)
+CALM = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=30, join_timeout_s=60)
+BOUND_S = 10.0
+"""From the blow to the end of the last rank: the silence, and what a busy machine takes for a few beats."""
+
+
+def assert_all_end_alike(
+    blow: Blow, outcome: Outcome, size: int, *, bound_s: float = BOUND_S, found_by_one: Collection[str] = ()
+) -> None:
+    """Those that are left have one error, and soon; in some stages one rank acts for all, and is not named."""
+    survivors = [rank for rank in range(size) if rank != blow.rank or blow.kind == "raise"]
+    assert sorted(outcome.ends) == survivors
+    errors = outcome.errors()
+    assert len(set(errors.values())) == 1, errors
+    kind, text = errors[survivors[0]]
+    if blow.kind == "raise":
+        told = f"struck at {blow.stage}"
+        assert (kind, text) == ("StorageError", told if blow.stage in found_by_one else f"rank {blow.rank}: {told}")
+    else:
+        place = f"rank {blow.rank} (host {socket.gethostname()}, process {outcome.pids[blow.rank]}) is lost"
+        assert kind == "RankLostError"
+        assert place in text
+    assert outcome.seconds() < bound_s
+
+
+@contextmanager
+def falling(request: Any, fall: Callable[[Blow], None]) -> Iterator[Callable[[Blow], None]]:
+    """A function that raises what is not as it should be of a blow. Some worlds run at once: they mostly wait."""
+    params = [vars(item).get("callspec") for item in request.session.items if item.module is request.module]
+    chosen = [spec.params["blow"] for spec in params if spec is not None and "blow" in spec.params]
+    with ThreadPoolExecutor(3) as pool:
+        falls = {blow: pool.submit(fall, blow) for blow in chosen}
+        yield lambda blow: falls[blow].result()
+        pool.shutdown(cancel_futures=True)
 
 
 def lay(blow: Blow, seat: Seat) -> None:

@@ -51,15 +51,15 @@ def test_a_rank_that_is_lost_between_calls_is_named_soon(kind, rank, meet, plain
     assert outcome.seconds() < BOUND_S
 
 
-def test_a_failure_is_told_before_the_holder_of_the_store_ends():
+@pytest.mark.parametrize("first", ["told", "untold"])
+def test_a_rank_that_fails_as_the_store_ends_raises_its_own_error(first):
+    """The others do, too, if they are told before the holder of the store ends."""
     with Doomed(3, meet=through_rank_0) as world:
-        outcome = world.run(between.fail_alone, QUICK, "told")
-    assert outcome.errors() == dict.fromkeys(range(3), ("StorageError", "rank 1: struck"))
-
-
-def test_a_rank_that_fails_as_the_store_ends_raises_its_own_error():
-    with Doomed(3, meet=through_rank_0) as world:
-        outcome = world.run(between.fail_alone, QUICK, "untold")
-    assert outcome.errors()[1] == ("StorageError", "rank 1: struck")
-    assert outcome.errors()[2][0] == "RankLostError"
-    assert "the store through which the ranks meet is gone" in outcome.errors()[2][1]
+        outcome = world.run(between.fail_alone, QUICK, first)
+    own = ("StorageError", "rank 1: struck")
+    assert outcome.errors()[1] == own
+    if first == "told":
+        assert outcome.errors() == dict.fromkeys(range(3), own)
+    else:
+        assert outcome.errors()[2][0] == "RankLostError"
+        assert "the store through which the ranks meet is gone" in outcome.errors()[2][1]

@@ -11,50 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.merging.adapters import change, merged_by_peft, save_adapter, tensors_of, ulps_apart
-from tests.quiet import quieten
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from shardwise.engines.merging_adapter import merge_adapter
 from shardwise.errors import ConfigError, FormatError, KeyMismatchError, ShardwiseError, StorageError
 from shardwise.storage.writing import LocalWriter
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quiet():
-    quieten()
-
-
-def config_of(**changes: Any) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        **{"tie_word_embeddings": False} | changes,
-    )
-
-
-def save_base(folder: Path, **changes: Any) -> Path:
-    model = AutoModelForCausalLM.from_config(config_of(**changes))
-    zoo.fill(model)
-    zoo.save_original(model, folder)
-    (folder / "tokenizer_config.json").write_text('{"of": "the base"}')
-    (folder / "vocab.txt").write_text("base")
-    (folder / "training_args.bin").write_bytes(b"of no concern")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def base(tmp_path_factory) -> Path:
-    return save_base(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="session")
-def tied(tmp_path_factory) -> Path:
-    return save_base(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
 
 
 @pytest.fixture

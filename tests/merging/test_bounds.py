@@ -7,33 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests import zoo
 from tests.merging.adapters import save_adapter
-from tests.quiet import quieten
-from transformers import AutoModelForCausalLM, Qwen3Config
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quiet():
-    quieten()
-
-
-def save_base(folder: Path, vocabulary: int, hidden: int) -> Path:
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=False,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with zoo.silenced():
-        model.save_pretrained(folder)
-    return folder
-
+from tests.tuning.reference import save_tiny
 
 _GROWTH = """
 import resource, sys
@@ -67,8 +42,9 @@ print(peak - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     settings = {"r": 8, "target_modules": ["embed_tokens", "lm_head", "q_proj"], "use_dora": True}
-    base = save_base(tmp_path / "base", 200_000, 1024)  # two matrices of 390 MiB
-    small = save_base(tmp_path / "small", 100, 32)
+    sizes = {"num_hidden_layers": 1, "tied": False, "dtype": torch.bfloat16}
+    base = save_tiny(tmp_path / "base", vocab_size=200_000, hidden_size=1024, **sizes)  # two matrices of 390 MiB
+    small = save_tiny(tmp_path / "small", vocab_size=100, **sizes)
     save_adapter(small, tmp_path / "adapter-small", **settings)
     save_adapter(base, tmp_path / "adapter", **settings | {"target_modules": ["lm_head", "q_proj"]})
     arguments = [str(item) for item in (base, tmp_path / "adapter", small, tmp_path / "out")]

@@ -7,34 +7,19 @@ import pytest
 import torch
 from tests import zoo
 from tests.merging.adapters import merged_by_peft, save_adapter, tensors_of, ulps_apart
-from tests.quiet import quieten
+from tests.verbs.conftest import SMALL
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from shardwise.engines.merging_adapter import merge_adapter
 
-_SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "tie_word_embeddings": False,
-}
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 _CONFIGS = {
-    "qwen3": Qwen3Config(**_SMALL),
-    "tied": Qwen3Config(**_SMALL | {"tie_word_embeddings": True}),
-    "biased": LlamaConfig(**_SMALL, attention_bias=True),
-    "moe": Qwen3MoeConfig(**_SMALL, **_EXPERTS),
+    "qwen3": Qwen3Config(**SMALL),
+    "tied": Qwen3Config(**SMALL | {"tie_word_embeddings": True}),
+    "biased": LlamaConfig(**SMALL, attention_bias=True),
+    "moe": Qwen3MoeConfig(**SMALL, **_EXPERTS),
     "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=16),
 }
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quiet():
-    quieten()
 
 
 @pytest.fixture(scope="session")

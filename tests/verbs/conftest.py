@@ -16,20 +16,22 @@ def _quiet():
     quieten()
 
 
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+}
+
+
 def small_qwen3(**changes):
     """A Qwen3 of two layers with grouped heads; every weight random."""
-    settings = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 56,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "tie_word_embeddings": False,
-    }
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**settings | changes))
+    model = Qwen3ForCausalLM(Qwen3Config(**SMALL | changes))
     zoo.fill(model)
     return model
 

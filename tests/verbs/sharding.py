@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import shardwise
 from shardwise.models.view import collect_tensors, local_boxes, local_tensor, raw_bytes, strided_view
@@ -375,35 +376,42 @@ class Net(nn.Module):
         return self.head(rows) * self.gain
 
 
-def adamw(net: Net) -> list[torch.optim.Optimizer]:
+def adamw(model: nn.Module, change: float = 1) -> list[Optimizer]:
+    """Frozen parameters are in a group, too."""
     groups = [
-        {"params": [p for p in net.parameters() if p.ndim > 1], "weight_decay": 0.1, "name": "matrices"},
-        {"params": [p for p in net.parameters() if p.ndim < 2], "weight_decay": 0.0, "lr": 0.02},
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1 * change, "name": "matrices"},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0, "lr": 0.02 * change},
     ]
-    return [torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95), foreach=False)]
+    return [AdamW(groups[:: 1 if change == 1 else -1], lr=0.01 * change, betas=(0.8 * change, 0.95), foreach=False)]
 
 
-def fused_adam(net: Net) -> list[torch.optim.Optimizer]:
-    return [torch.optim.Adam(net.parameters(), lr=0.01, fused=True)]
+def fused_adam(model: nn.Module) -> list[Optimizer]:
+    return [Adam(model.parameters(), lr=0.01, fused=True)]
 
 
-def momentum(net: Net) -> list[torch.optim.Optimizer]:
-    return [torch.optim.SGD(reversed(list(net.parameters())), lr=0.05, momentum=0.9, nesterov=True)]
+def momentum(model: nn.Module, change: float = 1) -> list[Optimizer]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [SGD(parameters[:: 1 if change == 1 else -1], lr=0.05 * change, momentum=0.9, nesterov=True)]
 
 
-def two(net: Net) -> list[torch.optim.Optimizer]:
-    return [
-        torch.optim.SGD(net.blocks.parameters(), lr=0.05, momentum=0.9),
-        torch.optim.AdamW([net.gain, *net.head.parameters()], lr=0.02, amsgrad=True),
-    ]
+def two(model: nn.Module, change: float = 1) -> list[Optimizer]:
+    blocks = {*model.blocks.parameters()}
+    others = [p for p in model.parameters() if p not in blocks]
+    made = [SGD([*model.blocks.parameters()], lr=0.05 * change, momentum=0.9), AdamW(others, lr=0.02, amsgrad=True)]
+    return made[:: 1 if change == 1 else -1]
 
 
-MAKERS: dict[str, Callable[[Net], list[torch.optim.Optimizer]]] = {
+def tensor_lr(model: nn.Module, change: float = 1) -> list[Optimizer]:
+    return [Adam(model.parameters(), lr=torch.tensor(0.01 * change), foreach=False)]
+
+
+MAKERS: dict[str, Callable[..., list[Optimizer]]] = {
     "adamw": adamw,
-    "fused": fused_adam,
     "momentum": momentum,
     "two": two,
+    "tensor_lr": tensor_lr,
 }
+"""Optimizers of a model; with a ``change`` other than 1, with other settings and in another order."""
 
 
 def net_of(seed: int) -> Net:
@@ -429,14 +437,15 @@ def train(net: nn.Module, optimizers: list[torch.optim.Optimizer], schedulers: l
 def train_across(maker: str, state: str) -> dict[str, Any]:
     """Three steps whole, then sharded, then three more; against six steps whole."""
     whole = net_of(0)
-    theirs = MAKERS[maker](whole)
+    makers = {**MAKERS, "fused": fused_adam}
+    theirs = makers[maker](whole)
     train(whole, theirs, [torch.optim.lr_scheduler.StepLR(item, 2, 0.5) for item in theirs], range(6))
     if is_live(state):
         net = net_of(0)
     else:
         with torch.device("meta"):
             net = Net()
-    mine = MAKERS[maker](net)
+    mine = makers[maker](net)
     schedulers = [torch.optim.lr_scheduler.StepLR(item, 2, 0.5) for item in mine]
     if is_live(state):
         train(net, mine, schedulers, range(3))
