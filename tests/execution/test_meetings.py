@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from tests.execution.counting import CountedRanks, CountedStore, counted_ranks
+from tests.execution.counting import CountedRanks, counted_ranks
 from torch import nn
 
 import shardwise
@@ -55,31 +55,6 @@ def prepared(rank: int, digest: str = "d" * 64, host_bytes: int | None = 10**12)
         "available": Available(host_bytes=host_bytes),
         "check_memory": True,
     }
-
-
-@pytest.mark.parametrize("size", [64, *MANY])
-def test_a_meeting_costs_what_was_said(size):
-    """What each rank pays for each kind of meeting, beyond coming to the call."""
-    ways = {
-        "together": lambda world: world.run_all(lambda: 5),
-        "require_equal": lambda world: world.require_equal("a" * 80, "the text"),
-        "each, all the same": lambda world: world.all_gather(lambda: b"x" * 100),
-        "from_first": lambda world: world.broadcast(lambda: b"x" * 100),
-        "is_first_of": lambda world: world.is_first_of("here"),
-        "to_first": lambda world: world.gather(os.urandom, 100),
-    }
-
-    def meet(rank: int) -> None:
-        with World.current(timeouts=CALM) as world:
-            for _ in range(4):
-                for way in ways.values():
-                    way(world)
-
-    with counted_ranks(size) as ranks:
-        assert ranks.each(meet) == [None] * size
-        calls, nbytes = spent(ranks)
-    assert calls < CALLS_TO_JOIN + 4 * len(ways) * CALLS_TO_MEET
-    assert nbytes < BYTES_TO_JOIN + 4 * len(ways) * (BYTES_TO_MEET + 2 * 100)
 
 
 @pytest.mark.parametrize("size", [16, 64, *MANY])
@@ -155,27 +130,6 @@ def test_many_that_fail_or_differ_are_told_in_few_words(size):
     assert fourth == f"the number on rank 1, 3, 5, 7, 9, 11, 13, 15 and {size // 2 - 8} more is not that of rank 0"
     assert calls < CALLS_TO_JOIN + 4 * (CALLS_TO_MEET + 2)
     assert nbytes < BYTES_TO_JOIN + 4 * (BYTES_TO_MEET + 2 * 800)
-
-
-@pytest.mark.parametrize("size", [64, MANY[0]])
-def test_many_in_another_call_are_told_so(size):
-    came = threading.Barrier(size)
-
-    def call(rank: int) -> None:
-        came.wait(100)
-        with World.current(
-            timeouts=Timeouts(heartbeat_interval_s=1, heartbeat_timeout_s=60), call=("load", "save")[rank % 2]
-        ) as world:
-            world.run_all(lambda: None)
-
-    with counted_ranks(size, CountedStore(0)) as ranks:
-        errors = ranks.each(call)
-    assert {type(error) for error in errors} == {RankMismatchError}
-    (text,) = set(map(str, errors))
-    assert "in load" in text
-    assert "in save" in text
-    assert len(text) < 500
-    assert ranks.store.asked["call"] < 5 * size
 
 
 def test_an_answer_larger_than_torch_s_store_takes_comes_through():

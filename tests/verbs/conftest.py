@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tests import zoo
+from tests.merging.adapters import tensors_of
 from tests.quiet import quieten
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -57,12 +58,9 @@ def changed(tmp_path):
     """``changed(directory, function, **config)``: a copy whose tensors were passed through a function."""
 
     def make(directory, function, **config):
-        tensors = {}
-        for file in sorted(Path(directory).glob("*.safetensors")):
-            tensors |= load_file(file)
         copy = tmp_path / "changed"
         copy.mkdir()
-        save_file(function(tensors), copy / "model.safetensors", metadata={"format": "pt"})
+        save_file(function(tensors_of(Path(directory))), copy / "model.safetensors", metadata={"format": "pt"})
         settings = json.loads((Path(directory) / "config.json").read_text())
         (copy / "config.json").write_text(json.dumps(settings | config))
         return copy

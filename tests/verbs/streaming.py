@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from tests import ways, zoo
+from tests.merging.adapters import tensors_of
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -29,7 +29,7 @@ def sharded(specimen: zoo.Specimen, mesh: str) -> nn.Module:
 def compare(name: str, folder: str, mesh: str, bucket_bytes: int, to: str) -> list[str] | None:
     """What is not as in the files that transformers has saved; None where the mesh does not apply."""
     specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
-    saved = {key: value for file in Path(folder).glob("*.safetensors") for key, value in load_file(file).items()}
+    saved = tensors_of(Path(folder))
     whole = zoo.build(specimen)
     order = [key for key in revert_weight_conversion(whole, whole.state_dict()) if key in saved]
     try:

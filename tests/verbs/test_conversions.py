@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tests import truth, zoo
+from tests.merging.adapters import tensors_of
 from tests.verbs.conftest import small_qwen3
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
@@ -85,9 +86,7 @@ def test_sources_of_different_dtypes(tmp_path):
     """Half of the experts in float32, half in bfloat16: each element is cast once, as in transformers."""
     (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "mixtral")
     zoo.save_original(zoo.build(specimen), tmp_path / "in")
-    tensors = {}
-    for file in (tmp_path / "in").glob("*.safetensors"):
-        tensors |= load_file(file)
+    tensors = tensors_of(tmp_path / "in")
     mixed = {key: value.bfloat16() if number % 2 else value for number, (key, value) in enumerate(tensors.items())}
     assert {str(value.dtype) for key, value in mixed.items() if "experts" in key} == {
         "torch.float32",

@@ -194,19 +194,7 @@ def mark(**changes):
     return json.dumps(found | changes)
 
 
-def dead_process():
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    return child.pid
-
-
 class TestMark:
-    def test_of_a_process_that_is_gone(self, saved):
-        for gone in (mark(process=dead_process()), mark(born="long ago"), mark(process=2**40)):
-            (saved / MARK).write_text(gone)
-            shardwise.save(linear(2), saved)
-            assert MARK not in content(saved)
-
     def test_of_a_process_that_was_killed_and_not_waited_for(self, saved):
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         born = saving_lock.born(child.pid)

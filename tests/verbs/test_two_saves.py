@@ -273,11 +273,12 @@ def left_mark(**changes):
     return json.dumps(found | {"space": saving_lock.process_space(), "renewed_s": 5.0} | changes).encode()
 
 
-def test_the_mark_of_a_process_that_is_gone_is_taken_over_on_a_store_too(target):
+@pytest.mark.parametrize("gone", [{}, {"process": os.getpid(), "born": "long ago"}, {"process": 2**40}])
+def test_the_mark_of_a_process_that_is_gone_is_taken_over_on_a_store_too(target, gone):
     save(1, target, SEVERAL)
     own = MARK if "//" not in str(target) else f"{MARK}.0123abcd"
     with open_writer(target) as writer:
-        writer.replace(own, left_mark())
+        writer.replace(own, left_mark(**gone))
         writer.replace("model-0123abcd-00001-of-00002.safetensors", b"half")
         writer.replace(".model-0123abcd-00002-of-00002.safetensors.89abcdef.incomplete", b"half")
     save(2, target, SEVERAL)
