@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from tests import truth
-from tests.verbs.on_ranks import attempt
+from tests.harness.world import attempt
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -6,7 +6,8 @@ import time
 
 import torch.distributed as dist
 from tests.faults.doomed import Seat
-from tests.verbs.on_ranks import Plain, angles, attempt, shard_plain
+from tests.harness.world import attempt
+from tests.verbs.on_ranks import Plain, angles, shard_plain
 
 import shardwise
 from shardwise.execution import Timeouts, control_channel

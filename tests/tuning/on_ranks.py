@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from tests import truth
+from tests.harness.world import attempt
 from tests.tuning import reference
-from tests.verbs.on_ranks import attempt
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.verbs.on_ranks import attempt
+from tests.harness.world import attempt
 from torch import nn
 
 import shardwise

@@ -1,6 +1,5 @@
 """What ranks do that have copies of a checkpoint of their own. Importable, so that spawned processes find it."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests import truth
 from tests.harness.memory_storage import MemoryReader
+from tests.harness.world import attempt
 from tests.verbs.conftest import small_qwen3
-from tests.verbs.on_ranks import attempt
 from torch import nn
 
 import shardwise
@@ -114,16 +113,6 @@ def _reading(room: Any, folder: str, function: Callable[[], Any]) -> tuple[str, 
         return attempt(function)
     finally:
         room.LocalReader = plain
-
-
-def settings_differ(first: str, other: str) -> tuple[str, str]:
-    """A config that changes what is computed, and no shape, on the other ranks."""
-    folder = Path(other)
-    if dist.get_rank() == 1:
-        content = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(content | {"hidden_act": "gelu"}))
-    dist.barrier()
-    return attempt(_load, first, other)
 
 
 def hub_cache(place: Path, snapshots: dict[str, str], main: str) -> str:

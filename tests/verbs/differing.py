@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from safetensors import safe_open
+from tests.harness.world import attempt
 from tests.verbs.conftest import small_qwen3
-from tests.verbs.on_ranks import attempt
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from tests import truth, ways
+from tests.harness.world import attempt
 from tests.models.stepping import counting
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,15 +21,6 @@ import shardwise
 from shardwise.execution.world import World
 from shardwise.models.wrap import wrap
 from shardwise.storage.reading import LocalReader
-
-
-def attempt(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
-    """(kind, text) of the error a call raises; ("", "") when it raises none."""
-    try:
-        function(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def bring_up(directory: str, **keywords: Any) -> PreTrainedModel:
@@ -103,25 +95,6 @@ def poisoned_load(case: truth.Case) -> list[str] | None:
         return ways.load_and_compare(case, ways.Way())
     finally:
         torch.empty, torch.empty_like, torch.Tensor.new_empty = plain, like, new
-
-
-def fail_half_way(directory: str, failing: int) -> tuple[str, str]:
-    """A read error on one rank after a few reads."""
-    original = LocalReader.read_vectored
-    count = 0
-
-    def read_vectored(self: LocalReader, file: str, start: int, buffers: Any) -> None:
-        nonlocal count
-        count += 1
-        if dist.get_rank() == failing and count > 5:
-            raise shardwise.StorageError(f"{file}: the disk is gone")
-        original(self, file, start, buffers)
-
-    LocalReader.read_vectored = read_vectored  # type: ignore[method-assign]
-    try:
-        return error_of(directory, {})
-    finally:
-        LocalReader.read_vectored = original  # type: ignore[method-assign]
 
 
 def ties(directory: str) -> tuple[bool, int, list[str]]:

@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from tests import ways
+from tests.harness.world import attempt
 from tests.verbs import sharding
-from tests.verbs.on_ranks import attempt
 from tests.verbs.stating import Even, local, part_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (

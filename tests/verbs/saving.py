@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from tests.harness.world import attempt
 from tests.verbs.conftest import small_qwen3
-from tests.verbs.on_ranks import attempt
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -147,11 +147,3 @@ def full_disk(*, after: int) -> Iterator[None]:
         yield
     finally:
         os.pwritev = original
-
-
-def save_on_a_full_disk(folder: str, full: int, after: int) -> tuple[str, str]:
-    """The disk is full for one rank, when it has written a few times."""
-    if dist.get_rank() == full:
-        with full_disk(after=after):
-            return attempt(save_odd, folder, "100B", None)
-    return attempt(save_odd, folder, "100B", None)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests import truth
-from tests.verbs.on_ranks import attempt, batch, bring_up, loss_and_gradients
+from tests.harness.world import attempt
+from tests.verbs.on_ranks import batch, bring_up, loss_and_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -337,27 +338,6 @@ def a_function_in_the_policy() -> tuple[bool, bool]:
     return isinstance(model, FSDPModule), len(set(places)) > 1
 
 
-def fail_in_the_middle(failing: int) -> tuple[str, str]:
-    """One rank cannot make memory for its shards."""
-    from shardwise.execution import shard_transfer as arrivals
-
-    original, calls = arrivals.materialize, 0
-
-    def spoil(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if dist.get_rank() == failing and calls > 1:
-            raise MemoryError("no memory is left")
-        return original(*args)
-
-    arrivals.materialize = spoil
-    try:
-        model = live_model() if dist.get_rank() == 0 else meta_model()
-        return attempt(lambda: shardwise.shard(model, options=shardwise.options.ShardOptions(budget_bytes=4096)))
-    finally:
-        arrivals.materialize = original
-
-
 # Optimizers
 
 
@@ -541,8 +521,7 @@ def strange_optimizer(fault: str) -> tuple[str, str]:
     elif fault == "stale":
         shardwise.shard(net)
         given = (torch.optim.SGD(net_of(0).parameters(), lr=0.1),)
-    kind, text = attempt(lambda: shardwise.shard(net, optimizers=given))
-    return kind, text
+    return attempt(lambda: shardwise.shard(net, optimizers=given))
 
 
 # Memory

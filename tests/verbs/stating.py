@@ -1,15 +1,15 @@
 """What the ranks of a test world do with states. Importable, so that spawned processes find it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from tests import truth, ways
+from tests.harness.world import attempt
 from tests.verbs import sharding
 from tests.verbs.conftest import small_qwen3
-from tests.verbs.on_ranks import attempt
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise import Sharding
-from shardwise.errors import StorageError
 from shardwise.execution.moving import Exchange
 from shardwise.models.view import raw_bytes
 from shardwise.options import Ignore
@@ -230,25 +229,6 @@ def cast() -> tuple[list[str], dict[str, Any]]:
     report = shardwise.set_model_state_dict(model, state)
     faults = sharding.differences(model, plain("", 1))
     return [fault for fault in faults if ".angles" not in fault], report.to_dict()
-
-
-def failing_gather(failing: int, on: str) -> tuple[str, str]:
-    """A rank whose device gives nothing any more, in the middle."""
-    model = sharded("", 1)
-    begin = Exchange._pieces
-    calls = 0
-
-    def pieces(self: Any, *args: Any) -> Iterator[torch.Tensor]:
-        nonlocal calls
-        calls += 1
-        if dist.get_rank() == failing and calls > 3:
-            raise StorageError("the device has fallen off the bus")
-        return begin(self, *args)
-
-    with mock.patch.object(Exchange, "_pieces", pieces):
-        error = attempt(lambda: shardwise.get_model_state_dict(model, on, options=SMALL))
-    dist.barrier()  # the ranks are in step afterwards
-    return error
 
 
 def other_models() -> tuple[str, str]:

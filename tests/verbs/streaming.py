@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests import ways, zoo
+from tests.harness.world import attempt
 from tests.merging.adapters import tensors_of
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
@@ -139,11 +140,7 @@ def leave_after(name: str, counts: list[int | None], how: str) -> tuple[str, str
 def disagree() -> tuple[str, str]:
     """The ranks ask for different things."""
     model = Odd()
-    try:
-        list(iter_hf_tensors(model, dtype=torch.bfloat16 if dist.get_rank() else None))
-    except shardwise.ShardwiseError as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return attempt(lambda: list(iter_hf_tensors(model, dtype=torch.bfloat16 if dist.get_rank() else None)))
 
 
 def adapted(what: str) -> nn.Module:

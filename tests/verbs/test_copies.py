@@ -46,7 +46,7 @@ def test_readers_of_memory_are_compared(worlds, tmp_path):
 
 
 @pytest.mark.distributed
-def test_adapters_files_of_torch_and_configs_are_compared_too(worlds, qwen3, tmp_path):
+def test_adapters_and_files_of_torch_are_compared_too(worlds, qwen3, tmp_path):
     for seed in (0, 1):
         base, model = small_qwen3(), small_qwen3()
         torch.manual_seed(seed)
@@ -58,7 +58,6 @@ def test_adapters_files_of_torch_and_configs_are_compared_too(worlds, qwen3, tmp
         state = {name: value + seed for name, value in model.state_dict().items()}
         for file in ("pytorch_model.bin", "pytorch_model_fsdp.bin"):
             torch.save(state, folder / file)
-    shutil.copytree(qwen3, tmp_path / "copy")
     folders = {name: [str(tmp_path / f"{name}{seed}") for seed in (0, 1)] for name in ("adapter", "torch")}
     world = worlds(2)
     for kind, text in world.run(copying.adapters, str(qwen3), *folders["adapter"]):
@@ -66,9 +65,6 @@ def test_adapters_files_of_torch_and_configs_are_compared_too(worlds, qwen3, tmp
     for found in world.run(copying.torch_files, *folders["torch"]):
         for kind, text in found:
             assert (kind, "on rank 1 is not that on rank 0" in text) == ("RankMismatchError", True)
-    for kind, text in world.run(copying.settings_differ, str(qwen3), str(tmp_path / "copy")):
-        assert kind == "RankMismatchError"
-        assert "hidden_act" in text
 
 
 @pytest.mark.distributed

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save, save_file
 from tests import truth, zoo
 from tests.harness.memory_storage import MemoryReader
+from tests.harness.world import require_same_error
 from tests.verbs import on_ranks
 from tests.verbs.conftest import small_qwen3
 from tests.verbs.on_ranks import Plain, angles
@@ -92,10 +93,7 @@ def test_buffers_that_reset_parameters_computes(tmp_path):
 
 @pytest.mark.distributed
 def test_buffers_that_differ_between_ranks_are_refused(worlds, plain):
-    errors = worlds(2).run(on_ranks.buffers_differ, plain[0])
-    assert errors[0] == errors[1]
-    assert errors[0][0] == "RankMismatchError"
-    assert "blocks.0.angles" in errors[0][1]
+    require_same_error(worlds(2).run(on_ranks.buffers_differ, plain[0]), "RankMismatchError", "blocks.0.angles")
 
 
 def test_missing_tensors_of_a_plain_module_are_reset(plain):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.verbs.on_ranks import attempt
+from tests.harness.world import attempt
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

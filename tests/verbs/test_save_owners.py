@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import ways
-from tests.verbs.on_ranks import attempt
+from tests.harness.world import attempt
 from tests.verbs.saving import stored, unlike
 from transformers import AutoModelForCausalLM
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.harness.world import attempt
 from tests.verbs.conftest import small_qwen3
-from tests.verbs.on_ranks import attempt
 from torch import nn
 
 import shardwise

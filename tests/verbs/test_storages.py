@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests import truth
 from tests.harness.http_store import HttpStore, Status
+from tests.harness.world import require_same_error
 from tests.verbs import on_ranks
 from tests.verbs.conftest import small_qwen3
 
@@ -46,21 +47,13 @@ def test_a_lasting_fault_is_the_same_error_on_every_rank(worlds, qwen3):
     with HttpStore(qwen3) as store:
         store.inject(Status(403), file="*.safetensors", skip=8)
         errors = worlds(3).run(on_ranks.error_of, store.url, {})
-    assert len({text for _, text in errors}) == 1
-    kind, text = errors[0]
-    assert kind == "StorageError"
-    assert "403" in text
-    assert ".safetensors" in text
+    require_same_error(errors, "StorageError", "403", ".safetensors")
 
 
 def test_a_file_replaced_while_it_is_read_is_noticed(worlds, qwen3, tmp_path):
     small_qwen3().save_pretrained(tmp_path)
     errors = worlds(3).run(on_ranks.file_replaced_while_reading, str(tmp_path), 1)
-    assert len({text for _, text in errors}) == 1
-    kind, text = errors[0]
-    assert kind == "StorageError"
-    assert "model.safetensors" in text
-    assert "replaced or rewritten" in text
+    require_same_error(errors, "StorageError", "model.safetensors", "replaced or rewritten")
 
 
 @pytest.mark.parametrize("mode", ["once", "alone"])

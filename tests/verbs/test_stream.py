@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests import zoo
+from tests.harness.world import require_same_error
 from tests.verbs import streaming
 
 from shardwise.conversion.computed import Computed, WholeOperation
@@ -110,10 +111,7 @@ def test_a_loop_that_ends_on_one_rank_makes_the_others_raise(worlds, how):
 
 @pytest.mark.distributed
 def test_ranks_must_ask_for_the_same(worlds):
-    ends = worlds(2).run(streaming.disagree)
-    assert ends[0] == ends[1]
-    assert ends[0][0] == "RankMismatchError"
-    assert "arguments" in ends[0][1]
+    require_same_error(worlds(2).run(streaming.disagree), "RankMismatchError", "arguments")
 
 
 def test_what_cannot_be_is_refused_at_once():

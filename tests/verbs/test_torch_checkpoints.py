@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tests import truth, zoo
+from tests.harness.world import require_same_error
 from tests.verbs import torch_saves
 from tests.verbs.conftest import small_qwen3
 from torch import nn
@@ -169,10 +170,7 @@ def test_a_folder_of_accelerate(worlds, tmp_path, qwen3):
     worlds(2).run(torch_saves.save_like_accelerate, str(qwen3), str(tmp_path))
     check(worlds, tmp_path, qwen3, wrapper="model")
     errors = worlds(2).run(torch_saves.error_of, str(tmp_path / "optimizer_0"), str(qwen3))
-    assert errors[0] == errors[1]
-    kind, text = errors[0]
-    assert kind == "FormatError"
-    assert f"pass the folder of the model: {tmp_path}/pytorch_model_fsdp_0" in text
+    require_same_error(errors, "FormatError", f"pass the folder of the model: {tmp_path}/pytorch_model_fsdp_0")
 
 
 def test_a_distributed_checkpoint_without_a_config_says_what_to_pass(tmp_path):

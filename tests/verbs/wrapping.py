@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.harness.world import attempt
 from tests.verbs.conftest import small_qwen3
-from tests.verbs.on_ranks import attempt
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
