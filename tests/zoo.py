@@ -21,8 +21,7 @@ How a configuration is shrunk (`tiny_config`), in this order:
 3. Token ids are moved into the small vocabulary, and the lists inside rotary parameters get fitting lengths.
 4. ``OVERRIDES`` holds what remains: a few fields for each architecture with rules of its own.
 
-What transformers itself cannot do is listed in ``KNOWN_UPSTREAM``, ``NOT_BUILT``, ``FORWARD_UNSUPPORTED`` and
-``PREFIXES_UNSUPPORTED``.
+What transformers itself cannot do is listed in ``KNOWN_UPSTREAM``, ``NOT_BUILT`` and ``PREFIXES_UNSUPPORTED``.
 """
 
 from __future__ import annotations
@@ -410,11 +409,6 @@ NOT_BUILT: dict[str, str] = {
     "timm_wrapper:TimmWrapperForImageClassification": "needs timm and pillow",
 }
 
-# Causal language models whose forward pass does not run on `sample_inputs`.
-FORWARD_UNSUPPORTED: set[str] = {
-    "gemma4_assistant",  # reads the keys and values of the model that it assists
-    "gemma4_unified_assistant",  # likewise
-}
 
 # Specimens that do not load back from `save_original(..., prefixes=True)`: the model and its base model each
 # put the prefix `thinker.` back.

@@ -12,7 +12,6 @@ from tests import zoo
 from tests.bank import banking
 from tests.bank.banking import STEPS, Recipe, adapter, create, distance, recipes, rows_for, train
 from tests.bank.on_ranks import bank_of
-from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config
 
 import shardwise
@@ -304,33 +303,6 @@ def test_a_state_that_fails_half_way_changes_nothing(base):
     assert after["facts"]["schedule_state"] == before["facts"]["schedule_state"] == {"count": 1}
     assert after["facts"]["settings"] == before["facts"]["settings"]
     require_equal(after["adapter"], before["adapter"])
-
-
-def test_a_state_of_another_is_refused(base):
-    bank = bank_of(base, recipes())
-    states = {name: bank.state_dict(name) for name in recipes()}
-    before = {name: adapter(bank, name) for name in recipes()}
-    with pytest.raises(
-        shardwise.ConfigError,
-        match=r"no state of 'ada' as it is here:\n(.*\n)*.*q_proj.lora_A.weight: \(16, 32\) in the state",
-    ):
-        bank.load_state_dict("ada", states["dee"])
-    with pytest.raises(shardwise.ConfigError, match="it has no facts"):
-        bank.load_state_dict("ada", {key: value for key, value in states["ada"].items() if key != "facts"})
-    with pytest.raises(shardwise.ConfigError, match="seed 3, and 0 here"):
-        bank.load_state_dict("ada", states["eve"])
-    for name in ("ada", "dee", "eve"):
-        require_equal(adapter(bank, name), before[name])
-
-
-def test_the_base_alone_is_as_if_there_were_no_bank(base):
-    bank = bank_of(base, recipes())
-    train(bank, recipes(), 2)
-    ids = torch.arange(8).unsqueeze(0)
-    with zoo.silenced(), torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)(ids).logits
-        assert bank._model(ids).logits.equal(expected)
-    assert isinstance(bank._model, nn.Module)
 
 
 # ── other models ──────────────────────────────────────────────────────────────────────────────────

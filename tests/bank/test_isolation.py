@@ -115,15 +115,6 @@ def test_lengths_are_a_tenants_own():
     assert [(plan.tokens, plan.entries) for plan in plans] == [(64, (3, 0, 2)), (100, (1,))]
 
 
-def test_a_base_that_draws_is_found_out(base):
-    bank = bank_of(base, {"ada": recipes()["ada"]})
-    noisy = bank._model.model.norm.register_forward_hook(lambda module, args, output: output + torch.rand(()) * 0)
-    with pytest.raises(TrainingError, match="the base has drawn random numbers"):
-        bank.forward_backward([("ada", rows_for("ada", recipes()["ada"], 0))])
-    noisy.remove()
-    assert not bank._tenants["ada"].gradient.any()
-
-
 # ── refused by name ───────────────────────────────────────────────────────────────────────────────
 
 

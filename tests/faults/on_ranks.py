@@ -14,16 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests import truth
 from tests.faults.doomed import Outcome, Seat
 from tests.verbs import sharding
 from tests.verbs.on_ranks import Plain, angles
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import PreTrainedModel
 
 import shardwise
 from shardwise.execution import Timeouts
-from shardwise.report.reports import LoadReport
 from shardwise.storage.reading import LocalReader
 
 STAGES = {
@@ -157,7 +154,11 @@ def load(seat: Seat, directory: str, way: str, timeouts: Timeouts, blow: Blow | 
     if blow is not None:
         lay(blow, seat)
     if way in ("flat", "hsdp"):
-        bring_up(seat, directory, way, timeouts)
+        sizes = (2, seat.size // 2) if way == "hsdp" else (seat.size,)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+        shared = {"flat": "auto", "hsdp": "always"}[way]
+        options = shardwise.options.LoadOptions(timeouts=timeouts, shared_reads=shared, budget_bytes=1 << 14)
+        shardwise.from_pretrained(directory, sharding=shardwise.Sharding(mesh=mesh), options=options)
     elif way in ("reader", "whole"):
         with torch.device("meta"):
             model = Plain()
@@ -189,23 +190,6 @@ def load_and_leave(seat: Seat, directory: str, way: str, timeouts: Timeouts, blo
         load(seat, directory, way, timeouts, blow)
     finally:
         dist.destroy_process_group()
-
-
-def bring_up(seat: Seat, directory: str, way: str, timeouts: Timeouts) -> tuple[PreTrainedModel, LoadReport]:
-    sizes = (2, seat.size // 2) if way == "hsdp" else (seat.size,)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
-    shared = {"flat": "auto", "hsdp": "always"}[way]
-    options = shardwise.options.LoadOptions(timeouts=timeouts, shared_reads=shared, budget_bytes=1 << 14)
-    return shardwise.from_pretrained(
-        directory, sharding=shardwise.Sharding(mesh=mesh), options=options, output_loading_info=True
-    )
-
-
-def load_and_compare(seat: Seat, directory: str, way: str, timeouts: Timeouts, expected: str) -> dict[str, Any]:
-    """What differs from a snapshot, and what was read."""
-    model, report = bring_up(seat, directory, way, timeouts)
-    faults = truth.differences(truth.snapshot(model), torch.load(expected, weights_only=True))
-    return {"faults": faults, "read_bytes": report.read_bytes, "checkpoint_bytes": report.checkpoint_bytes}
 
 
 def load_busy(seat: Seat, directory: str, timeouts: Timeouts, busy: int, before_s: float) -> None:

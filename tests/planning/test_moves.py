@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, view
 
-from shardwise.conversion.expression import Stored, concat, slice_dim
+from shardwise.conversion.expression import Stored
 from shardwise.formats.safetensors_files import NewFile
 from shardwise.planning.moves import ALIGNMENT_BYTES, Move, plan_rounds, shares_by_rank, whole_on
 from shardwise.planning.save_plan import choose_owners
@@ -118,19 +118,6 @@ def test_small_tensors_share_a_round_until_the_bucket_is_full():
     rounds = plan_rounds([[move(name, (0, 1)) for name in "abcde"]], halves(*"abcde"), 64)
     assert [[block.key for block in blocks] for blocks in rounds] == [["a", "b"], ["c", "d"], ["e"]]
     assert staged(rounds[0], 0) == staged(rounds[0], 1) == 64
-
-
-def test_equal_layers_share_what_is_given():
-    way = halves("any")["any"]
-    moves, shares = [], {}
-    for number in range(3):
-        shares[f"{number}.q"] = shares[f"{number}.k"] = way
-        parts = [Stored(f"{number}.{name}", (8,), DType.F32) for name in "qk"]
-        half = slice_dim(concat(parts, 0), 0, 2, 12)
-        moves.append(Move(f"{number}.half", half, 4, whole_on((0,), half.shape, 2)))
-    (blocks,) = plan_rounds([moves], shares, 1 << 10)
-    assert len({id(block.given) for block in blocks}) == 1
-    assert [block.leaves for block in blocks] == [("0.q", "0.k"), ("1.q", "1.k"), ("2.q", "2.k")]
 
 
 def test_streams_go_side_by_side():

@@ -157,14 +157,6 @@ def load_plain(directory: str, kind: str, keywords: dict[str, Any]) -> dict[str,
         before = [id(parameter) for parameter in model.parameters()]
         shardwise.load(model, directory, **keywords)
         assert before == [id(parameter) for parameter in model.parameters()]
-    elif kind == "hsdp":
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-        with torch.device("meta"):
-            model = Plain()
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        shardwise.load(model, directory, buffers={"*.angles": angles}, **keywords)
     else:
         raise AssertionError(kind)
     return truth.snapshot(model)

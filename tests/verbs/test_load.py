@@ -45,14 +45,6 @@ def test_a_plain_sharded_module_is_filled(worlds, plain, kind, size):
         assert truth.differences(found, expected) == []
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("size", [2, 8])
-def test_replicas_are_filled(worlds, plain, size):
-    directory, expected = plain
-    for found in worlds(size).run(on_ranks.load_plain, directory, "hsdp", {}):
-        assert truth.differences(found, expected) == []
-
-
 def test_a_plain_module_alone(plain):
     directory, expected = plain
     model = on_meta(Plain)

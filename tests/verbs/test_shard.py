@@ -35,7 +35,6 @@ def net_checkpoint(tmp_path_factory):
     [
         (1, "everywhere", "", ANYONE),
         (1, "meta", "", ANYONE),
-        (2, "everywhere", "", ANYONE),
         (2, "compiled", "", "all_ranks"),
         (2, "first", "", ANYONE),
         (2, "meta", "", ANYONE),
@@ -43,7 +42,6 @@ def net_checkpoint(tmp_path_factory):
         (3, "everywhere", "", "first_rank"),
         (3, "first", "", "first_rank"),
         (3, "last", "", ANYONE),
-        (4, "everywhere", "hsdp", ANYONE),
         (4, "first", "hsdp", ANYONE),
         (4, "nodes", "hsdp", ANYONE),
         (4, "buffers", "hsdp", ANYONE),
@@ -185,14 +183,12 @@ def test_a_budget_has_a_page():
 @pytest.mark.parametrize(
     ("size", "maker", "state"),
     [
-        (1, "adamw", "everywhere"),
         (2, "adamw", "everywhere"),
         (3, "adamw", "first"),
         (2, "fused", "first"),
         (2, "momentum", "everywhere"),
         (3, "momentum", "last"),
         (3, "two", "everywhere"),
-        (2, "two", "first"),
     ],
 )
 def test_training_goes_on_as_if_on_one_process(worlds, size, maker, state):
