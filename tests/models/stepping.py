@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from tests import truth
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -30,12 +31,8 @@ class Batch:
     labels: torch.Tensor
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
-
-
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {name: truth.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 class Scaled(nn.Module):

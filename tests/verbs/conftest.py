@@ -17,6 +17,7 @@ def _quiet():
     quieten()
 
 
+MIXTRAL = zoo.Specimen("mixtral", "mixtral", "MixtralForCausalLM", "causal-lm")
 SMALL = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -50,6 +51,14 @@ def tied_qwen3(tmp_path_factory) -> Path:
     """The same with embedding and head tied."""
     directory = tmp_path_factory.mktemp("tied")
     zoo.save_original(small_qwen3(tie_word_embeddings=True), directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def mixtral(tmp_path_factory) -> Path:
+    """A checkpoint whose stored names and layout are not the model's own: experts apart."""
+    directory = tmp_path_factory.mktemp("mixtral")
+    zoo.save_original(zoo.build(MIXTRAL), directory)
     return directory
 
 

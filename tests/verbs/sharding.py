@@ -453,7 +453,7 @@ def train_across(maker: str, state: str) -> dict[str, Any]:
                     assert type(value) is (DTensor if isinstance(parameter, DTensor) else torch.Tensor), name
     train(net, mine, schedulers, range(3, 6))
     gaps = [
-        float((whole_of(one) - other).abs().max())
+        float((truth.whole(one) - other).abs().max())
         for one, other in zip(net.parameters(), whole.parameters(), strict=True)
     ]
     moved = [
@@ -461,11 +461,6 @@ def train_across(maker: str, state: str) -> dict[str, Any]:
         for other, start in zip(whole.parameters(), net_of(0).parameters(), strict=True)
     ]
     return {"gap": max(gaps), "moved": min(moved), "rebound": report.rebound}
-
-
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def load_after(folder: str) -> list[str]:

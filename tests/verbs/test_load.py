@@ -10,7 +10,7 @@ from tests import truth, zoo
 from tests.harness.memory_storage import MemoryReader
 from tests.harness.world import require_same_error
 from tests.verbs import on_ranks
-from tests.verbs.conftest import small_qwen3
+from tests.verbs.conftest import MIXTRAL, small_qwen3
 from tests.verbs.on_ranks import Plain, angles
 from torch import nn
 from transformers import Qwen3ForCausalLM
@@ -184,12 +184,10 @@ def test_a_tied_model_refuses_two_different_values(tied_qwen3, changed):
         shardwise.load(model, changed(tied_qwen3, differ))
 
 
-def test_a_compiled_model_keeps_its_conversions(tmp_path):
-    (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "mixtral")
-    expected = zoo.build(specimen)
-    zoo.save_original(expected, tmp_path)
+def test_a_compiled_model_keeps_its_conversions(mixtral):
+    expected = zoo.build(MIXTRAL)
     model = torch.compile(on_meta(lambda: type(expected)(expected.config)), backend="eager")
-    shardwise.load(model, tmp_path)
+    shardwise.load(model, mixtral)
     assert truth.differences(truth.snapshot(model), truth.snapshot(expected)) == []
 
 

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.verbs.saving import expected, full_disk, stored, unlike
+from tests.merging.adapters import tensors_of
+from tests.verbs.saving import expected, full_disk, linear, mark, unlike
 from torch import nn
 
 import shardwise
@@ -26,14 +26,10 @@ from shardwise.storage.writing import LocalWriter
 MARK = "shardwise.saving"
 
 
-def linear(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 4))
-
-
 def holds(folder, seed):
     return (
-        unlike(stored(folder), {name: tensor.detach() for name, tensor in linear(seed).state_dict().items()}) == []
+        unlike(tensors_of(folder), {name: tensor.detach() for name, tensor in linear(seed).state_dict().items()})
+        == []
     )
 
 
@@ -93,7 +89,7 @@ class TestDisk:
                     shardwise.save(nn.Linear(200, 160), disk, max_shard_size=size)
                 assert content(disk) == before
             shardwise.save(model, disk, dtype="bfloat16")
-            assert unlike(stored(disk), expected(model, torch.bfloat16)) == []
+            assert unlike(tensors_of(disk), expected(model, torch.bfloat16)) == []
 
     def test_that_is_read_only(self, tmp_path):
         with small_file_system(tmp_path / "disk", "size=256k") as disk:
@@ -168,15 +164,12 @@ class TestFolder:
         with torch.no_grad():
             model[0].bias += 1
         shardwise.save(model, saved, max_shard_size=size)
-        assert unlike(stored(saved), {name: tensor.detach() for name, tensor in model.state_dict().items()}) == []
+        assert (
+            unlike(tensors_of(saved), {name: tensor.detach() for name, tensor in model.state_dict().items()}) == []
+        )
         again = linear(8)
         shardwise.load(again, saved)
         assert torch.equal(again[0].bias, model[0].bias)
-
-
-def mark(**changes):
-    found = {"host": socket.gethostname(), "process": os.getpid(), "born": "1", "token": "other", "since": 0.0}
-    return json.dumps(found | changes)
 
 
 class TestMark:
@@ -184,7 +177,7 @@ class TestMark:
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         born = saving_lock.born(child.pid)
         assert born
-        (saved / MARK).write_text(mark(process=child.pid, born=born))
+        (saved / MARK).write_bytes(mark(process=child.pid, born=born))
         with pytest.raises(StorageError, match=f"process {child.pid} on"):
             shardwise.save(linear(2), saved)
         child.kill()
@@ -213,7 +206,7 @@ class TestMark:
         assert MARK not in content(saved)
 
     def test_of_another_machine(self, saved):
-        (saved / MARK).write_text(mark(host="elsewhere"))
+        (saved / MARK).write_bytes(mark(host="elsewhere", process=os.getpid()))
         before = content(saved)
         with pytest.raises(StorageError, match=f"process {os.getpid()} on elsewhere.*remove {MARK}"):
             shardwise.save(linear(2), saved)
@@ -237,7 +230,7 @@ class TestMark:
 
         def sleep(seconds):
             looks.append(seconds)
-            (tmp_path / MARK).write_text(mark(host="elsewhere"))
+            (tmp_path / MARK).write_bytes(mark(host="elsewhere", process=os.getpid()))
 
         monkeypatch.setattr(saving_lock.time, "sleep", sleep)
         with pytest.raises(StorageError, match="on elsewhere"):
@@ -246,7 +239,7 @@ class TestMark:
 
     def test_of_a_dead_process_that_two_take_over(self, tmp_path, monkeypatch):
         """One looks, the other one takes over in that moment: what the slow one takes away it gives back."""
-        (tmp_path / MARK).write_text(mark(born="long ago"))
+        (tmp_path / MARK).write_bytes(mark(process=os.getpid(), born="long ago"))
         born = saving_lock.born
         quick = LocalWriter(tmp_path)
         held = []
@@ -316,7 +309,7 @@ class TestIndex:
         report = shardwise.save(linear(2), folder, max_shard_size="6KB")
         assert around() == OTHERS
         assert report.removed == ()
-        assert unlike(stored(folder, "model-*"), dict(linear(2).state_dict())) == []
+        assert unlike(tensors_of(folder, "model-*"), dict(linear(2).state_dict())) == []
 
 
 def test_a_save_that_failed_at_its_last_steps_can_be_repeated(saved, monkeypatch):

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from tests import ways
 from tests.harness.world import attempt
-from tests.verbs.saving import stored, unlike
+from tests.merging.adapters import tensors_of
+from tests.verbs.saving import unlike
 from transformers import AutoModelForCausalLM
 
 import shardwise
@@ -83,9 +84,9 @@ def test_one_rank_writes_each_file(worlds, qwen3, tmp_path, max_shard_size, size
     assert set(index["weight_map"].values()) == set(weights)
     assert (len(weights) == 1) == (max_shard_size == "50GB")
     reference = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)
-    assert unlike(stored(folder), {name: own.bfloat16() for name, own in reference.state_dict().items()}) == []
+    assert unlike(tensors_of(folder), {name: own.bfloat16() for name, own in reference.state_dict().items()}) == []
     assert shardwise.verify(folder).is_sound
-    assert shardwise.verify(folder).compared == len(stored(folder))
+    assert shardwise.verify(folder).compared == len(tensors_of(folder))
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from tests import truth, zoo
+from tests import truth
 from tests.harness.world import require_same_error
 from tests.verbs import torch_saves
 from tests.verbs.conftest import small_qwen3
@@ -42,15 +42,6 @@ def as_torch_files(source: Path, target: Path) -> Path:
         (target / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     shutil.copy(source / "config.json", target)
     return target
-
-
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory):
-    """A model whose stored names and layout are not its own: experts apart."""
-    directory = tmp_path_factory.mktemp("mixtral")
-    (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "mixtral")
-    zoo.save_original(zoo.build(specimen), directory)
-    return directory
 
 
 def wanted(worlds, source):

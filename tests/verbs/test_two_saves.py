@@ -1,16 +1,14 @@
 """Two saves of one folder, at any moment of each other: one of them counts, whole, and the other one is told."""
 
 import itertools
-import json
 import os
 import shutil
-import socket
 from contextlib import contextmanager
 
 import pytest
 import torch
 from tests.torture import objects
-from torch import nn
+from tests.verbs.saving import linear, mark
 
 import shardwise
 import shardwise.engines.saving
@@ -21,11 +19,6 @@ from shardwise.storage.writing import open_writer
 ONE, SEVERAL = "1GB", "6KB"
 MARK = "shardwise.saving"
 _numbers = itertools.count()
-
-
-def linear(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 4))
 
 
 def save(seed, target, size=ONE):
@@ -268,17 +261,12 @@ def test_files_that_vanish_before_the_commit_are_missed(target, size, monkeypatc
     assert seed_in(target) == 1
 
 
-def left_mark(**changes):
-    found = {"host": socket.gethostname(), "process": 2**22 + 5, "born": "1", "token": "0123abcd", "since": 0.0}
-    return json.dumps(found | {"space": saving_lock.process_space(), "renewed_s": 5.0} | changes).encode()
-
-
 @pytest.mark.parametrize("gone", [{}, {"process": os.getpid(), "born": "long ago"}, {"process": 2**40}])
 def test_the_mark_of_a_process_that_is_gone_is_taken_over_on_a_store_too(target, gone):
     save(1, target, SEVERAL)
     own = MARK if "//" not in str(target) else f"{MARK}.0123abcd"
     with open_writer(target) as writer:
-        writer.replace(own, left_mark(**gone))
+        writer.replace(own, mark(space=saving_lock.process_space(), renewed_s=5.0, **gone))
         writer.replace("model-0123abcd-00001-of-00002.safetensors", b"half")
         writer.replace(".model-0123abcd-00002-of-00002.safetensors.89abcdef.incomplete", b"half")
     save(2, target, SEVERAL)
