@@ -233,14 +233,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "rope_theta": 1000000.0,
             "mrope_section": [4, 4, 4],
             "mrope_interleaved": True,
-        },
+        }
     },
     "esm": {"vocab_size": VOCAB},
     "nemotron_h_omni.vision_config": {"video_temporal_patch_size": 2},
-    "deepseek_ocr2_text": {
-        "mlp_layer_types": ["dense", "sparse"],
-        "num_experts_per_tok": 2,
-    },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "emu3": {"vocabulary_map": {"<image>": 4, "<|extra_200|>": 5, "<|visual token 000000|>": 6}},
     "emu3_vqgan": {
         "base_channels": 32,
@@ -274,11 +271,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "segformer": {"num_attention_heads": [1, 2, 3, 4]},
     "t5gemma2_encoder.text_config": {"dropout_rate": 0.0},
     "dinov2_with_registers": {"use_swiglu_ffn": True},
-    "tipsv2_dpt.backbone_config": {
-        "num_hidden_layers": 4,
-        "out_indices": [1, 2, 3, 4],
-        "use_swiglu_ffn": True,
-    },
+    "tipsv2_dpt.backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "use_swiglu_ffn": True},
     "tipsv2_vision_model": {"hidden_size": HIDDEN},
     "vibevoice_acoustic_tokenizer_encoder": {"depths": [1, 1, 2], "downsampling_ratios": [2, 2]},
     "qwen3_omni_moe.talker_config": {"spatial_merge_size": 2},
@@ -355,10 +348,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "expert_layer_offset": 0,
     },
     "inkling_text": {"mlp_layer_types": ["dense", "sparse"]},
-    "laguna": {
-        "num_attention_heads_per_layer": [4, 6],
-        "layer_types": ["full_attention", "sliding_attention"],
-    },
+    "laguna": {"num_attention_heads_per_layer": [4, 6], "layer_types": ["full_attention", "sliding_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "llama4_text": {"moe_layers": [1]},
@@ -397,7 +387,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 # Specimens whose checkpoint transformers does not load back as it was saved, and why.
 KNOWN_UPSTREAM: dict[str, str] = {
-    "zaya": "_init_weights overwrites the last entry of each router's loaded `balancing_biases` with -1",
+    "zaya": "_init_weights overwrites the last entry of each router's loaded `balancing_biases` with -1"
 }
 
 # Specimens that cannot be built at all, and why; `build` raises CannotShrink.
@@ -592,11 +582,7 @@ def tiny_config(specimen: Specimen) -> PreTrainedConfig:
 
 
 def build(
-    specimen: Specimen,
-    *,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    config: PreTrainedConfig | None = None,
+    specimen: Specimen, *, dtype: torch.dtype = torch.float32, seed: int = 0, config: PreTrainedConfig | None = None
 ) -> PreTrainedModel:
     """A CPU model whose stored tensors hold distinct random values, fixed by the seed and the tensors' names.
 

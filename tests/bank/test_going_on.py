@@ -481,10 +481,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         lambda path: change(path, settings={"initial_lr": "x"}),
         "the setting initial_lr",
     ),
-    "one setting more": (
-        lambda path: change(path, settings={"swap": 1}),
-        "the setting swap of torch.optim.AdamW",
-    ),
+    "one setting more": (lambda path: change(path, settings={"swap": 1}), "the setting swap of torch.optim.AdamW"),
     "a method of the schedule": (lambda path: change(path, schedule_state={"step": 1}), "step.* of its schedule"),
     "what means nothing": (lambda path: change(path, seed={"of": "object", "is": []}), "which means nothing"),
     "levels without end": (

@@ -7,17 +7,7 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(
-    ("size", "source_of"),
-    [
-        (1, [0]),
-        (2, [0, 0]),
-        (2, [1, 1]),
-        (2, [0, 1]),
-        (4, [0, 0, 2, 2]),
-        (4, [1, 1, 1, 1]),
-        (2, None),
-        (4, None),
-    ],
+    ("size", "source_of"), [(1, [0]), (2, [1, 1]), (2, [0, 1]), (4, [0, 0, 2, 2]), (2, None), (4, None)]
 )
 def test_every_dtype_arrives_bitwise(worlds, size, source_of):
     for wrong, traffic in worlds(size).run(exchanging.hand_over, source_of, 1024):

@@ -55,10 +55,7 @@ FAULTS: dict[str, tuple[Callable[[dict], dict], list[str]]] = {
         lambda found: {k: v for k, v in found.items() if k != f"{_Q}.lora_B.weight"},
         ["missing in the adapter", "lora_B of model.layers.0.self_attn.q_proj"],
     ),
-    "a magnitude without DoRA": (
-        _with(**{f"{_Q}.lora_magnitude_vector": torch.ones(32)}),
-        ["use_dora is not set"],
-    ),
+    "a magnitude without DoRA": (_with(**{f"{_Q}.lora_magnitude_vector": torch.ones(32)}), ["use_dora is not set"]),
     "a bias that the base does not have": (
         _with(**{f"{_Q}.lora_B.bias": torch.ones(32)}),
         ["q_proj.bias, wanted by"],

@@ -13,13 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardwise.errors import ShardingError
 from shardwise.layout import TensorKind
 from shardwise.models.selection import names_outside
-from shardwise.models.view import (
-    boxes_at,
-    canonical,
-    collect_tensors,
-    layout_of,
-    meta_leftovers,
-)
+from shardwise.models.view import boxes_at, canonical, collect_tensors, layout_of, meta_leftovers
 from shardwise.tensors import contiguous_strides, numel
 
 

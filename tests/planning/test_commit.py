@@ -4,10 +4,7 @@ import json
 
 import pytest
 
-from shardwise.planning.commit_plan import (
-    look_at_folder,
-    obsolete,
-)
+from shardwise.planning.commit_plan import look_at_folder, obsolete
 from shardwise.planning.save_plan import plan_save
 from shardwise.tensors import DType
 

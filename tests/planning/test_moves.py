@@ -131,10 +131,7 @@ def test_a_box_that_several_ranks_want_is_sent_to_each_and_shards_to_one():
     shares = {"w": shares_by_rank([(Box((0,), (8,)),), (), ()], 0, 4)}
     wanted = ((), (Box((0,), (4,)),), (Box((0,), (4,)), Box((4,), (4,))))
     (blocks,) = plan_rounds([[Move("w", Stored("w", (8,), DType.F32), 4, wanted)]], shares, 1 << 10)
-    assert [(block.box, block.targets) for block in blocks] == [
-        (Box((0,), (4,)), (1, 2)),
-        (Box((4,), (4,)), (2,)),
-    ]
+    assert [(block.box, block.targets) for block in blocks] == [(Box((0,), (4,)), (1, 2)), (Box((4,), (4,)), (2,))]
     assert [staged(blocks, rank) for rank in range(3)] == [48, 16, 32]
 
 
@@ -146,13 +143,7 @@ def test_a_bucket_smaller_than_an_element_takes_one_at_a_time():
 
 @pytest.mark.parametrize(
     ("sizes", "ranks", "owners"),
-    [
-        ([5], 4, (0,)),
-        ([5, 5], 4, (0, 2)),
-        ([9, 5, 5, 1], 2, (0, 1, 1, 0)),
-        ([1, 1, 1], 1, (0, 0, 0)),
-        ([], 3, ()),
-    ],
+    [([5], 4, (0,)), ([5, 5], 4, (0, 2)), ([9, 5, 5, 1], 2, (0, 1, 1, 0)), ([1, 1, 1], 1, (0, 0, 0)), ([], 3, ())],
 )
 def test_owners_are_spread_and_have_about_the_same_to_write(sizes, ranks, owners):
     assert choose_owners([NewFile(str(n), b"", (), nbytes) for n, nbytes in enumerate(sizes)], ranks) == owners

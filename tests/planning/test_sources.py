@@ -44,10 +44,7 @@ def test_the_other_modes_rely_on_certain_ranks():
 
 @pytest.mark.parametrize(
     ("live", "values_from", "who"),
-    [
-        ((0, 1, 1, 1), "first_rank", "rank 0: w"),
-        ((1, 0, 1, 0), "all_ranks", "ranks 1, 3: w"),
-    ],
+    [((0, 1, 1, 1), "first_rank", "rank 0: w"), ((1, 0, 1, 0), "all_ranks", "ranks 1, 3: w")],
 )
 def test_ranks_that_should_have_values_and_do_not_are_named(live, values_from, who):
     with pytest.raises(RankMismatchError, match=who):

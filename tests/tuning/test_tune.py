@@ -117,10 +117,7 @@ def test_the_distribution_is_that_of_peft_on_the_whole_fan_in(tmp_path: Path) ->
     assert values.abs().max() > 3 / 64
 
 
-LIVE = {
-    **{name: ("tied", config) for name, config in OF_TIED.items()},
-    "experts": ("experts", EXPERTS),
-}
+LIVE = {**{name: ("tied", config) for name, config in OF_TIED.items()}, "experts": ("experts", EXPERTS)}
 
 
 @pytest.mark.distributed

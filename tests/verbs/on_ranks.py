@@ -193,10 +193,7 @@ def downloads(folder: str) -> tuple[bool, str]:
 def another_config_on_each_rank(directory: str) -> tuple[str, str]:
     """One rank's norms are declared another size of vocabulary, so that its plan differs."""
     consent = shardwise.options.Initialize(("lm_head.*", "model.embed_tokens.*"))
-    return error_of(
-        directory,
-        {"config_overrides": {"vocab_size": 97 + dist.get_rank()}, "on_mismatched": consent},
-    )
+    return error_of(directory, {"config_overrides": {"vocab_size": 97 + dist.get_rank()}, "on_mismatched": consent})
 
 
 def tied_on_one_rank_only(directory: str) -> tuple[str, str]:

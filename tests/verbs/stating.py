@@ -96,6 +96,15 @@ def full_state(way: str, on: str) -> list[str]:
     return faults
 
 
+def large_state() -> list[str]:
+    """Replicas send parts of what is larger than 64 KiB; faults of what this rank gets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 1000))
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    shardwise.shard(model, Sharding(mesh=sharding.mesh_of("hsdp"), wrap="whole_model"))
+    return state_differences(shardwise.get_model_state_dict(model, "full_on_all_ranks"), expected)
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

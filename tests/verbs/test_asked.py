@@ -144,10 +144,7 @@ def test_so_for_the_other_verbs(qwen3, tmp_path):
         ),
         (lambda: shardwise.shard(model, options=LoadOptions()), "options is LoadOptions.*; pass Shard"),
         (lambda: shardwise.shard("model"), "model is 'model', of type str; pass Module"),
-        (
-            lambda: shardwise.load(model, qwen3, options=shardwise.options.ShardOptions()),
-            "options is ShardOptions",
-        ),
+        (lambda: shardwise.load(model, qwen3, options=shardwise.options.ShardOptions()), "options is ShardOptions"),
         (lambda: shardwise.load(model, 5), "checkpoint is 5, of type int"),
         (lambda: shardwise.save(model, tmp_path / "out", options=LoadOptions()), "options is LoadOptions"),
         (lambda: shardwise.from_pretrained(nn.Linear(1, 1)), "name_or_path is a Linear"),
@@ -167,11 +164,7 @@ def test_a_token_is_not_shown():
 def test_ranks_that_ask_otherwise_are_told_which_argument(worlds, qwen3):
     whole = {"sharding": Sharding(wrap="whole_model")}
     asked = [
-        (
-            whole,
-            {"sharding": Sharding(wrap="auto")},
-            "sharding.wrap on rank 1 is not that of rank 0",
-        ),
+        (whole, {"sharding": Sharding(wrap="auto")}, "sharding.wrap on rank 1 is not that of rank 0"),
         ({}, {"options": LoadOptions(budget_bytes=1 << 20)}, "options.budget_bytes on rank 1"),
         ({}, {"options": LoadOptions(seed=1)}, "options.seed on rank 1 is not that of rank 0 (1 against 0)"),
         ({}, {"options": LoadOptions(shared_reads="never")}, "options.shared_reads on rank 1"),

@@ -75,10 +75,7 @@ def save_damaged(folder: str, damage: str, verify: bool, by: type) -> tuple[str,
     with torch.no_grad():
         model.first.add_(1)
     shardwise.engines.saving.open_writer = by
-    block_bytes, shardwise.execution.write._READ_BACK_BYTES = (
-        shardwise.execution.write._READ_BACK_BYTES,
-        5000,
-    )
+    block_bytes, shardwise.execution.write._READ_BACK_BYTES = (shardwise.execution.write._READ_BACK_BYTES, 5000)
     Damaging.damage = damage if rank == writer else ""
     try:
         return attempt(lambda: shardwise.save(model, folder, verify=verify, options=OPTIONS))

@@ -213,8 +213,7 @@ class TestMark:
         assert content(saved) == before
 
     @pytest.mark.parametrize(
-        "text",
-        ["", "\0\0\0\0", "{", "[]", "{}", "null", '{"host": 1e999, "process": 1e999}', "[" * 5000, "\x80"],
+        "text", ["", "\0\0\0\0", "{", "[]", "{}", "null", '{"host": 1e999, "process": 1e999}', "[" * 5000, "\x80"]
     )
     def test_that_says_nothing(self, saved, text, monkeypatch):
         """Left between its creation and its filling."""
@@ -300,8 +299,7 @@ class TestIndex:
         assert torch.equal(again[0].weight, linear(2)[0].weight)
 
     @pytest.mark.parametrize(
-        "text",
-        ["", "{", "[]", '{"weight_map": null}', '{"weight_map": [1]}', "[" * 5000, "\x80", "\0" * 64],
+        "text", ["", "{", "[]", '{"weight_map": null}', '{"weight_map": [1]}', "[" * 5000, "\x80", "\0" * 64]
     )
     def test_that_is_damaged(self, surrounded, text):
         folder, around = surrounded

@@ -150,11 +150,7 @@ def test_a_model_that_cannot_be_sharded_is_told_by_name_and_left_alone(worlds, f
     ("keywords", "kind", "words"),
     [
         ({"values_from": "all_ranks"}, "RankMismatchError", "rank 1: embed.weight"),
-        (
-            {"sharding": shardwise.Sharding(wrap=Classes(("Nothing",)))},
-            "ShardingError",
-            "matches nothing in Model",
-        ),
+        ({"sharding": shardwise.Sharding(wrap=Classes(("Nothing",)))}, "ShardingError", "matches nothing in Model"),
     ],
 )
 def test_arguments_that_cannot_be_honoured_leave_the_model_alone(worlds, keywords, kind, words):

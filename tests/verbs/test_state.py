@@ -17,6 +17,10 @@ def test_the_full_state_is_that_of_the_whole_model(worlds, size, way, on):
     assert worlds(size).run(stating.full_state, way, on) == [[]] * size
 
 
+def test_replicas_share_what_is_large(worlds):
+    assert worlds(4).run(stating.large_state) == [[]] * 4
+
+
 def test_without_a_process_group_it_is_the_same():
     assert stating.full_state("", "full_on_all_ranks") == []
 
