@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import shardwise
 
 SLOWLY = 1e-3
-"""A rate at which fifty steps do not make of the last bits whatever they like."""
+"""A rate at which steps do not make of the last bits whatever they like."""
 
 
 def place() -> tuple[int, int]:
@@ -72,9 +72,7 @@ def logits(directory: str, keywords: dict[str, Any], mesh: dict[str, int] | None
     """What the model answers once its adapter has other values than at first."""
     model = bring_up(directory, keywords, mesh)
     set_values(model, reference.unsettle(whole_values(model)))
-    with torch.no_grad():
-        answer: torch.Tensor = model(input_ids=reference.batch(2, seed=5), use_cache=False).logits
-    return answer
+    return reference.logits(model)
 
 
 def train(
@@ -97,11 +95,10 @@ def merge_in_place(directory: str, keywords: dict[str, Any], safe: bool) -> tupl
     """The error of PEFT's merge, and how far the answers are from those before it."""
     model: Any = bring_up(directory, keywords)
     set_values(model, reference.unsettle(whole_values(model)))
-    tokens = reference.batch(2, seed=5)
+    before = reference.logits(model)
     with torch.no_grad():
-        before = model(input_ids=tokens, use_cache=False).logits
         error = attempt(lambda: model.merge_adapter(safe_merge=safe))
-        after = model(input_ids=tokens, use_cache=False).logits
+        after = reference.logits(model)
         told = attempt(lambda: model.merge_and_unload(safe_merge=safe))
     return (error if error == told else ("two errors", f"{error} {told}")), float((after - before).abs().max())
 
@@ -131,9 +128,7 @@ def save_adapter(
     name = keywords["tuning"].adapter
     report = shardwise.save_adapter(model, adapter, adapter=name, verify=True)
     assert report.is_verified
-    with torch.no_grad():
-        answer = model(input_ids=reference.batch(2, seed=5), use_cache=False).logits
-    return answer, whole_values(model)
+    return reference.logits(model), whole_values(model)
 
 
 def save_adapter_of_ranks(directory: str, keywords: dict[str, Any], adapter: str) -> dict[str, int]:

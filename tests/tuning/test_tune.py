@@ -35,7 +35,7 @@ EXPERTS = LoraConfig(
     r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 )
 
-OF_TIED = {
+KINDS = {
     "all-linear": ALL_LINEAR,
     "rslora": NARROW,
     "gaussian": GAUSSIAN,
@@ -44,19 +44,25 @@ OF_TIED = {
     "copies": COPIES,
     "patterns": PATTERNS,
     "layers": PATTERNED_LAYERS,
+    "experts": EXPERTS,
 }
 
 
-@pytest.mark.parametrize("name", OF_TIED)
-def test_the_base_is_that_of_peft_and_the_adapter_has_its_shapes(name: str, tied: Path) -> None:
-    wanted = reference.stock(tied, OF_TIED[name])
-    model = shardwise.from_pretrained(tied, tuning=Lora(OF_TIED[name]))
+@pytest.fixture(params=KINDS)
+def adapted(request: pytest.FixtureRequest, tied: Path, experts: Path) -> tuple[Path, LoraConfig]:
+    """A base, and an adapter of every kind for it."""
+    return experts if request.param == "experts" else tied, KINDS[request.param]
+
+
+def test_the_base_is_that_of_peft_and_the_adapter_has_its_shapes(adapted: tuple[Path, LoraConfig]) -> None:
+    folder, config = adapted
+    wanted = reference.stock(folder, config)
+    model = shardwise.from_pretrained(folder, tuning=Lora(config))
     assert isinstance(model, PeftModel)
     assert [found for found, _ in model.named_parameters()] == [found for found, _ in wanted.named_parameters()]
     mine, theirs = reference.values_of(model), reference.values_of(wanted)
     for key, value in theirs.items():
-        is_random = name == "random B"
-        drawn = "lora_A" in key or "lora_embedding_B" in key or (is_random and "lora_B" in key)
+        drawn = "lora_A" in key or "lora_embedding_B" in key or (config is RANDOM_B and "lora_B" in key)
         assert mine[key].dtype == value.dtype, key
         assert (mine[key].shape == value.shape) if drawn else torch.equal(mine[key], value), key
     assert _trained(model) == _trained(wanted)
@@ -68,24 +74,13 @@ def _trained(model: torch.nn.Module) -> list[str]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", OF_TIED)
-def test_an_adapter_begins_alike_on_every_number_of_ranks(name: str, tied: Path, worlds: Worlds) -> None:
-    keywords = {"tuning": Lora(OF_TIED[name])}
-    alone = on_ranks.values_after_load(str(tied), keywords)
+def test_an_adapter_begins_alike_on_every_number_of_ranks(adapted: tuple[Path, LoraConfig], worlds: Worlds) -> None:
+    folder, keywords = str(adapted[0]), {"tuning": Lora(adapted[1])}
+    alone = on_ranks.values_after_load(folder, keywords)
     for size in (2, 3):
-        for values in worlds(size).run(on_ranks.values_after_load, str(tied), keywords):
+        for values in worlds(size).run(on_ranks.values_after_load, folder, keywords):
             assert values.keys() == alone.keys()
             assert [key for key in alone if not torch.equal(values[key], alone[key])] == []
-
-
-@pytest.mark.distributed
-def test_experts_begin_alike_and_are_loaded_as_peft_loads_them(experts: Path, worlds: Worlds) -> None:
-    keywords = {"tuning": Lora(EXPERTS)}
-    wanted = reference.values_of(reference.stock(experts, EXPERTS))
-    alone = on_ranks.values_after_load(str(experts), keywords)
-    assert [key for key in wanted if "lora_A" not in key and not torch.equal(wanted[key], alone[key])] == []
-    for values in worlds(3).run(on_ranks.values_after_load, str(experts), keywords):
-        assert [key for key in alone if not torch.equal(values[key], alone[key])] == []
 
 
 def test_seeds_and_names_tell_adapters_apart(tied: Path) -> None:
@@ -117,18 +112,12 @@ def test_the_distribution_is_that_of_peft_on_the_whole_fan_in(tmp_path: Path) ->
     assert values.abs().max() > 3 / 64
 
 
-LIVE = {**{name: ("tied", config) for name, config in OF_TIED.items()}, "experts": ("experts", EXPERTS)}
-
-
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", LIVE)
-def test_a_sharded_model_answers_as_peft_does(name: str, tied: Path, experts: Path, worlds: Worlds) -> None:
-    kind, config = LIVE[name]
-    folder = {"tied": tied, "experts": experts}[kind]
+def test_a_sharded_model_answers_as_peft_does(adapted: tuple[Path, LoraConfig], worlds: Worlds) -> None:
+    folder, config = adapted
     wanted = reference.stock(folder, config)
     on_ranks.set_values(wanted, reference.unsettle(reference.values_of(wanted)))
-    with torch.no_grad():
-        logits = wanted(input_ids=reference.batch(2, seed=5), use_cache=False).logits
+    logits = reference.logits(wanted)
     for found in worlds(3).run(on_ranks.logits, str(folder), {"tuning": Lora(config)}):
         torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
 
@@ -423,8 +412,7 @@ def test_matrices_stored_the_other_way_round(tmp_path: Path, worlds: Worlds) -> 
     lora = LoraConfig(r=2, fan_in_fan_out=True, target_modules=["c_attn"])
     wanted = reference.stock(tmp_path, lora)
     on_ranks.set_values(wanted, reference.unsettle(reference.values_of(wanted)))
-    with torch.no_grad():
-        logits = wanted(input_ids=reference.batch(2, seed=5), use_cache=False).logits
+    logits = reference.logits(wanted)
     for found in worlds(2).run(on_ranks.logits, str(tmp_path), {"tuning": Lora(lora)}):
         torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
     with pytest.raises(ConfigError, match="c_attn: use_dora needs norms over the dimension that is sharded"):

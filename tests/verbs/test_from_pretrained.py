@@ -78,20 +78,6 @@ def test_missing_tensors_are_initialized_alike_at_every_world_size(worlds, qwen3
     assert all(torch.equal(alone[name], stored[name]) for name in alone if name != "score.weight")
 
 
-def test_another_seed_initializes_otherwise(qwen3):
-    def score(seed):
-        return shardwise.from_pretrained(
-            qwen3,
-            model_class=AutoModelForSequenceClassification,
-            on_missing=Initialize(("score.*",)),
-            on_unexpected=Ignore(),
-            options=shardwise.options.LoadOptions(seed=seed),
-        ).score.weight
-
-    assert torch.equal(score(1), score(1))
-    assert not torch.equal(score(1), score(2))
-
-
 def test_mismatched_tensors_start_afresh_with_consent(qwen3):
     model, report = shardwise.from_pretrained(
         qwen3,

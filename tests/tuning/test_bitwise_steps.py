@@ -1,4 +1,4 @@
-"""Fifty steps on two ranks, bit for bit those of the model that transformers and PEFT bring up on every rank."""
+"""Steps on two ranks, bit for bit those of the model that transformers and PEFT bring up on every rank."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from tests.tuning import on_ranks
 
 from shardwise import Freeze, Full, Lora
 
-STEPS, ROWS = 50, 4
+STEPS, ROWS = 10, 4
 ADAPTER = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 TUNINGS: dict[str, Any] = {
     "full": Full(),
@@ -22,7 +22,9 @@ TUNINGS: dict[str, Any] = {
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in [*TUNINGS][1:])])
-def test_losses_are_bitwise_those_of_a_model_loaded_as_ever(name: str, untied: Path, worlds: Worlds) -> None:
+def test_losses_are_bitwise_those_of_a_model_that_fsdp2_shards_by_itself(
+    name: str, untied: Path, worlds: Worlds
+) -> None:
     tuning = TUNINGS[name]
     runs = [
         worlds(2).run(on_ranks.train_long, str(untied), {"tuning": tuning}, STEPS, ROWS, by_hand)
