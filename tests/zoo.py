@@ -822,37 +822,3 @@ def converter_specimens() -> list[Specimen]:
             if key not in causal or specimen.family == "vision-language":
                 specimens.add(specimen)
     return sorted(specimens, key=lambda specimen: specimen.name)
-
-
-def registry_coverage(specimens: list[Specimen]) -> dict[str, list[str]]:
-    """Registry key -> names of the specimens whose weight conversions use it; empty where none does."""
-    coverage: dict[str, list[str]] = {key: [] for key in registry_keys()}
-    for specimen in specimens:
-        try:
-            keys = conversion_keys(meta_model(specimen))
-        except CannotShrink:
-            continue
-        for key in keys:
-            coverage[key].append(specimen.name)
-    return coverage
-
-
-def conversion_keys(model: PreTrainedModel) -> set[str]:
-    """The registry keys that `get_model_conversion_mapping` looks up and finds for a model and its parts."""
-    from transformers import conversion_mapping
-
-    found: set[str] = set()
-    lookup = conversion_mapping.get_checkpoint_conversion_mapping
-
-    def recording(key: str) -> Any:
-        conversions = lookup(key)
-        if conversions is not None:
-            found.add(key)
-        return conversions
-
-    conversion_mapping.get_checkpoint_conversion_mapping = recording
-    try:
-        conversion_mapping.get_model_conversion_mapping(model)
-    finally:
-        conversion_mapping.get_checkpoint_conversion_mapping = lookup
-    return found

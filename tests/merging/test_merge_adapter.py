@@ -40,7 +40,6 @@ _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 # Base, config of the adapter, modules that are merged.
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "lora": ("qwen3", {"r": 4, "lora_alpha": 16, "target_modules": _ATTENTION}, 8),
-    "all linear": ("qwen3", {"r": 3, "target_modules": "all-linear"}, 14),
     "rslora": ("qwen3", {"r": 4, "lora_alpha": 16, "use_rslora": True, "target_modules": ["up_proj"]}, 2),
     "dora": ("qwen3", {"r": 4, "use_dora": True, "target_modules": ["q_proj", "down_proj"]}, 4),
     "dora of the embedding": ("qwen3", {"r": 4, "use_dora": True, "target_modules": ["embed_tokens"]}, 1),
@@ -56,11 +55,6 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
             "alpha_pattern": {"^model.layers.0.self_attn.q_proj": 40, "gate_proj": 3},
         },
         10,
-    ),
-    "rslora and patterns": (
-        "qwen3",
-        {"r": 4, "use_rslora": True, "target_modules": _ATTENTION, "rank_pattern": {"q_proj": 2}},
-        8,
     ),
     "modules to save": (
         "qwen3",

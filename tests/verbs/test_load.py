@@ -1,7 +1,6 @@
 """``load`` for modules that are nobody's library, real models, and checkpoints that lie."""
 
 import os
-import struct
 
 import pytest
 import torch
@@ -218,9 +217,6 @@ def lying(tmp_path, spoil):
     "spoil",
     [
         lambda data: data[:-1],
-        lambda data: data + b"x",
-        lambda data: struct.pack("<Q", 10**9) + data[8:],
-        lambda data: struct.pack("<Q", 2**63) + data[8:],
         lambda data: data.replace(b"F32", b"F33"),
         lambda data: data.replace(b"[0,48]", b"[4,52]"),
         lambda data: b"",
