@@ -1,15 +1,51 @@
 """What is asked for: known, of the kind that is meant, and the same on all ranks."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from tests import truth
-from tests.verbs import asking
+from tests.harness.world import attempt
 from tests.verbs.conftest import small_qwen3
 from torch import nn
 
 import shardwise
 from shardwise import ConfigError, Sharding
 from shardwise.options import HubOptions, LoadOptions
+
+
+def _ask(directory: str, common: dict[str, Any], own: dict[str, Any], where: int) -> tuple[str, str]:
+    keywords = {**common, **(own if dist.get_rank() == where else {})}
+    return attempt(lambda: shardwise.from_pretrained(directory, **keywords))
+
+
+def one_rank_asks_otherwise(directory: str, asked: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Any]:
+    """The outcome of each pair of keywords: those of all ranks, and what the second rank has beside."""
+    return [_ask(directory, common, own, 1) for common, own in asked]
+
+
+def one_rank_shards_with_nonsense(directory: str) -> tuple[str, str]:
+    policy: Any = ("Block",) if dist.get_rank() == 1 else "whole_model"
+    return attempt(lambda: shardwise.shard(nn.Linear(4, 4), shardwise.Sharding(wrap=policy)))
+
+
+def one_rank_loads_otherwise(directory: str) -> list[tuple[str, str]]:
+    """``load`` with a budget, and with another kind of checkpoint, on one rank alone."""
+    rank = dist.get_rank()
+
+    def load(checkpoint: Any, options: Any) -> None:
+        with torch.device("meta"):
+            model = nn.Linear(4, 4)
+        shardwise.load(model, checkpoint, options=options)
+
+    budget = shardwise.options.LoadOptions(budget_bytes=1 << (20 + rank))
+    plain: Any = shardwise.options.LoadOptions() if rank else {"budget_bytes": 5000}
+    return [
+        attempt(load, directory, budget),
+        attempt(load, directory if rank else "https://host/name", shardwise.options.LoadOptions()),
+        attempt(load, directory, plain),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +221,7 @@ def test_ranks_that_ask_otherwise_are_told_which_argument(worlds, qwen3):
         ({}, {"device_map": "auto"}, "rank 1: from_pretrained() has no device_map"),
     ]
     pairs = [(common, own) for common, own, _ in asked]
-    mine, other = worlds(2).run(asking.one_rank_asks_otherwise, str(qwen3), pairs)
+    mine, other = worlds(2).run(one_rank_asks_otherwise, str(qwen3), pairs)
     assert mine == other
     for (kind, text), (*_, said) in zip(mine, asked, strict=True):
         assert said in text
@@ -194,10 +230,10 @@ def test_ranks_that_ask_otherwise_are_told_which_argument(worlds, qwen3):
 
 @pytest.mark.distributed
 def test_so_for_shard_and_load(worlds, qwen3):
-    mine, other = worlds(2).run(asking.one_rank_shards_with_nonsense, "")
+    mine, other = worlds(2).run(one_rank_shards_with_nonsense, "")
     assert mine == other == ("ConfigError", other[1])
     assert "rank 1: sharding.wrap is ('Block',), of type tuple" in mine[1]
-    budget, kind, options = zip(*worlds(2).run(asking.one_rank_loads_otherwise, str(qwen3)), strict=True)
+    budget, kind, options = zip(*worlds(2).run(one_rank_loads_otherwise, str(qwen3)), strict=True)
     assert budget[0] == budget[1]
     assert "options.budget_bytes on rank 1 is not that of rank 0" in budget[0][1]
     assert kind[0] == kind[1]
