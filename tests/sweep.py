@@ -3,18 +3,16 @@
 Makes a tiny random model of every architecture of the installed transformers (see ``tests/zoo.py``), saves it in
 the hub's layout and under internal names, and loads each with ``shardwise.from_pretrained`` on worlds of gloo
 processes, in float32 and bfloat16. Parameters, buffers, dtypes and ties are compared, gathered by torch, with what
-transformers' own loader makes of the same files in one process. Then says which conversion rules of transformers'
-registry no model exercised, and runs a hundred thousand random expressions against direct evaluation.
+transformers' own loader makes of the same files in one process. Then runs a hundred thousand random expressions
+against direct evaluation.
 
     make sweep ARGS="--worlds 2,8 --only qwen3,mixtral"
     make sweep ARGS="--mesh hsdp,tp,ep,shard1 --storage local,http --layouts original,half"
-    make sweep ARGS="--mesh none --plan-ranks 16"
     make sweep ARGS="--saves --worlds 1,2,3,5"
 
 ``--mesh`` and ``--storage`` take the ways of ``tests/ways.py``: hybrid sharding, FSDP over tensor or expert
 parallel parameters, column shards; files on disk, in memory, over HTTP from this machine, in a bucket.
 ``--saves`` also saves what was loaded, and compares the files with those of transformers (``tests/taken.py``).
-``--plan-ranks`` foresees the plans of so many ranks and carries them out in this process, rank after rank.
 """
 
 import argparse
@@ -36,10 +34,9 @@ def main() -> int:
     """Run the sweep; the exit status says whether everything was equal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", default="", help="world sizes, with commas; default: what suits the mesh")
-    parser.add_argument("--mesh", default="flat", help="with commas: flat, hsdp, tp, ep, shard1, none")
+    parser.add_argument("--mesh", default="flat", help="with commas: flat, hsdp, tp, ep, shard1")
     parser.add_argument("--storage", default="local", help="with commas: local, memory, http, bucket")
     parser.add_argument("--layouts", default="", help="of checkpoints, with commas; default: all")
-    parser.add_argument("--plan-ranks", type=int, default=0, help="carry out the plans of so many ranks")
     parser.add_argument("--saves", action="store_true", help="save what was loaded, and compare the files")
     parser.add_argument("--only", default="", help="names of specimens, with commas; default: all")
     parser.add_argument("--families", default="", help="families of specimens, with commas; default: all")
@@ -56,14 +53,11 @@ def main() -> int:
     layouts = tuple(filter(None, options.layouts.split(","))) or tuple(truth.LAYOUTS | truth.FURTHER_LAYOUTS)
     failures = 0
     with tempfile.TemporaryDirectory(prefix="shardwise-sweep-") as folder, HttpStore(folder) as store:
-        cases, skipped = prepare(specimens, Path(folder), layouts)
-        if options.plan_ranks:
-            failures += run_plans(options.plan_ranks, cases)
-        for mesh in filter(lambda mesh: mesh != "none", options.mesh.split(",")):
+        cases = prepare(specimens, Path(folder), layouts)
+        for mesh in options.mesh.split(","):
             for size in sizes_for(mesh, options.worlds):
                 chosen = [Way(mesh, storage, store.url) for storage in options.storage.split(",")]
                 failures += run_world_size(size, cases, chosen, Path(folder, "saves") if options.saves else None)
-    report_registry(specimens, skipped)
     start = time.perf_counter()
     for seed in range(options.expressions):
         check_expression(seed)
@@ -86,10 +80,8 @@ def sizes_for(mesh: str, worlds: str) -> list[int]:
     return [1, 2, 3, 5, 8] if mesh == "flat" else [ways.WORLDS[mesh]]
 
 
-def prepare(
-    specimens: Iterable[zoo.Specimen], folder: Path, layouts: Sequence[str]
-) -> tuple[list[truth.Case], dict[str, str]]:
-    """All checkpoints with their truths, and why some architectures have none."""
+def prepare(specimens: Iterable[zoo.Specimen], folder: Path, layouts: Sequence[str]) -> list[truth.Case]:
+    """All checkpoints with their truths; why some architectures have none is said."""
     cases: list[truth.Case] = []
     skipped: dict[str, str] = {}
     for specimen in specimens:
@@ -102,7 +94,7 @@ def prepare(
     say(f"{len(cases)} checkpoints of {len({case.specimen.name for case in cases})} architectures")
     for name, reason in skipped.items():
         say(f"  left out {name}: {reason}")
-    return cases, skipped
+    return cases
 
 
 def run_world_size(size: int, cases: list[truth.Case], chosen: Sequence[Way], saves: Path | None) -> int:
@@ -138,30 +130,6 @@ def run_world_size(size: int, cases: list[truth.Case], chosen: Sequence[Way], sa
         failures += failed
     ranks.close()
     return failures
-
-
-def run_plans(ranks: int, cases: list[truth.Case]) -> int:
-    """Carry out the plans of all ranks of every case in this process; how many cases were not right."""
-    start = time.perf_counter()
-    failures = 0
-    for case in cases:
-        try:
-            found = ways.place_by_plan(case, ranks)
-        except Exception as error:
-            found = [f"{type(error).__name__}: {error}"]
-        if found:
-            failures += 1
-            say(f"  FAILED {case}, plans of {ranks} ranks: {len(found)} faults, such as {found[0]}")
-    right = len(cases) - failures
-    say(f"plans of {ranks} ranks: {right} of {len(cases)} are bitwise right ({time.perf_counter() - start:.0f} s)")
-    return failures
-
-
-def report_registry(specimens: list[zoo.Specimen], skipped: dict[str, str]) -> None:
-    """Which entries of transformers' registry of conversions no specimen exercised."""
-    coverage = zoo.registry_coverage([item for item in specimens if item.name not in skipped])
-    missing = sorted(key for key, names in coverage.items() if not names)
-    say(f"{len(coverage) - len(missing)} of {len(coverage)} registry entries exercised; not: {', '.join(missing)}")
 
 
 def say(text: str) -> None:

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
-import shardwise
-from shardwise.models.view import canonical
+from shardwise.models.view import canonical, raw_bytes
 from shardwise.report.reports import LoadReport
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -120,28 +119,11 @@ def differences(found: dict[str, Any], truth: dict[str, Any]) -> list[str]:
         one, other = values[name], expected[name]
         if one.dtype != other.dtype:
             faults.append(f"{name} is {one.dtype}, not {other.dtype}")
-        elif one.shape != other.shape or not torch.equal(_bits(one), _bits(other)):
+        elif one.shape != other.shape or not torch.equal(raw_bytes(one), raw_bytes(other)):
             faults.append(f"{name} has other values")
     if found["ties"] != truth["ties"]:
         faults.append("other tensors are tied")
     return faults
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
-
-
-def load_and_compare(case: Case) -> list[str]:
-    """Run on every rank: load a case and compare it, gathered, with the truth. The faults found."""
-    return faults_of(
-        case,
-        lambda: shardwise.from_pretrained(
-            case.directory,
-            model_class=zoo.model_class(case.specimen),
-            dtype=DTYPES[case.dtype],
-            output_loading_info=True,
-        ),
-    )
 
 
 def faults_of(case: Case, bring_up: Callable[[], tuple[nn.Module, LoadReport]]) -> list[str]:

@@ -1,9 +1,8 @@
-"""Ways in which a checkpoint comes into a model: meshes of several axes, placements, storages; and plans alone."""
+"""Ways in which a checkpoint comes into a model: meshes of several axes, placements, storages."""
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise
-from shardwise.engines.estimating import _plan as plan_of_all_ranks
 from shardwise.engines.load_plan import SharedReads
-from shardwise.engines.outline import config_of, made_ready, outline
 from shardwise.execution import Timeouts
-from shardwise.execution.reading import ReadExecutor, ReadTarget, plan_reads
-from shardwise.execution.world import World
-from shardwise.formats.opening import open_checkpoint
-from shardwise.layout import MeshShape
 from shardwise.models.policies import group_parameters
-from shardwise.models.torch_api import to_torch
-from shardwise.models.view import collect_tensors, strided_view
+from shardwise.models.view import collect_tensors
 from shardwise.report.reports import LoadReport
 from shardwise.storage import objects
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.reading import LocalReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +44,6 @@ class Way:
 
     def __str__(self) -> str:
         return f"{self.mesh} {self.storage} {self.shared_reads}"
-
-
-STORAGES = ("local", "memory", "http", "bucket")
 
 
 class NotApplicable(Exception):
@@ -253,69 +241,3 @@ def placements(case: truth.Case, way: Way) -> set[str]:
     MESHES[way.mesh](model)
     kept = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     return {" ".join(type(item).__name__ for item in parameter.placements) for parameter in kept}
-
-
-# Plans alone
-
-
-class _Silent:
-    def advance(self, nbytes: int) -> None:
-        pass
-
-
-def place_by_plan(case: truth.Case, ranks: int) -> list[str]:
-    """The plans of all ranks, foreseen and carried out one after the other in this process; the faults found.
-
-    Every rank's part of every tensor is compared with the truth, and the parts of all ranks must make up each
-    tensor: elements of what is sharded are held by one rank, all others by every rank.
-    """
-    expected = torch.load(case.truth, weights_only=True)
-    directory = Path(case.directory)
-    options: Any = {"model_class": zoo.model_class(case.specimen), "dtype": truth.DTYPES[case.dtype]}
-    config = config_of(directory, options)
-    index = open_checkpoint(
-        directory,
-        weights_name=getattr(config, "transformers_weights", None),
-        extra_files=getattr(type(config), "extra_files", ()),
-    )
-    built = outline(directory, config, index, options)
-    tied = {name for names in expected["ties"] if len(names) > 1 for name in names}
-    twice = {name for name, _ in built.ties_stored_twice()}
-    built.equal_ties = frozenset(twice & tied)
-    tuned = made_ready(built, twice - tied, {}, adapters={}, casts_to=None)
-    world, plan = plan_of_all_ranks(tuned, index, MeshShape.flat(ranks), "auto", 256 << 20, {})
-    faults: list[str] = []
-    held = {name: torch.zeros(plan.layout.by_name[name].shape, dtype=torch.uint8) for name in plan.reads()}
-    for rank in range(ranks):
-        layout = world.at(rank)
-        items, memories = [], {}
-        for name, read in plan.reads().items():
-            memory = torch.empty(world.spreads[name].padded_numel, dtype=to_torch(layout.by_name[name].dtype))
-            memory.fill_(float("nan") if memory.is_floating_point() else 1)
-            tensor = layout.by_name[name]
-            items.append(ReadTarget(name, read.expression, tensor.boxes, memory.dtype, memory.device))
-            memories[name] = memory
-        with contextlib.closing(LocalReader(directory)) as reader:
-            placer = ReadExecutor(reader, index, 1 << 20, _Silent(), World(0, 1))
-            arrangement = plan_reads(items, index, reader.policy, 1 << 20)
-            placer.place(arrangement, [memories[item.fqn] for item in arrangement.destinations])
-        for item in items:
-            for part in item.boxes:
-                place = tuple(slice(*bounds) for bounds in _bounds(part.box))
-                held[item.fqn][place] += 1
-                if not same(strided_view(memories[item.fqn], part.local), expected["values"][item.fqn][place]):
-                    faults.append(f"rank {rank}: {item.fqn} has other values in {part.box}")
-    for name, count in held.items():
-        wanted = ranks if plan.layout.by_name[name].placement == "whole" else 1
-        if not bool((count == wanted).all()):
-            faults.append(f"{name} is not made up of the ranks' parts")
-    return faults
-
-
-def _bounds(box: Any) -> Iterator[tuple[int, int]]:
-    return ((start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
-
-
-def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Bit for bit, and of one dtype."""
-    return found.dtype == wanted.dtype and torch.equal(truth._bits(found), truth._bits(wanted))

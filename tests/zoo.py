@@ -21,8 +21,7 @@ How a configuration is shrunk (`tiny_config`), in this order:
 3. Token ids are moved into the small vocabulary, and the lists inside rotary parameters get fitting lengths.
 4. ``OVERRIDES`` holds what remains: a few fields for each architecture with rules of its own.
 
-What transformers itself cannot do is listed in ``KNOWN_UPSTREAM``, ``NOT_BUILT``, ``FORWARD_UNSUPPORTED`` and
-``PREFIXES_UNSUPPORTED``.
+What transformers itself cannot do is listed in ``KNOWN_UPSTREAM``, ``NOT_BUILT`` and ``PREFIXES_UNSUPPORTED``.
 """
 
 from __future__ import annotations
@@ -68,227 +67,97 @@ VOCAB = 112
 HIDDEN = 64  # 4 heads of 16 where the head size follows from the width
 HEADS = 4
 KV_HEADS = 2
-HEAD_DIM = 24  # 4 * 24 != 64: projections are not square where the architecture allows it
 TOWER_HIDDEN = 48  # width of vision and audio towers: 4 heads of 12
 LAYERS = 2
 EXPERTS = 4
 
-# Field name -> small value, for configurations of text models.
-SIZES: dict[str, int] = {
-    # vocabularies and positions
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 64,
-    "n_positions": 64,
-    "n_ctx": 64,
-    "max_seq_len": 64,
-    "context_length": 64,
-    "max_target_positions": 64,
-    "max_source_positions": 20,
-    "original_max_position_embeddings": 32,
-    "type_vocab_size": 2,
-    # widths
-    "hidden_size": HIDDEN,
-    "d_model": HIDDEN,
-    "n_embd": HIDDEN,
-    "emb_dim": HIDDEN,
-    "embed_dim": HIDDEN,
-    "embedding_dim": HIDDEN,
-    "dim": HIDDEN,
-    "embedding_size": 40,
-    "word_embed_proj_dim": 40,
-    "input_embedding_size": 40,
-    "output_embedding_size": 56,
-    "intermediate_size": 88,
-    "dense_intermediate_size": 72,
-    "intermediate_size_mlp": 104,
-    "ffn_hidden_size": 88,
-    "ffn_dim": 88,
-    "d_inner": 88,
-    "n_inner": 88,
-    "dff": 88,
-    "dim_ff": 88,
-    "feed_forward_size": 88,
-    "mlp_dim": 88,
-    "moe_intermediate_size": 40,
-    "expert_ffn_hidden_size": 40,
-    "shared_expert_intermediate_size": 56,
-    "shared_intermediate_size": 56,
-    "shared_experts_intermediate_size": 56,
-    "moe_shared_expert_intermediate_size": 56,
-    "decoder_ffn_dim": 88,
-    "encoder_ffn_dim": 72,
-    "lru_width": 80,
-    "backbone_hidden_size": 72,
-    "hidden_size_global": HIDDEN,
-    "router_hidden_size": 28,
-    "hidden_size_per_layer_input": 20,
-    "vocab_size_per_layer_input": VOCAB,
-    "pronunciation_embed_dim": 24,
-    "pronunciation_vocab_size": 50,
-    "shape_embed_dim": 20,
-    "shape_vocab_size": 60,
-    "encoder_hash_byte_group_vocab": 50,
-    "ext_pw_out_channel": 40,
-    "depthwise_separable_out_channel": 40,
-    "nemo_conv_channels": 24,
-    "output_channels": 24,
-    "adapter_rank": 12,
-    # attention heads
-    "num_attention_heads": HEADS,
-    "n_head": HEADS,
-    "n_heads": HEADS,
-    "num_heads": HEADS,
-    "attention_heads": HEADS,
-    "decoder_attention_heads": HEADS,
-    "encoder_attention_heads": HEADS,
-    "num_encoder_attention_heads": HEADS,
-    "num_decoder_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "num_kv_heads": KV_HEADS,
-    "kv_n_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "dim_head": HEAD_DIM,
-    "d_head": HEAD_DIM,
-    "kv_channels": HEAD_DIM,
-    "attention_head_size": HEAD_DIM,
-    "rotary_dim": 8,
-    "swa_num_attention_heads": 6,
-    "swa_num_key_value_heads": 2,
-    "swa_head_dim": 16,
-    "d_rel": 6,
-    "rel_extent": 16,
-    # latent attention
-    "q_lora_rank": 40,
-    "kv_lora_rank": 20,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 16,
-    "index_head_dim": 12,
-    "index_n_heads": 2,
-    "index_topk": 4,
-    "o_lora_rank": 12,
-    "o_groups": 2,
-    # windows
-    "sliding_window": 6,
-    "sliding_window_size": 6,
-    "attention_window_size": 6,
-    "window_size": 6,
-    "local_attention": 6,
-    "attention_chunk_size": 6,
-    # layers
-    "num_hidden_layers": LAYERS,
-    "n_layer": LAYERS,
-    "n_layers": LAYERS,
-    "num_layers": LAYERS,
-    "decoder_layers": LAYERS,
-    "encoder_layers": LAYERS,
-    "num_encoder_layers": LAYERS,
-    "num_decoder_layers": LAYERS,
-    "num_blocks": LAYERS,
-    "depth": LAYERS,
-    # experts
-    "num_experts": EXPERTS,
-    "num_local_experts": EXPERTS,
-    "n_routed_experts": EXPERTS,
-    "moe_num_experts": EXPERTS,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "moe_top_k": 2,
-    "moe_k": 2,
-    "n_group": 2,
-    "num_expert_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "moe_num_shared_experts": 1,
-    "zero_expert_num": 2,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    "moe_layer_end_index": 1,
-    # linear attention and state space layers
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 8,
-    "linear_num_heads": 3,
-    "linear_head_dim": 12,
-    "mamba_d_state": 12,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 2,
-    "mamba_chunk_size": 8,
-    "mamba_dt_rank": 6,
-    "state_size": 12,
-    "ssm_state_size": 12,
-    "time_step_rank": 6,
-    "chunk_size": 8,
-    # towers, and what joins them to a language model
-    "image_size": 16,
-    "max_img_size": 32,
-    "patch_size": 4,
-    "num_position_embeddings": 16,
-    "num_mel_bins": 16,
-    "n_mel_bins": 16,
-    "mel_vocab_size": 16,
-    "feature_size": 16,
-    "num_filters": 4,
-    "codebook_size": 32,
-    "codebook_dim": 12,
-    "upsample_groups": 4,
-    "vector_quantization_hidden_dimension": 12,
-    "decoder_dim": 48,
-    "downsample_hidden_size": 24,
-    "out_hidden_size": HIDDEN,
-    "output_dim": HIDDEN,
-    "text_hidden_size": HIDDEN,
-    "thinker_hidden_size": HIDDEN,
-    "condition_dim": HIDDEN,
-    "audio_hidden_size": TOWER_HIDDEN,
-    "hidden_dim": TOWER_HIDDEN,
-    "projection_dim": 40,
-    "project_dim": 40,
-    "projection_intermediate_size": 72,
-    "projector_hidden_size": 72,
-    "share_expert_dim": 56,
-    "additional_vocab_size": 8,
-    "latent_dim": 12,
-    "audio_prompt_dim": 40,
-    "frequency_embedding_size": 16,
-    "loss_weighting_hidden_size": 12,
-    "duration_delta_embedding_dim": 12,
-    "num_code_groups": 3,
-    "num_queries": 10,
-    "group_detr": 2,
-    "num_detection_tokens": 10,
-    "decoder_hidden_size": 40,
-    "decoder_intermediate_size": 72,
-    "decoder_num_hidden_layers": LAYERS,
-    "decoder_num_attention_heads": HEADS,
-    "fusion_hidden_size": 24,
-    "encoder_hidden_dim": HIDDEN,
-    "fpn_hidden_size": HIDDEN,
-    "iou_head_hidden_dim": 40,
-    "memory_attention_hidden_size": HIDDEN,
-    "memory_attention_num_layers": LAYERS,
-    "memory_attention_feed_forward_hidden_size": 88,
-    "memory_encoder_hidden_size": HIDDEN,
-    "memory_encoder_output_channels": 12,
-    "mask_downsampler_embed_dim": HIDDEN,
-    "memory_fuser_embed_dim": HIDDEN,
-    "memory_fuser_intermediate_dim": 88,
-    "max_image_size": 32,
-    "horizon_length": 12,
-    "output_quantile_len": 16,
-    "auxiliary_channels": 24,
-    "num_depth_bins": 16,
-    "num_global_layers": 1,
-    "index_block_size": 4,
-    "index_topk_blocks": 2,
-    "global_pointer_head_size": 12,
-    "x4_feat_dim": 16,
-    "num_prototypes": 8,
-}
+
+def _named(sizes: dict[int, str]) -> dict[str, int]:
+    """Sizes by the names of their fields."""
+    return {name: size for size, names in sizes.items() for name in names.split()}
+
+
+# Small values -> the fields of text models that take them; 2 are LAYERS or KV_HEADS, 4 HEADS or EXPERTS.
+# Heads have 24 dimensions, 4 * 24 != 64: projections are not square where the architecture allows it.
+SIZES = _named(
+    {
+        1: """
+            topk_group n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace
+            num_dense_layers moe_layer_end_index num_global_layers
+        """,
+        2: """
+            type_vocab_size swa_num_key_value_heads index_n_heads o_groups num_experts_per_tok num_experts_per_token
+            moe_topk moe_top_k moe_k n_group num_expert_group zero_expert_num linear_num_key_heads mamba_n_groups
+            group_detr index_topk_blocks num_key_value_heads num_kv_heads kv_n_heads num_hidden_layers n_layer
+            n_layers num_layers decoder_layers encoder_layers num_encoder_layers num_decoder_layers num_blocks depth
+            decoder_num_hidden_layers memory_attention_num_layers
+        """,
+        3: "linear_num_heads num_code_groups",
+        4: """
+            num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads
+            encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads
+            decoder_num_attention_heads index_topk linear_num_value_heads patch_size num_filters upsample_groups
+            index_block_size num_experts num_local_experts n_routed_experts moe_num_experts
+        """,
+        6: """
+            swa_num_attention_heads d_rel sliding_window sliding_window_size attention_window_size window_size
+            local_attention attention_chunk_size mamba_dt_rank time_step_rank
+        """,
+        8: """
+            rotary_dim qk_rope_head_dim linear_value_head_dim mamba_n_heads mamba_chunk_size chunk_size
+            additional_vocab_size num_prototypes
+        """,
+        10: "num_queries num_detection_tokens",
+        12: """
+            adapter_rank qk_nope_head_dim index_head_dim o_lora_rank linear_key_head_dim linear_head_dim
+            mamba_d_state state_size ssm_state_size codebook_dim vector_quantization_hidden_dimension latent_dim
+            loss_weighting_hidden_size duration_delta_embedding_dim memory_encoder_output_channels horizon_length
+            global_pointer_head_size
+        """,
+        16: """
+            swa_head_dim rel_extent v_head_dim mamba_d_head image_size num_position_embeddings num_mel_bins
+            n_mel_bins mel_vocab_size feature_size frequency_embedding_size output_quantile_len num_depth_bins
+            x4_feat_dim
+        """,
+        20: "max_source_positions hidden_size_per_layer_input shape_embed_dim kv_lora_rank",
+        24: """
+            pronunciation_embed_dim nemo_conv_channels output_channels downsample_hidden_size fusion_hidden_size
+            auxiliary_channels head_dim dim_head d_head kv_channels attention_head_size
+        """,
+        28: "router_hidden_size",
+        32: "original_max_position_embeddings max_img_size codebook_size max_image_size",
+        40: """
+            embedding_size word_embed_proj_dim input_embedding_size moe_intermediate_size expert_ffn_hidden_size
+            ext_pw_out_channel depthwise_separable_out_channel q_lora_rank projection_dim project_dim
+            audio_prompt_dim decoder_hidden_size iou_head_hidden_dim
+        """,
+        48: "decoder_dim audio_hidden_size hidden_dim",
+        50: "pronunciation_vocab_size encoder_hash_byte_group_vocab",
+        56: """
+            output_embedding_size shared_expert_intermediate_size shared_intermediate_size
+            shared_experts_intermediate_size moe_shared_expert_intermediate_size share_expert_dim
+        """,
+        60: "shape_vocab_size",
+        64: """
+            max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions hidden_size
+            d_model n_embd emb_dim embed_dim embedding_dim dim hidden_size_global out_hidden_size output_dim
+            text_hidden_size thinker_hidden_size condition_dim encoder_hidden_dim fpn_hidden_size
+            memory_attention_hidden_size memory_encoder_hidden_size mask_downsampler_embed_dim
+            memory_fuser_embed_dim
+        """,
+        72: """
+            dense_intermediate_size encoder_ffn_dim backbone_hidden_size projection_intermediate_size
+            projector_hidden_size decoder_intermediate_size
+        """,
+        80: "lru_width",
+        88: """
+            intermediate_size ffn_hidden_size ffn_dim d_inner n_inner dff dim_ff feed_forward_size mlp_dim
+            decoder_ffn_dim memory_attention_feed_forward_hidden_size memory_fuser_intermediate_dim
+        """,
+        104: "intermediate_size_mlp",
+        112: "vocab_size vocab_size_per_layer_input",
+    }
+)
 
 # Field name -> small value, for fields that hold a list.
 LISTS: dict[str, list[int]] = {
@@ -364,14 +233,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "rope_theta": 1000000.0,
             "mrope_section": [4, 4, 4],
             "mrope_interleaved": True,
-        },
+        }
     },
     "esm": {"vocab_size": VOCAB},
     "nemotron_h_omni.vision_config": {"video_temporal_patch_size": 2},
-    "deepseek_ocr2_text": {
-        "mlp_layer_types": ["dense", "sparse"],
-        "num_experts_per_tok": 2,
-    },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "emu3": {"vocabulary_map": {"<image>": 4, "<|extra_200|>": 5, "<|visual token 000000|>": 6}},
     "emu3_vqgan": {
         "base_channels": 32,
@@ -405,11 +271,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "segformer": {"num_attention_heads": [1, 2, 3, 4]},
     "t5gemma2_encoder.text_config": {"dropout_rate": 0.0},
     "dinov2_with_registers": {"use_swiglu_ffn": True},
-    "tipsv2_dpt.backbone_config": {
-        "num_hidden_layers": 4,
-        "out_indices": [1, 2, 3, 4],
-        "use_swiglu_ffn": True,
-    },
+    "tipsv2_dpt.backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "use_swiglu_ffn": True},
     "tipsv2_vision_model": {"hidden_size": HIDDEN},
     "vibevoice_acoustic_tokenizer_encoder": {"depths": [1, 1, 2], "downsampling_ratios": [2, 2]},
     "qwen3_omni_moe.talker_config": {"spatial_merge_size": 2},
@@ -486,10 +348,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "expert_layer_offset": 0,
     },
     "inkling_text": {"mlp_layer_types": ["dense", "sparse"]},
-    "laguna": {
-        "num_attention_heads_per_layer": [4, 6],
-        "layer_types": ["full_attention", "sliding_attention"],
-    },
+    "laguna": {"num_attention_heads_per_layer": [4, 6], "layer_types": ["full_attention", "sliding_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "llama4_text": {"moe_layers": [1]},
@@ -528,7 +387,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 # Specimens whose checkpoint transformers does not load back as it was saved, and why.
 KNOWN_UPSTREAM: dict[str, str] = {
-    "zaya": "_init_weights overwrites the last entry of each router's loaded `balancing_biases` with -1",
+    "zaya": "_init_weights overwrites the last entry of each router's loaded `balancing_biases` with -1"
 }
 
 # Specimens that cannot be built at all, and why; `build` raises CannotShrink.
@@ -540,11 +399,6 @@ NOT_BUILT: dict[str, str] = {
     "timm_wrapper:TimmWrapperForImageClassification": "needs timm and pillow",
 }
 
-# Causal language models whose forward pass does not run on `sample_inputs`.
-FORWARD_UNSUPPORTED: set[str] = {
-    "gemma4_assistant",  # reads the keys and values of the model that it assists
-    "gemma4_unified_assistant",  # likewise
-}
 
 # Specimens that do not load back from `save_original(..., prefixes=True)`: the model and its base model each
 # put the prefix `thinker.` back.
@@ -728,11 +582,7 @@ def tiny_config(specimen: Specimen) -> PreTrainedConfig:
 
 
 def build(
-    specimen: Specimen,
-    *,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    config: PreTrainedConfig | None = None,
+    specimen: Specimen, *, dtype: torch.dtype = torch.float32, seed: int = 0, config: PreTrainedConfig | None = None
 ) -> PreTrainedModel:
     """A CPU model whose stored tensors hold distinct random values, fixed by the seed and the tensors' names.
 
@@ -892,23 +742,12 @@ def representative_specimens() -> list[Specimen]:
 
 
 # Where to look for the class of a model_type, best first: what people load, then the bare model.
-HEAD_MAPPINGS = (
-    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
-    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
-    "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES",
-    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES",
-    "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES",
-    "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
-    "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES",
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-    "MODEL_FOR_TIME_SERIES_PREDICTION_MAPPING_NAMES",
-    "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
-    "MODEL_FOR_DECISION_MAPPING_NAMES",
-    "MODEL_MAPPING_NAMES",
-)
+_TASKS = """
+    IMAGE_TEXT_TO_TEXT MULTIMODAL_LM SEQ_TO_SEQ_CAUSAL_LM SPEECH_SEQ_2_SEQ TEXT_TO_WAVEFORM MASKED_LM
+    OBJECT_DETECTION UNIVERSAL_SEGMENTATION SEMANTIC_SEGMENTATION VIDEO_CLASSIFICATION IMAGE_CLASSIFICATION
+    TIME_SERIES_PREDICTION PRETRAINING DECISION
+"""
+HEAD_MAPPINGS = [*(f"MODEL_FOR_{task}_MAPPING_NAMES" for task in _TASKS.split()), "MODEL_MAPPING_NAMES"]
 # Classes that the automatic mappings name for a model_type, but that do not load its checkpoints.
 MISLEADING_HEADS = {
     ("shieldgemma2", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
@@ -983,37 +822,3 @@ def converter_specimens() -> list[Specimen]:
             if key not in causal or specimen.family == "vision-language":
                 specimens.add(specimen)
     return sorted(specimens, key=lambda specimen: specimen.name)
-
-
-def registry_coverage(specimens: list[Specimen]) -> dict[str, list[str]]:
-    """Registry key -> names of the specimens whose weight conversions use it; empty where none does."""
-    coverage: dict[str, list[str]] = {key: [] for key in registry_keys()}
-    for specimen in specimens:
-        try:
-            keys = conversion_keys(meta_model(specimen))
-        except CannotShrink:
-            continue
-        for key in keys:
-            coverage[key].append(specimen.name)
-    return coverage
-
-
-def conversion_keys(model: PreTrainedModel) -> set[str]:
-    """The registry keys that `get_model_conversion_mapping` looks up and finds for a model and its parts."""
-    from transformers import conversion_mapping
-
-    found: set[str] = set()
-    lookup = conversion_mapping.get_checkpoint_conversion_mapping
-
-    def recording(key: str) -> Any:
-        conversions = lookup(key)
-        if conversions is not None:
-            found.add(key)
-        return conversions
-
-    conversion_mapping.get_checkpoint_conversion_mapping = recording
-    try:
-        conversion_mapping.get_model_conversion_mapping(model)
-    finally:
-        conversion_mapping.get_checkpoint_conversion_mapping = lookup
-    return found

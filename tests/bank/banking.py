@@ -11,34 +11,25 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from tests import zoo
+from tests.tuning import reference
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 WORDS = 64
 STEPS = 20
 """That each tenant takes."""
-SIZES: dict[str, Any] = {
+SIZES = {
+    **reference.SIZES,
     "vocab_size": WORDS,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
     "head_dim": 16,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
     "initializer_range": 0.2,
 }
 
 
 def save_base(folder: Path, *, tied: bool = True) -> Path:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, tie_word_embeddings=tied), dtype=torch.float32)
-    with zoo.silenced():
-        model.save_pretrained(folder)
-    return folder
+    return reference.save_tiny(folder, tied=tied, **SIZES)
 
 
 def save_experts(folder: Path) -> Path:

@@ -13,7 +13,6 @@ from tests.bank.banking import Recipe, no_rows, recipes, rows_for
 
 import shardwise
 from shardwise.bank import collective_resync
-from shardwise.errors import ShardwiseError
 from shardwise.execution import Timeouts
 from shardwise.models.gradients import gather_zeros
 from shardwise.models.policies import MinSize
@@ -84,14 +83,6 @@ def go(
     return told
 
 
-def said(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except ShardwiseError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 # ── on ranks ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -120,10 +111,10 @@ def one_rank_fails(base: Path, groups: str) -> dict[str, Any]:
 
     for number, kind in enumerate(("forward", "backward")):
         with trouble(bank, kind), mock.patch.object(collective_resync, "gather_zeros", caught_up):
-            errors[kind] = said(lambda number=number: go(bank, number, share))  # type: ignore[misc]
+            errors[kind] = on_ranks.said(lambda number=number: go(bank, number, share))  # type: ignore[misc]
             if kind == "forward":
                 alone = [("x", share("x", rows_of("x", members()["x"], number, bad=True)))]
-                errors["to look"] = said(lambda alone=alone: bank.compute_logprobs(alone))  # type: ignore[misc]
+                errors["to look"] = on_ranks.said(lambda alone=alone: bank.compute_logprobs(alone))  # type: ignore[misc]
         for each in (bank, quiet):
             go(each, number, share)
     return {

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from peft import PeftModel, get_peft_model_state_dict
-from tests import zoo
+from tests import truth, zoo
 from tests.bank.banking import Recipe, adapter, create, distance, padded, rows_for
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
@@ -98,10 +98,6 @@ def base(folder: str, quantization: Any, **keywords: Any) -> Any:
     return shardwise.from_pretrained(folder, quantization=quantization, dtype=torch.float32, **keywords)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 @torch.no_grad()
 def put(into: torch.Tensor, values: torch.Tensor) -> None:
     if isinstance(into, DTensor):
@@ -112,8 +108,8 @@ def put(into: torch.Tensor, values: torch.Tensor) -> None:
 def give_numbers(packed: Any, plain: Any) -> None:
     for name, module in packed.named_modules():
         for local, packing in getattr(module, "packings", {}).items():
-            scales = whole(getattr(module, f"{local}_scales")).contiguous().view(torch.float32)
-            numbers = packing.dequantize(whole(getattr(module, local)).contiguous(), scales, torch.float32)
+            scales = truth.whole(getattr(module, f"{local}_scales")).contiguous().view(torch.float32)
+            numbers = packing.numbers(truth.whole(getattr(module, local)).contiguous(), scales, torch.float32)
             put(getattr(plain.get_submodule(name), local), numbers)
 
 
@@ -153,4 +149,4 @@ def alone(
         losses.append(loss.item() / count)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, {key: whole(values).clone() for key, values in parameters.items()}
+    return losses, {key: truth.whole(values).clone() for key, values in parameters.items()}

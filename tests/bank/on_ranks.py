@@ -16,7 +16,6 @@ from tests.bank.banking import STEPS, Recipe, adapter, create, recipes, rows_for
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import shardwise
-from shardwise.bank import tenant as bank_tenants
 from shardwise.errors import ShardwiseError
 from shardwise.models.policies import MinSize
 
@@ -55,7 +54,7 @@ def counted() -> Iterator[Counter[str]]:
 def together(base: Path, kind: str) -> dict[str, Any]:
     """All tenants, one of them added late, on a base sharded by FSDP2, with activations computed again."""
     members = recipes() if kind == "loop" else {name: recipes()[name] for name in ("ada", "dee", "eve")}
-    micro_batches = {"loop": 3 * STEPS, "grouped": STEPS + LATE, "not reduced": 2 * LATE}[kind]
+    micro_batches = {"loop": 3 * STEPS, "grouped": STEPS + LATE}[kind]
     late = members.pop("eve")
     backend = "auto" if kind == "grouped" else "loop"
     sharding = shardwise.Sharding(activation_checkpointing=True)
@@ -63,18 +62,12 @@ def together(base: Path, kind: str) -> dict[str, Any]:
     begin = {name: adapter(bank, name) for name in members}
     assert isinstance(bank._model, FSDPModule)
     shards = [(values.to_local().data_ptr(), values.to_local().clone()) for values in bank._model.parameters()]
-    if kind == "not reduced":
-        bank_tenants.summed, own = lambda world, values: values, bank_tenants.summed
-    try:
-        with counted() as calls:
-            told = train(bank, members, LATE, **here())
-            create(bank, "eve", late)
-            begin["eve"] = adapter(bank, "eve")
-            more = {**members, "eve": late}
-            told += train(bank, more, micro_batches - LATE, first=LATE, began={"eve": LATE}, **here())
-    finally:
-        if kind == "not reduced":
-            bank_tenants.summed = own
+    with counted() as calls:
+        told = train(bank, members, LATE, **here())
+        create(bank, "eve", late)
+        begin["eve"] = adapter(bank, "eve")
+        more = {**members, "eve": late}
+        told += train(bank, more, micro_batches - LATE, first=LATE, began={"eve": LATE}, **here())
     base_is_same = all(
         values.to_local().data_ptr() == pointer and values.to_local().equal(kept)
         for values, (pointer, kept) in zip(bank._model.parameters(), shards, strict=True)

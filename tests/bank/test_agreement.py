@@ -12,10 +12,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from tests import zoo
-from tests.bank import banking, on_ranks
+from tests.bank import banking
 from tests.bank.banking import adapter, create, recipes, rows_for, train
-from tests.bank.on_ranks import here, said
-from tests.bank.test_alone import bank_of, require_equal
+from tests.bank.on_ranks import bank_of, here, said
+from tests.bank.test_alone import require_equal
 from tests.faults.doomed import Doomed, Seat, through_rank_0
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
@@ -33,7 +33,7 @@ ADA = recipes()["ada"]
 
 def given_other_states(base: Path) -> dict[str, str]:
     """Each of what a state has is another number on rank 1: names, counts and shapes are the same."""
-    bank = on_ranks.bank_of(base, {"ada": ADA})
+    bank = bank_of(base, {"ada": ADA})
     train(bank, {"ada": ADA}, 2, **here())
     rank = here()["rank"]
 
@@ -79,7 +79,7 @@ def other_settings(base: Path) -> dict[str, Any]:
         "ada": replace(ADA, schedule=slower_on_rank_1),
         "bob": replace(recipes()["bob"], gradient_accumulation_steps=1),
     }
-    bank = on_ranks.bank_of(base, members)
+    bank = bank_of(base, members)
     rank = here()["rank"]
     train(bank, members, 1, **here())
     batches = [(name, rows_for(name, own, 1)) for name, own in members.items()]
@@ -185,7 +185,7 @@ def test_rows_that_are_none_are_refused_by_name(base, call):
 
 
 def odd_rows(base: Path) -> list[str]:
-    bank = on_ranks.bank_of(base, {"ada": ADA})
+    bank = bank_of(base, {"ada": ADA})
     rows = [ROWS, ["no", "rows"]][here()["rank"]]
     return [said(lambda: bank.forward_backward([("ada", rows)])), said(lambda: bank.forward_backward("no")[0])]
 
@@ -204,7 +204,7 @@ def test_rows_of_one_rank_that_are_none(worlds, base):
 def step_with(seat: Seat, base: str, how: str) -> dict[str, Any]:
     """Rank 1 is killed in its step; or fails, and the first rank, which has the store, leaves with its error."""
     members = {"ada": ADA}
-    bank = on_ranks.bank_of(Path(base), members)
+    bank = bank_of(Path(base), members)
     train(bank, members, 1, rank=seat.rank, size=seat.size)
     bank.forward_backward([("ada", rows_for("ada", ADA, 1))])
     own = bank_tenants.summed

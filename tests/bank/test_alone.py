@@ -11,24 +11,17 @@ from peft import LoraConfig
 from tests import zoo
 from tests.bank import banking
 from tests.bank.banking import STEPS, Recipe, adapter, create, distance, recipes, rows_for, train
-from torch import nn
+from tests.bank.on_ranks import bank_of
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config
 
 import shardwise
 from shardwise import Sharding
-from shardwise.bank.backends import SegmentLoop, dropped, row_keys
+from shardwise.bank.backends import dropped, row_keys
 from shardwise.bank.calls import EntryRows, FusedPass
 from shardwise.bank.rows import PassPlan, rows_of
 from shardwise.errors import TrainingError
 
 MICRO_BATCHES = 3 * STEPS
-
-
-def bank_of(base: Path, members: dict[str, Recipe], backend: Any = None, **keywords: Any) -> Any:
-    bank = shardwise.AdapterBank(shardwise.from_pretrained(base, **keywords), backend=backend or "loop")
-    for name, recipe in members.items():
-        create(bank, name, recipe)
-    return bank
 
 
 @pytest.fixture(scope="module")
@@ -63,25 +56,6 @@ def test_each_tenant_comes_out_as_alone(base, begun, alone, backend, limit):
         pointer == values.data_ptr() and kept.equal(values)
         for (pointer, kept), values in zip(before, bank._model.parameters(), strict=True)
     )
-
-
-@pytest.mark.parametrize("wrong", ["swapped", "unscaled"])
-def test_a_bank_that_is_wrong_is_found_out(base, begun, alone, monkeypatch, wrong):
-    eve = recipes()["eve"]
-    members = {"ada": recipes()["ada"], "eve": replace(eve, config={**eve.config, "r": 4})}
-    own = SegmentLoop.add
-
-    def add(self, parts, x, out):
-        if wrong == "swapped":
-            parts = [replace(part, pair=other.pair) for part, other in zip(parts, reversed(parts), strict=True)]
-        else:
-            parts = [replace(part, pair=replace(part.pair, scaling=1.5)) for part in parts]
-        return own(self, parts, x, out)
-
-    monkeypatch.setattr(SegmentLoop, "add", add)
-    bank = bank_of(base, members)
-    train(bank, members, STEPS)
-    assert distance(adapter(bank, "ada"), alone["ada"], begun["ada"]) > 1e-3
 
 
 def test_tenants_come_and_go_unnoticed(base, begun, alone):
@@ -329,33 +303,6 @@ def test_a_state_that_fails_half_way_changes_nothing(base):
     assert after["facts"]["schedule_state"] == before["facts"]["schedule_state"] == {"count": 1}
     assert after["facts"]["settings"] == before["facts"]["settings"]
     require_equal(after["adapter"], before["adapter"])
-
-
-def test_a_state_of_another_is_refused(base):
-    bank = bank_of(base, recipes())
-    states = {name: bank.state_dict(name) for name in recipes()}
-    before = {name: adapter(bank, name) for name in recipes()}
-    with pytest.raises(
-        shardwise.ConfigError,
-        match=r"no state of 'ada' as it is here:\n(.*\n)*.*q_proj.lora_A.weight: \(16, 32\) in the state",
-    ):
-        bank.load_state_dict("ada", states["dee"])
-    with pytest.raises(shardwise.ConfigError, match="it has no facts"):
-        bank.load_state_dict("ada", {key: value for key, value in states["ada"].items() if key != "facts"})
-    with pytest.raises(shardwise.ConfigError, match="seed 3, and 0 here"):
-        bank.load_state_dict("ada", states["eve"])
-    for name in ("ada", "dee", "eve"):
-        require_equal(adapter(bank, name), before[name])
-
-
-def test_the_base_alone_is_as_if_there_were_no_bank(base):
-    bank = bank_of(base, recipes())
-    train(bank, recipes(), 2)
-    ids = torch.arange(8).unsqueeze(0)
-    with zoo.silenced(), torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)(ids).logits
-        assert bank._model(ids).logits.equal(expected)
-    assert isinstance(bank._model, nn.Module)
 
 
 # ── other models ──────────────────────────────────────────────────────────────────────────────────

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tests.bank import banking, failing, on_ranks
+from safetensors.torch import load_file, save_file
+from tests.bank import banking, failing
 from tests.bank.banking import Recipe, adamw, adapter, create, no_rows, recipes, rows_for, train
-from tests.bank.on_ranks import here
-from tests.bank.test_alone import bank_of, require_equal
+from tests.bank.on_ranks import bank_of, here, said
+from tests.bank.test_alone import require_equal
 from tests.bank.test_isolation import QUIET, X, everything, members_with
 from tests.faults.doomed import Doomed, Seat
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -209,7 +210,7 @@ def comes_and_goes(base: Path) -> list[dict[str, Any]]:
     members = members_with(X)
     found = []
     for trouble in (False, True):
-        bank = on_ranks.bank_of(base, members)
+        bank = bank_of(base, members)
         if trouble:
             bank._tenants["x"].matrices[next(iter(bank._tenants["x"].matrices))][0, 0] = math.nan
         for number in range(6):
@@ -244,7 +245,7 @@ def of_rank_3(name: str) -> Recipe:
 def states_and_files(base: Path, folder: Path) -> dict[str, Any]:
     """A tenant whose rank no number of ranks divides, trained, saved, loaded and given its own state."""
     members = {name: of_rank_3(name) for name in ("cy", "eve")}
-    bank = on_ranks.bank_of(base, members)
+    bank = bank_of(base, members)
     train(bank, members, 6, **here())
     bank.save("eve", folder)
     bank.load("again", folder)
@@ -271,51 +272,26 @@ def saved(worlds: Any, base: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return first, second, folder
 
 
-def shapes_of_peft(base: Path, name: str) -> dict[str, tuple[int, ...]]:
-    bank = bank_of(base, {name: of_rank_3(name)})
-    return {key: tuple(values.shape) for key, values in adapter(bank, name).items()}
-
-
 @pytest.mark.distributed
-def test_a_local_shard_is_not_taken_for_the_global_tensor(saved, base):
-    for each in saved[:2]:
-        for name in ("cy", "eve"):
-            values = each["adapters"][name]
-            assert {type(own) for own in values.values()} == {torch.Tensor}
-            assert {key: tuple(own.shape) for key, own in values.items()} == shapes_of_peft(base, name)
-
-
-@pytest.mark.distributed
-def test_nothing_is_sharded_twice(saved):
-    """What is given to a tenant is what it has, on every rank, and as many numbers."""
-    first, second, _ = saved
-    require_equal(first["adapters"]["twin"], first["adapters"]["cy"])
-    require_equal(first["adapters"]["twin"], second["adapters"]["twin"])
-    assert first["counts"] == second["counts"]
-    assert (
-        first["counts"]["twin"]
-        == first["counts"]["cy"]
-        == sum(values.numel() for values in first["adapters"]["cy"].values())
-    )
-
-
-@pytest.mark.distributed
-def test_nothing_is_sliced_on_the_dimension_that_would_be_sharded(saved):
+def test_tensors_of_a_tenant_are_whole_and_the_same_on_all_ranks(saved, base):
     """Rank 3 on two ranks: every row of A and every column of B are in the file, and come back."""
-    from safetensors.torch import load_file
-
     first, second, folder = saved
+    for name in ("cy", "eve"):
+        shapes = {key: own.shape for key, own in adapter(bank_of(base, {name: of_rank_3(name)}), name).items()}
+        for each in (first, second):
+            assert {type(own) for own in each["adapters"][name].values()} == {torch.Tensor}
+            assert {key: own.shape for key, own in each["adapters"][name].items()} == shapes
     stored = load_file(folder / "adapter_model.safetensors")
-    require_equal(stored, first["adapters"]["eve"])
     assert {len(values) for key, values in stored.items() if "lora_A" in key} == {3}
+    require_equal(first["adapters"]["eve"], stored)
     for each in (first, second):
+        require_equal(each["adapters"]["twin"], first["adapters"]["cy"])
         require_equal(each["adapters"]["again"], stored)
+        assert each["counts"]["twin"] == sum(values.numel() for values in each["adapters"]["cy"].values())
 
 
 @pytest.mark.distributed
 def test_an_incomplete_state_dict_is_refused_whole(saved, base, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     first, second, folder = saved
     assert first["refusal"] == second["refusal"]
     assert f"{first['first']}: not there in the state" in first["refusal"]
@@ -338,7 +314,7 @@ def test_an_incomplete_state_dict_is_refused_whole(saved, base, tmp_path):
 def killed(seat: Seat, base: str) -> dict[str, Any]:
     """Rank 1 is killed in the middle of a pass."""
     members = {name: recipes()[name] for name in ("ada", "bob")}
-    bank = on_ranks.bank_of(Path(base), members)
+    bank = bank_of(Path(base), members)
     bank.forward_backward([("bob", rows_for("bob", members["bob"], 0))])
     before = bank._tenants["bob"].gradient.clone()
 
@@ -353,7 +329,7 @@ def killed(seat: Seat, base: str) -> dict[str, Any]:
     except ShardwiseError as error:
         told = f"{type(error).__name__}: {error}"
     is_as_before = bank._tenants["bob"].gradient.equal(before)
-    return {"told": told, "as before": is_as_before, "later": failing.said(lambda: bank.state_dict("ada"))}
+    return {"told": told, "as before": is_as_before, "later": said(lambda: bank.state_dict("ada"))}
 
 
 @pytest.mark.distributed

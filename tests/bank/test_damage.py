@@ -14,6 +14,7 @@ from tests.bank import banking, resuming
 from tests.bank.banking import adapter, recipes, train
 from tests.bank.on_ranks import bank_of, here, said
 from tests.bank.test_alone import require_equal
+from tests.bank.test_going_on import files_in, put
 from transformers import AutoModelForCausalLM
 
 import shardwise
@@ -31,13 +32,7 @@ def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
     bank = bank_of(base, tenants)
     train(bank, tenants, resuming.HALF)
     bank.save("ada", folder)
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def put(folder: Path, files: dict[str, bytes]) -> Path:
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    return folder
+    return files_in(folder)
 
 
 def flips(files: dict[str, bytes], count: int, seed: int) -> Iterator[tuple[str, bytes]]:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from tests.bank import failing
 from tests.bank.failing import members, rows_of, trouble
-from tests.bank.test_alone import bank_of, require_equal
+from tests.bank.on_ranks import bank_of
+from tests.bank.test_alone import require_equal
 from tests.bank.test_isolation import everything
 
 from shardwise.bank.collective_resync import longest

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from tests.bank import banking, on_ranks
 from tests.bank.banking import Recipe, adapter, distance, rows_for, train
-from tests.bank.test_alone import bank_of, require_equal
+from tests.bank.on_ranks import bank_of
+from tests.bank.test_alone import require_equal
 
 import shardwise
 from shardwise.errors import ConfigError

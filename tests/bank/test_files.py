@@ -12,8 +12,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tests import zoo
 from tests.bank import banking, test_experts
 from tests.bank.banking import adapter, recipes, rows_for, train
-from tests.bank.on_ranks import here
-from tests.bank.test_alone import bank_of, require_equal
+from tests.bank.on_ranks import bank_of, here
+from tests.bank.test_alone import require_equal
 from transformers import AutoModelForCausalLM
 
 import shardwise

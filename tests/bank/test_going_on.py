@@ -17,7 +17,6 @@ from tests.bank.banking import Recipe, adapter, recipes, train
 from tests.bank.on_ranks import bank_of
 from tests.bank.resuming import ALL, HALF, WINDOWS, everything, losses_of, members
 from tests.bank.test_alone import require_equal
-from tests.harness import EffectLog, RecordingWriter, assert_old_or_new
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, MultiStepLR, SequentialLR
 
 import shardwise
@@ -28,7 +27,6 @@ from shardwise.execution.committing import commit_save
 from shardwise.options import Ignore
 from shardwise.planning import fingerprints
 from shardwise.planning.fingerprints import fingerprint
-from shardwise.storage.writing import open_writer
 
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────────
 
@@ -236,53 +234,14 @@ def test_ranks_that_ask_for_other_things_are_told(worlds, base, tmp_path):
 # ── kills ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def look(reader: Any) -> Any:
-    """The bytes of an adapter and of the training that it names, as whoever opens the folder finds them."""
-    if "adapter_model.safetensors" not in reader.list():
-        return None
-    from shardwise.engines.verifying import require_as_saved
-    from shardwise.formats.opening import open_checkpoint
-    from shardwise.formats.peft_adapter import training_beside
-
-    training = training_beside(reader, "adapter_model.safetensors")
-    require_as_saved(reader, "adapter_model.safetensors", training)
-    index = open_checkpoint(
-        reader, weights_name="adapter_model.safetensors", extra_files=[training] if training else []
-    )
-    return {key: reader.read(entry.file, entry.start, entry.stop) for key, entry in index.entries.items()}
-
-
-def seen(files: dict[str, bytes]) -> Any:
-    from tests.harness.memory_storage import MemoryReader
-
-    with MemoryReader(files) as reader:
-        return look(reader)
-
-
 def files_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("then", [True, False], ids=["with", "without"])
-def test_a_kill_leaves_the_older_training_or_the_new_one(base, tmp_path, monkeypatch, then):
-    tenants = {"ada": members()["ada"]}
-    bank = bank_of(base, tenants)
-    train(bank, tenants, 4)
-    bank.save("ada", tmp_path / "out")
-    before = files_in(tmp_path / "out")
-    train(bank, tenants, HALF - 4, first=4)
-    effects = EffectLog(tmp_path / "log")
-    monkeypatch.setattr(
-        shardwise.engines.saving, "open_writer", lambda to: RecordingWriter(open_writer(to), effects)
-    )
-    bank.save("ada", tmp_path / "out", training_state=then)
-    older, newer = seen(before), seen(files_in(tmp_path / "out"))
-    assert older.keys() == {*older} >= {*newer} if not then else older.keys() == newer.keys()
-    assert older != newer
-    looked_at = assert_old_or_new(before, effects.effects(), look, old=older, new=newer, samples=4)
-    assert looked_at > 2 * len(effects.effects())
-    left = [name for name in files_in(tmp_path / "out") if "training" in name]
-    assert len(left) == (0 if not then else 1)
+def put(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
 
 
 def test_a_save_that_fails_keeps_the_training_of_what_counts_or_is_aside(base, tmp_path, monkeypatch):
@@ -314,7 +273,8 @@ def test_a_save_that_fails_keeps_the_training_of_what_counts_or_is_aside(base, t
     train(bank, tenants, 1, first=HALF)
     with pytest.raises(Exception, match="in between"):
         bank.save("ada", tmp_path)
-    assert seen(files_in(tmp_path)) != seen(before)
+    weights = "adapter_model.safetensors"
+    assert files_in(tmp_path)[weights] != before[weights]
     assert bank_of(base, {}).load("ada", tmp_path, schedule=banking.falling).is_resumed
 
 
@@ -388,8 +348,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_differs_is_refused_by_name(base, tmp_path, saved, what):
-    for name, content in saved.items():
-        (tmp_path / name).write_bytes(content)
+    put(tmp_path, saved)
     keywords, match = REFUSED[what]
     bank = bank_of(base, {"dee": recipes()["dee"]})
     before = adapter(bank, "dee")
@@ -414,8 +373,7 @@ def test_what_differs_is_refused_by_name(base, tmp_path, saved, what):
     ids=["rank", "targets", "scaling"],
 )
 def test_a_config_of_another_is_refused_by_name(base, tmp_path, saved, found, instead, match):
-    for name, content in saved.items():
-        (tmp_path / name).write_bytes(content)
+    put(tmp_path, saved)
     config = tmp_path / "adapter_config.json"
     assert found in config.read_text()
     config.write_text(config.read_text().replace(found, instead))
@@ -427,8 +385,7 @@ def test_a_config_of_another_is_refused_by_name(base, tmp_path, saved, found, in
 
 
 def test_another_base_is_refused_by_name(base, tmp_path, saved):
-    for name, content in saved.items():
-        (tmp_path / name).write_bytes(content)
+    put(tmp_path, saved)
     banking.save_base(tmp_path / "untied", tied=False)
     with pytest.raises(shardwise.ConfigError, match=r"(?s)it was trained on /.*Qwen3ForCausalLM.*other names or"):
         bank_of(tmp_path / "untied", {}).load("ada", tmp_path, schedule=stepped)
@@ -438,8 +395,7 @@ def test_another_base_is_refused_by_name(base, tmp_path, saved):
 
 
 def test_a_base_whose_values_were_replaced_is_refused_unless_it_is_allowed(base, tmp_path, saved):
-    for name, content in saved.items():
-        (tmp_path / name).write_bytes(content)
+    put(tmp_path, saved)
     bank = bank_of(base, {})
     told = bank.load("same", tmp_path, schedule=stepped)
     assert told.base == "nothing differs; samples of 24 tensors compared"
@@ -525,10 +481,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         lambda path: change(path, settings={"initial_lr": "x"}),
         "the setting initial_lr",
     ),
-    "one setting more": (
-        lambda path: change(path, settings={"swap": 1}),
-        "the setting swap of torch.optim.AdamW",
-    ),
+    "one setting more": (lambda path: change(path, settings={"swap": 1}), "the setting swap of torch.optim.AdamW"),
     "a method of the schedule": (lambda path: change(path, schedule_state={"step": 1}), "step.* of its schedule"),
     "what means nothing": (lambda path: change(path, seed={"of": "object", "is": []}), "which means nothing"),
     "levels without end": (
@@ -552,8 +505,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_files_of_strangers(base, tmp_path, saved, what):
-    for name, content in saved.items():
-        (tmp_path / name).write_bytes(content)
+    put(tmp_path, saved)
     spoil, match = HOSTILE[what]
     spoil(next(tmp_path.glob("adapter_training.*")))
     bank = bank_of(base, {})

@@ -40,13 +40,6 @@ def test_whatever_the_groups_are(worlds, base):
     require_equal(half["adapters"]["cy"], other["adapters"]["cy"])
 
 
-def test_gradients_that_are_not_summed_are_found_out(worlds, base):
-    first, _ = worlds(2).run(on_ranks.together, base, "not reduced")
-    begin = first["begin"]["ada"]
-    alone = banking.alone(base, "ada", recipes()["ada"], begin, steps=2 * on_ranks.LATE, pad_to=64)
-    assert distance(first["adapters"]["ada"], alone, begin) > 1e-2
-
-
 def test_a_fault_of_one_rank_is_everybodys(worlds, base):
     first, second = worlds(2).run(on_ranks.faults, base)
     assert first["errors"] == second["errors"]

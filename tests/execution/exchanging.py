@@ -1,18 +1,12 @@
 """What the ranks of a test world hand to each other."""
 
-import time
-
 import torch
-import torch.distributed as dist
 
-from shardwise.conversion.expression import Stored
-from shardwise.errors import StorageError
 from shardwise.execution import moving
-from shardwise.execution.moving import Exchange, Handover, LocalTensor, part_of
+from shardwise.execution.moving import Handover, LocalTensor
 from shardwise.execution.world import World
 from shardwise.models.view import raw_bytes
-from shardwise.planning.moves import Move, plan_rounds, whole_on
-from shardwise.tensors import Box, DType
+from shardwise.tensors import Box
 
 CPU = torch.device("cpu")
 
@@ -108,38 +102,3 @@ def hand_over(source_of: list[int] | None, budget: int) -> tuple[list[str], dict
         if not torch.equal(raw_bytes(expected), raw_bytes(found[name])):
             wrong.append(name)
     return wrong, {"staging": traffic.staging_bytes, "sent": traffic.sent_bytes}
-
-
-def fail_half_way(failing: int, where: str) -> tuple[str, str, float]:
-    """One rank raises in the middle; everybody gets the same error, soon."""
-    world = World.current()
-    leaf = Stored("w", (64, 64), DType.F32)
-    halves = tuple((Box((32 * rank, 0), (32, 64)),) if rank < 2 else () for rank in range(world.size))
-    rounds = plan_rounds(
-        [[Move("w", leaf, 4, whole_on(range(world.size), (64, 64), world.size))]], {"w": halves}, 1024
-    )
-    memory = torch.empty(64, 64)
-    calls = 0
-
-    def spoil(call: str, tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += call == where
-        if world.rank == failing and call == where and calls > 3:
-            raise StorageError("the disk is gone")
-        return tensor
-
-    def share(name: str, number: int) -> torch.Tensor:
-        return spoil("give", memory[32 * world.rank :])
-
-    def room(name: str, box: Box) -> torch.Tensor:
-        return spoil("take", part_of(memory, box))
-
-    begin = time.monotonic()
-    try:
-        with world:
-            for _ in Exchange(world, rounds, share, room, {"w": torch.float32}, CPU).run():
-                pass
-    except Exception as error:
-        dist.barrier()  # the ranks are in step afterwards
-        return type(error).__name__, str(error), time.monotonic() - begin
-    return "", "", 0.0

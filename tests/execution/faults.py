@@ -7,8 +7,9 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from tests.harness.world import attempt
 
-from shardwise.errors import FormatError, KeyMismatchError, StorageError
+from shardwise.errors import FormatError, StorageError
 from shardwise.execution import Timeouts
 from shardwise.execution.world import World
 from shardwise.storage import machine
@@ -22,11 +23,7 @@ def raise_on(ranks: tuple[int, ...], same: bool) -> tuple[str, str]:
             raise StorageError("the disk is gone" if same else f"disk {world.rank} is gone")
         return world.rank
 
-    try:
-        world.run_all(phase)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return attempt(world.run_all, phase)
 
 
 def first_fails() -> tuple[str, str, list[int]]:
@@ -37,11 +34,7 @@ def first_fails() -> tuple[str, str, list[int]]:
         assert world.rank == 0
         raise FormatError("the header lies")
 
-    try:
-        world.broadcast(read)
-    except Exception as error:
-        return type(error).__name__, str(error), world.all_gather_object(world.rank)
-    return "", "", []
+    return *attempt(world.broadcast, read), world.all_gather_object(world.rank)
 
 
 def first_shares() -> Any:
@@ -49,22 +42,12 @@ def first_shares() -> Any:
 
 
 def foreign_error() -> tuple[str, str]:
-    try:
-        World.current().run_all(lambda: {}["absent"])
-    except KeyMismatchError:
-        raise
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return attempt(World.current().run_all, lambda: {}["absent"])
 
 
 def disagree() -> tuple[str, str]:
     world = World.current()
-    try:
-        world.require_equal("odd" if world.rank == 2 else "even", "the number")
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return attempt(world.require_equal, "odd" if world.rank == 2 else "even", "the number")
 
 
 def first_on_host(with_names: bool = False) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwise.errors import ConfigError, RankLostError, RankMismatchError
+from shardwise.errors import ConfigError, RankMismatchError
 from shardwise.execution import Timeouts, control_channel
 from shardwise.execution.control_channel import ControlChannel
 from shardwise.execution.failure_detection import ProcessPlace, alive_keys, detector_of
@@ -66,14 +66,6 @@ class Ranks:
             return list(pool.map(attempt, self.lines))
 
 
-@pytest.mark.parametrize("size", [2, 5])
-def test_every_rank_gets_every_message_in_the_order_of_ranks(size):
-    with Ranks(size) as ranks:
-        for turn in range(3):
-            wanted = [b"x" * rank + bytes([turn]) for rank in range(size)]
-            assert ranks.each(lambda line, t=turn: meet(line, b"x" * line.rank + bytes([t]))) == [wanted] * size
-
-
 def test_nothing_but_signs_of_life_stays_in_the_store():
     with Ranks(3) as ranks:
         kept = []
@@ -91,24 +83,6 @@ def test_a_later_line_of_the_same_ranks_does_not_hear_an_earlier_one():
         first.each(lambda line: meet(line, b"old"))
         with Ranks(2, store=first.store) as second:
             assert second.each(lambda line: meet(line, b"new")) == [[b"new"] * 2] * 2
-
-
-def test_a_rank_that_works_long_is_waited_for():
-    def work(line: ControlChannel) -> list[bytes]:
-        meet(line, b"")
-        if line.rank == 1:
-            time.sleep(3 * QUICK.heartbeat_timeout_s)
-        return meet(line, b"done")
-
-    with Ranks(3) as ranks:
-        assert ranks.each(work) == [[b"done"] * 3] * 3
-
-
-def test_a_rank_that_never_comes_is_named():
-    with Ranks(3, without=2) as ranks:
-        first, second = ranks.each(lambda line: meet(line, b""))
-    assert str(first) == str(second)
-    assert "rank 2 has not reached this call" in str(first)
 
 
 def test_a_failure_cuts_the_work_before_the_next_meeting_only():
@@ -210,16 +184,6 @@ def test_a_rank_whose_process_ended_between_calls_is_named_at_once(gone):
     assert f"rank {gone} ({place}) is lost: its process has ended" in str(one)
 
 
-def test_an_answer_counts_though_the_first_rank_has_left_since():
-    with Ranks(2) as ranks:
-        ranks.each(lambda line: meet(line, b""))
-        line = ranks.lines[1]
-        line._verdict = "lost\nrank 0 has left the call"
-        line._wait(line._joined(), lambda: True)
-        with pytest.raises(RankLostError, match="has left"):
-            line._wait(line._joined(), lambda: False)
-
-
 def test_a_rank_of_another_machine_is_missed_when_its_pulse_stops():
     """Not before: for as long as it beats it may be busy."""
     away = replace(ProcessPlace.here(), host="afar", space="another kernel's")
@@ -272,29 +236,6 @@ def test_a_heartbeat_goes_on_until_its_store_or_its_process_ends(tmp_path):
     del store
     thread.join(5)
     assert not thread.is_alive()
-
-
-class DeadStore:
-    """A store whose process does not answer any more."""
-
-    def __init__(self) -> None:
-        self.release = threading.Event()
-
-    def has_extended_api(self) -> bool:
-        return False
-
-    def add(self, key: str, more: int) -> int:
-        self.release.wait(20)
-        return 1
-
-
-def test_a_store_that_does_not_answer_is_an_error_in_time():
-    store = DeadStore()
-    line = ControlChannel(store, "test", 1, range(2), QUICK, "a call")
-    with pytest.raises(RankLostError, match="has not answered"):
-        meet(line, b"")
-    store.release.set()
-    line.close()
 
 
 def test_patience_that_makes_no_sense_is_refused():

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from tests.execution.counting import CountedRanks, CountedStore, counted_ranks
+from tests.execution.counting import CountedRanks, counted_ranks
 from torch import nn
 
 import shardwise
@@ -56,44 +55,6 @@ def prepared(rank: int, digest: str = "d" * 64, host_bytes: int | None = 10**12)
         "available": Available(host_bytes=host_bytes),
         "check_memory": True,
     }
-
-
-@pytest.mark.parametrize("size", [64, 256, MANY[1]])
-def test_ranks_agree_on_a_load_by_conclusions(size):
-    def agree(rank: int) -> int:
-        with World.current(timeouts=CALM, call="load") as world:
-            return agree_on(world, **prepared(rank))[0]
-
-    with counted_ranks(size) as ranks:
-        assert ranks.each(agree) == [sum(10 + rank for rank in range(size))] * size
-        calls, nbytes = spent(ranks)
-    assert calls < CALLS_TO_JOIN + CALLS_TO_MEET
-    assert nbytes < 2000, "what a rank tells of its load is in it twice"
-
-
-@pytest.mark.parametrize("size", [64, *MANY])
-def test_a_meeting_costs_what_was_said(size):
-    """What each rank pays for each kind of meeting, beyond coming to the call."""
-    ways = {
-        "together": lambda world: world.run_all(lambda: 5),
-        "require_equal": lambda world: world.require_equal("a" * 80, "the text"),
-        "each, all the same": lambda world: world.all_gather(lambda: b"x" * 100),
-        "from_first": lambda world: world.broadcast(lambda: b"x" * 100),
-        "is_first_of": lambda world: world.is_first_of("here"),
-        "to_first": lambda world: world.gather(os.urandom, 100),
-    }
-
-    def meet(rank: int) -> None:
-        with World.current(timeouts=CALM) as world:
-            for _ in range(4):
-                for way in ways.values():
-                    way(world)
-
-    with counted_ranks(size) as ranks:
-        assert ranks.each(meet) == [None] * size
-        calls, nbytes = spent(ranks)
-    assert calls < CALLS_TO_JOIN + 4 * len(ways) * CALLS_TO_MEET
-    assert nbytes < BYTES_TO_JOIN + 4 * len(ways) * (BYTES_TO_MEET + 2 * 100)
 
 
 @pytest.mark.parametrize("size", [16, 64, *MANY])
@@ -171,27 +132,6 @@ def test_many_that_fail_or_differ_are_told_in_few_words(size):
     assert nbytes < BYTES_TO_JOIN + 4 * (BYTES_TO_MEET + 2 * 800)
 
 
-@pytest.mark.parametrize("size", [64, MANY[0]])
-def test_many_in_another_call_are_told_so(size):
-    came = threading.Barrier(size)
-
-    def call(rank: int) -> None:
-        came.wait(100)
-        with World.current(
-            timeouts=Timeouts(heartbeat_interval_s=1, heartbeat_timeout_s=60), call=("load", "save")[rank % 2]
-        ) as world:
-            world.run_all(lambda: None)
-
-    with counted_ranks(size, CountedStore(0)) as ranks:
-        errors = ranks.each(call)
-    assert {type(error) for error in errors} == {RankMismatchError}
-    (text,) = set(map(str, errors))
-    assert "in load" in text
-    assert "in save" in text
-    assert len(text) < 500
-    assert ranks.store.asked["call"] < 5 * size
-
-
 def test_an_answer_larger_than_torch_s_store_takes_comes_through():
     """8 MiB in one value."""
     told = [os.urandom(900_000) for _ in range(12)]
@@ -203,24 +143,6 @@ def test_an_answer_larger_than_torch_s_store_takes_comes_through():
                 return world.all_gather_object(told[rank]) == told and world.broadcast(lambda: 7) == 7
 
         assert ranks.each(tell) == [True] * len(told)
-
-
-def test_the_first_rank_beats_while_it_concludes():
-    quick = Timeouts(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4, join_timeout_s=5)
-    concluded = []
-
-    def conclude(told: list[int]) -> int:
-        concluded.append(threading.current_thread())
-        time.sleep(3 * quick.heartbeat_timeout_s)
-        return sum(told)
-
-    def add_up(rank: int) -> int:
-        with World.current(timeouts=quick) as world:
-            return world.all_reduce_object(rank, conclude)
-
-    with counted_ranks(3, dist.HashStore()) as ranks:
-        assert ranks.each(add_up) == [3] * 3
-    assert len(concluded) == 1
 
 
 def test_what_the_first_rank_cannot_conclude_is_everybody_s_error_and_all_stay_in_step():

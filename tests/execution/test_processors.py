@@ -5,8 +5,7 @@ import time
 
 import pytest
 import torch
-from tests import zoo
-from transformers import AutoModelForCausalLM, Qwen3Config
+from tests.tuning import reference
 
 import shardwise
 from shardwise.conversion import four_bit
@@ -43,19 +42,7 @@ def test_no_more_than_the_quota_compute_and_tokenize(monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_load_computes_on_no_more_threads(count, tmp_path, monkeypatch):
-    config = Qwen3Config(
-        vocab_size=97,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        dtype="bfloat16",
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    zoo.fill(model)
-    zoo.save_original(model, tmp_path)
+    reference.save_tiny(tmp_path, dtype=torch.bfloat16, hidden_size=128, intermediate_size=192, head_dim=64)
     real, seen = four_bit.quantize_rows, set()
 
     def slowly(*arguments):

@@ -20,18 +20,6 @@ def test_every_task_is_carried_out_once(threads, tasks):
     assert sorted(done) == list(range(tasks))
 
 
-def test_each_thread_has_its_own_tool():
-    seen: dict[int, set[int]] = {}
-
-    def carry_out(task: int, tool: int) -> None:
-        seen.setdefault(threading.get_ident(), set()).add(tool)
-        time.sleep(0.001)
-
-    WorkerPool(carry_out, [0, 1, 2], nothing).run(list(range(30)))
-    assert all(len(tools) == 1 for tools in seen.values())
-    assert len(seen) == 3
-
-
 def test_the_first_error_ends_the_work_and_is_raised():
     done: list[int] = []
 
@@ -59,11 +47,9 @@ def test_a_reason_to_leave_is_noticed_although_a_worker_hangs():
     release.set()
 
 
-def test_what_is_begun_ahead_is_there_when_it_is_wanted():
+def test_what_is_begun_ahead_is_there_or_fails_where_it_is_wanted():
     assert Prefetch(lambda: 41 + 1).value(nothing) == 42
 
-
-def test_what_fails_ahead_fails_where_it_is_wanted():
     def fail() -> None:
         raise OSError("gone")
 

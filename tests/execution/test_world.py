@@ -72,29 +72,20 @@ def test_a_rank_that_raises_is_shown_with_its_traceback():
             ranks.run(faults.add, 1, 2)
 
 
-def test_a_rank_that_has_ended_between_two_calls_is_named(monkeypatch):
+@pytest.mark.parametrize("act", [faults.exit_on, faults.sleep_on, None], ids=["ends", "hangs", "is gone"])
+def test_a_rank_that_is_lost_ends_the_others(monkeypatch, act):
+    """It ends or hangs in a call, or its process has ended between two."""
     monkeypatch.setattr(local_ranks, "_GRACE_S", 1.0)
-    with LocalRanks(2, timeout_s=60, preloaded=("torch",)) as ranks:
-        assert ranks.run(faults.add, 1, 2) == [3, 4]
-        os.kill(ranks.pid(1), signal.SIGKILL)
-        ranks._processes[1].join(30)
-        with pytest.raises(RankError, match=r"\[rank 1\] its process ended with exit code -9"):
-            ranks.run(faults.add, 1, 2)
-
-
-def test_a_rank_that_dies_ends_the_others(monkeypatch):
-    monkeypatch.setattr(local_ranks, "_GRACE_S", 1.0)
-    start = time.monotonic()
-    with (
-        LocalRanks(2, timeout_s=100, preloaded=("torch",)) as ranks,
-        pytest.raises(RankError, match=r"\[rank 1\] .*exit code 7"),
-    ):
-        ranks.run(faults.exit_on, 1)
-    assert time.monotonic() - start < 45
-
-
-def test_a_rank_that_hangs_is_ended():
-    with LocalRanks(2, timeout_s=3) as ranks:
-        with pytest.raises(RankError, match=r"\[rank 0\] did not finish in time"):
-            ranks.run(faults.sleep_on, 0)
+    limit_s, told = 100, r"\[rank 1\] .*exit code 7"
+    if act is faults.sleep_on:
+        limit_s, told = 3, r"\[rank 1\] did not finish in time"
+    with LocalRanks(2, timeout_s=limit_s, preloaded=("torch",)) as ranks:
+        if act is None:
+            os.kill(ranks.pid(1), signal.SIGKILL)
+            ranks._processes[1].join(30)
+            told = r"\[rank 1\] its process ended with exit code -9"
+        start = time.monotonic()
+        with pytest.raises(RankError, match=told):
+            ranks.run(act or faults.raise_here, 1)
+        assert time.monotonic() - start < 45
         assert not ranks.is_alive

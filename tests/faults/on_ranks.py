@@ -3,23 +3,24 @@
 import importlib
 import os
 import signal
+import socket
 import threading
 import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests import truth
-from tests.faults.doomed import Seat
+from tests.faults.doomed import Outcome, Seat
 from tests.verbs import sharding
 from tests.verbs.on_ranks import Plain, angles
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import PreTrainedModel
 
 import shardwise
 from shardwise.execution import Timeouts
-from shardwise.report.reports import LoadReport
 from shardwise.storage.reading import LocalReader
 
 STAGES = {
@@ -65,6 +66,42 @@ class Blow:
 
     def __str__(self) -> str:
         return f"{self.kind}-{self.stage}-{self.rank}"
+
+
+QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=60)
+CALM = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=30, join_timeout_s=60)
+BOUND_S = 10.0
+"""From the blow to the end of the last rank: the silence, and what a busy machine takes for a few beats."""
+
+
+def assert_all_end_alike(
+    blow: Blow, outcome: Outcome, size: int, *, bound_s: float = BOUND_S, found_by_one: Collection[str] = ()
+) -> None:
+    """Those that are left have one error, and soon; in some stages one rank acts for all, and is not named."""
+    survivors = [rank for rank in range(size) if rank != blow.rank or blow.kind == "raise"]
+    assert sorted(outcome.ends) == survivors
+    errors = outcome.errors()
+    assert len(set(errors.values())) == 1, errors
+    kind, text = errors[survivors[0]]
+    if blow.kind == "raise":
+        told = f"struck at {blow.stage}"
+        assert (kind, text) == ("StorageError", told if blow.stage in found_by_one else f"rank {blow.rank}: {told}")
+    else:
+        place = f"rank {blow.rank} (host {socket.gethostname()}, process {outcome.pids[blow.rank]}) is lost"
+        assert kind == "RankLostError"
+        assert place in text
+    assert outcome.seconds() < bound_s
+
+
+@contextmanager
+def falling(request: Any, fall: Callable[[Blow], None]) -> Iterator[Callable[[Blow], None]]:
+    """A function that raises what is not as it should be of a blow. Some worlds run at once: they mostly wait."""
+    params = [vars(item).get("callspec") for item in request.session.items if item.module is request.module]
+    chosen = [spec.params["blow"] for spec in params if spec is not None and "blow" in spec.params]
+    with ThreadPoolExecutor(3) as pool:
+        falls = {blow: pool.submit(fall, blow) for blow in chosen}
+        yield lambda blow: falls[blow].result()
+        pool.shutdown(cancel_futures=True)
 
 
 def lay(blow: Blow, seat: Seat) -> None:
@@ -117,7 +154,11 @@ def load(seat: Seat, directory: str, way: str, timeouts: Timeouts, blow: Blow | 
     if blow is not None:
         lay(blow, seat)
     if way in ("flat", "hsdp"):
-        bring_up(seat, directory, way, timeouts)
+        sizes = (2, seat.size // 2) if way == "hsdp" else (seat.size,)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+        shared = {"flat": "auto", "hsdp": "always"}[way]
+        options = shardwise.options.LoadOptions(timeouts=timeouts, shared_reads=shared, budget_bytes=1 << 14)
+        shardwise.from_pretrained(directory, sharding=shardwise.Sharding(mesh=mesh), options=options)
     elif way in ("reader", "whole"):
         with torch.device("meta"):
             model = Plain()
@@ -149,23 +190,6 @@ def load_and_leave(seat: Seat, directory: str, way: str, timeouts: Timeouts, blo
         load(seat, directory, way, timeouts, blow)
     finally:
         dist.destroy_process_group()
-
-
-def bring_up(seat: Seat, directory: str, way: str, timeouts: Timeouts) -> tuple[PreTrainedModel, LoadReport]:
-    sizes = (2, seat.size // 2) if way == "hsdp" else (seat.size,)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
-    shared = {"flat": "auto", "hsdp": "always"}[way]
-    options = shardwise.options.LoadOptions(timeouts=timeouts, shared_reads=shared, budget_bytes=1 << 14)
-    return shardwise.from_pretrained(
-        directory, sharding=shardwise.Sharding(mesh=mesh), options=options, output_loading_info=True
-    )
-
-
-def load_and_compare(seat: Seat, directory: str, way: str, timeouts: Timeouts, expected: str) -> dict[str, Any]:
-    """What differs from a snapshot, and what was read."""
-    model, report = bring_up(seat, directory, way, timeouts)
-    faults = truth.differences(truth.snapshot(model), torch.load(expected, weights_only=True))
-    return {"faults": faults, "read_bytes": report.read_bytes, "checkpoint_bytes": report.checkpoint_bytes}
 
 
 def load_busy(seat: Seat, directory: str, timeouts: Timeouts, busy: int, before_s: float) -> None:

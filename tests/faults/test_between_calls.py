@@ -1,12 +1,92 @@
 """Ranks that skip a call, or are lost between two: the others are told who, and soon."""
 
+import os
+import signal
 import socket
+import time
 
 import pytest
-from tests.faults import between
-from tests.faults.doomed import Doomed, through_a_file, through_rank_0
+import torch.distributed as dist
+from tests.faults.doomed import Doomed, Seat, through_a_file, through_rank_0
+from tests.harness.world import attempt
+from tests.verbs.on_ranks import Plain, angles, shard_plain
 
-from shardwise.execution import Timeouts
+import shardwise
+from shardwise.execution import Timeouts, control_channel
+from shardwise.execution.outcomes import Failure
+from shardwise.execution.world import World
+
+Told = tuple[str, str]
+
+
+def skip(seat: Seat, checkpoint: str, folder: str, timeouts: Timeouts) -> list[Told]:
+    """Rank 1 skips a save and comes to a load; all load; it skips a load and comes to another call; all go on."""
+    model = shard_plain(Plain())
+    options = shardwise.options.LoadOptions(timeouts=timeouts, progress=False)
+    saving = shardwise.options.SaveOptions(timeouts=timeouts, progress=False)
+
+    def load() -> object:
+        return shardwise.load(model, checkpoint, buffers={"*.angles": angles}, options=options)
+
+    def save() -> object:
+        return shardwise.save(model, folder, options=saving)
+
+    def state() -> object:
+        return shardwise.get_model_state_dict(model, options=shardwise.options.StateOptions(timeouts=timeouts))
+
+    told = [attempt(load)]
+    told.append(attempt(load if seat.rank == 1 else save))
+    told.append(attempt(load))
+    told.append(attempt(state if seat.rank == 1 else load))
+    told.extend([attempt(save), attempt(load)])
+    return told
+
+
+def lose(seat: Seat, checkpoint: str, timeouts: Timeouts, kind: str, rank: int) -> Told:
+    """All load; a rank is lost as it computes; the others go on to another call."""
+    model = shard_plain(Plain())
+    options = shardwise.options.LoadOptions(timeouts=timeouts, progress=False)
+
+    def load() -> object:
+        return shardwise.load(model, checkpoint, buffers={"*.angles": angles}, options=options)
+
+    load()
+    dist.barrier()
+    if seat.rank == rank:
+        seat.tell()
+        match kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                seat.wait_to_be_stopped()
+            case "end":
+                os._exit(0)
+    else:
+        time.sleep(0.3)
+    return attempt(load)
+
+
+def fail_alone(seat: Seat, timeouts: Timeouts, first: str) -> None:
+    """Rank 1 fails, in no call of a verb's, and is slow to look; the first rank ends before it does."""
+    seat.leaves = True
+    world = World.current(timeouts=timeouts)
+
+    def tell() -> int:
+        if seat.rank == 1:
+            seat.tell()
+            raise shardwise.StorageError("struck")
+        return seat.rank
+
+    def conclude(said: list[int]) -> int:
+        raise AssertionError(said)
+
+    world.run_all(lambda: None)
+    if seat.rank == 1:
+        control_channel._FIRST_POLL_S = control_channel._LAST_POLL_S = 0.5
+    if seat.rank == 0 and first == "untold":
+        Failure.among = lambda *_: os._exit(1)  # type: ignore[method-assign, assignment]
+    world.map_reduce(tell, conclude)
+
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
@@ -18,7 +98,7 @@ BOUND_S = 12.0
 
 def test_a_call_that_one_rank_skipped_is_named_and_the_next_one_works(plain, tmp_path):
     with Doomed(3) as world:
-        outcome = world.run(between.skip, plain, str(tmp_path / "saved"), QUICK)
+        outcome = world.run(skip, plain, str(tmp_path / "saved"), QUICK)
     assert {end.text for end in outcome.ends.values()} == {""}
     one, two, three = (outcome.ends[rank].value for rank in range(3))
     assert one == two == three
@@ -41,7 +121,7 @@ def test_a_call_that_one_rank_skipped_is_named_and_the_next_one_works(plain, tmp
 )
 def test_a_rank_that_is_lost_between_calls_is_named_soon(kind, rank, meet, plain):
     with Doomed(3, meet=meet) as world:
-        outcome = world.run(between.lose, plain, QUICK, kind, rank)
+        outcome = world.run(lose, plain, QUICK, kind, rank)
     survivors = [other for other in range(3) if other != rank]
     assert sorted(outcome.ends) == survivors
     ((error, text),) = {tuple(outcome.ends[other].value) for other in survivors}
@@ -51,15 +131,15 @@ def test_a_rank_that_is_lost_between_calls_is_named_soon(kind, rank, meet, plain
     assert outcome.seconds() < BOUND_S
 
 
-def test_a_failure_is_told_before_the_holder_of_the_store_ends():
+@pytest.mark.parametrize("first", ["told", "untold"])
+def test_a_rank_that_fails_as_the_store_ends_raises_its_own_error(first):
+    """The others do, too, if they are told before the holder of the store ends."""
     with Doomed(3, meet=through_rank_0) as world:
-        outcome = world.run(between.fail_alone, QUICK, "told")
-    assert outcome.errors() == dict.fromkeys(range(3), ("StorageError", "rank 1: struck"))
-
-
-def test_a_rank_that_fails_as_the_store_ends_raises_its_own_error():
-    with Doomed(3, meet=through_rank_0) as world:
-        outcome = world.run(between.fail_alone, QUICK, "untold")
-    assert outcome.errors()[1] == ("StorageError", "rank 1: struck")
-    assert outcome.errors()[2][0] == "RankLostError"
-    assert "the store through which the ranks meet is gone" in outcome.errors()[2][1]
+        outcome = world.run(fail_alone, QUICK, first)
+    own = ("StorageError", "rank 1: struck")
+    assert outcome.errors()[1] == own
+    if first == "told":
+        assert outcome.errors() == dict.fromkeys(range(3), own)
+    else:
+        assert outcome.errors()[2][0] == "RankLostError"
+        assert "the store through which the ranks meet is gone" in outcome.errors()[2][1]

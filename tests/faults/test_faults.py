@@ -2,23 +2,15 @@
 
 import itertools
 import socket
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.faults import on_ranks
 from tests.faults.doomed import Doomed, through_rank_0
-from tests.faults.on_ranks import Blow
+from tests.faults.on_ranks import BOUND_S, CALM, QUICK, Blow, assert_all_end_alike, falling
 
 from shardwise.execution import Timeouts
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
-
-QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=60)
-CALM = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=30, join_timeout_s=60)
-BOUND_S = 10.0
-"""From the blow to the end of the last rank: the silence, and what a busy machine takes for a few beats."""
-
-AT_ONCE = 3
 
 WAYS = {
     "open": ("flat", 3, 0),
@@ -63,31 +55,12 @@ def checkpoint_of(blow, qwen3, plain):
     return plain if WAYS[blow.stage][0] in ("reader", "whole") else qwen3
 
 
-def assert_all_end_alike(blow, outcome, size, bound_s=BOUND_S):
-    survivors = [rank for rank in range(size) if rank != blow.rank or blow.kind == "raise"]
-    assert sorted(outcome.ends) == survivors
-    errors = outcome.errors()
-    assert len(set(errors.values())) == 1, errors
-    kind, text = errors[survivors[0]]
-    if blow.kind == "raise":
-        assert (kind, text) == ("StorageError", f"rank {blow.rank}: struck at {blow.stage}")
-    else:
-        place = f"rank {blow.rank} (host {socket.gethostname()}, process {outcome.pids[blow.rank]}) is lost"
-        assert kind == "RankLostError"
-        assert place in text
-    assert outcome.seconds() < bound_s
-
-
 def fall(blow, qwen3, plain):
     way, size, _ = WAYS[blow.stage]
     with Doomed(size) as world:
         timeouts = CALM if blow.kind == "raise" else QUICK
         outcome = world.run(on_ranks.load, checkpoint_of(blow, qwen3, plain), way, timeouts, blow)
-        if blow.stage == "headers" and blow.kind == "raise":  # read for all by one
-            assert set(outcome.errors().values()) == {("StorageError", "struck at headers")}
-            assert len(outcome.ends) == size
-            return
-        assert_all_end_alike(blow, outcome, size)
+        assert_all_end_alike(blow, outcome, size, found_by_one={"headers"})
         if blow.kind == "stop":
             world.go_on(blow.rank)
             end = world.finish(limit_s=10).ends[blow.rank]
@@ -96,13 +69,8 @@ def fall(blow, qwen3, plain):
 
 @pytest.fixture(scope="module")
 def fallen(request, qwen3, plain):
-    """``fallen(blow)`` raises what is not as it should be. Some worlds run at once: they mostly wait."""
-    params = [vars(item).get("callspec") for item in request.session.items]
-    chosen = [spec.params["blow"] for spec in params if spec is not None and "blow" in spec.params]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        falls = {blow: pool.submit(fall, blow, qwen3, plain) for blow in chosen}
-        yield lambda blow: falls[blow].result()
-        pool.shutdown(cancel_futures=True)
+    with falling(request, lambda blow: fall(blow, qwen3, plain)) as found:
+        yield found
 
 
 @pytest.mark.parametrize("blow", list(some()), ids=str)

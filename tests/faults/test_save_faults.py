@@ -4,27 +4,18 @@ import itertools
 import os
 import random
 import signal
-import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.faults import saving
 from tests.faults.doomed import Doomed, through_rank_0
-from tests.faults.on_ranks import Blow
+from tests.faults.on_ranks import CALM, QUICK, Blow, assert_all_end_alike, falling
 from tests.faults.saving import ONE_FILE, SEVERAL_FILES, is_model, litter
 
 import shardwise
-from shardwise.execution import Timeouts
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
-QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=60)
-CALM = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=30, join_timeout_s=60)
-BOUND_S = 10.0
-"""From the blow to the end of the last rank: the silence, and what a busy machine takes for a few beats."""
-
-AT_ONCE = 3
 RANKS = 3
 OLD, NEW, NEXT = 1, 2, 3
 
@@ -83,7 +74,7 @@ def fall(blow, folder):
     with Doomed(RANKS) as world:
         timeouts = CALM if blow.kind == "raise" else QUICK
         outcome = world.run(saving.save, str(folder), NEW, new_size, timeouts, blow)
-        assert_all_end_alike(blow, outcome)
+        assert_all_end_alike(blow, outcome, RANKS, found_by_one=ON_RANK_0)
         assert is_model(folder, NEW if blow.stage in COMMITTED else OLD)
         if blow.kind == "stop":
             go_on(blow, world, folder)
@@ -106,32 +97,10 @@ def go_on(blow, world, folder):
     assert is_model(folder, NEW if blow.stage in ENDS_COMMITTED else OLD)
 
 
-def assert_all_end_alike(blow, outcome, bound_s=BOUND_S):
-    survivors = [rank for rank in range(RANKS) if rank != blow.rank or blow.kind == "raise"]
-    assert sorted(outcome.ends) == survivors
-    errors = outcome.errors()
-    assert len(set(errors.values())) == 1, errors
-    kind, text = errors[survivors[0]]
-    if blow.kind == "raise":
-        told = f"struck at {blow.stage}"
-        assert kind == "StorageError"
-        assert text == (told if blow.stage in ON_RANK_0 else f"rank {blow.rank}: {told}")
-    else:
-        place = f"rank {blow.rank} (host {socket.gethostname()}, process {outcome.pids[blow.rank]}) is lost"
-        assert kind == "RankLostError"
-        assert place in text
-    assert outcome.seconds() < bound_s
-
-
 @pytest.fixture(scope="module")
 def fallen(request, tmp_path_factory):
-    """``fallen(blow)`` raises what is not as it should be. Some worlds run at once: they mostly wait."""
-    params = [vars(item).get("callspec") for item in request.session.items if item.module is request.module]
-    chosen = [spec.params["blow"] for spec in params if spec is not None and "blow" in spec.params]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        falls = {blow: pool.submit(fall, blow, tmp_path_factory.mktemp("saved")) for blow in chosen}
-        yield lambda blow: falls[blow].result()
-        pool.shutdown(cancel_futures=True)
+    with falling(request, lambda blow: fall(blow, tmp_path_factory.mktemp("saved"))) as found:
+        yield found
 
 
 @pytest.mark.parametrize("blow", FAST, ids=str)
@@ -183,18 +152,6 @@ def test_ranks_that_do_not_see_one_folder_are_told(tmp_path):
     assert f"rank 1: {tmp_path}/1: shardwise.saving" in text
     assert "a directory that all ranks share" in text
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["kill", "stop"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_with_the_patience_that_is_usual(kind, rank, tmp_path):
-    shardwise.save(saving.Blocks(OLD), tmp_path)
-    blow = Blow(kind, "write", rank, after=2)
-    with Doomed(RANKS) as world:
-        outcome = world.run(saving.save, str(tmp_path), NEW, SEVERAL_FILES, Timeouts(), blow, limit_s=60)
-        assert_all_end_alike(blow, outcome, bound_s=30)
-        assert is_model(tmp_path, OLD)
 
 
 KILLS = 50

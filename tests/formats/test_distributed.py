@@ -321,7 +321,7 @@ def test_paths_that_climb_out(file: str) -> None:
         (facts("g", size=(2**62, 2**62)), "chunks do not tile"),
         (facts("g", size=None), "the size of g is not a tuple of sizes"),
         (facts("g", chunks=None), "g has no list of chunks"),
-        (facts("g", properties=TensorProperties(torch.int32)), "where the metadata tells of I32 (3, 8)"),
+        (facts("g", properties=TensorProperties(torch.int32)), "where the metadata has I32 (3, 8)"),
         (facts("g", properties=TensorProperties(torch.complex128)), "no dtype that can be loaded"),
         (facts("other", size=torch.Size((1, 2))), "other of shape (1, 2) has a chunk at (0,)"),
         (whole(storage_data=None), "storage_data is not a dict"),

@@ -45,10 +45,10 @@ def change(folder: Path, function: Any) -> None:
     save_file({key: value.contiguous() for key, value in function(load_file(file)).items()}, file)
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a saved model, under the keys of its files."""
+def tensors_of(folder: Path, pattern: str = "*") -> dict[str, torch.Tensor]:
+    """All tensors of a saved model, under the keys of its files, by the safetensors library alone."""
     found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(folder.glob(f"{pattern}.safetensors")):
         found |= load_file(file)
     return found
 

@@ -11,50 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.merging.adapters import change, merged_by_peft, save_adapter, tensors_of, ulps_apart
-from tests.quiet import quieten
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from shardwise.engines.merging_adapter import merge_adapter
 from shardwise.errors import ConfigError, FormatError, KeyMismatchError, ShardwiseError, StorageError
 from shardwise.storage.writing import LocalWriter
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quiet():
-    quieten()
-
-
-def config_of(**changes: Any) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        **{"tie_word_embeddings": False} | changes,
-    )
-
-
-def save_base(folder: Path, **changes: Any) -> Path:
-    model = AutoModelForCausalLM.from_config(config_of(**changes))
-    zoo.fill(model)
-    zoo.save_original(model, folder)
-    (folder / "tokenizer_config.json").write_text('{"of": "the base"}')
-    (folder / "vocab.txt").write_text("base")
-    (folder / "training_args.bin").write_bytes(b"of no concern")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def base(tmp_path_factory) -> Path:
-    return save_base(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="session")
-def tied(tmp_path_factory) -> Path:
-    return save_base(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
 
 
 @pytest.fixture
@@ -94,10 +55,7 @@ FAULTS: dict[str, tuple[Callable[[dict], dict], list[str]]] = {
         lambda found: {k: v for k, v in found.items() if k != f"{_Q}.lora_B.weight"},
         ["missing in the adapter", "lora_B of model.layers.0.self_attn.q_proj"],
     ),
-    "a magnitude without DoRA": (
-        _with(**{f"{_Q}.lora_magnitude_vector": torch.ones(32)}),
-        ["use_dora is not set"],
-    ),
+    "a magnitude without DoRA": (_with(**{f"{_Q}.lora_magnitude_vector": torch.ones(32)}), ["use_dora is not set"]),
     "a bias that the base does not have": (
         _with(**{f"{_Q}.lora_B.bias": torch.ones(32)}),
         ["q_proj.bias, wanted by"],
@@ -343,13 +301,6 @@ def test_a_full_disk_half_way_leaves_the_old_model(base: Path, adapter: Path, tm
     merge_adapter(base, adapter, tmp_path / "out")
     assert not list((tmp_path / "out").glob("model-*"))
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
-
-
-def test_an_older_model_of_one_file_goes_once_the_new_one_counts(base: Path, adapter: Path, tmp_path: Path) -> None:
-    merge_adapter(base, adapter, tmp_path / "out")
-    report = merge_adapter(base, adapter, tmp_path / "out", max_shard_size="30KB")
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-    assert sorted(file.name for file in (tmp_path / "out").glob("*.safetensors")) == sorted(report.files)
 
 
 @pytest.mark.parametrize("size", ["nothing", "-1GB", "0", "", "5XB"])

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from tests import truth
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
@@ -31,12 +31,8 @@ class Batch:
     labels: torch.Tensor
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
-
-
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {name: truth.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 class Scaled(nn.Module):
@@ -226,20 +222,6 @@ def norms(max_norm: float) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         parameter.grad = values[name]
     norm = clip_gradients(list(model.parameters()), max_norm)
-    return {"norm": norm, "gradients": gradients(model)}
-
-
-def tensor_parallel() -> dict[str, Any]:
-    """FSDP2 over one axis and tensor parallelism over the other, beside parameters that are replicated."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.LayerNorm(8))
-    if dist.is_initialized():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        fully_shard(model, mesh=mesh["data"])
-    torch.manual_seed(1)
-    model(torch.randn(4, 8)).square().sum().backward()
-    norm = clip_gradients(list(model.parameters()), 0.5)
     return {"norm": norm, "gradients": gradients(model)}
 
 

@@ -149,14 +149,6 @@ def test_reasons_for_staying_whole():
     }
 
 
-def test_groups_have_names_and_parameters():
-    world = foreseen(odd(), MeshShape.flat(4), "module_list")
-    groups = {group.modules: group.parameters for group in world.groups}
-    assert groups["layers.1.norm",] == ("layers.1.norm.weight", "layers.1.norm.bias")
-    assert groups["",] == ("embed.weight", "embed.bias")
-    assert list(groups)[-1] == ("",)
-
-
 def test_a_parameter_that_is_not_contiguous_is_named():
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(4, 6)])

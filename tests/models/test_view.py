@@ -5,10 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.models.on_fake_ranks import fake_rank
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -16,15 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardwise.errors import ShardingError
 from shardwise.layout import TensorKind
 from shardwise.models.selection import names_outside
-from shardwise.models.view import (
-    boxes_at,
-    canonical,
-    collect_tensors,
-    describe_placement,
-    layout_of,
-    local_boxes,
-    meta_leftovers,
-)
+from shardwise.models.view import boxes_at, canonical, collect_tensors, layout_of, meta_leftovers
 from shardwise.tensors import contiguous_strides, numel
 
 
@@ -102,21 +91,6 @@ def test_every_tensor_is_seen_once_with_all_its_names():
     assert layout.by_name["table"].kind is TensorKind.BUFFER
     assert layout.by_name["head.weight"].dtype.label == "BF16"
     assert not layout.by_name["head.weight"].requires_grad
-
-
-def test_hsdp_layouts_name_both_axes():
-    with fake_rank(0, 8):
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-        with torch.device("meta"):
-            linear = fully_shard(nn.Linear(8, 8), mesh=mesh)
-        (part,) = local_boxes(linear.weight, "weight")
-        assert (part.box.offsets, part.box.sizes) == ((0, 0), (2, 8))
-        (part,) = boxes_at((8, 8), linear.weight.placements, (2, 4), (1, 3), (8, 1), "weight")
-        assert part.box.offsets == (6, 0)
-        assert describe_placement(linear.weight) in (
-            "Replicate() on replicate=2, Shard(dim=0) on shard=4",
-            "R on replicate=2, S(0) on shard=4",
-        )
 
 
 @pytest.mark.parametrize(

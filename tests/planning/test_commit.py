@@ -4,16 +4,7 @@ import json
 
 import pytest
 
-from shardwise.planning.commit_plan import (
-    NOTHING_BOUND,
-    Publish,
-    Remove,
-    Rename,
-    commit_of,
-    is_on_its_way,
-    look_at_folder,
-    obsolete,
-)
+from shardwise.planning.commit_plan import look_at_folder, obsolete
 from shardwise.planning.save_plan import plan_save
 from shardwise.tensors import DType
 
@@ -31,50 +22,6 @@ def index_of(*names):
 
 
 ONE, SEVERAL = planned(1 << 20), planned(64)
-
-
-READY = f".{INDEX}.{TOKEN}.incomplete"
-
-
-def steps(plan, standing, can_rename=True, bound=NOTHING_BOUND):
-    return list(commit_of(plan, standing, can_rename=can_rename, bound=bound).steps)
-
-
-def test_one_file_is_renamed_and_several_are_named_by_an_index():
-    empty, single = look_at_folder([], None), look_at_folder([SINGLE], None)
-    assert steps(ONE, empty) == [Rename(f"model.{TOKEN}.incomplete", SINGLE)]
-    assert steps(SEVERAL, empty) == [Publish(READY, INDEX)]
-    assert commit_of(SEVERAL, empty, can_rename=True).ready == {READY: SEVERAL.index}
-    assert steps(SEVERAL, single) == [Publish(READY, INDEX), Rename(SINGLE, f"model.{TOKEN}.older")]
-    assert commit_of(SEVERAL, single, can_rename=True).aside == (Rename(SINGLE, f"model.{TOKEN}.older"),)
-    assert commit_of(ONE, empty, can_rename=True).aside == ()
-
-
-def test_where_nothing_large_is_renamed_a_single_file_is_removed():
-    empty, single = look_at_folder([], None), look_at_folder([SINGLE], None)
-    assert steps(SEVERAL, empty, can_rename=False) == [Publish(READY, INDEX)]
-    assert steps(SEVERAL, single, can_rename=False) == [Publish(READY, INDEX), Remove(SINGLE)]
-
-
-@pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
-def test_what_is_asked_for_is_every_file_with_its_size(plan):
-    commit = commit_of(plan, look_at_folder([], None), can_rename=True)
-    assert commit.files == {file.name: file.nbytes for file in plan.files}
-    assert list(commit.then) == list(plan.names)
-    assert all(is_on_its_way(name) for name in commit.without - {SINGLE})
-
-
-def test_weights_that_a_new_config_would_belie_are_set_aside_first():
-    bound = {"adapter_config.json": b"{}"}
-    ready = f".adapter_config.json.{TOKEN}.incomplete"
-    into_place = [Publish(ready, "adapter_config.json"), Rename(f"model.{TOKEN}.incomplete", SINGLE)]
-    assert steps(ONE, look_at_folder([], None), bound=bound) == into_place
-    assert steps(ONE, look_at_folder([SINGLE], None), bound=bound) == [
-        Rename(SINGLE, f"model.{TOKEN}.older"),
-        *into_place,
-    ]
-    commit = commit_of(ONE, look_at_folder([], None), can_rename=True, bound=bound)
-    assert (commit.ready, commit.says) == ({ready: b"{}"}, bound), "whoever takes the folder over removes it"
 
 
 def test_a_single_file_counts_whatever_an_index_says():

@@ -32,6 +32,12 @@ def test_replicas_give_each_element_of_a_box_once(shape, offset, replicas, turn)
     assert Counter(index for boxes in given_by for index in indices(boxes)) == Counter(indices([box]))
 
 
+@pytest.mark.parametrize(("nbytes", "givers"), [(1 << 16, 1), ((1 << 16) + 2, 2)])
+def test_up_to_64_kib_are_given_by_one(nbytes, givers):
+    shares = [own_share(Box((0,), (nbytes // 2,)), replica, 2, 0, 2) for replica in range(2)]
+    assert sum(map(bool, shares)) == givers
+
+
 def test_the_rows_of_a_large_box_are_dealt_evenly():
     box = Box((100, 0), (512, 1024))
     first, second = (own_share(box, replica, 2, turn=7, itemsize=2) for replica in range(2))

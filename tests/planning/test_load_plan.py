@@ -74,38 +74,6 @@ def test_every_tensor_has_one_fill():
     assert made.missing_keys == ("score",)
 
 
-def test_all_faults_are_told_at_once():
-    tensors = [
-        tensor("layers.0.q", 4, 2),
-        tensor("layers.1.q", 4, 2),
-        tensor("head", 5, 2),
-        tensor("position", 4, kind=TensorKind.PERSISTENT_BUFFER, dtype=I64),
-        tensor("freq", 3, kind=TensorKind.BUFFER, origin=Origin.NOWHERE),
-    ]
-    stored = {"head": ((6, 2), F32), "position": ((4,), F32), "odd": ((1,), F32)}
-    with pytest.raises(KeyMismatchError) as caught:
-        plan(tensors, stored, unmatched={"odd": "odd"}, faults=["experts.w: numbered with gaps"])
-    assert str(caught.value).splitlines() == [
-        "the checkpoint somewhere does not fit the model",
-        "  mismatched 2     head: stored (6, 2) F32 in model.safetensors as head, model has (5, 2)",
-        "                   position: stored (4,) F32 in model.safetensors as position, model has I64",
-        "  missing 2        layers.{0..1}.q (x2)",
-        "  unexpected 1     odd",
-        "  conversion 1     experts.w: numbered with gaps",
-        "  uncomputable 1   freq: a non-persistent buffer on meta that nothing computes",
-        REMEDIES,
-    ]
-
-
-REMEDIES = (
-    "Pass on_mismatched=Initialize(only=...) for tensors that may start afresh; "
-    "on_missing=Initialize(only=...) for the missing ones; "
-    "on_unexpected=Ignore(only=...) for keys that may be left unread; "
-    "a checkpoint in the layout this version of transformers knows; "
-    "buffers=... with a callable that computes them."
-)
-
-
 def test_two_keys_for_one_tensor_are_refused():
     one, other = Stored("norm", (2,), F32), Stored("model.norm", (2,), F32)
     with pytest.raises(KeyMismatchError, match=r"norm: stored more than once, as norm, model\.norm"):
@@ -128,22 +96,6 @@ def test_what_the_model_class_passes_over_needs_no_consent():
     assert made.fills == {"a.bias": Init(Origin.INIT_WEIGHTS)}
     assert made.ignored_keys == ("mtp.0",)
     assert made.missing_keys == made.unexpected_keys == ()
-
-
-def test_unexpected_keys_with_consent_are_listed():
-    made = plan(
-        [tensor("a", 2)],
-        {"a": ((2,), F32), "b": ((2,), F32)},
-        unmatched={"b": "b"},
-        consent=Consent(unexpected=Ignore()),
-    )
-    assert made.unexpected_keys == made.ignored_keys == ("b",)
-
-
-def test_missing_without_an_initializer_is_refused_in_spite_of_consent():
-    consent = Consent(missing=Initialize(("*",)))
-    with pytest.raises(KeyMismatchError, match="nothing initializes it"):
-        plan([tensor("a", 2, origin=Origin.NOWHERE)], {}, consent=consent)
 
 
 def test_what_tuning_adds_needs_no_consent_and_counts_as_nothing_missing():

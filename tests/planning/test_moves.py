@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, view
 
-from shardwise.conversion.expression import Stored, concat, slice_dim
+from shardwise.conversion.expression import Stored
 from shardwise.formats.safetensors_files import NewFile
 from shardwise.planning.moves import ALIGNMENT_BYTES, Move, plan_rounds, shares_by_rank, whole_on
 from shardwise.planning.save_plan import choose_owners
@@ -120,19 +120,6 @@ def test_small_tensors_share_a_round_until_the_bucket_is_full():
     assert staged(rounds[0], 0) == staged(rounds[0], 1) == 64
 
 
-def test_equal_layers_share_what_is_given():
-    way = halves("any")["any"]
-    moves, shares = [], {}
-    for number in range(3):
-        shares[f"{number}.q"] = shares[f"{number}.k"] = way
-        parts = [Stored(f"{number}.{name}", (8,), DType.F32) for name in "qk"]
-        half = slice_dim(concat(parts, 0), 0, 2, 12)
-        moves.append(Move(f"{number}.half", half, 4, whole_on((0,), half.shape, 2)))
-    (blocks,) = plan_rounds([moves], shares, 1 << 10)
-    assert len({id(block.given) for block in blocks}) == 1
-    assert [block.leaves for block in blocks] == [("0.q", "0.k"), ("1.q", "1.k"), ("2.q", "2.k")]
-
-
 def test_streams_go_side_by_side():
     """Two owners that get from each other: in every round both do."""
     shares = {name: shares_by_rank([(Box((0,), (40,)),), (Box((40,), (40,)),)], 0, 4) for name in "01"}
@@ -144,10 +131,7 @@ def test_a_box_that_several_ranks_want_is_sent_to_each_and_shards_to_one():
     shares = {"w": shares_by_rank([(Box((0,), (8,)),), (), ()], 0, 4)}
     wanted = ((), (Box((0,), (4,)),), (Box((0,), (4,)), Box((4,), (4,))))
     (blocks,) = plan_rounds([[Move("w", Stored("w", (8,), DType.F32), 4, wanted)]], shares, 1 << 10)
-    assert [(block.box, block.targets) for block in blocks] == [
-        (Box((0,), (4,)), (1, 2)),
-        (Box((4,), (4,)), (2,)),
-    ]
+    assert [(block.box, block.targets) for block in blocks] == [(Box((0,), (4,)), (1, 2)), (Box((4,), (4,)), (2,))]
     assert [staged(blocks, rank) for rank in range(3)] == [48, 16, 32]
 
 
@@ -159,13 +143,7 @@ def test_a_bucket_smaller_than_an_element_takes_one_at_a_time():
 
 @pytest.mark.parametrize(
     ("sizes", "ranks", "owners"),
-    [
-        ([5], 4, (0,)),
-        ([5, 5], 4, (0, 2)),
-        ([9, 5, 5, 1], 2, (0, 1, 1, 0)),
-        ([1, 1, 1], 1, (0, 0, 0)),
-        ([], 3, ()),
-    ],
+    [([5], 4, (0,)), ([5, 5], 4, (0, 2)), ([9, 5, 5, 1], 2, (0, 1, 1, 0)), ([1, 1, 1], 1, (0, 0, 0)), ([], 3, ())],
 )
 def test_owners_are_spread_and_have_about_the_same_to_write(sizes, ranks, owners):
     assert choose_owners([NewFile(str(n), b"", (), nbytes) for n, nbytes in enumerate(sizes)], ranks) == owners

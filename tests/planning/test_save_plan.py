@@ -5,7 +5,6 @@ import json
 import random
 
 import numpy as np
-import pytest
 from huggingface_hub import split_state_dict_into_shards_factory
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,20 +151,3 @@ def test_what_all_ranks_write_is_the_files(seed, request, staging, is_staged):
         assert (times[entry.file][entry.start : entry.stop] == 1).all()
         assert np.array_equal(files[entry.file][entry.start : entry.stop].view(np.int64), arrays[key].reshape(-1))
     assert sum(int(item.sum()) for item in times.values()) == plan.nbytes
-
-
-@pytest.mark.parametrize("is_staged", [False, True])
-def test_what_lies_alike_is_written_as_it_lies_in_requests_of_their_size(is_staged):
-    grower = Grower(random.Random(0))
-    leaf, _ = grower.leaf((6, 4))
-    plan = plan_save([("a", DType.I64, (6, 4))], max_shard_bytes=1000, parameters=0, save_id="t")
-    start = plan.entries["a"].start
-    policy = WritePolicy(has_random_writes=True, can_rename=True, block_bytes=1, request_bytes=96, concurrency=1)
-    held = {"t0": [(Box((2, 0), (4, 4)), Strided.contiguous((4, 4)))]}
-    found = arrange_writes([(plan.entries["a"], leaf)], held, {"t0": 5}, ["t0"] if is_staged else [], policy, 64)
-    sizes = [64, 64] if is_staged else [96, 32]
-    assert [item.bytes.nbytes for item in found] == sizes
-    assert found[0].bytes.start == start + 2 * 32
-    assert all(
-        segment.target == 5 and segment.is_direct is not is_staged for item in found for segment in item.segments
-    )

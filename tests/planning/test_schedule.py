@@ -3,7 +3,6 @@
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -143,17 +142,3 @@ def test_neighbours_are_one_request_and_what_is_far_is_another():
         (0, 2005, 3),
         (8000, 8004, 1),
     ]
-
-
-@pytest.mark.parametrize(("start_at", "first"), [(0.0, 0), (0.5, 200), (0.99, 300)])
-def test_ranks_can_begin_at_different_places(start_at, first):
-    segments = []
-    for start in (0, 100, 200, 300):
-        copy = Copy(Stored("key", (400,), DType.U8), Strided(start, (9,), (1,)), Strided(0, (9,), (1,)))
-        segments += [
-            ("f", segment)
-            for segment in segments_of(copy, 0, entry((400,)), needs_staging=False, policy=policy(), block_bytes=9)
-        ]
-    requests = schedule(segments, policy(), staging_bytes=64, start_at=start_at)
-    assert requests[0].bytes.start == first
-    assert len(requests) == 4

@@ -2,19 +2,11 @@
 
 import json
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.conversion.expression import Stored
-from shardwise.errors import ConfigError
-from shardwise.formats.contract import TensorEntry
-from shardwise.formats.safetensors_files import NewFile
 from shardwise.planning.fingerprints import RecordedSave, file_beside, from_bytes, to_bytes
 from shardwise.planning.load_memory import ComputingShare, staging_within
-from shardwise.planning.load_plan import Consent, Ignore, Initialize, allows, describe_faults
-from shardwise.planning.save_plan import choose_owners, wanted_by_owners
-from shardwise.tensors import Box, DType
 
 # Staging
 
@@ -98,29 +90,6 @@ def test_the_file_of_fingerprints() -> None:
 # Owners
 
 
-def files_of(*sizes: int) -> list[NewFile]:
-    return [
-        NewFile(f"f{i}", b"", (TensorEntry(f"k{i}", DType.F16, (size,), f"f{i}", 0, 2 * size),), size)
-        for i, size in enumerate(sizes)
-    ]
-
-
-def test_the_largest_files_first_each_to_whoever_has_least() -> None:
-    assert choose_owners(files_of(1, 9, 5, 5), 2) == (0, 0, 1, 1)
-    assert choose_owners(files_of(5, 5), 8) == (0, 4), "spread over all ranks"
-    assert choose_owners(files_of(5, 5, 5), 4) == (0, 1, 2)
-    assert choose_owners(files_of(1, 2, 3), 1) == (0, 0, 0)
-    assert choose_owners([], 3) == ()
-
-
-def test_what_owners_want() -> None:
-    files = files_of(1, 9, 5)
-    expressions = {f"k{i}": Stored(f"k{i}", (1,), DType.F16) for i in range(3)}
-    wanted = wanted_by_owners(files, (0, 2, 0), expressions, 3)
-    assert [[item.key for item in rank] for rank in wanted] == [["k0", "k2"], [], ["k1"]]
-    assert [(item.itemsize, item.wanted) for item in wanted[2]] == [(2, ((), (), (Box((0,), (9,)),)))]
-
-
 # What is said, and agreed to
 
 
@@ -140,15 +109,3 @@ def test_faults_in_words() -> None:
     assert lines[14] == f"  {'':<17}... and 18 more"
     assert lines[15] == "  unexpected 1     model.extra"
     assert lines[16] == "Pass one; two."
-
-
-def test_consents() -> None:
-    assert not allows("error", "a")
-    assert Initialize(("a.*",)).covers("a.b")
-    assert not Initialize(("a.*",)).covers("b.a.b")
-    assert not Initialize(("A.*",)).covers("a.b"), "case matters"
-    assert Ignore().covers("whatever")
-    assert not Ignore(("x",)).covers("y")
-    with pytest.raises(ConfigError, match=r"must be a tuple of globs: only=\('\*',\)"):
-        Ignore("*")  # type: ignore[arg-type]
-    assert Consent() == Consent("error", "error", "error")

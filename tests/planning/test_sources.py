@@ -8,7 +8,6 @@ from shardwise.planning.matching import (
     Item,
     choose_dtypes,
     choose_sources,
-    digest,
     require_alike,
     resolve_differences,
 )
@@ -44,10 +43,7 @@ def test_the_other_modes_rely_on_certain_ranks():
 
 @pytest.mark.parametrize(
     ("live", "values_from", "who"),
-    [
-        ((0, 1, 1, 1), "first_rank", "rank 0: w"),
-        ((1, 0, 1, 0), "all_ranks", "ranks 1, 3: w"),
-    ],
+    [((0, 1, 1, 1), "first_rank", "rank 0: w"), ((1, 0, 1, 0), "all_ranks", "ranks 1, 3: w")],
 )
 def test_ranks_that_should_have_values_and_do_not_are_named(live, values_from, who):
     with pytest.raises(RankMismatchError, match=who):
@@ -105,36 +101,6 @@ def test_dtypes_that_cannot_be_everybodys_are_refused(sources, dtypes):
 
 def item(name="w", *others, shape=(2, 3), trained=True):
     return Item((name, *others), "parameter", shape, trained)
-
-
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        (
-            [item(shape=(2, 4))],
-            r"w is a parameter of shape \(2, 4\), trained on rank 1, a parameter of shape \(2, 3\)",
-        ),
-        ([item("w", "v")], "w is .*tied to v on rank 1"),
-        ([item(trained=False)], r"shape \(2, 3\) on rank 1, .*shape \(2, 3\), trained on rank 0"),
-        ([item(), item("x")], "x is .* on rank 1, absent on rank 0"),
-        ([], "w is absent on rank 1"),
-    ],
-)
-def test_models_that_differ_are_told_by_name(other, words):
-    require_alike([[item()], [item()]])
-    with pytest.raises(RankMismatchError, match=words):
-        require_alike([[item()], other])
-
-
-@pytest.mark.parametrize(
-    "other", [[item(shape=(2, 4))], [item("w", "v")], [item(trained=False)], [item(), item("x")], []]
-)
-def test_digests_are_equal_where_models_are(other):
-    assert digest([item()]) == digest([item()]) != digest(other)
-
-
-def test_models_with_the_same_ties_are_alike():
-    require_alike([[item("w", "v"), item("x")]] * 3)
 
 
 def test_the_order_of_tensors_counts():

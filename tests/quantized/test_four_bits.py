@@ -148,13 +148,13 @@ NOT_TRAINED = [
     (Nf4(), shardwise.Full(), "keeps them in four bits, which are not trained"),
     (Fp4(), shardwise.Freeze(1), r"tuning=Freeze\(\.\.\.\) trains weights of the base"),
     (Nf4(), lora(modules_to_save=["up_proj"]), "modules_to_save trains .*up_proj whole, which is in four bits"),
-    (Nf4(), lora(use_dora=True), "weights in four bits are not .*; leave out use_dora"),
+    (Nf4(), lora(use_dora=True), "weights in four bits are not .*. Leave out use_dora"),
     ("nf4", shardwise.Full(), "quantization"),
 ]
 NO_CONFIG = [
     ({"quant_method": "gptq", "bits": 4}, "gptq is not known"),
     ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_8bit is not known"),
-    ("nf4", r"quantization_config is 'nf4', and neither .*; pass BitsAndBytesConfig"),
+    ("nf4", r"quantization_config is 'nf4', and neither .*. Pass BitsAndBytesConfig"),
     (Nf4, "quantization_config is <class .*, and neither"),
     (Nf4(), r"quantization_config is Nf4\(.*, and neither"),
     ({}, "a config without quant_method is not known"),

@@ -17,7 +17,7 @@ from tests.faults.saving import Blocks
 from tests.harness.crashes import BEFORE, Called, EffectLog, Entry, Failed, Killed, Returned, may_be_found
 from tests.torture.actors import _context
 from tests.torture.objects import behind
-from tests.torture.verbs import MARK, ONE_FILE, SEVERAL_FILES
+from tests.torture.verbs import MARK, ONE_FILE, SEVERAL_FILES, saving
 
 import shardwise
 from shardwise import Checkpointer, StorageError
@@ -31,14 +31,6 @@ class Kind:
 
     save: Callable[[str, int], None]
     found: Callable[[str], int]
-
-
-def _saving(*sizes: str) -> Callable[[str, int], None]:
-    def save(folder: str, seed: int) -> None:
-        options = shardwise.options.SaveOptions(progress=False)
-        shardwise.save(Blocks(seed), folder, max_shard_size=sizes[seed % len(sizes)], options=options)
-
-    return save
 
 
 def _model_in(folder: str) -> int:
@@ -78,9 +70,9 @@ def _checkpoint_in(folder: str) -> int:
 
 
 KINDS: dict[str, Kind] = {
-    "one file": Kind(_saving(ONE_FILE), _model_in),
-    "several files": Kind(_saving(SEVERAL_FILES), _model_in),
-    "one and several": Kind(_saving(ONE_FILE, SEVERAL_FILES), _model_in),
+    "one file": Kind(saving(ONE_FILE), _model_in),
+    "several files": Kind(saving(SEVERAL_FILES), _model_in),
+    "one and several": Kind(saving(ONE_FILE, SEVERAL_FILES), _model_in),
     "checkpoint": Kind(_checkpointing("sync"), _checkpoint_in),
     "checkpoint beside": Kind(_checkpointing("async"), _checkpoint_in),
 }

@@ -189,13 +189,7 @@ def _checked(
 ) -> list[str]:
     try:
         assert_nothing_is_lost(
-            before,
-            entries,
-            VERBS[here.verb].look,
-            values,
-            policy=here.policy,
-            samples=samples,
-            since=since,
+            before, entries, VERBS[here.verb].look, values, policy=here.policy, samples=samples, since=since
         )
     except AssertionError as error:
         return [str(error)]

@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Callable, Collection
+from functools import partial
 
 import pytest
 from tests.torture import scenes
@@ -33,24 +34,27 @@ def passes(faults: list[str]) -> None:
     assert not faults, f"{len(faults)} moments, the first ones:\n" + "\n".join(faults[:5])
 
 
+def on_both(scene: Callable[..., list[str]], **how: int) -> Scene:
+    """A scene over an older save, and where there is none."""
+    return lambda verb, store: [*scene(verb, store, over=True, **how), *scene(verb, store, over=False, **how)]
+
+
 # A few moments
 
 
 @everywhere
 def test_a_crash_leaves_one_save_or_the_other(verb: str, store: str) -> None:
-    passes(scenes.alone(verb, store, over=True, samples=0))
-    passes(scenes.alone(verb, store, over=False, samples=0))
+    passes(on_both(scenes.alone, samples=0)(verb, store))
 
 
 @mostly_slow
 def test_whoever_follows_a_kill_saves_for_good(verb: str, store: str) -> None:
-    passes(scenes.after_a_kill(verb, store, over=True, most=3, samples=0))
-    passes(scenes.after_a_kill(verb, store, over=False, most=3, samples=0))
+    passes(on_both(scenes.after_a_kill, most=3, samples=0)(verb, store))
 
 
 @mostly_slow
 def test_a_crash_may_befall_whoever_follows_a_crash(verb: str, store: str) -> None:
-    passes(scenes.after_a_crash(verb, store, over=True, most=3, samples=0))
+    passes(on_both(scenes.after_a_crash, most=3, samples=0)(verb, store))
 
 
 @slow_with_many_files
@@ -70,26 +74,6 @@ def test_a_mark_that_is_taken_away_too_early_loses_nothing(verb: str, store: str
 # All of them
 
 
-def _alone(verb: str, store: str) -> list[str]:
-    return scenes.alone(verb, store, over=True, samples=16) + scenes.alone(verb, store, over=False, samples=16)
-
-
-def _after_a_kill(verb: str, store: str) -> list[str]:
-    return [
-        fault
-        for over in (True, False)
-        for fault in scenes.after_a_kill(verb, store, over=over, most=1_000, samples=2)
-    ]
-
-
-def _after_a_crash(verb: str, store: str) -> list[str]:
-    return [
-        fault
-        for over in (True, False)
-        for fault in scenes.after_a_crash(verb, store, over=over, most=100, samples=1)
-    ]
-
-
 def _moments(verb: str, store: str) -> list[int]:
     """Numbers of the effects before which a save is held: TORTURE_MOMENTS (default 24; 0: all) at random."""
     effects = range(1, scenes.effects_of(verb, store) + 1)
@@ -99,12 +83,8 @@ def _moments(verb: str, store: str) -> list[int]:
     return sorted(random.Random(seed).sample(effects, min(most, len(effects))))
 
 
-def _beside(verb: str, store: str) -> list[str]:
-    return scenes.beside(verb, store, scenes.another_saves, _moments(verb, store), samples=2)
-
-
-def _taken_over(verb: str, store: str) -> list[str]:
-    return scenes.beside(verb, store, scenes.another_takes_over, _moments(verb, store), samples=2)
+def _beside(verb: str, store: str, meanwhile: scenes.Meanwhile) -> list[str]:
+    return scenes.beside(verb, store, meanwhile, _moments(verb, store), samples=2)
 
 
 def _taken_over_and_died(verb: str, store: str) -> list[str]:
@@ -120,11 +100,11 @@ def _taken_over_and_died(verb: str, store: str) -> list[str]:
 
 
 ALL: dict[str, Scene] = {
-    "alone": _alone,
-    "after a kill": _after_a_kill,
-    "after a crash": _after_a_crash,
-    "beside another": _beside,
-    "taken over": _taken_over,
+    "alone": on_both(scenes.alone, samples=16),
+    "after a kill": on_both(scenes.after_a_kill, most=1_000, samples=2),
+    "after a crash": on_both(scenes.after_a_crash, most=100, samples=1),
+    "beside another": partial(_beside, meanwhile=scenes.another_saves),
+    "taken over": partial(_beside, meanwhile=scenes.another_takes_over),
     "taken over by one that dies": _taken_over_and_died,
 }
 

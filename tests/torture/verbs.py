@@ -36,7 +36,7 @@ Found = Hashable
 """What is found of a save, all that counts; None where there is none."""
 
 
-Act = Callable[[str, int, Path], None]
+Act = Callable[..., None]
 """Saves into a folder, or to a URL, what a seed makes; by what has been put into another folder for that."""
 
 
@@ -75,10 +75,12 @@ def _contents(tensors: Mapping[str, torch.Tensor]) -> Found:
 # Models
 
 
-def _saving(sizes: Mapping[int, str]) -> Act:
-    def act(folder: str, seed: int, _: Path) -> None:
+def saving(*sizes: str) -> Act:
+    """Saves of every seed in turn with one of these sizes."""
+
+    def act(folder: str, seed: int, _: Path | None = None) -> None:
         options = shardwise.options.SaveOptions(progress=False)
-        shardwise.save(Blocks(seed), folder, max_shard_size=sizes[seed], options=options)
+        shardwise.save(Blocks(seed), folder, max_shard_size=sizes[seed % len(sizes)], options=options)
 
     return act
 
@@ -92,10 +94,6 @@ def _model_in(state: CrashState) -> Found:
         return frozenset(
             (key, reader.read(entry.file, entry.start, entry.stop)) for key, entry in index.entries.items()
         )
-
-
-def _sizes(old: str, new: str) -> dict[int, str]:
-    return {OLD: old, NEW: new, OTHER: new, NEXT: old}
 
 
 # Adapters
@@ -316,10 +314,10 @@ def _state_in(state: CrashState) -> Found:
 
 
 VERBS: dict[str, Verb] = {
-    "one file": Verb(_saving(_sizes(ONE_FILE, ONE_FILE)), _model_in),
-    "several files": Verb(_saving(_sizes(SEVERAL_FILES, SEVERAL_FILES)), _model_in),
-    "several over one": Verb(_saving(_sizes(ONE_FILE, SEVERAL_FILES)), _model_in),
-    "one over several": Verb(_saving(_sizes(SEVERAL_FILES, ONE_FILE)), _model_in),
+    "one file": Verb(saving(ONE_FILE), _model_in),
+    "several files": Verb(saving(SEVERAL_FILES), _model_in),
+    "several over one": Verb(saving(ONE_FILE, ONE_FILE, SEVERAL_FILES, SEVERAL_FILES), _model_in),
+    "one over several": Verb(saving(SEVERAL_FILES, SEVERAL_FILES, ONE_FILE, ONE_FILE), _model_in),
     "adapter": Verb(_saving_adapters(dict.fromkeys(SEEDS, 8)), _adapter_in, _put_adapters),
     "adapter of another scaling": Verb(
         _saving_adapters({seed: 8 + seed for seed in SEEDS}), _adapter_or_what_is_aside_in, _put_adapters

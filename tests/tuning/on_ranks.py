@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from tests import truth
+from tests.harness.world import attempt
 from tests.tuning import reference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,16 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import shardwise
 
 SLOWLY = 1e-3
-"""A rate at which fifty steps do not make of the last bits whatever they like."""
-
-
-def attempt(function: Any, *args: Any) -> tuple[str, str]:
-    """(kind, text) of the error a call raises; ("", "") when it raises none."""
-    try:
-        function(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+"""A rate at which steps do not make of the last bits whatever they like."""
 
 
 def place() -> tuple[int, int]:
@@ -80,9 +72,7 @@ def logits(directory: str, keywords: dict[str, Any], mesh: dict[str, int] | None
     """What the model answers once its adapter has other values than at first."""
     model = bring_up(directory, keywords, mesh)
     set_values(model, reference.unsettle(whole_values(model)))
-    with torch.no_grad():
-        answer: torch.Tensor = model(input_ids=reference.batch(2, seed=5), use_cache=False).logits
-    return answer
+    return reference.logits(model)
 
 
 def train(
@@ -105,11 +95,10 @@ def merge_in_place(directory: str, keywords: dict[str, Any], safe: bool) -> tupl
     """The error of PEFT's merge, and how far the answers are from those before it."""
     model: Any = bring_up(directory, keywords)
     set_values(model, reference.unsettle(whole_values(model)))
-    tokens = reference.batch(2, seed=5)
+    before = reference.logits(model)
     with torch.no_grad():
-        before = model(input_ids=tokens, use_cache=False).logits
         error = attempt(lambda: model.merge_adapter(safe_merge=safe))
-        after = model(input_ids=tokens, use_cache=False).logits
+        after = reference.logits(model)
         told = attempt(lambda: model.merge_and_unload(safe_merge=safe))
     return (error if error == told else ("two errors", f"{error} {told}")), float((after - before).abs().max())
 
@@ -139,9 +128,7 @@ def save_adapter(
     name = keywords["tuning"].adapter
     report = shardwise.save_adapter(model, adapter, adapter=name, verify=True)
     assert report.is_verified
-    with torch.no_grad():
-        answer = model(input_ids=reference.batch(2, seed=5), use_cache=False).logits
-    return answer, whole_values(model)
+    return reference.logits(model), whole_values(model)
 
 
 def save_adapter_of_ranks(directory: str, keywords: dict[str, Any], adapter: str) -> dict[str, int]:
@@ -173,8 +160,6 @@ def save_wrapped(directory: str, keywords: dict[str, Any], adapter: str) -> None
 
 def held_in_training(directory: str, keywords: dict[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
     """What this rank holds after a step of AdamW, in bytes, and the report of the load."""
-    from torch.distributed.fsdp import FSDPModule
-
     from shardwise.models import torch_api
 
     torch.set_num_threads(1)
@@ -194,10 +179,8 @@ def held_in_training(directory: str, keywords: dict[str, Any]) -> tuple[dict[str
     managers = torch_api.fsdp_params(model)
     padded = {p: torch_api.padded_numel(m) * p.element_size() for p, m in managers.items()}
     groups = [
-        sum(padded[p] * place()[1] for p in found)
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for found in _torch_private_groups(module)
+        sum(padded[item.sharded_param] * place()[1] for item in group.fsdp_params)
+        for group in torch_api.param_groups(model)
     ]
     held = {
         "weights": nbytes(model.parameters()),
@@ -211,14 +194,6 @@ def held_in_training(directory: str, keywords: dict[str, Any]) -> tuple[dict[str
 
 def truth_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _torch_private_groups(module: nn.Module) -> list[list[nn.Parameter]]:
-    state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    return [[item.sharded_param for item in group.fsdp_params] for group in groups]
 
 
 def with_other_tunings(directory: str, what: str) -> tuple[str, str]:
@@ -278,7 +253,7 @@ def accumulated(
 
 
 def train_long(
-    directory: str, keywords: dict[str, Any], steps: int, rows: int, *, by_hand: bool = False
+    directory: str, keywords: dict[str, Any], steps: int, rows: int, by_hand: bool
 ) -> tuple[list[float], list[str]]:
     """Losses of this rank's rows, and after every step a digest of all that a LoRA adds, whole, on this rank."""
     model = bring_up(directory, keywords)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tests import zoo
+from tests.merging.adapters import tensors_of
 from tests.quiet import quieten
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -16,20 +17,23 @@ def _quiet():
     quieten()
 
 
+MIXTRAL = zoo.Specimen("mixtral", "mixtral", "MixtralForCausalLM", "causal-lm")
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+}
+
+
 def small_qwen3(**changes):
     """A Qwen3 of two layers with grouped heads; every weight random."""
-    settings = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 56,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "tie_word_embeddings": False,
-    }
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**settings | changes))
+    model = Qwen3ForCausalLM(Qwen3Config(**SMALL | changes))
     zoo.fill(model)
     return model
 
@@ -50,17 +54,22 @@ def tied_qwen3(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="session")
+def mixtral(tmp_path_factory) -> Path:
+    """A checkpoint whose stored names and layout are not the model's own: experts apart."""
+    directory = tmp_path_factory.mktemp("mixtral")
+    zoo.save_original(zoo.build(MIXTRAL), directory)
+    return directory
+
+
 @pytest.fixture
 def changed(tmp_path):
     """``changed(directory, function, **config)``: a copy whose tensors were passed through a function."""
 
     def make(directory, function, **config):
-        tensors = {}
-        for file in sorted(Path(directory).glob("*.safetensors")):
-            tensors |= load_file(file)
         copy = tmp_path / "changed"
         copy.mkdir()
-        save_file(function(tensors), copy / "model.safetensors", metadata={"format": "pt"})
+        save_file(function(tensors_of(Path(directory))), copy / "model.safetensors", metadata={"format": "pt"})
         settings = json.loads((Path(directory) / "config.json").read_text())
         (copy / "config.json").write_text(json.dumps(settings | config))
         return copy

@@ -8,27 +8,19 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from tests import truth
+from tests import truth, ways
+from tests.harness.world import attempt
+from tests.models.stepping import counting
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import shardwise
 from shardwise.execution.world import World
 from shardwise.models.wrap import wrap
 from shardwise.storage.reading import LocalReader
-
-
-def attempt(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
-    """(kind, text) of the error a call raises; ("", "") when it raises none."""
-    try:
-        function(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def bring_up(directory: str, **keywords: Any) -> PreTrainedModel:
@@ -74,13 +66,9 @@ def loss_and_gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torc
     return {"loss": loss.detach(), **gradients}
 
 
-def meta_against_normal(directory: str, spoil: bool) -> list[str]:
+def meta_against_normal(directory: str) -> list[str]:
     """Names of what differs, bit for bit, between the meta path and a normal load at the same world size."""
     mine, normal = bring_up(directory, dtype=torch.float32), normally_loaded(directory)
-    if spoil:
-        for name, buffer in mine.named_buffers():
-            if name.endswith("inv_freq"):
-                buffer.zero_()
     tokens = batch(mine.config.get_text_config().vocab_size, rows=2, seed=dist.get_rank())
     found, wanted = loss_and_gradients(mine, tokens), loss_and_gradients(normal, tokens)
     assert found.keys() == wanted.keys()
@@ -88,21 +76,7 @@ def meta_against_normal(directory: str, spoil: bool) -> list[str]:
     return [name for name in found if not torch.equal(found[name], wanted[name])]
 
 
-def one_step(directory: str, rows: int) -> dict[str, torch.Tensor]:
-    """Whole gradients, and weights after one step of SGD, each rank with its part of the rows."""
-    torch.set_num_threads(1)
-    model = bring_up(directory, dtype=torch.float32)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    share = rows // world
-    tokens = batch(model.config.vocab_size, rows=rows, seed=7)[rank * share : (rank + 1) * share]
-    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    outcome = {f"grad {name}": truth.whole(parameter.grad) for name, parameter in model.named_parameters()}
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return outcome | {name: truth.whole(parameter) for name, parameter in model.named_parameters()}
-
-
-def poisoned_load(case: truth.Case) -> list[str]:
+def poisoned_load(case: truth.Case) -> list[str] | None:
     """Compare as always, but with all fresh memory full of NaN (or of ones, for integers)."""
     plain, like, new = torch.empty, torch.empty_like, torch.Tensor.new_empty
 
@@ -118,34 +92,9 @@ def poisoned_load(case: truth.Case) -> list[str]:
     torch.empty, torch.empty_like, torch.Tensor.new_empty = spoiled(plain), spoiled(like), spoiled(new)
     try:
         assert torch.empty(3).isnan().all()
-        return truth.load_and_compare(case)
+        return ways.load_and_compare(case, ways.Way())
     finally:
         torch.empty, torch.empty_like, torch.Tensor.new_empty = plain, like, new
-
-
-def fail_half_way(directory: str, failing: int) -> tuple[str, str]:
-    """A read error on one rank after a few reads."""
-    original = LocalReader.read_vectored
-    count = 0
-
-    def read_vectored(self: LocalReader, file: str, start: int, buffers: Any) -> None:
-        nonlocal count
-        count += 1
-        if dist.get_rank() == failing and count > 5:
-            raise shardwise.StorageError(f"{file}: the disk is gone")
-        original(self, file, start, buffers)
-
-    LocalReader.read_vectored = read_vectored  # type: ignore[method-assign]
-    try:
-        return error_of(directory, {})
-    finally:
-        LocalReader.read_vectored = original  # type: ignore[method-assign]
-
-
-def another_model_on_one_rank(directory: str) -> tuple[str, str]:
-    """One rank has been told to ignore more than the others."""
-    consent = {"on_missing": shardwise.options.Initialize(("score*",))} if dist.get_rank() == 1 else {}
-    return error_of(directory, consent)
 
 
 def ties(directory: str) -> tuple[bool, int, list[str]]:
@@ -157,14 +106,6 @@ def ties(directory: str) -> tuple[bool, int, list[str]]:
     with_gradient = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
     same = head is embedding and model.get_output_embeddings().weight.grad is embedding.grad
     return same, len(list(model.parameters())), with_gradient
-
-
-def local_sizes(directory: str, keywords: dict[str, Any]) -> dict[str, int]:
-    model = bring_up(directory, **keywords)
-    return {
-        name: parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
-        for name, parameter in model.named_parameters()
-    }
 
 
 class Block(nn.Module):
@@ -216,14 +157,6 @@ def load_plain(directory: str, kind: str, keywords: dict[str, Any]) -> dict[str,
         before = [id(parameter) for parameter in model.parameters()]
         shardwise.load(model, directory, **keywords)
         assert before == [id(parameter) for parameter in model.parameters()]
-    elif kind == "hsdp":
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-        with torch.device("meta"):
-            model = Plain()
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        shardwise.load(model, directory, buffers={"*.angles": angles}, **keywords)
     else:
         raise AssertionError(kind)
     return truth.snapshot(model)
@@ -257,17 +190,10 @@ def downloads(folder: str) -> tuple[bool, str]:
     return asked == [True], str(path)
 
 
-def another_seed_on_each_rank(directory: str) -> tuple[str, str]:
-    return error_of(directory, {"options": shardwise.options.LoadOptions(seed=dist.get_rank())})
-
-
 def another_config_on_each_rank(directory: str) -> tuple[str, str]:
     """One rank's norms are declared another size of vocabulary, so that its plan differs."""
     consent = shardwise.options.Initialize(("lm_head.*", "model.embed_tokens.*"))
-    return error_of(
-        directory,
-        {"config_overrides": {"vocab_size": 97 + dist.get_rank()}, "on_mismatched": consent},
-    )
+    return error_of(directory, {"config_overrides": {"vocab_size": 97 + dist.get_rank()}, "on_mismatched": consent})
 
 
 def tied_on_one_rank_only(directory: str) -> tuple[str, str]:
@@ -345,31 +271,6 @@ def file_replaced_while_reading(directory: str, rank: int) -> tuple[str, str]:
         LocalReader.read_vectored = original  # type: ignore[method-assign]
 
 
-class Wide(nn.Module):
-    """Matrices whose column shards are strided in the file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3 * 700, 40, bias=False)
-        self.second = nn.Linear(3 * 5, 4000, dtype=torch.bfloat16)
-
-
-def save_wide(folder: Path) -> None:
-    torch.manual_seed(1)
-    save_file(Wide().state_dict(), Path(folder) / "model.safetensors")
-
-
-def column_shards(directory: str, budget_bytes: int) -> list[str]:
-    """Names of what differs from the file in a model sharded by columns."""
-    with torch.device("meta"):
-        model = Wide().to(torch.float32)
-    fully_shard(model, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
-    shardwise.load(model, directory, options=shardwise.options.LoadOptions(budget_bytes=budget_bytes))
-    stored = load_file(Path(directory) / "model.safetensors")
-    whole = {name: truth.whole(parameter) for name, parameter in model.named_parameters()}
-    return [name for name in stored if not torch.equal(stored[name].float(), whole[name])]
-
-
 def shared_load(
     directory: str, mesh_shape: tuple[int, ...], mode: str, budget_bytes: int = 1 << 16
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -386,34 +287,14 @@ def shared_load(
     return truth.snapshot(model)["values"], report.to_dict()
 
 
-def shared_as_told(directory: str, modes: tuple[str, ...]) -> tuple[str, str]:
-    """The error of a load in which every rank asks for its own way of sharing."""
-    try:
-        shared_load(directory, (len(modes),), modes[dist.get_rank()])
-    except shardwise.ShardwiseError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-def recomputing(directory: str) -> tuple[dict[str, set[int]], list[str]]:
-    """How often each block's last part is run for one step, after both ways of sharding; the parameters' names."""
+def recomputing(directory: str) -> dict[str, set[int]]:
+    """How often the last part of each block is run for one step, after both ways of sharding."""
     sharding = shardwise.Sharding(activation_checkpointing=True)
-    models = {"from_pretrained": bring_up(directory, sharding=sharding), "shard": small_model(directory)}
-    shardwise.shard(models["shard"], sharding)
-    runs: dict[str, set[int]] = {}
-    for way, model in models.items():
-        counts: dict[nn.Module, int] = {}
-        for layer in model.model.layers:
-            layer.mlp.register_forward_pre_hook(
-                lambda module, _, counts=counts: counts.update({module: counts.get(module, 0) + 1})
-            )
-        tokens = batch(model.config.vocab_size, rows=2, seed=0)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        runs[way] = set(counts.values())
-        assert len(counts) == len(model.model.layers)
-    return runs, sorted(name for name, _ in models["from_pretrained"].named_parameters())
-
-
-def small_model(directory: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return model
+    shardwise.shard(model, sharding)
+    runs: dict[str, set[int]] = {}
+    for way, each in {"from_pretrained": bring_up(directory, sharding=sharding), "shard": model}.items():
+        with counting(each) as counts:
+            loss_and_gradients(each, batch(each.config.vocab_size, rows=2, seed=0))
+        runs[way] = set(counts.values())
+    return runs

@@ -2,15 +2,15 @@
 
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from tests import ways
+from tests.harness.world import attempt
 from tests.verbs import sharding
-from tests.verbs.on_ranks import attempt
 from tests.verbs.stating import Even, local, part_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 import shardwise
 from shardwise import Sharding
@@ -57,39 +57,6 @@ def sharded(way: str, seed: int) -> nn.Module:
     return model
 
 
-def adamw(model: nn.Module, change: float) -> list[Optimizer]:
-    """Frozen parameters are in a group, too."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1 * change, "name": "matrices"},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0, "lr": 0.02 * change},
-    ]
-    return [AdamW(groups[:: 1 if change == 1 else -1], lr=0.01 * change, betas=(0.8 * change, 0.95), foreach=False)]
-
-
-def momentum(model: nn.Module, change: float) -> list[Optimizer]:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return [SGD(parameters[:: 1 if change == 1 else -1], lr=0.05 * change, momentum=0.9, nesterov=True)]
-
-
-def two(model: nn.Module, change: float) -> list[Optimizer]:
-    blocks = {*model.blocks.parameters()}
-    others = [p for p in model.parameters() if p not in blocks]
-    made = [SGD([*model.blocks.parameters()], lr=0.05 * change, momentum=0.9), AdamW(others, lr=0.02, amsgrad=True)]
-    return made[:: 1 if change == 1 else -1]
-
-
-def tensor_lr(model: nn.Module, change: float) -> list[Optimizer]:
-    return [Adam(model.parameters(), lr=torch.tensor(0.01 * change), foreach=False)]
-
-
-MAKERS: dict[str, Callable[[nn.Module, float], list[Optimizer]]] = {
-    "adamw": adamw,
-    "momentum": momentum,
-    "two": two,
-    "tensor_lr": tensor_lr,
-}
-
-
 def step(model: nn.Module, optimizers: Sequence[Optimizer], seed: int) -> None:
     """With gradients that are the same elements on every sharding; one parameter gets none in the first step."""
     for item in collect_tensors(model):
@@ -109,7 +76,7 @@ def step(model: nn.Module, optimizers: Sequence[Optimizer], seed: int) -> None:
 
 
 def trained(model: nn.Module, maker: str, steps: int) -> list[Optimizer]:
-    optimizers = MAKERS[maker](model, 1)
+    optimizers = sharding.MAKERS[maker](model, 1)
     for seed in range(steps):
         step(model, optimizers, seed)
     return optimizers
@@ -186,12 +153,12 @@ def against_torch(maker: str) -> list[str]:
     )
     for name, state in (("theirs", theirs), ("their shards", sharded_theirs)):
         target = sharded("", 1)
-        fresh = MAKERS[maker](target, 0.5)
+        fresh = sharding.MAKERS[maker](target, 0.5)
         shardwise.set_optimizer_state_dict(target, fresh, state)
         again = shardwise.get_optimizer_state_dict(target, fresh, "full_on_all_ranks")
         faults += differences(in_order(again), in_order(ours), name)
     target = sharded("", 1)
-    fresh = MAKERS[maker](target, 1)
+    fresh = sharding.MAKERS[maker](target, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         set_optimizer_state_dict(target, fresh, ours, options=whole)
@@ -211,7 +178,7 @@ def there_and_back(way: str, maker: str, brought_by: str, onto: str) -> tuple[li
     source = sharded(way, 1)
     optimizers = trained(source, maker, 2)
     target = sharded(onto, 2)
-    theirs = MAKERS[maker](target, 0.5)
+    theirs = sharding.MAKERS[maker](target, 0.5)
     if brought_by == "shards":
         values = shardwise.get_model_state_dict(source, "sharded")
         state: Any = shardwise.get_optimizer_state_dict(source, optimizers, "sharded")
@@ -256,24 +223,17 @@ def spoil(fault: str, state: dict[str, Any]) -> Any:
             groups[0]["params"].append(groups[0]["params"][0])
         case "lost moment":
             del values["blocks.0.0.weight"]["exp_avg"]
-        case "lost state":
-            del values["blocks.0.0.weight"]
         case "shape":
             values["blocks.0.0.weight"]["exp_avg"] = torch.zeros(4, 5)
         case "numbers":
             groups[0]["params"] = list(range(len(groups[0]["params"])))
         case "layout":
             return values
-        case "groups":
-            return {"state": values, "param_groups": groups[0]}
         case "object":
             values["blocks.0.0.weight"]["exp_avg"] = [1.0]
         case "lost moment on rank 1":
             if rank == 1:
                 del values["blocks.0.0.weight"]["exp_avg"]
-        case "lost step on rank 1":
-            if rank == 1:
-                del values["blocks.0.0.weight"]["step"]
         case "meta on rank 1":
             if rank == 1:
                 values["blocks.0.0.weight"]["exp_avg"] = torch.zeros(7, 5, device="meta")
@@ -328,11 +288,11 @@ def tolerated() -> tuple[list[str], dict[str, Any]]:
 def afresh() -> tuple[list[str], tuple[str, ...]]:
     """A parameter that had no gradient has no state, there and here."""
     model = sharded("", 1)
-    optimizers = MAKERS["adamw"](model, 1)
+    optimizers = sharding.MAKERS["adamw"](model, 1)
     step(model, optimizers, 0)
     state = shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
     target = sharded("", 2)
-    fresh = MAKERS["adamw"](target, 1)
+    fresh = sharding.MAKERS["adamw"](target, 1)
     report = shardwise.set_optimizer_state_dict(target, fresh, state)
     return differences(shardwise.get_optimizer_state_dict(target, fresh, "full_on_all_ranks"), state), report.afresh
 
@@ -344,7 +304,7 @@ def wider() -> tuple[dict[str, Any], list[str]]:
     state = shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
     for values in state["state"].values():
         values["exp_avg"] = values["exp_avg"].bfloat16()
-    fresh = MAKERS["adamw"](model, 1)
+    fresh = sharding.MAKERS["adamw"](model, 1)
     report = shardwise.set_optimizer_state_dict(model, fresh, state)
     found = shardwise.get_optimizer_state_dict(model, fresh, "full_on_all_ranks")
     for values in state["state"].values():

@@ -110,22 +110,6 @@ def in_float8(index: CheckpointIndex, block: int = 128) -> CheckpointIndex:
     )
 
 
-def sixty_layers_of_experts() -> Shapes:
-    """60 layers of 128 experts, stored one by one: 23,583 tensors."""
-    config = Qwen3MoeConfig(
-        vocab_size=151936,
-        hidden_size=2048,
-        num_hidden_layers=60,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        moe_intermediate_size=768,
-        tie_word_embeddings=False,
-    )
-    return Shapes(Qwen3MoeForCausalLM, config, files=16)
-
-
 def forecast_of(config: Any, index: CheckpointIndex, mesh: MeshShape, **options: Any) -> Estimate:
     """The estimate of a checkpoint of which there are headers alone."""
     source = OpenSource(index, cast(Any, None), {}, is_own=False)

@@ -1,22 +1,23 @@
 """Models that are hard to save, and ranks that save them."""
 
 import errno
+import json
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from tests.harness.world import attempt
 from tests.verbs.conftest import small_qwen3
-from tests.verbs.on_ranks import attempt
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise
+from shardwise.models.view import raw_bytes
 
 OPTIONS = shardwise.options.SaveOptions(budget_bytes=4096, progress=False)
 
@@ -56,25 +57,16 @@ def expected(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Ten
     return {name: value for name, value in values.items() if name != "head.weight"}
 
 
-def stored(folder: Path, pattern: str = "*") -> dict[str, torch.Tensor]:
-    """All tensors of a folder, by the safetensors library alone."""
-    tensors = {}
-    for path in sorted(folder.glob(f"{pattern}.safetensors")):
-        with safe_open(path, "pt") as file:
-            tensors |= {key: file.get_tensor(key) for key in list(file.keys())}
-    return tensors
-
-
 def unlike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
     """Names of what is not bit for bit, shape for shape and dtype for dtype the same."""
-
-    def bits(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().flatten().view(torch.uint8)
-
     faults = sorted(found.keys() ^ wanted.keys())
     for key in found.keys() & wanted.keys():
         one, other = found[key], wanted[key]
-        if one.dtype != other.dtype or one.shape != other.shape or not torch.equal(bits(one), bits(other)):
+        if (
+            one.dtype != other.dtype
+            or one.shape != other.shape
+            or not torch.equal(raw_bytes(one), raw_bytes(other))
+        ):
             faults.append(key)
     return faults
 
@@ -97,33 +89,43 @@ def save_by_hand(folder: str, dtype: torch.dtype | None) -> None:
     shardwise.save(model, folder, dtype=dtype, options=OPTIONS)
 
 
-def _linear(columns: int = 4) -> nn.Module:
-    torch.manual_seed(0)
+def linear(seed: int = 0, columns: int = 4) -> nn.Module:
+    torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(columns, 300), nn.Linear(300, columns))
 
 
+def mark(**changes: Any) -> bytes:
+    """The mark of a save by a process of this machine that is gone, unless the changes say otherwise."""
+    found = {"host": socket.gethostname(), "process": 2**22 + 5, "born": "1", "token": "0123abcd", "since": 0.0}
+    return json.dumps(found | changes).encode()
+
+
 def _other_dtype() -> nn.Module:
-    model = _linear()
+    model = linear()
     model[1].bias = nn.Parameter(model[1].bias.detach().double())
     return model
 
 
 UNEQUAL: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "shape": (lambda: _linear(5), {}),
+    "shape": (lambda: linear(columns=5), {}),
     "dtype": (_other_dtype, {}),
     "names": (lambda: nn.Sequential(nn.Linear(4, 300), nn.Sequential(nn.Linear(300, 4))), {}),
-    "meta": (lambda: _linear().to("meta"), {}),
-    "cast": (_linear, {"dtype": "bfloat16"}),
-    "size": (_linear, {"max_shard_size": 10810}),  # as many files, of other sizes
-    "nonsense": (_linear, {"max_shard_size": "many"}),
+    "meta": (lambda: linear().to("meta"), {}),
+    "cast": (linear, {"dtype": "bfloat16"}),
+    "size": (linear, {"max_shard_size": 10810}),  # as many files, of other sizes
+    "nonsense": (linear, {"max_shard_size": "many"}),
+    "verify": (linear, {"verify": True}),
+    "buffers": (linear, {"on_differing_buffers": "error"}),
+    "internal": (linear, {"names": "internal"}),
+    "budget": (linear, {"options": shardwise.options.SaveOptions(budget_bytes=1 << 20)}),
 }
 
 
 def save_unequal(folder: str, what: str) -> tuple[str, str]:
     """The last rank is at odds with the others."""
-    build, keywords = UNEQUAL[what] if dist.get_rank() == dist.get_world_size() - 1 else (_linear, {})
-    keywords = {"max_shard_size": "6KB", **keywords}
-    return attempt(lambda: shardwise.save(build(), folder, options=OPTIONS, **keywords))
+    build, keywords = UNEQUAL[what] if dist.get_rank() == dist.get_world_size() - 1 else (linear, {})
+    keywords = {"max_shard_size": "6KB", "options": OPTIONS, **keywords}
+    return attempt(lambda: shardwise.save(build(), folder, **keywords))
 
 
 @contextmanager
@@ -143,11 +145,3 @@ def full_disk(*, after: int) -> Iterator[None]:
         yield
     finally:
         os.pwritev = original
-
-
-def save_on_a_full_disk(folder: str, full: int, after: int) -> tuple[str, str]:
-    """The disk is full for one rank, when it has written a few times."""
-    if dist.get_rank() == full:
-        with full_disk(after=after):
-            return attempt(save_odd, folder, "100B", None)
-    return attempt(save_odd, folder, "100B", None)

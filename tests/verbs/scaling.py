@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tests import ways
 from tests.conversion.scaled import scaled, scales_of
+from tests.merging.adapters import tensors_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -80,7 +81,7 @@ def go_through(folder: str, plain: str, mesh: str, budget_bytes: int, out: str) 
     options = shardwise.options.LoadOptions(budget_bytes=budget_bytes, progress=False)
     with understood():
         report = shardwise.load(model, folder, options=options)
-    wanted = {key: value for file in Path(plain).glob("*.safetensors") for key, value in load_file(file).items()}
+    wanted = tensors_of(Path(plain))
     matrices = {name for name, tensor in wanted.items() if tensor.ndim == 2}
     faults = [f"{name} is not computed" for name in matrices - set(report.computed)]
     estimate = report.estimate
@@ -96,6 +97,6 @@ def go_through(folder: str, plain: str, mesh: str, budget_bytes: int, out: str) 
         if not torch.equal(tensor, wanted[key]):
             faults.append(f"{key} has other values")
     shardwise.save(model, out)
-    saved = {key: value for file in Path(out).glob("*.safetensors") for key, value in load_file(file).items()}
+    saved = tensors_of(Path(out))
     faults += [f"{key} is saved otherwise" for key in wanted if not torch.equal(saved[key], wanted[key])]
     return faults

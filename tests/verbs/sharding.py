@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests import truth
-from tests.verbs.on_ranks import attempt, batch, bring_up, loss_and_gradients
+from tests.harness.world import attempt
+from tests.verbs.on_ranks import batch, bring_up, loss_and_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import shardwise
 from shardwise.models.view import collect_tensors, local_boxes, local_tensor, raw_bytes, strided_view
@@ -240,26 +242,6 @@ def partly_live() -> tuple[list[str], tuple[str, ...]]:
     return differences(model, live_model()), report.on_meta
 
 
-def in_a_subgroup() -> list[str]:
-    """The last and the first rank of three; the one between takes no part."""
-    group = dist.new_group([0, 2])
-    if dist.get_rank() == 1:
-        return []
-    model = live_model() if dist.get_rank() == 2 else meta_model()
-    report = shardwise.shard(model, options=shardwise.options.ShardOptions(process_group=group))
-    return differences(model, live_model()) + ["whole"] * (report.sent_bytes + report.received_bytes == 0)
-
-
-def compiled_forward() -> float:
-    """How far a net that was compiled before it was sharded is from the whole one."""
-    net, rows = net_of(0), torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
-    expected = net(rows)
-    compiled = torch.compile(net, backend="eager")
-    shardwise.shard(compiled)
-    assert isinstance(net, FSDPModule)
-    return float((compiled(rows) - expected).abs().max())
-
-
 def against_from_pretrained(directory: str) -> tuple[list[str], list[str]]:
     """A transformers model that rank 0 has loaded, against one that all ranks have: values, and gradients."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -356,27 +338,6 @@ def a_function_in_the_policy() -> tuple[bool, bool]:
     return isinstance(model, FSDPModule), len(set(places)) > 1
 
 
-def fail_in_the_middle(failing: int) -> tuple[str, str]:
-    """One rank cannot make memory for its shards."""
-    from shardwise.execution import shard_transfer as arrivals
-
-    original, calls = arrivals.materialize, 0
-
-    def spoil(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if dist.get_rank() == failing and calls > 1:
-            raise MemoryError("no memory is left")
-        return original(*args)
-
-    arrivals.materialize = spoil
-    try:
-        model = live_model() if dist.get_rank() == 0 else meta_model()
-        return attempt(lambda: shardwise.shard(model, options=shardwise.options.ShardOptions(budget_bytes=4096)))
-    finally:
-        arrivals.materialize = original
-
-
 # Optimizers
 
 
@@ -395,35 +356,42 @@ class Net(nn.Module):
         return self.head(rows) * self.gain
 
 
-def adamw(net: Net) -> list[torch.optim.Optimizer]:
+def adamw(model: nn.Module, change: float = 1) -> list[Optimizer]:
+    """Frozen parameters are in a group, too."""
     groups = [
-        {"params": [p for p in net.parameters() if p.ndim > 1], "weight_decay": 0.1, "name": "matrices"},
-        {"params": [p for p in net.parameters() if p.ndim < 2], "weight_decay": 0.0, "lr": 0.02},
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1 * change, "name": "matrices"},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0, "lr": 0.02 * change},
     ]
-    return [torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95), foreach=False)]
+    return [AdamW(groups[:: 1 if change == 1 else -1], lr=0.01 * change, betas=(0.8 * change, 0.95), foreach=False)]
 
 
-def fused_adam(net: Net) -> list[torch.optim.Optimizer]:
-    return [torch.optim.Adam(net.parameters(), lr=0.01, fused=True)]
+def fused_adam(model: nn.Module) -> list[Optimizer]:
+    return [Adam(model.parameters(), lr=0.01, fused=True)]
 
 
-def momentum(net: Net) -> list[torch.optim.Optimizer]:
-    return [torch.optim.SGD(reversed(list(net.parameters())), lr=0.05, momentum=0.9, nesterov=True)]
+def momentum(model: nn.Module, change: float = 1) -> list[Optimizer]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [SGD(parameters[:: 1 if change == 1 else -1], lr=0.05 * change, momentum=0.9, nesterov=True)]
 
 
-def two(net: Net) -> list[torch.optim.Optimizer]:
-    return [
-        torch.optim.SGD(net.blocks.parameters(), lr=0.05, momentum=0.9),
-        torch.optim.AdamW([net.gain, *net.head.parameters()], lr=0.02, amsgrad=True),
-    ]
+def two(model: nn.Module, change: float = 1) -> list[Optimizer]:
+    blocks = {*model.blocks.parameters()}
+    others = [p for p in model.parameters() if p not in blocks]
+    made = [SGD([*model.blocks.parameters()], lr=0.05 * change, momentum=0.9), AdamW(others, lr=0.02, amsgrad=True)]
+    return made[:: 1 if change == 1 else -1]
 
 
-MAKERS: dict[str, Callable[[Net], list[torch.optim.Optimizer]]] = {
+def tensor_lr(model: nn.Module, change: float = 1) -> list[Optimizer]:
+    return [Adam(model.parameters(), lr=torch.tensor(0.01 * change), foreach=False)]
+
+
+MAKERS: dict[str, Callable[..., list[Optimizer]]] = {
     "adamw": adamw,
-    "fused": fused_adam,
     "momentum": momentum,
     "two": two,
+    "tensor_lr": tensor_lr,
 }
+"""Optimizers of a model; with a ``change`` other than 1, with other settings and in another order."""
 
 
 def net_of(seed: int) -> Net:
@@ -449,14 +417,15 @@ def train(net: nn.Module, optimizers: list[torch.optim.Optimizer], schedulers: l
 def train_across(maker: str, state: str) -> dict[str, Any]:
     """Three steps whole, then sharded, then three more; against six steps whole."""
     whole = net_of(0)
-    theirs = MAKERS[maker](whole)
+    makers = {**MAKERS, "fused": fused_adam}
+    theirs = makers[maker](whole)
     train(whole, theirs, [torch.optim.lr_scheduler.StepLR(item, 2, 0.5) for item in theirs], range(6))
     if is_live(state):
         net = net_of(0)
     else:
         with torch.device("meta"):
             net = Net()
-    mine = MAKERS[maker](net)
+    mine = makers[maker](net)
     schedulers = [torch.optim.lr_scheduler.StepLR(item, 2, 0.5) for item in mine]
     if is_live(state):
         train(net, mine, schedulers, range(3))
@@ -484,7 +453,7 @@ def train_across(maker: str, state: str) -> dict[str, Any]:
                     assert type(value) is (DTensor if isinstance(parameter, DTensor) else torch.Tensor), name
     train(net, mine, schedulers, range(3, 6))
     gaps = [
-        float((whole_of(one) - other).abs().max())
+        float((truth.whole(one) - other).abs().max())
         for one, other in zip(net.parameters(), whole.parameters(), strict=True)
     ]
     moved = [
@@ -492,11 +461,6 @@ def train_across(maker: str, state: str) -> dict[str, Any]:
         for other, start in zip(whole.parameters(), net_of(0).parameters(), strict=True)
     ]
     return {"gap": max(gaps), "moved": min(moved), "rebound": report.rebound}
-
-
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def load_after(folder: str) -> list[str]:
@@ -552,8 +516,7 @@ def strange_optimizer(fault: str) -> tuple[str, str]:
     elif fault == "stale":
         shardwise.shard(net)
         given = (torch.optim.SGD(net_of(0).parameters(), lr=0.1),)
-    kind, text = attempt(lambda: shardwise.shard(net, optimizers=given))
-    return kind, text
+    return attempt(lambda: shardwise.shard(net, optimizers=given))
 
 
 # Memory

@@ -1,15 +1,15 @@
 """What the ranks of a test world do with states. Importable, so that spawned processes find it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from tests import truth, ways
+from tests.harness.world import attempt
 from tests.verbs import sharding
 from tests.verbs.conftest import small_qwen3
-from tests.verbs.on_ranks import attempt
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise import Sharding
-from shardwise.errors import StorageError
 from shardwise.execution.moving import Exchange
 from shardwise.models.view import raw_bytes
 from shardwise.options import Ignore
@@ -95,6 +94,15 @@ def full_state(way: str, on: str) -> list[str]:
     state["embed.weight"].fill_(77)
     faults += ["shares memory with the model"] * bool((local(own) == 77).any())
     return faults
+
+
+def large_state() -> list[str]:
+    """Replicas send parts of what is larger than 64 KiB; faults of what this rank gets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 1000))
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    shardwise.shard(model, Sharding(mesh=sharding.mesh_of("hsdp"), wrap="whole_model"))
+    return state_differences(shardwise.get_model_state_dict(model, "full_on_all_ranks"), expected)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -232,25 +240,6 @@ def cast() -> tuple[list[str], dict[str, Any]]:
     return [fault for fault in faults if ".angles" not in fault], report.to_dict()
 
 
-def failing_gather(failing: int, on: str) -> tuple[str, str]:
-    """A rank whose device gives nothing any more, in the middle."""
-    model = sharded("", 1)
-    begin = Exchange._pieces
-    calls = 0
-
-    def pieces(self: Any, *args: Any) -> Iterator[torch.Tensor]:
-        nonlocal calls
-        calls += 1
-        if dist.get_rank() == failing and calls > 3:
-            raise StorageError("the device has fallen off the bus")
-        return begin(self, *args)
-
-    with mock.patch.object(Exchange, "_pieces", pieces):
-        error = attempt(lambda: shardwise.get_model_state_dict(model, on, options=SMALL))
-    dist.barrier()  # the ranks are in step afterwards
-    return error
-
-
 def other_models() -> tuple[str, str]:
     model = sharded("", 1)
     if dist.get_rank() == 1:
@@ -262,6 +251,16 @@ def other_arguments() -> tuple[str, str]:
     model = sharded("", 1)
     form = "full" if dist.get_rank() == 0 else "full_on_all_ranks"
     return attempt(lambda: shardwise.get_model_state_dict(model, form))
+
+
+def on_half_of_the_mesh() -> tuple[str, str]:
+    """A process group of half of the ranks among which the model is sharded."""
+    model = sharded("", 1)
+    half = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        return "", ""
+    options = shardwise.options.StateOptions(process_group=half)
+    return attempt(lambda: shardwise.get_model_state_dict(model, options=options))
 
 
 def without_values() -> tuple[str, str]:

@@ -9,13 +9,11 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from tests import truth
+from tests import truth, zoo
 from tests.verbs.conftest import small_qwen3
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     Gemma3TextModel,
     PreTrainedModel,
@@ -78,27 +76,8 @@ def test_of_several_files_the_first_counts_or_what_their_index_names(qwen3, tmp_
 @pytest.fixture(scope="module")
 def gemma3(tmp_path_factory):
     """A checkpoint of a vision-language model; its config's dtype is in the outer config only."""
-    text = {
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "sliding_window": 8,
-    }
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    torch.manual_seed(0)
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1)
-    model = Gemma3ForConditionalGeneration(config).to(torch.bfloat16)
+    specimen = zoo.Specimen("gemma3", "gemma3", "Gemma3ForConditionalGeneration", "vision-language")
+    model = zoo.build(specimen, dtype=torch.bfloat16)
     folder = tmp_path_factory.mktemp("gemma3")
     model.save_pretrained(folder)
     return folder

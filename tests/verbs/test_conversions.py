@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tests import truth, zoo
-from tests.verbs.conftest import small_qwen3
+from tests.merging.adapters import tensors_of
+from tests.verbs.conftest import MIXTRAL, small_qwen3
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -81,13 +82,9 @@ def test_a_conversion_that_cannot_be_foreseen_is_refused_by_name(tmp_path, monke
     assert "missing" not in str(caught.value)
 
 
-def test_sources_of_different_dtypes(tmp_path):
+def test_sources_of_different_dtypes(tmp_path, mixtral):
     """Half of the experts in float32, half in bfloat16: each element is cast once, as in transformers."""
-    (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "mixtral")
-    zoo.save_original(zoo.build(specimen), tmp_path / "in")
-    tensors = {}
-    for file in (tmp_path / "in").glob("*.safetensors"):
-        tensors |= load_file(file)
+    tensors = tensors_of(mixtral)
     mixed = {key: value.bfloat16() if number % 2 else value for number, (key, value) in enumerate(tensors.items())}
     assert {str(value.dtype) for key, value in mixed.items() if "experts" in key} == {
         "torch.float32",
@@ -95,9 +92,9 @@ def test_sources_of_different_dtypes(tmp_path):
     }
     (tmp_path / "mixed").mkdir()
     save_file(mixed, tmp_path / "mixed" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "mixed" / "config.json").write_text((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "mixed" / "config.json").write_text((mixtral / "config.json").read_text())
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        expected = zoo.model_class(specimen).from_pretrained(tmp_path / "mixed", dtype=dtype)
+        expected = zoo.model_class(MIXTRAL).from_pretrained(tmp_path / "mixed", dtype=dtype)
         found = shardwise.from_pretrained(tmp_path / "mixed", dtype=dtype)
         assert truth.differences(truth.snapshot(found), truth.snapshot(expected)) == []
 

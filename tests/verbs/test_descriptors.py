@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.verbs.conftest import small_qwen3
 from torch import nn
 
 import shardwise
@@ -28,17 +29,9 @@ TIMES = 50
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sound model of transformers, a checkpoint in each format."""
     root = tmp_path_factory.mktemp("sound")
-    config = transformers.LlamaConfig(
-        vocab_size=8,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = small_qwen3()
     model.save_pretrained(root / "whole")
-    model.save_pretrained(root / "indexed", max_shard_size="2KB")
+    model.save_pretrained(root / "indexed", max_shard_size="30KB")
     (root / "torch").mkdir()
     torch.save(model.state_dict(), root / "torch" / "pytorch_model.bin")
     with warnings.catch_warnings():

@@ -1,18 +1,17 @@
 """``load`` for modules that are nobody's library, real models, and checkpoints that lie."""
 
 import os
-import struct
 
 import pytest
 import torch
 from safetensors.torch import save, save_file
 from tests import truth, zoo
 from tests.harness.memory_storage import MemoryReader
+from tests.harness.world import require_same_error
 from tests.verbs import on_ranks
-from tests.verbs.conftest import small_qwen3
+from tests.verbs.conftest import MIXTRAL, small_qwen3
 from tests.verbs.on_ranks import Plain, angles
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import Qwen3ForCausalLM
 
 import shardwise
@@ -42,14 +41,6 @@ def on_meta(make):
 def test_a_plain_sharded_module_is_filled(worlds, plain, kind, size):
     directory, expected = plain
     for found in worlds(size).run(on_ranks.load_plain, directory, kind, {}):
-        assert truth.differences(found, expected) == []
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("size", [2, 8])
-def test_replicas_are_filled(worlds, plain, size):
-    directory, expected = plain
-    for found in worlds(size).run(on_ranks.load_plain, directory, "hsdp", {}):
         assert truth.differences(found, expected) == []
 
 
@@ -93,10 +84,7 @@ def test_buffers_that_reset_parameters_computes(tmp_path):
 
 @pytest.mark.distributed
 def test_buffers_that_differ_between_ranks_are_refused(worlds, plain):
-    errors = worlds(2).run(on_ranks.buffers_differ, plain[0])
-    assert errors[0] == errors[1]
-    assert errors[0][0] == "RankMismatchError"
-    assert "blocks.0.angles" in errors[0][1]
+    require_same_error(worlds(2).run(on_ranks.buffers_differ, plain[0]), "RankMismatchError", "blocks.0.angles")
 
 
 def test_missing_tensors_of_a_plain_module_are_reset(plain):
@@ -127,15 +115,6 @@ def test_a_tensor_kept_as_a_plain_attribute_is_not_left_on_meta(plain):
     model.blocks[0].mask = torch.zeros(3, device="meta")
     with pytest.raises(KeyMismatchError, match=r"blocks\.0\.mask: still on meta"):
         shardwise.load(model, plain[0], buffers={"*.angles": angles})
-
-
-def test_names_are_seen_without_the_parts_wrappers_put_in(plain):
-    directory, expected = plain
-    model = on_meta(Plain)
-    model.blocks[1] = checkpoint_wrapper(model.blocks[1])
-    model = torch.compile(model, backend="eager")
-    shardwise.load(model, directory, buffers={"*.angles": angles})
-    assert truth.differences(truth.snapshot(model), expected) == []
 
 
 def test_a_checkpoint_in_memory(plain):
@@ -174,15 +153,6 @@ def test_an_error_of_a_callable_is_one_of_ours(plain):
         shardwise.load(on_meta(Plain), plain[0], buffers={"*.angles": lambda module: 1 / 0})
 
 
-def test_a_small_budget_is_enough(tmp_path):
-    wide = torch.arange(40_000, dtype=torch.int64).view(100, 400)
-    save_file({"w": wide.to(torch.int32)}, tmp_path / "model.safetensors")
-    model = nn.Module()
-    model.w = nn.Parameter(torch.zeros(100, 400, dtype=torch.int64, device="meta"), requires_grad=False)
-    shardwise.load(model, tmp_path, options=shardwise.options.LoadOptions(budget_bytes=4096))
-    assert torch.equal(model.w, wide)
-
-
 # transformers' models through `load`
 
 
@@ -213,12 +183,10 @@ def test_a_tied_model_refuses_two_different_values(tied_qwen3, changed):
         shardwise.load(model, changed(tied_qwen3, differ))
 
 
-def test_a_compiled_model_keeps_its_conversions(tmp_path):
-    (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "mixtral")
-    expected = zoo.build(specimen)
-    zoo.save_original(expected, tmp_path)
+def test_a_compiled_model_keeps_its_conversions(mixtral):
+    expected = zoo.build(MIXTRAL)
     model = torch.compile(on_meta(lambda: type(expected)(expected.config)), backend="eager")
-    shardwise.load(model, tmp_path)
+    shardwise.load(model, mixtral)
     assert truth.differences(truth.snapshot(model), truth.snapshot(expected)) == []
 
 
@@ -249,9 +217,6 @@ def lying(tmp_path, spoil):
     "spoil",
     [
         lambda data: data[:-1],
-        lambda data: data + b"x",
-        lambda data: struct.pack("<Q", 10**9) + data[8:],
-        lambda data: struct.pack("<Q", 2**63) + data[8:],
         lambda data: data.replace(b"F32", b"F33"),
         lambda data: data.replace(b"[0,48]", b"[4,52]"),
         lambda data: b"",
@@ -267,16 +232,6 @@ def test_a_file_that_lies_is_refused_before_the_model_is_touched(tmp_path, spoil
 def test_a_path_that_is_not_there_is_refused():
     with pytest.raises(StorageError, match="no such"):
         shardwise.load(Plain(), "/nowhere/at/all")
-
-
-def test_partial_placements_are_refused(plain):
-    from torch.distributed.tensor import Partial, Replicate
-
-    from shardwise.models.view import boxes_at
-
-    assert len(boxes_at((4, 3), (Replicate(),), (2,), (1,), (3, 1), "w")) == 1
-    with pytest.raises(ShardingError, match="w is placed as"):
-        boxes_at((4, 3), (Partial(),), (2,), (1,), (3, 1), "w")
 
 
 def test_buffers_that_no_file_can_hold_are_no_obstacle(tmp_path):

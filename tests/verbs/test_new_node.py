@@ -4,41 +4,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tests import zoo
-from tests.merging.adapters import save_adapter
+from tests.merging.adapters import save_adapter, tensors_of
 from tests.verbs import scaling
-from transformers import AutoModelForCausalLM, Qwen3Config
+from tests.verbs.conftest import small_qwen3
 
 from shardwise.engines.merging_adapter import merge_adapter
 from shardwise.interchange.merging_weights import merge_weights
-
-CONFIG = Qwen3Config(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=57,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    tie_word_embeddings=False,
-)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> tuple[Path, Path]:
     """A checkpoint as it is, and with scales."""
-    model = AutoModelForCausalLM.from_config(CONFIG)
-    zoo.fill(model)
+    model = small_qwen3(intermediate_size=57)
     plain, scaled = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("scaled")
     for folder in (plain, scaled):
         zoo.save_original(model, folder, max_shard_size="30KB")
     scaling.store_scaled(scaled)
     return plain, scaled
-
-
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
 
 
 @pytest.mark.parametrize("budget", [1 << 14, 1 << 18])
@@ -61,7 +44,7 @@ def test_merging_an_adapter_into_it(folders, tmp_path):
     merge_adapter(plain, adapter, tmp_path / "wanted")
     with scaling.understood():
         merge_adapter(scaled, adapter, tmp_path / "found")
-    wanted, found = tensors_in(tmp_path / "wanted"), tensors_in(tmp_path / "found")
+    wanted, found = tensors_of(tmp_path / "wanted"), tensors_of(tmp_path / "found")
     assert wanted.keys() == found.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
@@ -70,6 +53,6 @@ def test_merging_its_files(folders, tmp_path):
     plain, scaled = folders
     with scaling.understood():
         merge_weights(scaled, tmp_path / "out")
-    wanted, found = tensors_in(plain), tensors_in(tmp_path / "out")
+    wanted, found = tensors_of(plain), tensors_of(tmp_path / "out")
     assert wanted.keys() == found.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)

@@ -138,11 +138,7 @@ def test_consent_is_honoured(qwen3, changed):
     ("arguments", "error", "message"),
     [
         ({"ranks": 0}, ConfigError, "ranks=0"),
-        (
-            {"ranks": 8, "nodes": 3},
-            ConfigError,
-            "nodes=3: does not divide 8 ranks",
-        ),
+        ({"ranks": 8, "nodes": 3}, ConfigError, "nodes=3: does not divide 8 ranks"),
         ({"ranks": 8, "nodes": 0}, ConfigError, "nodes=0: does not divide"),
         ({"ranks": 8, "nodes": 16}, ConfigError, "nodes=16: does not divide"),
         ({"ranks": 8, "mesh": {"shard": 4}}, ConfigError, "of 4 ranks, not of 8"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.verbs.on_ranks import attempt
+from tests.harness.world import attempt
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -75,10 +75,7 @@ def save_damaged(folder: str, damage: str, verify: bool, by: type) -> tuple[str,
     with torch.no_grad():
         model.first.add_(1)
     shardwise.engines.saving.open_writer = by
-    block_bytes, shardwise.execution.write._READ_BACK_BYTES = (
-        shardwise.execution.write._READ_BACK_BYTES,
-        5000,
-    )
+    block_bytes, shardwise.execution.write._READ_BACK_BYTES = (shardwise.execution.write._READ_BACK_BYTES, 5000)
     Damaging.damage = damage if rank == writer else ""
     try:
         return attempt(lambda: shardwise.save(model, folder, verify=verify, options=OPTIONS))
@@ -121,26 +118,3 @@ def test_all_ranks_are_told(worlds, tmp_path, by):
         first, second = worlds(2).run(save_damaged, str(folder), damage, True, by)
         assert first == second
         require_found(first, folder, words)
-
-
-def save_at_odds(folder: str, changed: dict) -> tuple[str, str]:
-    options = changed if dist.get_rank() else {}
-    return attempt(lambda: shardwise.save(tensors(seed=1), folder, **{"options": OPTIONS, **options}))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"verify": True},
-        {"on_differing_buffers": "error"},
-        {"names": "internal"},
-        {"options": shardwise.options.SaveOptions(budget_bytes=1 << 20)},
-    ],
-)
-def test_ranks_that_are_called_differently_are_told(worlds, tmp_path, changed):
-    first, second = worlds(2).run(save_at_odds, str(tmp_path), changed)
-    assert first == second
-    assert first[0] == "RankMismatchError"
-    assert next(iter(changed)).replace("options", "budget") in first[1]
-    assert list(tmp_path.iterdir()) == []

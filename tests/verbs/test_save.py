@@ -9,7 +9,6 @@ NAMES = {"llama", "gpt2", "hrm_text", "qwen3_5_moe_text", "bailing_hybrid", "zam
 
 WAYS = [(Way("flat"), 1), (Way("flat"), 3)]
 WAYS += [(Way(mesh), WORLDS[mesh]) for mesh in ("hsdp", "tp", "ep", "shard1")]
-FURTHER = [pytest.param(Way("flat"), size, marks=pytest.mark.slow) for size in (2, 5)]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +23,7 @@ def cases(tmp_path_factory):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("way", "size"), [*WAYS, *FURTHER], ids=str)
+@pytest.mark.parametrize(("way", "size"), WAYS, ids=str)
 def test_saves_are_those_of_transformers(worlds, cases, tmp_path, way, size):
     faults, tried = {}, 0
     for number, case in enumerate(cases):

@@ -1,10 +1,10 @@
 """Whenever the machine dies while a model is saved, the folder holds the older save or the new one, whole."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from tests.harness import EffectLog, RecordingWriter, assert_old_or_new
+from tests.harness.memory_storage import MemoryReader
+from tests.torture.actors import files_in
 
 import shardwise
 import shardwise.engines.saving
@@ -30,10 +30,6 @@ def save(rank: int, checkpoint: str, folder: str, max_shard_size: str, log: str 
         shardwise.engines.saving.open_writer = open_writer
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()} if folder.exists() else {}
-
-
 def look(reader) -> dict[str, bytes] | None:
     """Every tensor, as whoever opens the folder finds it; None where there is no save."""
     names = reader.list()
@@ -41,13 +37,6 @@ def look(reader) -> dict[str, bytes] | None:
         return None
     index = open_checkpoint(reader)
     return {key: reader.read(entry.file, entry.start, entry.stop) for key, entry in index.entries.items()}
-
-
-def seen(files: dict[str, bytes]) -> dict[str, bytes] | None:
-    from tests.harness.memory_storage import MemoryReader
-
-    with MemoryReader(files) as reader:
-        return look(reader)
 
 
 @pytest.mark.distributed
@@ -58,10 +47,10 @@ def test_a_crash_leaves_one_save_or_the_other(worlds, qwen3, tmp_path, old, new)
     ranks = worlds(2)
     if old != "nothing":
         ranks.run(on_rank, str(qwen3), str(folder), SIZES[old], None, 0.5)
-    before = contents(folder)
+    before = files_in(folder)
     ranks.run(on_rank, str(qwen3), str(folder), SIZES[new], str(log), 2.0)
-    after = contents(folder)
-    older, newer = seen(before), seen(after)
+    after = files_in(folder)
+    older, newer = (look(MemoryReader(files)) for files in (before, after))
     assert newer is not None
     assert older != newer
     effects = EffectLog(log).effects()

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.verbs import saving
-from tests.verbs.saving import Odd, expected, full_disk, stored, unlike
+from tests.merging.adapters import tensors_of
+from tests.verbs.saving import expected, full_disk, linear, mark, unlike
 from torch import nn
 
 import shardwise
@@ -27,14 +26,10 @@ from shardwise.storage.writing import LocalWriter
 MARK = "shardwise.saving"
 
 
-def linear(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 4))
-
-
 def holds(folder, seed):
     return (
-        unlike(stored(folder), {name: tensor.detach() for name, tensor in linear(seed).state_dict().items()}) == []
+        unlike(tensors_of(folder), {name: tensor.detach() for name, tensor in linear(seed).state_dict().items()})
+        == []
     )
 
 
@@ -60,20 +55,6 @@ class TestDisk:
         assert content(saved) == before
         shardwise.save(linear(2), saved, max_shard_size=size)
         assert holds(saved, 2)
-
-    @pytest.mark.distributed
-    @pytest.mark.parametrize("full", [0, 1])
-    def test_that_is_full_for_one_rank(self, worlds, tmp_path, full):
-        shardwise.save(Odd(1), tmp_path)
-        before = content(tmp_path)
-        found = worlds(2).run(saving.save_on_a_full_disk, str(tmp_path), full, 3)
-        assert len(set(found)) == 1
-        kind, text = found[0]
-        assert kind == "StorageError"
-        assert "no space left on device" in text
-        assert content(tmp_path) == before
-        worlds(2).run(saving.save_odd, str(tmp_path), "100B", None)
-        assert unlike(stored(tmp_path), expected(Odd(), None)) == []
 
     def test_that_is_full_at_the_commit(self, saved, monkeypatch):
         """The config is in place, and then there is no room for the fingerprints."""
@@ -108,7 +89,7 @@ class TestDisk:
                     shardwise.save(nn.Linear(200, 160), disk, max_shard_size=size)
                 assert content(disk) == before
             shardwise.save(model, disk, dtype="bfloat16")
-            assert unlike(stored(disk), expected(model, torch.bfloat16)) == []
+            assert unlike(tensors_of(disk), expected(model, torch.bfloat16)) == []
 
     def test_that_is_read_only(self, tmp_path):
         with small_file_system(tmp_path / "disk", "size=256k") as disk:
@@ -183,71 +164,20 @@ class TestFolder:
         with torch.no_grad():
             model[0].bias += 1
         shardwise.save(model, saved, max_shard_size=size)
-        assert unlike(stored(saved), {name: tensor.detach() for name, tensor in model.state_dict().items()}) == []
+        assert (
+            unlike(tensors_of(saved), {name: tensor.detach() for name, tensor in model.state_dict().items()}) == []
+        )
         again = linear(8)
         shardwise.load(again, saved)
         assert torch.equal(again[0].bias, model[0].bias)
 
 
-def mark(**changes):
-    found = {"host": socket.gethostname(), "process": os.getpid(), "born": "1", "save_id": "other", "since": 0.0}
-    return json.dumps(found | changes)
-
-
-def dead_process():
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    return child.pid
-
-
 class TestMark:
-    @pytest.mark.parametrize("size", ["1GB", "6KB"])
-    def test_of_a_save_that_is_going_on(self, saved, size, monkeypatch):
-        """The second is refused by name, the first is not harmed."""
-        original = shardwise.engines.saving._add_up
-        refused = []
-
-        def meanwhile(*arguments):
-            monkeypatch.setattr(shardwise.engines.saving, "_add_up", original)
-            with pytest.raises(StorageError, match=f"another save is writing here .process {os.getpid()} on"):
-                shardwise.save(linear(3), saved)
-            refused.append(True)
-            return original(*arguments)
-
-        monkeypatch.setattr(shardwise.engines.saving, "_add_up", meanwhile)
-        shardwise.save(linear(2), saved, max_shard_size=size)
-        assert refused
-        assert holds(saved, 2)
-        assert MARK not in content(saved)
-
-    @pytest.mark.parametrize("size", ["1GB", "6KB"])
-    def test_that_somebody_removed_too_early(self, saved, size, monkeypatch):
-        """Of two saves that write at once, the one whose mark is there commits, and the other one is told."""
-        original = shardwise.engines.saving._add_up
-
-        def meanwhile(*arguments):
-            monkeypatch.setattr(shardwise.engines.saving, "_add_up", original)
-            (saved / MARK).unlink()
-            shardwise.save(linear(3), saved, max_shard_size="6KB")
-            return original(*arguments)
-
-        monkeypatch.setattr(shardwise.engines.saving, "_add_up", meanwhile)
-        with pytest.raises(StorageError, match=f"{MARK}, which the first rank made there, is not to be seen"):
-            shardwise.save(linear(2), saved, max_shard_size=size)
-        assert holds(saved, 3)
-        assert shardwise.verify(saved).compared
-
-    def test_of_a_process_that_is_gone(self, saved):
-        for gone in (mark(process=dead_process()), mark(born="long ago"), mark(process=2**40)):
-            (saved / MARK).write_text(gone)
-            shardwise.save(linear(2), saved)
-            assert MARK not in content(saved)
-
     def test_of_a_process_that_was_killed_and_not_waited_for(self, saved):
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         born = saving_lock.born(child.pid)
         assert born
-        (saved / MARK).write_text(mark(process=child.pid, born=born))
+        (saved / MARK).write_bytes(mark(process=child.pid, born=born))
         with pytest.raises(StorageError, match=f"process {child.pid} on"):
             shardwise.save(linear(2), saved)
         child.kill()
@@ -276,15 +206,14 @@ class TestMark:
         assert MARK not in content(saved)
 
     def test_of_another_machine(self, saved):
-        (saved / MARK).write_text(mark(host="elsewhere"))
+        (saved / MARK).write_bytes(mark(host="elsewhere", process=os.getpid()))
         before = content(saved)
         with pytest.raises(StorageError, match=f"process {os.getpid()} on elsewhere.*remove {MARK}"):
             shardwise.save(linear(2), saved)
         assert content(saved) == before
 
     @pytest.mark.parametrize(
-        "text",
-        ["", "\0\0\0\0", "{", "[]", "{}", "null", '{"host": 1e999, "process": 1e999}', "[" * 5000, "\x80"],
+        "text", ["", "\0\0\0\0", "{", "[]", "{}", "null", '{"host": 1e999, "process": 1e999}', "[" * 5000, "\x80"]
     )
     def test_that_says_nothing(self, saved, text, monkeypatch):
         """Left between its creation and its filling."""
@@ -300,7 +229,7 @@ class TestMark:
 
         def sleep(seconds):
             looks.append(seconds)
-            (tmp_path / MARK).write_text(mark(host="elsewhere"))
+            (tmp_path / MARK).write_bytes(mark(host="elsewhere", process=os.getpid()))
 
         monkeypatch.setattr(saving_lock.time, "sleep", sleep)
         with pytest.raises(StorageError, match="on elsewhere"):
@@ -309,7 +238,7 @@ class TestMark:
 
     def test_of_a_dead_process_that_two_take_over(self, tmp_path, monkeypatch):
         """One looks, the other one takes over in that moment: what the slow one takes away it gives back."""
-        (tmp_path / MARK).write_text(mark(born="long ago"))
+        (tmp_path / MARK).write_bytes(mark(process=os.getpid(), born="long ago"))
         born = saving_lock.born
         quick = LocalWriter(tmp_path)
         held = []
@@ -329,18 +258,6 @@ class TestMark:
         held[0].release()
         assert content(tmp_path) == {}
 
-    def test_for_which_there_is_no_room(self, saved, monkeypatch):
-        before = content(saved)
-
-        def write(*arguments):
-            raise OSError(errno.ENOSPC, "full")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "pwritev", write)
-            with pytest.raises(StorageError, match=f"{MARK} .*(errno 28)"):
-                shardwise.save(linear(2), saved)
-        assert content(saved) == before
-
 
 HOSTILE = [
     "../outside.safetensors",
@@ -348,46 +265,33 @@ HOSTILE = [
     "below/inner.safetensors",
     "notes.txt",
     "config.json",
-    "model.fingerprints.json",
     "..",
     ".",
-    "",
-    "\0",
-    5,
-    None,
-    [],
-    {"model.safetensors": 1},
 ]
+HOSTILE += ["model.fingerprints.json", "", "\0", 5, None, [], {"model.safetensors": 1}]
+OTHERS = ["../outside.safetensors", "below/inner.safetensors", "notes.txt", "config.json", "other.safetensors"]
+OTHERS += ["pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.safetensors", "adapter_config.json"]
+
+
+@pytest.fixture
+def surrounded(tmp_path):
+    """A folder with files that are nobody's to remove, and what is in them."""
+    folder = tmp_path / "saved"
+    (folder / "below").mkdir(parents=True)
+    for name in OTHERS:
+        (folder / name).write_text(name)
+    return folder, lambda: [(folder / name).read_text() for name in OTHERS]
 
 
 class TestIndex:
-    def put_around(self, folder):
-        (folder.parent / "outside.safetensors").write_text("outside")
-        (folder / "below").mkdir(parents=True)
-        (folder / "below" / "inner.safetensors").write_text("below")
-        (folder / "notes.txt").write_text("notes")
-        (folder / "config.json").write_text("{}")
-        (folder / "other.safetensors").write_text("of nobody's index")
-
-    def around(self, folder):
-        return [
-            (folder.parent / "outside.safetensors").read_text(),
-            (folder / "below" / "inner.safetensors").read_text(),
-            (folder / "notes.txt").read_text(),
-            (folder / "config.json").read_text(),
-            (folder / "other.safetensors").read_text(),
-        ]
-
     @pytest.mark.parametrize("size", ["1GB", "6KB"])
-    def test_that_names_what_is_not_its_own(self, tmp_path, size):
-        folder = tmp_path / "saved"
-        self.put_around(folder)
-        before = self.around(folder)
+    def test_that_names_what_is_not_its_own(self, surrounded, size):
+        folder, around = surrounded
         (folder / "old.safetensors").write_text("older weights")
         names = {f"w{number}": name for number, name in enumerate([*HOSTILE, "old.safetensors"])}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
         report = shardwise.save(linear(2), folder, max_shard_size=size)
-        assert self.around(folder) == before
+        assert around() == OTHERS
         assert set(report.removed) <= {"old.safetensors", "model.safetensors.index.json"}
         assert "old.safetensors" in report.removed
         again = linear(3)
@@ -395,18 +299,15 @@ class TestIndex:
         assert torch.equal(again[0].weight, linear(2)[0].weight)
 
     @pytest.mark.parametrize(
-        "text",
-        ["", "{", "[]", "5", "null", '{"weight_map": null}', '{"weight_map": [1]}', "[" * 5000, "\x80", "\0" * 64],
+        "text", ["", "{", "[]", '{"weight_map": null}', '{"weight_map": [1]}', "[" * 5000, "\x80", "\0" * 64]
     )
-    def test_that_is_damaged(self, tmp_path, text):
-        folder = tmp_path / "saved"
-        self.put_around(folder)
-        before = self.around(folder)
+    def test_that_is_damaged(self, surrounded, text):
+        folder, around = surrounded
         (folder / "model.safetensors.index.json").write_text(text, encoding="latin-1")
         report = shardwise.save(linear(2), folder, max_shard_size="6KB")
-        assert self.around(folder) == before
+        assert around() == OTHERS
         assert report.removed == ()
-        assert unlike(stored(folder, "model-*"), dict(linear(2).state_dict())) == []
+        assert unlike(tensors_of(folder, "model-*"), dict(linear(2).state_dict())) == []
 
 
 def test_a_save_that_failed_at_its_last_steps_can_be_repeated(saved, monkeypatch):

@@ -5,7 +5,10 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from tests import ways
+from tests.harness.world import attempt
+from tests.merging.adapters import tensors_of
+from tests.verbs.saving import unlike
 from transformers import AutoModelForCausalLM
 
 import shardwise
@@ -20,56 +23,79 @@ STREAMS = WritePolicy(
 
 
 class Streamed(LocalWriter):
-    """A folder that is written to like an object store."""
+    """A folder that is written to like an object store: one file after another, each without gaps."""
 
-    opened: list[str] = []  # noqa: RUF012 - of one process
+    places: dict[str, int] = {}  # noqa: RUF012 - of one process
+    fails = False
 
     def __init__(self, root):
         super().__init__(root, policy=STREAMS)
-        Streamed.opened.clear()
+        self.synced = set()
+        Streamed.places.clear()
 
     def create(self, file, nbytes):
-        Streamed.opened.append(file)
+        assert {name for name in Streamed.places if name.endswith(".safetensors")} <= self.synced
+        Streamed.places[file] = 0
         super().create(file, nbytes)
 
+    def write(self, file, start, buffers):
+        assert start == Streamed.places[file], f"{file} has a gap at {start}"
+        Streamed.places[file] += sum(len(buffer) for buffer in buffers)
+        if Streamed.fails and start:
+            raise shardwise.StorageError(f"{file}: the disk is full")
+        super().write(file, start, buffers)
 
-def save_on_rank(checkpoint: str, folder: str, max_shard_size: str) -> tuple[list[str], dict]:
-    model = shardwise.from_pretrained(checkpoint, dtype=torch.float32)
+    def sync(self, file):
+        super().sync(file)
+        self.synced.add(file)
+
+
+def save_on_rank(
+    checkpoint: str, folder: str, max_shard_size: str, mesh: str = "flat", failing: int | None = None
+) -> tuple[list[str], str]:
+    """The files that this rank has created, and the error."""
+    sharding = shardwise.Sharding(mesh=ways.hybrid_mesh() if mesh == "hsdp" else None)
+    model = shardwise.from_pretrained(checkpoint, dtype=torch.float32, sharding=sharding)
     shardwise.engines.saving.open_writer = Streamed
+    Streamed.fails = dist.get_rank() == failing
+    options = shardwise.options.SaveOptions(budget_bytes=1 << 17)
+    keywords = {"max_shard_size": max_shard_size, "dtype": "bfloat16", "verify": True, "options": options}
     try:
-        report = shardwise.save(
-            model,
-            folder,
-            max_shard_size=max_shard_size,
-            dtype="bfloat16",
-            verify=True,
-            options=shardwise.options.SaveOptions(budget_bytes=1 << 17),
-        )
+        _, text = attempt(lambda: shardwise.save(model, folder, **keywords))
     finally:
         shardwise.engines.saving.open_writer = open_writer
     dist.barrier()
-    return list(Streamed.opened), report.to_dict()
+    return list(Streamed.places), text
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("max_shard_size", ["50GB", "20KB"])
-def test_one_rank_writes_each_file(worlds, qwen3, tmp_path, max_shard_size):
+@pytest.mark.parametrize(
+    ("max_shard_size", "size", "mesh"), [("50GB", 3, "flat"), ("20KB", 3, "flat"), ("20KB", 4, "hsdp")]
+)
+def test_one_rank_writes_each_file(worlds, qwen3, tmp_path, max_shard_size, size, mesh):
     folder = tmp_path / "out"
-    found = worlds(3).run(save_on_rank, str(qwen3), str(folder), max_shard_size)
+    found = worlds(size).run(save_on_rank, str(qwen3), str(folder), max_shard_size, mesh)
+    assert {text for _, text in found} == {""}
     weights = sorted(path.name for path in folder.glob("*.safetensors"))
-    created = [name for opened, _ in found for name in opened if name.endswith(".safetensors")]
-    assert sorted(created) == weights  # nobody else has opened any of them
+    created = [[name for name in files if name.endswith(".safetensors")] for files, _ in found]
+    assert sorted(name for names in created for name in names) == weights  # nobody else has opened any of them
+    assert sum(map(bool, created)) == min(size, len(weights))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == set(weights)
     assert (len(weights) == 1) == (max_shard_size == "50GB")
     reference = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)
-    tensors = {key: value for name in weights for key, value in load_file(folder / name).items()}
-    wanted = {name: value.to(torch.bfloat16) for name, value in reference.state_dict().items() if name in tensors}
-    assert len(wanted) == len(tensors)
-    assert all(torch.equal(tensors[name], value) for name, value in wanted.items())
+    assert unlike(tensors_of(folder), {name: own.bfloat16() for name, own in reference.state_dict().items()}) == []
     assert shardwise.verify(folder).is_sound
-    assert shardwise.verify(folder).compared == len(tensors)
+    assert shardwise.verify(folder).compared == len(tensors_of(folder))
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+
+
+@pytest.mark.distributed
+def test_all_ranks_raise_when_one_cannot_write(worlds, qwen3, tmp_path):
+    (text,) = {text for _, text in worlds(3).run(save_on_rank, str(qwen3), str(tmp_path), "20KB", "flat", 1)}
+    assert text.startswith("rank 1: ")
+    assert text.endswith("the disk is full")
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 @pytest.mark.distributed

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.harness.world import attempt
 from tests.verbs.conftest import small_qwen3
-from tests.verbs.on_ranks import attempt
 from torch import nn
 
 import shardwise
@@ -80,20 +80,6 @@ def test_bytes_that_nobody_wrote_are_an_error_before_the_save_counts(worlds, tmp
     assert "the ranks wrote 4,800 of 4,816 bytes between them" in first[1]
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert not list(tmp_path.glob("*incomplete*"))
-
-
-def test_files_of_other_formats_stay(tmp_path):
-    others = [
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-        "adapter_model.safetensors",
-        "adapter_config.json",
-    ]
-    for name in others:
-        (tmp_path / name).write_text(name)
-    for size in ("1GB", "3KB", "1GB"):
-        shardwise.save(linear(), tmp_path, max_shard_size=size)
-    assert [(tmp_path / name).read_text() for name in others] == others
 
 
 def test_the_config_names_the_dtype_that_most_of_the_numbers_have(tmp_path):

@@ -1,6 +1,7 @@
 """States of models in memory: bitwise those of the whole model, from and onto every sharding."""
 
 import pytest
+from tests.harness.world import require_same_error
 from tests.verbs import stating
 
 from shardwise import ConfigError
@@ -14,6 +15,10 @@ WORLDS = [(1, ""), (2, ""), (3, ""), (2, "wrapped"), (2, "offload"), (4, "hsdp")
 @pytest.mark.parametrize(("size", "way"), WORLDS)
 def test_the_full_state_is_that_of_the_whole_model(worlds, size, way, on):
     assert worlds(size).run(stating.full_state, way, on) == [[]] * size
+
+
+def test_replicas_share_what_is_large(worlds):
+    assert worlds(4).run(stating.large_state) == [[]] * 4
 
 
 def test_without_a_process_group_it_is_the_same():
@@ -88,9 +93,7 @@ FAULTS = {
 def test_what_does_not_fit_is_one_error_and_changes_nothing(worlds, fault):
     kind, text = FAULTS[fault]
     found = worlds(3).run(stating.refused, fault)
-    assert len({(kind, text) for kind, text, _ in found}) == 1
-    assert found[0][0] == kind
-    assert text.replace("{17}", " " * 17) in found[0][1]
+    require_same_error([end[:2] for end in found], kind, text.replace("{17}", " " * 17))
     assert [changed for _, _, changed in found] == [[]] * 3
 
 
@@ -108,22 +111,17 @@ def test_values_are_cast_to_the_parameter_s_dtype_and_told(worlds):
         assert report["cast"] == {f"blocks.{block}.linear.weight": ("F64", "BF16") for block in (0, 1)}
 
 
-@pytest.mark.parametrize(("failing", "on"), [(1, "full"), (0, "full"), (2, "full_on_all_ranks")])
-def test_a_rank_that_fails_while_it_gathers_leaves_nobody_waiting(worlds, failing, on):
-    for kind, text in worlds(3).run(stating.failing_gather, failing, on):
-        assert (kind, text) == ("StorageError", f"rank {failing}: the device has fallen off the bus")
-
-
 def test_other_models_are_an_error_on_every_rank(worlds):
-    for kind, text in worlds(2).run(stating.other_models):
-        assert kind == "RankMismatchError"
-        assert "more is" in text
+    require_same_error(worlds(2).run(stating.other_models), "RankMismatchError", "more is")
 
 
 def test_other_arguments_are_an_error_on_every_rank(worlds):
-    for kind, text in worlds(2).run(stating.other_arguments):
-        assert kind == "RankMismatchError"
-        assert "arguments" in text
+    require_same_error(worlds(2).run(stating.other_arguments), "RankMismatchError", "arguments")
+
+
+def test_half_of_a_mesh_is_refused(worlds):
+    errors = worlds(4).run(stating.on_half_of_the_mesh)[:2]
+    require_same_error(errors, "ShardingError", "do not hold, together, each element of")
 
 
 @pytest.mark.parametrize("form", ["first_rank", "local", None])
@@ -133,9 +131,7 @@ def test_what_is_no_form_is_refused(form):
 
 
 def test_a_model_without_values_has_no_state(worlds):
-    for kind, text in worlds(2).run(stating.without_values):
-        assert kind == "ShardingError"
-        assert "are on meta" in text
+    require_same_error(worlds(2).run(stating.without_values), "ShardingError", "are on meta")
 
 
 def test_gathering_stages_no_more_than_its_budget(worlds):

@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-from safetensors.torch import save
 from tests import truth
 from tests.harness.http_store import HttpStore, Status
-from tests.harness.memory_storage import MemoryReader
+from tests.harness.world import require_same_error
 from tests.verbs import on_ranks
 from tests.verbs.conftest import small_qwen3
-
-import shardwise
-from shardwise.storage.reading import LocalReader
 
 pytestmark = pytest.mark.distributed
 
@@ -40,21 +36,6 @@ def test_a_url_of_the_file_itself_will_do(qwen3, wanted):
         )
 
 
-@pytest.mark.parametrize("kind", ["memory", "local"])
-def test_a_reader_fills_a_model_that_is_there(tmp_path, kind):
-    torch.manual_seed(0)
-    model = on_ranks.Plain()
-    values = {name: value.clone() for name, value in model.state_dict().items()}
-    content = save(values)
-    other = on_ranks.Plain()
-    if kind == "memory":
-        shardwise.load(other, MemoryReader({"model.safetensors": content}))
-    else:
-        (tmp_path / "model.safetensors").write_bytes(content)
-        shardwise.load(other, LocalReader(tmp_path))
-    assert same(other.state_dict(), values)
-
-
 def test_a_passing_fault_is_survived(worlds, qwen3, wanted):
     with HttpStore(qwen3) as store:
         store.inject(Status(503), file="*.safetensors", skip=6, times=3)
@@ -66,28 +47,13 @@ def test_a_lasting_fault_is_the_same_error_on_every_rank(worlds, qwen3):
     with HttpStore(qwen3) as store:
         store.inject(Status(403), file="*.safetensors", skip=8)
         errors = worlds(3).run(on_ranks.error_of, store.url, {})
-    assert len({text for _, text in errors}) == 1
-    kind, text = errors[0]
-    assert kind == "StorageError"
-    assert "403" in text
-    assert ".safetensors" in text
+    require_same_error(errors, "StorageError", "403", ".safetensors")
 
 
 def test_a_file_replaced_while_it_is_read_is_noticed(worlds, qwen3, tmp_path):
     small_qwen3().save_pretrained(tmp_path)
     errors = worlds(3).run(on_ranks.file_replaced_while_reading, str(tmp_path), 1)
-    assert len({text for _, text in errors}) == 1
-    kind, text = errors[0]
-    assert kind == "StorageError"
-    assert "model.safetensors" in text
-    assert "replaced or rewritten" in text
-
-
-def test_strided_reads_through_staging(worlds, tmp_path):
-    """Column shards are strided in the file: small gaps are read over."""
-    on_ranks.save_wide(tmp_path)
-    for budget_bytes in (1 << 20, 4096):
-        assert worlds(3).run(on_ranks.column_shards, str(tmp_path), budget_bytes) == [[]] * 3
+    require_same_error(errors, "StorageError", "model.safetensors", "replaced or rewritten")
 
 
 @pytest.mark.parametrize("mode", ["once", "alone"])

@@ -1,20 +1,14 @@
 """Two saves of one folder, at any moment of each other: one of them counts, whole, and the other one is told."""
 
 import itertools
-import json
 import os
 import shutil
-import socket
 from contextlib import contextmanager
 
 import pytest
 import torch
-from peft import LoraConfig
-from safetensors.torch import load_file
 from tests.torture import objects
-from tests.tuning.reference import save_tiny
-from torch import nn
-from torch.testing import assert_close
+from tests.verbs.saving import linear, mark
 
 import shardwise
 import shardwise.engines.saving
@@ -25,11 +19,6 @@ from shardwise.storage.writing import open_writer
 ONE, SEVERAL = "1GB", "6KB"
 MARK = "shardwise.saving"
 _numbers = itertools.count()
-
-
-def linear(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 4))
 
 
 def save(seed, target, size=ONE):
@@ -249,68 +238,6 @@ def test_files_that_an_index_is_about_to_make_count_are_left_by_one_that_takes_o
     assert shardwise.verify(tmp_path).compared
 
 
-def is_before_the_config(name, *arguments):
-    return name == "publish" and arguments[1] == "adapter_config.json"
-
-
-def is_before_the_weights(name, *arguments):
-    return name == "rename" and arguments[1] == "adapter_model.safetensors"
-
-
-@pytest.mark.parametrize("at", [is_before_the_config, is_before_the_weights])
-@pytest.mark.parametrize("ends", [True, False], ids=["ends", "dies"])
-def test_no_adapter_comes_to_lie_beside_the_config_of_another(tmp_path, at, ends, monkeypatch):
-    """The scaling is in the config. The other one takes the folder over in the middle of the commit."""
-    save_tiny(tmp_path / "base")
-
-    def adapter(alpha):
-        config = LoraConfig(r=2, target_modules=["q_proj"], lora_alpha=alpha, init_lora_weights=False)
-        options = shardwise.options.LoadOptions(seed=alpha)
-        return shardwise.from_pretrained(tmp_path / "base", tuning=shardwise.Lora(config), options=options)
-
-    models = {alpha: adapter(alpha) for alpha in (1, 2, 3)}
-    out = tmp_path / "out"
-
-    def found():
-        config = json.loads((out / "adapter_config.json").read_text())
-        return config["lora_alpha"], load_file(out / "adapter_model.safetensors")
-
-    def weights(alpha):
-        shardwise.save_adapter(models[alpha], tmp_path / f"alone-{alpha}")
-        return load_file(tmp_path / f"alone-{alpha}" / "adapter_model.safetensors")
-
-    shardwise.save_adapter(models[1], out)
-
-    def other():
-        unmark(out)
-        if ends:
-            shardwise.save_adapter(models[3], out)
-            return
-        with open_writer(out) as writer:
-            saving_lock.take_lock(writer, "0123abcd")
-            for name in writer.list():
-                if name.endswith(".incomplete"):
-                    writer.remove(name)
-
-    with meanwhile(monkeypatch, at, other), pytest.raises(StorageError):
-        shardwise.save_adapter(models[2], out)
-    if ends:
-        alpha, tensors = found()
-        assert alpha == 3
-        assert_close(tensors, weights(3), rtol=0, atol=0)
-    elif (out / "adapter_model.safetensors").exists():
-        alpha, tensors = found()
-        assert alpha == 1
-        assert_close(tensors, weights(1), rtol=0, atol=0)
-    else:
-        (aside,) = out.glob("adapter_model.*.older")
-        assert_close(load_file(aside), weights(1), rtol=0, atol=0)
-    unmark(out)
-    shardwise.save_adapter(models[2], out)
-    assert found()[0] == 2
-    assert not list(out.glob("*.older"))
-
-
 @pytest.mark.parametrize("size", [ONE, SEVERAL])
 def test_files_that_vanish_before_the_commit_are_missed(target, size, monkeypatch):
     save(1, target, SEVERAL)
@@ -334,16 +261,12 @@ def test_files_that_vanish_before_the_commit_are_missed(target, size, monkeypatc
     assert seed_in(target) == 1
 
 
-def left_mark(**changes):
-    found = {"host": socket.gethostname(), "process": 2**22 + 5, "born": "1", "save_id": "0123abcd", "since": 0.0}
-    return json.dumps(found | {"space": saving_lock.process_space(), "renewed_s": 5.0} | changes).encode()
-
-
-def test_the_mark_of_a_process_that_is_gone_is_taken_over_on_a_store_too(target):
+@pytest.mark.parametrize("gone", [{}, {"process": os.getpid(), "born": "long ago"}, {"process": 2**40}])
+def test_the_mark_of_a_process_that_is_gone_is_taken_over_on_a_store_too(target, gone):
     save(1, target, SEVERAL)
     own = MARK if "//" not in str(target) else f"{MARK}.0123abcd"
     with open_writer(target) as writer:
-        writer.replace(own, left_mark())
+        writer.replace(own, mark(space=saving_lock.process_space(), renewed_s=5.0, **gone))
         writer.replace("model-0123abcd-00001-of-00002.safetensors", b"half")
         writer.replace(".model-0123abcd-00002-of-00002.safetensors.89abcdef.incomplete", b"half")
     save(2, target, SEVERAL)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from tests import truth
+from tests.harness.world import attempt
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -79,8 +80,4 @@ def loaded(folder: str, config_from: str, keywords: dict[str, Any]) -> dict[str,
 
 
 def error_of(folder: str, config_from: str) -> tuple[str, str]:
-    try:
-        loaded(folder, config_from, {})
-    except shardwise.ShardwiseError as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return attempt(loaded, folder, config_from, {})

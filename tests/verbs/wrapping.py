@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.harness.world import attempt
 from tests.verbs.conftest import small_qwen3
-from tests.verbs.on_ranks import attempt
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -37,11 +37,7 @@ def shown(checkpoint: str, folder: str) -> dict[str, str]:
     """All that reports, states and errors say, and what is in the files, by what was done."""
     root = Path(folder)
     said: dict[str, object] = {}
-    for policy in (
-        shardwise.options.Classes(("Qwen3DecoderLayer",)),
-        shardwise.options.MinSize(1000),
-        "auto",
-    ):
+    for policy in (shardwise.options.Classes(("Qwen3DecoderLayer",)), shardwise.options.MinSize(1000), "auto"):
         model = wrapped()
         said[f"shard, {policy}"] = shardwise.shard(model, shardwise.Sharding(wrap=policy))
     optimizer = torch.optim.AdamW(model.parameters())
