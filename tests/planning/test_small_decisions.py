@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from shardwise.planning.fingerprints import RecordedSave, file_beside, from_bytes, to_bytes
 from shardwise.planning.load_memory import ComputingShare, staging_within
+from shardwise.planning.load_plan import describe_faults
 
 # Staging
 

@@ -98,7 +98,7 @@ def test_only_what_is_trained_is_upcast_and_each_is_told(worlds, state):
 
 
 def test_upcast_takes_a_dtype_to_train_in():
-    with pytest.raises(shardwise.ConfigError, match="no floating dtype of 16 bits or more"):
+    with pytest.raises(shardwise.ConfigError, match="not a floating dtype of 16 bits or more"):
         require_trainable_dtype(torch.float8_e4m3fn)
 
 

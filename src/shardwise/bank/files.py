@@ -56,8 +56,8 @@ def config_of(folder: str | os.PathLike[str]) -> LoraConfig:
     """Return the config of an adapter in a folder.
 
     Raises:
-        FormatError: it is no folder of an adapter.
-        ConfigError: it is that of something else.
+        FormatError: the folder has no adapter.
+        ConfigError: the adapter is not a LoRA.
     """
     weights_in(Path(folder))
     config = peft_compat.config_in(os.fspath(folder))
@@ -145,7 +145,7 @@ def find_training(
     Collective: yes. The first rank reads all files once.
 
     Raises:
-        ConfigError, RankMismatchError: the mode is none, or ranks differ.
+        ConfigError, RankMismatchError: ``training_state`` or ``on_not_finite`` is invalid, or ranks differ.
         FormatError: a file is damaged or invalid, or the training file that the adapter names is missing or has no
             checksums.
         StorageError: it could not be read.
@@ -179,7 +179,9 @@ def _found(folder: Path, *, training_state: bool) -> states.StoredTraining | Ten
 def read_tenant(
     world: World, model: PreTrainedModel, tenant: Tenant, folder: Path, found: states.StoredTraining | TenantStart
 ) -> Callable[[Mapping[str, torch.Tensor]], None]:
-    """Return functions that read a tenant's matrices, and tensors of its training, from a folder. Collective: yes.
+    """Return a function that fills a tenant's matrices, and tensors of its training, from a folder.
+
+    Collective: yes, and so is the function.
 
     Raises:
         KeyMismatchError: the stored tensors do not match the config.

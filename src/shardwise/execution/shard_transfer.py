@@ -1,4 +1,4 @@
-"""Settles from which rank each tensor of a model gets its values when it is sharded, and receives them."""
+"""Chooses the source rank of each tensor of a model that is being sharded, and receives the values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ def _scalars(
     values_from: matching.ValuesFrom,
     differed: dict[str, int],
 ) -> dict[Key, Scalar]:
-    """Counts of steps and the like: those of the rank whose values count. Collective: yes."""
+    """Return step counts and other scalars of the optimizers, from the chosen rank. Collective: yes."""
     mine: dict[Key, Scalar] = {}
     for bound in bounds:
         for key, value in bound.scalars.items():
@@ -195,7 +195,7 @@ class IncomingShards:
         self.state: dict[Key, torch.Tensor] = {}
 
     def handovers(self, world: World) -> list[moving.Handover]:
-        """All values that are handed over: not those of buffers that every rank has already."""
+        """List the values to transfer, without buffers that every rank already has."""
         supply = self.supply
         ranks = list(range(1)) if world.size == 1 else dist.get_process_group_ranks(world.group)
         handovers: list[moving.Handover] = []

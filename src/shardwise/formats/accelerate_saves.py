@@ -115,9 +115,9 @@ def find_saved(path: str | os.PathLike[str], kind: SavedKind, number: int) -> Ac
     """Find the model or optimizer ``number`` at ``path`` itself, or in the folder ``path``.
 
     Raises:
-        ConfigError: it is there in several forms.
-        FormatError: it is not there, or was not completed.
-        StorageError: the folder is not there, or cannot be listed.
+        ConfigError: it exists in several forms.
+        FormatError: it does not exist, or was not completed.
+        StorageError: the folder does not exist, or cannot be listed.
     """
     place = Path(path)
     if place.is_file():

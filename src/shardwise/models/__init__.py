@@ -1,4 +1,4 @@
-"""Models as torch and transformers have them: built on meta, wrapped, looked into, initialized."""
+"""Models of torch and transformers: building on meta, wrapping, inspection, and initialization."""
 
 from shardwise.errors import require_versions
 

@@ -166,7 +166,7 @@ def fill_from_program(
 
 
 def _pieces(shape: tuple[int, ...], item: LocalBox) -> Iterator[tuple[int, Any, Any]]:
-    """(first element of a block, which of its elements, where in the box they go), block by block."""
+    """Yield (first element, indices into the block, indices into the box) of each block that meets a box."""
     box = item.box
     strides = contiguous_strides(shape)
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
@@ -241,7 +241,7 @@ def program_of(whole: torch.Tensor) -> Program:
 
 
 def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Another model of the same class and config: parameters on meta, all else as the constructor computes it.
+    """Build another model of the same class and config, with parameters on meta and computed buffers.
 
     Memory: buffers, and the address space of one parameter at a time, without touching its pages.
     """
