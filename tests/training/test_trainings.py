@@ -88,7 +88,7 @@ PREFERENCES["grpo of a LoRA"] = {**PREFERENCES["grpo"], "beta": 0.1, "use_peft":
 PREFERENCES["kto of a LoRA"] = {**PREFERENCES["kto"], "use_peft": True, "lora_dropout": 0.0}
 
 
-@pytest.mark.parametrize("kind", PREFERENCES)
+@pytest.mark.parametrize("kind", sorted(PREFERENCES.keys() - {"grpo"}))  # whose loss is 0: see test_trl.py
 def test_a_method_trains_on_two_ranks_as_on_one(folder: Path, kind: str) -> None:
     if kind == "reward":
         write_scorer(folder)

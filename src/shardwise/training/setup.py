@@ -159,7 +159,7 @@ def load_base(arguments: TrlArguments) -> PreTrainedModel:
     options = model_options(arguments, "sft")
     if arguments.training.bf16 and not arguments.model.dtype:
         options["dtype"] = "bfloat16"
-    return from_pretrained(arguments.model.model_name_or_path, **options)
+    return _without_secrets(from_pretrained(arguments.model.model_name_or_path, **options))
 
 
 def model_options(arguments: TrlArguments, method: TrainMethod) -> PretrainedOptions:
