@@ -95,7 +95,7 @@ def require_parallelism(accelerator: Any) -> None:
     config = accelerator.parallelism_config
     if config is not None and config.sp_size > 1 and accelerator.distributed_type != DistributedType.DEEPSPEED:
         raise ConfigError(
-            f"ParallelismConfig(sp_size={config.sp_size}): only DeepSpeed splits sequences so. Without it, "
+            f"ParallelismConfig(sp_size={config.sp_size}): only DeepSpeed splits sequences so, and without it "
             "every rank would train on whole ones. Use cp_size, which FSDP2 supports."
         )
 
