@@ -21,7 +21,7 @@ import torch
 
 NAME = "npu"
 _DEVICES, _DELAY = "SIMULATED_DEVICES", "SIMULATED_DELAY_US"
-_PLUGIN = Path(__file__).with_name("plugin")
+PLUGIN = Path(__file__).with_name("plugin")
 
 native: Any = None
 """The library, after ``begin``."""
@@ -33,7 +33,7 @@ def environment(*, devices: int = 1, delay_us: int = 0) -> dict[str, str]:
     torch loads it as an entry point of the group ``torch.backends``, which the folder ``plugin`` declares.
     """
     root = Path(__file__).parents[2]
-    paths = [str(_PLUGIN), str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(PLUGIN), str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),

@@ -65,6 +65,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("counters", &read_counters);
   module.def("reset_peaks", &reset_peaks);
   module.def("set_delay", [](int microseconds) { settings.delay_us = microseconds; });
+  module.def("set_upload_delay", [](int microseconds) { settings.upload_delay_us = microseconds; });
   module.def("set_devices", &set_devices);
   module.def("set_memory", [](int64_t nbytes) { settings.memory_bytes = nbytes; });
   module.def("memory", [] { return settings.memory_bytes.load(); });

@@ -21,7 +21,8 @@ using at::Tensor;
 using Tensors = std::vector<Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// A collective under way. `wait` makes the current stream wait for it, not the host. Its tensors are kept until then.
+// A collective under way. `wait` makes the current stream wait for it, not the host. Its tensors are kept until
+// then.
 struct Collective final : c10d::Work {
   Collective(c10::Stream stream, Tensors tensors)
       : stream_(stream), number_(tasks_of(stream).last()), tensors_(std::move(tensors)) {}
@@ -159,7 +160,8 @@ struct Backend final : c10d::Backend {
   }
 
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    return begin({output, input}, [gloo = gloo_, memory = on_host(Tensors{output, input}), options, size = getSize()] {
+    const auto memory = on_host(Tensors{output, input});
+    return begin({output, input}, [gloo = gloo_, memory, options, size = getSize()] {
       const auto [changed, is_mean] = without_mean(options);
       auto values = clones(memory);
       gloo->_reduce_scatter_base(values[0], values[1], changed)->wait();

@@ -137,8 +137,8 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
     if (is_up && !pinned && !waits) host_source = host_source.clone();
   }
   auto& tasks = current_tasks(device);
-  const auto number = tasks.push([host_source, host_target] {
-    delay();
+  const auto number = tasks.push([host_source, host_target, is_up] {
+    delay(is_up);
     copy_now(host_source, host_target);
   });
   if (waits) {
@@ -252,6 +252,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("zero_", zero);
   library.impl("_local_scalar_dense", local_scalar);
   library.impl("record_stream", record_stream);
+  // One of the CPU's and CUDA's kernels, which other devices have composed of several.
+  library.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&run_kernel>());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {

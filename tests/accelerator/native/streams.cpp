@@ -159,8 +159,9 @@ void wait_for_device(int device) {
   }
 }
 
-void delay() {
-  if (settings.delay_us > 0) usleep(settings.delay_us);
+void delay(bool is_upload) {
+  const int microseconds = settings.delay_us + (is_upload ? settings.upload_delay_us.load() : 0);
+  if (microseconds > 0) usleep(microseconds);
 }
 
 }  // namespace simulated
