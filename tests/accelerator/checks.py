@@ -12,6 +12,7 @@ import torch.distributed as dist
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tests.accelerator import simulated
+from tests.integrations import runs
 from tests.verbs import sharding
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -78,9 +79,9 @@ def both(folder: str, what: str = "float32", **keywords: Any) -> tuple[nn.Module
 
 
 @contextlib.contextmanager
-def late_copies() -> Iterator[None]:
+def late_copies(milliseconds: int = 20) -> Iterator[None]:
     """In the block copies to devices take so long that what is read too early is read before they end."""
-    simulated.native.set_upload_delay(20_000)
+    simulated.native.set_upload_delay(1000 * milliseconds)
     yield
     simulated.native.set_upload_delay(0)
 
@@ -94,7 +95,7 @@ def loads(folder: str, what: str) -> list[str]:
 
 def loads_without_a_wait(folder: str) -> list[str]:
     """As :func:`loads`, and the load does not wait for its last copies."""
-    with late_copies(), mock.patch.object(DeviceStaging, "finish", return_value=None):
+    with late_copies(200), mock.patch.object(DeviceStaging, "finish", return_value=None):
         there = shardwise.from_pretrained(folder, dtype="float32")
         found = own_values(there)
     torch.npu.synchronize()
@@ -268,3 +269,9 @@ def told(check: Callable[..., list[str]], *args: Any) -> list[str]:
         return check(*args)
     except Exception:
         return [traceback.format_exc()]
+
+
+def trainer(run: runs.Run) -> dict[str, torch.Tensor]:
+    """The weights after a training by ShardwiseTrainer, and its losses."""
+    outcome = runs.train(run)
+    return {**{name: value.cpu() for name, value in outcome.weights.items()}, "": torch.tensor(outcome.steps)}

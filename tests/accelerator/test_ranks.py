@@ -7,6 +7,7 @@ import torch
 from tests import zoo
 from tests.accelerator import checks
 from tests.accelerator.ranks import simulated_ranks
+from tests.integrations import runs
 from tests.quantized import quantizing
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -88,3 +89,15 @@ def test_a_checkpoint_that_does_not_wait_is_found_out(ranks, llama, tmp_path):
 
 def test_a_bank(ranks, llama):
     require_same(ranks, checks.banks, llama)
+
+
+def test_a_trainer(ranks, worlds, tmp_path):
+    """With an optimizer of one operation a parameter, whose sums are alike on every device."""
+    folder = runs.write(tmp_path)
+    run = runs.Run(str(folder), arguments={"optim": "sgd"})
+    here = worlds(ranks.size).run(checks.trainer, run.but(arguments={**run.arguments, "output_dir": f"{folder}/1"}))
+    there = ranks.run(
+        checks.trainer, run.but(arguments={**run.arguments, "output_dir": f"{folder}/2", "use_cpu": False})
+    )
+    for one, other in zip(there, here, strict=True):
+        assert checks.unlike(one, other) == []

@@ -137,8 +137,9 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
     if (is_up && !pinned && !waits) host_source = host_source.clone();
   }
   auto& tasks = current_tasks(device);
-  const auto number = tasks.push([host_source, host_target, is_up] {
-    delay(is_up);
+  const bool is_late = is_up && !waits;
+  const auto number = tasks.push([host_source, host_target, is_late] {
+    delay(is_late);
     copy_now(host_source, host_target);
   });
   if (waits) {

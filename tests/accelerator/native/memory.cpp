@@ -29,7 +29,6 @@ void add(std::atomic<int64_t>& bytes, std::atomic<int64_t>& peak, int64_t more) 
 void* aligned(size_t nbytes) {
   void* address = nullptr;
   if (posix_memalign(&address, kAlignment, nbytes) != 0) throw std::bad_alloc();
-  std::memset(address, kTaken, nbytes);
   return address;
 }
 
@@ -82,7 +81,9 @@ struct Device_allocator final : c10::Allocator {
     TORCH_CHECK_WITH(
         OutOfMemoryError, static_cast<int64_t>(nbytes) <= free,
         "NPU out of memory. Tried to allocate ", nbytes, " bytes, of which ", free, " are free.");
-    auto* block = new Block{aligned(nbytes), nbytes, current_stream(index), {}};
+    void* address = aligned(nbytes);
+    std::memset(address, kTaken, nbytes);
+    auto* block = new Block{address, nbytes, current_stream(index), {}};
     add(counters.device_bytes, counters.device_peak, static_cast<int64_t>(nbytes));
     return {block->address, block, &free_block, device};
   }

@@ -28,7 +28,7 @@ constexpr int kFreed = 0xFF;  // not a number in every floating-point dtype
 struct Settings {
   std::atomic<int> devices{1};
   std::atomic<int> delay_us{0};  // of each copy, fill and collective on a stream
-  std::atomic<int> upload_delay_us{0};  // of each copy to a device, beside that
+  std::atomic<int> upload_delay_us{0};  // more, of each copy to a device that the host does not wait for
   std::atomic<int64_t> memory_bytes{int64_t{1} << 30};  // of all devices of this process together
 };
 extern Settings settings;
@@ -95,7 +95,7 @@ void wait_for_stream(const c10::Stream& stream);
 void wait_for_device(int device);
 
 // Sleeps as long as the settings say that a transfer takes.
-void delay(bool is_upload = false);
+void delay(bool is_late_upload = false);
 
 // Whether this process has used a device, or was forked from one that had, which it cannot survive.
 bool is_initialized();

@@ -159,8 +159,8 @@ void wait_for_device(int device) {
   }
 }
 
-void delay(bool is_upload) {
-  const int microseconds = settings.delay_us + (is_upload ? settings.upload_delay_us.load() : 0);
+void delay(bool is_late_upload) {
+  const int microseconds = settings.delay_us + (is_late_upload ? settings.upload_delay_us.load() : 0);
   if (microseconds > 0) usleep(microseconds);
 }
 
