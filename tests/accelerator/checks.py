@@ -236,13 +236,9 @@ def banks(folder: str) -> list[str]:
     for keywords in ({}, {"sharding": on_host()}):
         model: Any = shardwise.from_pretrained(folder, dtype="float32", **keywords)
         model.set_attn_implementation("eager")
-        bank = shardwise.AdapterBank(model, backend="loop")
-        for number in range(3):
-            bank.add_adapter(
-                f"{number}", LoraConfig(r=2 + number, target_modules="all-linear"), optimizer=adamw, seed=number
-            )
+        bank = bank_of(model)
         for number in range(2):
-            bank.forward_backward([(f"{tenant}", rows(tenant, number)) for tenant in range(3)])
+            pass_of(bank, number)
             for tenant in range(3):
                 bank.optim_step(f"{tenant}")
         states.append({f"{name} {key}": value for name in "012" for key, value in _adapter(bank, name).items()})
@@ -275,3 +271,38 @@ def trainer(run: runs.Run) -> dict[str, torch.Tensor]:
     """The weights after a training by ShardwiseTrainer, and its losses."""
     outcome = runs.train(run)
     return {**{name: value.cpu() for name, value in outcome.weights.items()}, "": torch.tensor(outcome.steps)}
+
+
+COUNTED = ("host_waits", "pageable_to_device", "pageable_to_host")
+
+
+def costs(folder: str, out: str) -> dict[str, dict[str, int]]:
+    """How often the host waits, and copies of memory that is not pinned, by what is done."""
+    found = {}
+    with simulated.counting() as found["load"]:
+        model: Any = shardwise.from_pretrained(folder, dtype="float32")
+    with simulated.counting() as found["save"]:
+        shardwise.save(model, out)
+    optimizer = adamw(model.parameters())
+    step(model, optimizer, 0)
+    with simulated.counting() as found["step"]:
+        step(model, optimizer, 1)
+    bank = bank_of(shardwise.from_pretrained(folder, dtype="float32"))
+    pass_of(bank, 0)
+    with simulated.counting() as found["bank pass"]:
+        pass_of(bank, 1)
+    peak = {"pinned_peak": simulated.counters()["pinned_peak"]}
+    return {"all": peak} | {what: {name: counts[name] for name in COUNTED} for what, counts in found.items()}
+
+
+def bank_of(model: Any) -> Any:
+    """Three tenants of different ranks."""
+    bank = shardwise.AdapterBank(model, backend="loop")
+    for number in range(3):
+        lora = LoraConfig(r=2 + number, target_modules="all-linear")
+        bank.add_adapter(f"{number}", lora, optimizer=adamw, seed=number)
+    return bank
+
+
+def pass_of(bank: Any, number: int) -> None:
+    bank.forward_backward([(f"{tenant}", rows(tenant, number)) for tenant in range(3)])

@@ -101,3 +101,23 @@ def test_a_trainer(ranks, worlds, tmp_path):
     )
     for one, other in zip(there, here, strict=True):
         assert checks.unlike(one, other) == []
+
+
+BUDGETS = {
+    "all": {"pinned_peak": 8 << 20},
+    "load": {"host_waits": 0, "pageable_to_device": 0, "pageable_to_host": 0},
+    "save": {"host_waits": 0, "pageable_to_device": 0, "pageable_to_host": 0},
+    "step": {"host_waits": 0, "pageable_to_device": 0, "pageable_to_host": 0},
+    "bank pass": {"host_waits": 0, "pageable_to_device": 0, "pageable_to_host": 0},
+}
+"""Of a Llama of two layers: at most so often does the host wait, and copy memory that is not pinned."""
+
+
+def test_budgets(library, llama, tmp_path):
+    """In fresh processes, so that the most pinned memory is known."""
+    with simulated_ranks(1) as fresh:
+        (found,) = fresh.run(checks.costs, llama, str(tmp_path))
+    over = {
+        what: counts for what, counts in found.items() if any(counts[name] > BUDGETS[what][name] for name in counts)
+    }
+    assert over == {}

@@ -311,8 +311,8 @@ def try_collectives() -> None:
         ones.cpu()
     except RuntimeError as error:
         raise ShardingError(
-            f"{backend_of(kind)}: the first collective failed on rank {dist.get_rank()}: {error}. Each rank needs a "
-            "device of its own, and a network that all of them reach; NCCL_DEBUG=INFO tells more."
+            f"{backend_of(kind)}: the first collective failed on rank {dist.get_rank()}: {error}. Each rank needs "
+            "a device of its own, and a network that all of them reach; NCCL_DEBUG=INFO tells more."
         ) from error
 
 
