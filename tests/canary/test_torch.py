@@ -204,7 +204,7 @@ def test_groups_and_stores(tmp_path: Path) -> None:
         assert sys.getrefcount(dist.group.WORLD) > before
     finally:
         dist.destroy_process_group()
-    assert private.is_forked_from_cuda() is False
+    assert private.is_in_bad_fork(torch.device("cuda")) is False
 
 
 def test_registries_and_hooks() -> None:

@@ -12,7 +12,7 @@ from tests.cli.running import RUNNER
 from tests.training import tiny
 
 from shardwise.cli import main
-from shardwise.cli.launch import read_launch
+from shardwise.cli.launch import read_launch, training_modules
 from shardwise.cli.train import STOPPED
 from shardwise.errors import ConfigError
 
@@ -117,3 +117,23 @@ def test_an_environment_that_makes_no_sense(change: dict[str, str], nproc_per_no
     with pytest.raises(ConfigError) as caught:
         read_launch({**TORCHRUN, **change}, nproc_per_node)
     assert str(caught.value).startswith(message)
+
+
+def test_ranks_are_forked_from_no_process_that_has_imported_bitsandbytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which begins to use CUDA when it is imported, and PEFT imports it where it is installed."""
+    (tmp_path / "bitsandbytes").mkdir()
+    (tmp_path / "bitsandbytes" / "__init__.py").write_text("raise SystemExit('it begins to use CUDA')")
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "; ".join(f"import {module}" for module in training_modules())
+    path = os.pathsep.join(["src", str(tmp_path)])
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr

@@ -22,6 +22,7 @@ from shardwise.execution.processes import (
     RankEndedError,
     RankError,
     RanksLateError,
+    _own_device,
     _priority,
     at_own_gpu,
     run_spawned,
@@ -94,13 +95,13 @@ def within(seconds: float, found: Callable[[], T]) -> T:
 def machine_with(monkeypatch):
     """``machine_with("xpu", 4)``: torch has four of these. What ranks take is told."""
     taken = []
+    module = SimpleNamespace(set_device=taken.append, _is_in_bad_fork=lambda: False)
 
     def pretend(kind: str, count: int) -> list[int]:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
-        monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(set_device=taken.append))
-        monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+        monkeypatch.setattr(torch, "get_device_module", lambda _: module)
         return taken
 
     return pretend
@@ -110,8 +111,25 @@ def machine_with(monkeypatch):
 def test_a_rank_takes_the_accelerator_of_its_number(machine_with, kind, backends):
     taken = machine_with(kind, 4)
     assert at_own_gpu(3, 4) == backends
-    assert at_own_gpu(3, 5) == "gloo"
     assert taken == [3]
+
+
+def test_more_ranks_than_accelerators_are_refused(machine_with):
+    taken = machine_with("cuda", 4)
+    for rank in range(5):
+        with pytest.raises(ShardingError, match="5 ranks on a machine: .* sees 4. Start 4"):
+            at_own_gpu(rank, 5)
+    assert taken == []
+
+
+def test_a_rank_of_a_launcher_takes_the_device_that_it_is_shown(machine_with):
+    """``srun --gpus-per-task=1``: every rank sees one device, whatever its number on the machine."""
+    machine_with("cuda", 1)
+    assert _own_device({"CUDA_VISIBLE_DEVICES": "3"}, 3, 4) == 0
+    with pytest.raises(ShardingError, match="4 ranks on a machine"):
+        _own_device({}, 0, 4)
+    machine_with("cuda", 4)
+    assert _own_device({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 3, 4) == 3
 
 
 def test_accelerators_without_collectives_of_many_ranks_are_passed_by(machine_with):
@@ -122,7 +140,7 @@ def test_accelerators_without_collectives_of_many_ranks_are_passed_by(machine_wi
 
 def test_a_rank_forked_from_a_user_of_cuda_is_refused(machine_with, monkeypatch):
     machine_with("cuda", 2)
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.get_device_module("cuda"), "_is_in_bad_fork", lambda: True)
     with pytest.raises(ShardingError, match="torchrun --nproc-per-node 2"):
         at_own_gpu(0, 2)
 

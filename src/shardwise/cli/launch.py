@@ -4,6 +4,7 @@ Commands whose work is done by ranks give it to :func:`run_ranks`. The variables
 and nowhere else.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -18,8 +19,16 @@ _CUDA_FROM_AFAR = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 """Has torch ask the driver's library whether there are GPUs, so that no import begins to use CUDA in a process that
 ranks are then forked from."""
 
-TRAINING = ("trl.trainer.sft_trainer", "shardwise.training.run")
-"""Modules that every training imports; they take seconds."""
+
+def training_modules() -> tuple[str, ...]:
+    """Return what ranks of a training are forked from: modules that all of them import, which takes seconds.
+
+    PEFT imports bitsandbytes if it is installed, and bitsandbytes begins to use CUDA, after which nothing can be
+    forked. Ranks then import both themselves.
+    """
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        return ("torch", "transformers")
+    return ("trl.trainer.sft_trainer", "shardwise.training.run")
 
 
 def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapping[str, int] | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.launch import TRAINING, run_ranks
+from shardwise.cli.launch import run_ranks, training_modules
 from shardwise.errors import ConfigError
 from shardwise.report.names import in_bytes
 from shardwise.storage.names import HubOptions, is_local, local_place
@@ -76,7 +76,7 @@ def train_command(
         os.environ.update({name: str(value) for name, value in (config.own["env"] or {}).items()})
         config = _without_token(config)
         ranks = config.own["num_processes"] or nproc_per_node
-        outcomes = run_ranks(ranks, train_on_rank, config, observe, asks_first=True, preloaded=TRAINING)
+        outcomes = run_ranks(ranks, train_on_rank, config, observe, asks_first=True, preloaded=training_modules())
     except KeyboardInterrupt:
         click.echo("interrupted; all ranks have been ended, what was saved before is whole", err=True)
         sys.exit(130)

@@ -77,7 +77,7 @@ def run_spawned(
 ) -> list[Any]:
     """Call the function of an importable module on ``size`` new processes. Return its values (picklable) by rank.
 
-    Each has its own accelerator if there are enough, otherwise all compute on the CPU. When this process is
+    Each has its own accelerator, or all compute on the CPU if the machine has none. When this process is
     interrupted or terminated, the ranks are ended. With ``asks_first`` they get SIGTERM, and unlimited time until a
     second signal. They are forked from one process that has imported ``preloaded``.
 
@@ -239,28 +239,81 @@ def _join(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(max(1, machine.processor_count() // size))
     store = dist.FileStore(str(Path(folder, "store")), size)  # type: ignore[attr-defined]
     dist.init_process_group(at_own_gpu(rank, size), store=store, rank=rank, world_size=size)
+    try_collectives()
 
 
 def at_own_gpu(rank: int, size: int) -> str:
-    """Select this rank's accelerator, if there is one for each rank. Return the backends of its process group.
+    """Select this rank's accelerator, if the machine has any. Return the backends of its process group.
 
     Raises:
-        ShardingError: a module that was imported before the ranks were forked has begun to use GPUs.
+        ShardingError: there are more ranks than accelerators, or a module that was imported before the ranks were
+            forked has begun to use them.
+    """
+    from shardwise.models.torch_api import accelerator, both_backends, is_in_bad_fork, module_of
+
+    kind = accelerator()
+    if kind is None:
+        return "gloo"
+    device = _own_device({}, rank, size)
+    if is_in_bad_fork(kind):
+        raise ShardingError(
+            f"a library that was imported before the ranks were started uses {kind.type} already, and ranks cannot "
+            f"share that; start them by torchrun --nproc-per-node {size} instead"
+        )
+    module_of(kind).set_device(device)
+    return both_backends(kind)
+
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
+"""Variables in which a scheduler names the devices of a process."""
+
+
+def _own_device(environment: Mapping[str, str], rank: int, size: int) -> int:
+    """Return the number of the device of a rank, one of ``size`` on this machine.
+
+    It is 0 if the environment shows each rank only its own device (``srun --gpus-per-task=1``).
+
+    Raises:
+        ShardingError: the machine has fewer devices.
     """
     import torch
 
-    from shardwise.models.torch_api import accelerator, both_backends, is_forked_from_cuda, module_of
+    count = torch.accelerator.device_count()
+    if max(rank + 1, size) <= count:
+        return rank
+    if count == 1 and any(environment.get(name, "").count(",") == 0 and environment.get(name) for name in _VISIBLE):
+        return 0
+    raise ShardingError(
+        f"{max(rank + 1, size)} ranks on a machine: each needs a device, and this process sees {count}. Start "
+        f"{count}, or hide the devices to compute on the CPU ({_VISIBLE[0]}=)."
+    )
+
+
+def try_collectives() -> None:
+    """Carry out a first collective on accelerators, so that a backend that does not work is named at the start.
+
+    Collective: yes, over the default group.
+
+    Raises:
+        ShardingError: it failed.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.models.torch_api import accelerator, backend_of, has_collectives
 
     kind = accelerator()
-    if kind is None or torch.accelerator.device_count() < size:
-        return "gloo"
-    if is_forked_from_cuda():
+    if kind is None or not has_collectives(kind):
+        return
+    try:
+        ones = torch.ones(1, device=kind)
+        dist.all_reduce(ones)
+        ones.cpu()
+    except RuntimeError as error:
         raise ShardingError(
-            "a library that was imported before the ranks were started uses CUDA already, and ranks cannot share "
-            f"that; start them by torchrun --nproc-per-node {size} instead"
-        )
-    module_of(kind).set_device(rank)
-    return both_backends(kind)
+            f"{backend_of(kind)}: the first collective failed on rank {dist.get_rank()}: {error}. Each rank needs "
+            "a device of its own, and a network that all of them reach; NCCL_DEBUG=INFO tells more."
+        ) from error
 
 
 # Ranks of a launcher
@@ -278,6 +331,7 @@ def run_launched(environment: Mapping[str, str], function: Callable[..., Any], *
 
     Raises:
         RankLostError: ranks have not come within ten minutes, or could not connect to each other.
+        ShardingError: there are more ranks than accelerators, or these cannot communicate.
     """
     import torch.distributed as dist
 
@@ -287,7 +341,8 @@ def run_launched(environment: Mapping[str, str], function: Callable[..., Any], *
     backend = "gloo"
     kind = accelerator()
     if kind is not None:
-        module_of(kind).set_device(int(environment["LOCAL_RANK"]))
+        size = int(environment.get("LOCAL_WORLD_SIZE") or 1)
+        module_of(kind).set_device(_own_device(environment, int(environment["LOCAL_RANK"]), size))
         backend = both_backends(kind)
     try:
         store, rank, size = _store_of_launched(environment)
@@ -298,6 +353,7 @@ def run_launched(environment: Mapping[str, str], function: Callable[..., Any], *
             f"the ranks could not meet ({cause}); start every rank, with one MASTER_ADDR and one free MASTER_PORT"
         ) from error
     detector_of(default_store(), dist.get_rank())
+    try_collectives()
     own = function(*args)
     with World.current() as world:
         values = world.all_gather_object(own)

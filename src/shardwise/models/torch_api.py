@@ -204,9 +204,9 @@ def take_after(parameter: nn.Parameter, other: nn.Parameter) -> None:
         parameter.grad_dtype = other.grad_dtype
 
 
-def is_forked_from_cuda() -> bool:
-    """Return whether this process was forked from one that used CUDA, and therefore cannot."""
-    return bool(torch.cuda._is_in_bad_fork())
+def is_in_bad_fork(kind: torch.device) -> bool:
+    """Return whether this process was forked from one that used this kind of accelerator, and therefore cannot."""
+    return bool(module_of(kind)._is_in_bad_fork())
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
