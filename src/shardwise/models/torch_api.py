@@ -222,7 +222,7 @@ def backward_pass() -> int:
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Have the backward pass that calls this call ``callback`` at its end, on the thread and stream it began on."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def add_all(targets: list[torch.Tensor], stacked: torch.Tensor) -> None:
