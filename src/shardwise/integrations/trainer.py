@@ -104,7 +104,8 @@ class ShardwiseTrainer(_Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator like the Trainer, and reject settings that would shard the model again."""
         if self.args.dataloader_pin_memory:  # else each batch waits until the device has done all before it
-            self.args.accelerator_config.non_blocking = True
+            settings: Any = self.args.accelerator_config
+            settings.non_blocking = True
         super().create_accelerator_and_postprocess()
         size = dist.get_world_size() if dist.is_initialized() else 1
         if self.args.world_size != size:
