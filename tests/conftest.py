@@ -62,8 +62,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None:
         import torch
 
-        if not torch.cuda.is_available():
-            pytest.skip("no CUDA device")
+        if not torch.accelerator.is_available():
+            pytest.skip("no accelerator")
 
 
 PRELOADED = (

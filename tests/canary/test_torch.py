@@ -219,6 +219,22 @@ def test_registries_and_hooks() -> None:
     assert gradients.is_averaged(module.bias)
 
 
+def test_the_end_of_a_backward_pass() -> None:
+    told: list[object] = []
+
+    def hook(_: torch.Tensor) -> None:
+        told.append(private.backward_pass())
+        private.after_backward(partial(told.append, "end"))
+
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    for leaf in leaves:
+        leaf.register_post_accumulate_grad_hook(hook)
+    for _ in range(2):
+        (leaves[0] * leaves[1]).sum().backward()
+    assert told[2:4] == told[6:] == ["end", "end"]
+    assert told[0] == told[1] != told[4] == told[5]
+
+
 def test_kinds_of_modules() -> None:
     assert private.normalizes_over_rows(nn.BatchNorm2d(2))
     assert private.normalizes_over_rows(nn.SyncBatchNorm(2))

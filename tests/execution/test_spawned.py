@@ -68,12 +68,13 @@ def within(seconds: float, found: Callable[[], T]) -> T:
 def machine_with(monkeypatch):
     """``machine_with("xpu", 4)``: torch has four of these. What ranks take is told."""
     taken = []
+    module = SimpleNamespace(set_device=taken.append)
 
     def pretend(kind: str, count: int) -> list[int]:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
-        monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(set_device=taken.append))
+        monkeypatch.setattr(torch, "get_device_module", lambda _: module)
         return taken
 
     return pretend
@@ -82,26 +83,32 @@ def machine_with(monkeypatch):
 @pytest.mark.parametrize(("kind", "backends"), [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl")])
 def test_a_rank_takes_the_accelerator_of_its_number(machine_with, kind, backends):
     taken = machine_with(kind, 4)
-    assert select_accelerator(3, 4) == select_accelerator(2) == backends
-    assert taken == [3, 2]
+    assert select_accelerator({}, 3, 4) == backends
+    assert taken == [3]
 
 
-def test_a_rank_that_sees_one_device_takes_it(machine_with):
+def test_more_ranks_than_accelerators_are_refused(machine_with):
+    taken = machine_with("cuda", 4)
+    for rank in range(5):
+        with pytest.raises(ShardingError, match="5 ranks on a machine: .* sees 4. Start at most 4"):
+            select_accelerator({}, rank, 5)
+    assert taken == []
+
+
+def test_a_rank_of_a_launcher_takes_the_device_that_it_is_shown(machine_with):
+    """``srun --gpus-per-task=1``: every rank sees one device, whatever its number on the machine."""
     taken = machine_with("cuda", 1)
-    assert select_accelerator(3) == "cpu:gloo,cuda:nccl"
-    assert taken == [0]
-
-
-@pytest.mark.parametrize(("count", "rank", "size"), [(1, 0, 2), (1, 1, 2), (4, 3, 5), (4, 4, None)])
-def test_more_ranks_than_accelerators_are_refused(machine_with, count, rank, size):
-    machine_with("cuda", count)
-    with pytest.raises(ShardingError, match=f"at most {count} ranks on this machine"):
-        select_accelerator(rank, size)
+    select_accelerator({"CUDA_VISIBLE_DEVICES": "3"}, 3, 4)
+    with pytest.raises(ShardingError, match="4 ranks on a machine"):
+        select_accelerator({}, 0, 4)
+    machine_with("cuda", 4)
+    select_accelerator({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 3, 4)
+    assert taken == [0, 3]
 
 
 def test_accelerators_without_collectives_of_many_ranks_are_passed_by(machine_with):
     assert machine_with("mps", 1) == []
-    assert select_accelerator(0, 1) == "gloo"
+    assert select_accelerator({}, 0, 1) == "gloo"
     assert this_device() == torch.device("cpu")
 
 

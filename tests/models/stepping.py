@@ -1,10 +1,12 @@
 """Passes of small models on ranks: blocks that are recomputed, gradients that are clipped."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
@@ -275,3 +278,24 @@ def refused_reshard(after: int) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def averaged(reentrant: bool) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
+    """All-reduces of two backward passes, the gradients after them, and this rank's own of one pass."""
+    torch.manual_seed(0)
+    net = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+    rows = torch.full((2, 3), dist.get_rank() + 1.0)
+
+    def run() -> None:
+        hidden = net[0](rows)
+        hidden = checkpoint(net[1], hidden, use_reentrant=True) if reentrant else net[1](hidden)
+        net[2](hidden).square().sum().backward()
+
+    run()
+    own = [copy.deepcopy(parameter.grad) for parameter in net.parameters()]
+    net.zero_grad()
+    average_replicated_gradients(net, init_device_mesh("cpu", (dist.get_world_size(),)))
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
+        run()
+        run()
+    return sums.call_count, [parameter.grad for parameter in net.parameters()], own

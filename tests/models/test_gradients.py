@@ -55,6 +55,17 @@ def test_there_may_be_no_gradient():
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_of_whole_parameters_are_averaged_in_one_bucket(worlds, reentrant):
+    """A pass within a pass has its own."""
+    found = worlds(2).run(stepping.averaged, reentrant)
+    means = [(one + other) / 2 for one, other in zip(found[0][2], found[1][2], strict=True)]
+    for sums, gradients, _ in found:
+        assert sums == (4 if reentrant else 2)
+        torch.testing.assert_close(gradients, [2 * mean for mean in means])
+
+
+@pytest.mark.distributed
 def test_what_would_drift_apart_is_refused_by_name(worlds):
     added, plain, part = worlds(2).run(stepping.unsynchronized)[1]
     assert added.startswith("model.layers.{0..2}.mlp.adapter: trained, but neither sharded nor averaged over the 2")

@@ -17,7 +17,8 @@ A call of ``forward_backward`` goes like this:
    adds straight to the tenants' flat gradients.
 4. The ranks exchange losses or a failure. After a failure, gradients have their values from before the call.
 
-``optim_step`` sums one tenant's gradient over the ranks, looks whether it is finite, clips, and steps (``tenant``).
+``optim_step`` sums one tenant's gradient over the ranks, looks whether it is finite, clips, and steps
+(``stepping``). ``optim_steps`` does it for several tenants, and waits for the device once.
 Bases that would couple tenants are rejected by name (``rows``).
 """
 

@@ -28,6 +28,7 @@ from shardwise.bank.files import (
 )
 from shardwise.bank.routing import ActiveRouting, SiteHooks
 from shardwise.bank.rows import RowTensors
+from shardwise.bank.stepping import step_together, sum_all
 from shardwise.checkpoints.facts import digest_of
 from shardwise.engines.arguments import agree_on_call, require_meant
 from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
@@ -202,35 +203,56 @@ class AdapterBank:
                 different settings (for example, from different schedules) or step counts. No step is taken then.
             RankLostError: a rank is lost. The bank is over then.
         """
+        return self._step_all([name], changes)[name]
 
-        def check() -> tuple[tenants.Tenant, dict[str, str]]:
-            tenant = self._tenant(name)
-            found, wanted = tenant.window.micro_batches, tenant.options.gradient_accumulation_steps
-            if found < wanted:
-                raise ConfigError(
-                    f"the window of {name!r} has {found} micro-batches of {wanted}. Call forward_backward until "
-                    "it is full"
-                )
-            tenant.require_changes(changes)
+    def optim_steps(self, names: Sequence[str]) -> dict[str, tenants.TenantStep]:
+        """Take the steps of several tenants as :meth:`optim_step` does: the same bits, in fewer calls.
+
+        Collective: yes (two small exchanges, and an all-reduce for each tenant).
+
+        Args:
+            names: of the tenants, each once.
+        """
+        return self._step_all(list(dict.fromkeys(names)), {})
+
+    def _step_all(self, names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, tenants.TenantStep]:
+        def check() -> tuple[list[tenants.Tenant], dict[str, str]]:
+            stepping = [self._require_full(name) for name in names]
             asked = {
-                "the tenant that takes a step": name,
+                "the tenant that takes a step": ", ".join(names),
                 "the changes of its settings": repr(sorted(changes.items())),
             }
-            settings = {f"{key} of {name!r}": value for key, value in tenant.settings().items()}
-            return tenant, {**asked, **settings}
+            for tenant in stepping:
+                tenant.require_changes(changes)
+                asked |= {f"{key} of {tenant.name!r}": value for key, value in tenant.settings().items()}
+            return stepping, asked
 
-        tenant = agree_on_call(self._world, check)
-        tenant.change(changes)
-        learning_rate = float(tenant.optimizer.param_groups[0].get("lr", math.nan))
-        learned = tenant.window.num_supervised_tokens
-        is_mean = tenant.options.reduction == "mean" and not calls.is_scaled_at_once(tenant)
+        stepping = agree_on_call(self._world, check)
+        for tenant in stepping:
+            tenant.change(changes)
+        rates = [float(tenant.optimizer.param_groups[0].get("lr", math.nan)) for tenant in stepping]
+        learned = [tenant.window.num_supervised_tokens for tenant in stepping]
+        scales = [
+            1 / max(count, 1) if tenant.options.reduction == "mean" and not calls.is_scaled_at_once(tenant) else 1.0
+            for tenant, count in zip(stepping, learned, strict=True)
+        ]
 
-        def step() -> tuple[bool, float]:
-            tenants.summed(self._world, tenant.gradient)
-            return tenant.step(1 / max(learned, 1) if is_mean else 1.0)
+        def step() -> list[tuple[bool, float]]:
+            sum_all(self._world, [tenant.gradient for tenant in stepping])
+            return step_together(stepping, scales) if stepping else []
 
-        is_taken, norm = self._world.run_all(step)
-        return tenants.TenantStep(is_taken, norm, learned, learning_rate)
+        found = zip(names, self._world.run_all(step), learned, rates, strict=True)
+        return {name: tenants.TenantStep(*outcome, count, rate) for name, outcome, count, rate in found}
+
+    def _require_full(self, name: str) -> tenants.Tenant:
+        tenant = self._tenant(name)
+        micro_batches, wanted = tenant.window.micro_batches, tenant.options.gradient_accumulation_steps
+        if micro_batches < wanted:
+            raise ConfigError(
+                f"the window of {name!r} has {micro_batches} micro-batches of {wanted}. Call forward_backward until "
+                "it is full"
+            )
+        return tenant
 
     # ── evaluation ────────────────────────────────────────────────────────────────────────────────
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.bank.tenant import LoraWeights
+from shardwise.models import torch_api
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -38,10 +39,10 @@ def dropped(values: torch.Tensor, keys: torch.Tensor, site: int, probability: fl
     """Values with some of them 0 and the others scaled, as ``nn.Dropout`` has it in training.
 
     It is its own derivative: of a gradient it gives that of the values. ``values`` is (rows * n, width), ``keys``
-    (rows,).
+    (rows,), on the same device.
     """
     places = torch.arange(values.numel() // max(len(keys), 1), device=values.device)
-    hashed = _mixed((keys.to(values.device) ^ site).unsqueeze(1) + places * _GOLDEN)
+    hashed = _mixed((keys ^ site).unsqueeze(1) + places * _GOLDEN)
     kept = (_shifted(hashed, 33) >= int(probability * (1 << 31))).view(values.shape)
     return torch.where(kept, values / (1 - probability), 0.0)
 
@@ -111,7 +112,13 @@ class SegmentLoop:
 
 
 class GroupedProducts(SegmentLoop):
-    """Computes adjacent parts with equally many rows and one rank by one batched product."""
+    """Computes adjacent parts with equally many rows and one rank by one batched product.
+
+    One object serves a pass. It keeps the scales of runs on the device.
+    """
+
+    def __init__(self) -> None:
+        self._scales: dict[tuple[float, ...], torch.Tensor] = {}
 
     def add(self, parts: Sequence[RoutedSegment], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
         """Add the adapters to ``out``. Return the values saved for :meth:`lead_back`."""
@@ -121,9 +128,9 @@ class GroupedProducts(SegmentLoop):
                 kept += super().add(run, x, out)
                 continue
             A, B = _packed(run, x.dtype)
-            z = torch.bmm(_dropped(run, x), A.transpose(1, 2))
-            scaled = (z * _scales(run, x.device)).to(x.dtype)
-            _by_tenant(run, out).baddbmm_(scaled, B.transpose(1, 2))
+            z = torch.bmm(_by_tenant(run, _dropped(run, _rows_of(run, x))), A.transpose(1, 2))
+            scaled = (z * self._scales_of(run, x.device)).to(x.dtype)
+            _by_tenant(run, _rows_of(run, out)).baddbmm_(scaled, B.transpose(1, 2))
             kept.append(scaled)
         return kept
 
@@ -141,16 +148,21 @@ class GroupedProducts(SegmentLoop):
                 super().lead_back(run, x, [scaled], g, x_grad)
                 continue
             A, B = _packed(run, g.dtype)
-            own = _by_tenant(run, g)
+            own = _by_tenant(run, _rows_of(run, g))
             b_grads = torch.bmm(scaled.transpose(1, 2), own).transpose(1, 2)  # faster than the other way round
-            z_grad = (torch.bmm(own, B) * _scales(run, g.device)).to(g.dtype)
-            a_grads = torch.bmm(z_grad.transpose(1, 2), _dropped(run, x))
-            for part, a_grad, b_grad in zip(run, a_grads, b_grads, strict=True):
-                part.pair.a_grad.add_(a_grad)
-                part.pair.b_grad.add_(b_grad)
+            z_grad = (torch.bmm(own, B) * self._scales_of(run, g.device)).to(g.dtype)
+            a_grads = torch.bmm(z_grad.transpose(1, 2), _by_tenant(run, _dropped(run, _rows_of(run, x))))
+            torch_api.add_all([part.pair.a_grad for part in run], a_grads)
+            torch_api.add_all([part.pair.b_grad for part in run], b_grads)
             if x_grad is not None:
-                for part, found in zip(run, torch.bmm(z_grad, A), strict=True):
-                    x_grad[part.start : part.stop] += part.dropped(found)
+                _rows_of(run, x_grad).add_(_dropped(run, torch.bmm(z_grad, A).flatten(0, 1)))
+
+    def _scales_of(self, run: Sequence[RoutedSegment], device: torch.device) -> torch.Tensor:
+        """Return the scales of a run, float32 (tenants, 1, 1)."""
+        scales = tuple(part.pair.scaling for part in run)
+        if scales not in self._scales:
+            self._scales[scales] = torch_api.sent(torch.tensor(scales, dtype=torch.float32), device).view(-1, 1, 1)
+        return self._scales[scales]
 
 
 class EmbeddingLoop(SegmentLoop):
@@ -201,20 +213,21 @@ def runs(parts: Sequence[RoutedSegment]) -> list[list[RoutedSegment]]:
     return found
 
 
-def _by_tenant(run: Sequence[RoutedSegment], values: torch.Tensor) -> torch.Tensor:
+def _rows_of(run: Sequence[RoutedSegment], values: torch.Tensor) -> torch.Tensor:
+    """View the rows of a run."""
+    return values[run[0].start : run[-1].stop]
+
+
+def _by_tenant(run: Sequence[RoutedSegment], rows: torch.Tensor) -> torch.Tensor:
     """View the rows of a run as (tenants, rows, width)."""
-    return values[run[0].start : run[-1].stop].view(len(run), -1, values.shape[-1])
+    return rows.view(len(run), -1, rows.shape[-1])
 
 
-def _dropped(run: Sequence[RoutedSegment], x: torch.Tensor) -> torch.Tensor:
+def _dropped(run: Sequence[RoutedSegment], rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a run with dropout: tenant by tenant, as it takes memory several times theirs."""
     if all(part.keys is None for part in run):
-        return _by_tenant(run, x)
-    return torch.stack([part.dropped(x[part.start : part.stop]) for part in run])
-
-
-def _scales(run: Sequence[RoutedSegment], device: torch.device) -> torch.Tensor:
-    scales = [part.pair.scaling for part in run]
-    return torch.tensor(scales, dtype=torch.float32, device=device).view(-1, 1, 1)
+        return rows
+    return torch.cat([part.dropped(own) for part, own in zip(run, rows.chunk(len(run)), strict=True)])
 
 
 def _packed(run: Sequence[RoutedSegment], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,16 +241,23 @@ BackendChoice: TypeAlias = Literal["auto", "loop"]
 
 
 def choose_backend(
-    choice: BackendChoice, parts: Sequence[RoutedSegment], x: torch.Tensor, out: torch.Tensor
+    choice: BackendChoice,
+    parts: Sequence[RoutedSegment],
+    x: torch.Tensor,
+    out: torch.Tensor,
+    grouped: GroupedProducts | None = None,
 ) -> tuple[SegmentLoop, str]:
-    """The backend of one layer, and why in a few words. Arithmetic alone: nothing is timed."""
+    """The backend of one layer, and why in a few words. Arithmetic alone: nothing is timed.
+
+    ``grouped`` is that of the pass.
+    """
     if choice == "loop":
         return SegmentLoop(), "loop: as asked"
     if x.dtype != out.dtype:
         return SegmentLoop(), f"loop: no batched product of {x.dtype} to {out.dtype}"
     if len(runs(parts)) == len(parts):
         return SegmentLoop(), "loop: no two neighbors alike"
-    return GroupedProducts(), "grouped: fewer products"
+    return grouped or GroupedProducts(), "grouped: fewer products"
 
 
 def adapt(

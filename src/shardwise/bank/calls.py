@@ -33,6 +33,7 @@ from shardwise.bank.tenant import Tenant
 from shardwise.errors import ConfigError, ShardwiseError, TrainingError
 from shardwise.execution.world import World
 from shardwise.models.gradients import forget_pass
+from shardwise.models.torch_api import sent
 from shardwise.models.view import root_of
 
 T = TypeVar("T")
@@ -301,7 +302,8 @@ class FusedPass:
         is_training: bool,
     ) -> None:
         self.spans: dict[int, slice] = {}
-        members: list[TenantRows] = []
+        own: list[tuple[Tenant, slice]] = []
+        keys = [torch.empty(0, dtype=torch.int64)]
         rows: list[TenantRow] = []
         for number in plan.entries:
             entry = entries[number]
@@ -310,8 +312,8 @@ class FusedPass:
             self.spans[number] = span
             if entry.tenant is not None:
                 key = key_of(entry.tenant.options.seed, entry.tenant.windows, entry.tenant.window.micro_batches)
-                keys = row_keys(key, entry.first, len(entry.rows))
-                members.append(TenantRows(entry.tenant, span.start, span.stop, keys))
+                keys.append(row_keys(key, entry.first, len(entry.rows)))
+                own.append((entry.tenant, span))
         shape = (max(len(rows), 1), plan.tokens)
         self.input_ids = torch.zeros(shape, dtype=torch.int64)
         self.attention_mask = torch.zeros(shape, dtype=torch.int64)
@@ -327,7 +329,9 @@ class FusedPass:
             self.attention_mask[:] = 1
         self.device = device
         anchor = torch.zeros((), device=device, requires_grad=True)
-        self.route = BatchRouting(shape[0], shape[1], tuple(members), choice, anchor, is_training)
+        on_device = sent(torch.cat(keys), device)  # of tenants' rows, which come first
+        members = tuple(TenantRows(tenant, at.start, at.stop, on_device[at]) for tenant, at in own)
+        self.route = BatchRouting(shape[0], shape[1], members, choice, anchor, is_training)
         self.logprobs: torch.Tensor | None = None
         """(rows, tokens - 1), float32: of each label, given what stands before it; 0 where there is none."""
 
@@ -335,12 +339,12 @@ class FusedPass:
         """Collective: as the model is."""
         with switch.on(self.route):
             output: Any = model(
-                input_ids=self.input_ids.to(self.device),
-                attention_mask=self.attention_mask.to(self.device),
+                input_ids=sent(self.input_ids, self.device),
+                attention_mask=sent(self.attention_mask, self.device),
                 use_cache=False,
             )
         logits: torch.Tensor = output.logits[:, :-1]
-        following = self.labels[:, 1:].to(self.device)
+        following = sent(self.labels, self.device)[:, 1:]
         losses = F.cross_entropy(
             logits.flatten(0, 1).float(), following.flatten(), reduction="none", ignore_index=IGNORED
         )
@@ -365,7 +369,7 @@ class FusedPass:
         for number, span in self.spans.items():
             scaled[span] *= scales[number]
         with switch.on(self.route):
-            torch.autograd.backward(logprobs, -scaled.to(self.device))
+            torch.autograd.backward(logprobs, sent(-scaled, self.device))
         self.logprobs = logprobs.detach()
-        losses = (-self.logprobs.double() * weights.to(self.device)).cpu()
+        losses = (-self.logprobs.double() * sent(weights, self.device)).cpu()  # the one wait of a pass
         return {number: float(losses[span].sum()) for number, span in self.spans.items()}

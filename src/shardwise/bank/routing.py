@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.bank.backends import (
     BackendChoice,
     EmbeddingLoop,
+    GroupedProducts,
     RoutedSegment,
     SegmentLoop,
     adapt,
@@ -28,7 +29,7 @@ from shardwise.bank.backends import (
 )
 from shardwise.bank.tenant import LoraWeights, Tenant, expert_site
 from shardwise.errors import ConfigError, TrainingError
-from shardwise.models import four_bit_layers
+from shardwise.models import four_bit_layers, torch_api
 from shardwise.models.four_bit_layers import weight_of_expert
 from shardwise.models.view import canonical
 from shardwise.tuning.sites import AdaptedSite, EmbeddingSite, ExpertsSite, LinearSite
@@ -42,7 +43,7 @@ class TenantRows:
     start: int
     stop: int
     keys: torch.Tensor
-    """Of its rows, for dropout: (rows,)."""
+    """Of its rows, for dropout: (rows,), on the device."""
 
 
 @dataclass(slots=True)
@@ -58,6 +59,7 @@ class BatchRouting:
     choice: BackendChoice
     anchor: torch.Tensor
     is_training: bool = True
+    grouped: GroupedProducts = field(default_factory=GroupedProducts)
     chosen: Counter[str] = field(default_factory=Counter)
     passed: set[str] = field(default_factory=set)
     """Sites that the forward pass has come to, and those that the backward pass has."""
@@ -76,7 +78,9 @@ class BatchRouting:
     def linear(self, site: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.require_rows(site, x)
         parts = self.parts(site, x.shape[:-1].numel() // self.rows)
-        backend, why = choose_backend(self.choice, parts, x, y) if parts else (SegmentLoop(), "no rows")
+        backend, why = (
+            choose_backend(self.choice, parts, x, y, self.grouped) if parts else (SegmentLoop(), "no rows")
+        )
         self.chosen[why] += 1
         return self.note(site, adapt(self.anchor, x, y, parts, backend))
 
@@ -200,26 +204,34 @@ def adapted_experts(
     Returns: (rows * tokens, width).
     """
     route.require_rows(name, hidden_states)
-    bounds = [bound * route.tokens for bound in route.bounds()]
     chosen, order = top_k_index.flatten().sort(stable=True)
     tokens = order // top_k_index.shape[1]
-    counts = torch.bincount(chosen, minlength=module.num_experts)[: module.num_experts].tolist()
     result = torch.zeros_like(hidden_states)
-    start = 0
     up = next(parameter for parameter in _UP if hasattr(module, parameter))
-    for expert, count in enumerate(counts):
-        own = tokens[start : start + count]
-        weights = top_k_weights.flatten()[order[start : start + count]].unsqueeze(1)
-        start += count
-        if not count:
+    for expert, (start, *bounds, stop) in enumerate(_bounds(route, chosen, tokens, module.num_experts)):
+        if start == stop:
             continue
-        # Tokens of a tenant begin where its first token would be put.
-        cuts = torch.searchsorted(own, torch.tensor(bounds, device=own.device)).tolist()
+        own = tokens[start:stop]
+        weights = top_k_weights.flatten()[order[start:stop]].unsqueeze(1)
+        cuts = [bound - start for bound in bounds]
         hidden = _product(route, module, name, up, expert, hidden_states[own], cuts)
         hidden = four_bit_layers.activated(module, hidden)
         hidden = _product(route, module, name, "down_proj", expert, hidden, cuts)
         result = result.index_add(0, own, (hidden * weights).to(result.dtype))
     return route.note(name, adapt(route.anchor, result.detach(), result, [], SegmentLoop()))
+
+
+def _bounds(route: BatchRouting, chosen: torch.Tensor, tokens: torch.Tensor, experts: int) -> list[list[int]]:
+    """Return where, of sorted pairs (expert, token), those of each expert begin, those of each member, and the end.
+
+    The host waits for the device once.
+    """
+    most = route.rows * route.tokens
+    firsts = torch.tensor([0, *(bound * route.tokens for bound in route.bounds()), most])
+    wanted = torch.arange(experts).unsqueeze(1) * most + firsts
+    found = torch.searchsorted(chosen * most + tokens, torch_api.sent(wanted, chosen.device))
+    bounds: list[list[int]] = found.tolist()
+    return bounds
 
 
 def _product(

@@ -22,7 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.bank.tenant import Tenant, TenantStart, TenantWindow, summed
+from shardwise.bank.stepping import sum_all
+from shardwise.bank.tenant import Tenant, TenantStart, TenantWindow
 from shardwise.bank.tenant_facts import TenantFacts, facts_of, sound_facts
 from shardwise.checkpoints import base_identity as bases
 from shardwise.checkpoints.facts import digest_of
@@ -57,7 +58,11 @@ def window_gradient(tenant: Tenant) -> torch.Tensor | None:
 
     Collective: where a window is open, one all-reduce. Memory: a copy of the gradient.
     """
-    return summed(tenant.world, tenant.gradient.clone()) if tenant.window.micro_batches else None
+    if not tenant.window.micro_batches:
+        return None
+    gradient = tenant.gradient.clone()
+    sum_all(tenant.world, [gradient])
+    return gradient
 
 
 def training_tensors(tenant: Tenant, gradient: torch.Tensor | None) -> dict[str, torch.Tensor]:

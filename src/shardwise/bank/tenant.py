@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -78,18 +77,6 @@ def made_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
             f"{kind.__qualname__} must be made of the parameter it is given, in one group, and of no other"
         )
     return optimizer
-
-
-def summed(world: World, values: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over the ranks, in place. Collective: yes.
-
-    Called in a phase of ``world``: if another rank fails or is lost meanwhile, all ranks raise the same error.
-    """
-    if world.size > 1:
-        work = dist.all_reduce(values, group=world.group, async_op=True)
-        assert work is not None, "this rank is in the group"
-        world.wait_for(work)
-    return values
 
 
 class ConstantRate:
@@ -257,24 +244,10 @@ class Tenant:
         self.max_grad_norm = float(settings.pop("max_grad_norm", self.max_grad_norm))
         self.optimizer.param_groups[0].update(settings)
 
-    def step(self, scale: float) -> tuple[bool, float]:
-        """Step with the gradient times ``scale``, unless that is not finite. Then clear the gradient.
-
-        Returns whether it was taken, and the norm before it was clipped.
-        """
-        if scale != 1.0:
-            self.gradient.mul_(scale)
-        norm = float(torch.nn.utils.get_total_norm(list(self.gradients.values())))
-        if is_finite := math.isfinite(norm):
-            if (factor := self.max_grad_norm / (norm + 1e-6)) < 1:
-                self.gradient.mul_(factor)
-            self.optimizer.step()
-            self.schedule.step()
-            self.steps += 1
-        self.gradient.zero_()
-        self.window = TenantWindow()
-        self.windows += 1
-        return is_finite, norm
+    def clip(self, norm: float) -> None:
+        """Scale the gradient down to ``max_grad_norm``."""
+        if (factor := self.max_grad_norm / (norm + 1e-6)) < 1:
+            self.gradient.mul_(factor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,18 +221,42 @@ def views_of(
     return {chunk: strided_view(local[chunk.key], place) for chunk, place in places.items()}
 
 
+def slabs_of(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Deal blocks of bytes to slabs whose sizes are powers of two.
+
+    torch rounds pinned memory up to a power of two, so that one slab for all blocks might take twice their bytes.
+
+    Returns:
+        The bytes of each slab, and for each block its slab and the byte of it at which the block begins.
+    """
+    slabs: list[int] = []
+    used: list[int] = []
+    places = [(0, 0)] * len(sizes)
+    left = sum(sizes)
+    for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        size = sizes[number]
+        slab = next((slab for slab, nbytes in enumerate(slabs) if nbytes - used[slab] >= size), len(slabs))
+        if slab == len(slabs):
+            slabs.append(1 << max((size - 1).bit_length(), left.bit_length() - 1))
+            used.append(0)
+        places[number] = slab, used[slab]
+        used[slab] += size
+        left -= size
+    return slabs, places
+
+
 class ChunkStaging:
     """Host memory for copies of all chunks of a rank, reused between checkpoints, pinned for an accelerator."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._slabs: list[torch.Tensor] = []
         self._views: Views = {}
         self._copies: Views = {}
 
     def copy(self, views: Views) -> Views:
         """Return copies of the chunks. The tensors may change as soon as this returns.
 
-        Memory: the bytes of the chunks.
+        Memory: the bytes of the chunks, in slabs of powers of two.
         """
         devices = {view.device for view in views.values() if view.device.type != "cpu"}
         if views is not self._views:
@@ -243,16 +267,17 @@ class ChunkStaging:
         return self._copies
 
     def _laid_out(self, views: Views, *, is_pinned: bool) -> Views:
-        starts: dict[ArchivedChunk, int] = {}
-        total = 0
-        for chunk, view in views.items():
-            starts[chunk] = total
-            total += -(-view.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if self._memory.nbytes < total or (is_pinned and not self._memory.is_pinned()):
-            self._memory = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+        sizes, places = slabs_of([-(-view.nbytes // _ALIGNMENT) * _ALIGNMENT for view in views.values()])
+        if [slab.nbytes for slab in self._slabs] != sizes or any(
+            slab.is_pinned() != is_pinned for slab in self._slabs
+        ):
+            self._slabs = []  # freed before more is taken
+            self._slabs = [
+                torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned) for size in sizes
+            ]
         return {
-            chunk: self._memory[starts[chunk] : starts[chunk] + view.nbytes].view(view.dtype).view(view.shape)
-            for chunk, view in views.items()
+            chunk: self._slabs[slab][start : start + view.nbytes].view(view.dtype).view(view.shape)
+            for (chunk, view), (slab, start) in zip(views.items(), places, strict=True)
         }
 
 

@@ -220,12 +220,19 @@ def as_stored(staging: torch.Tensor, segment: Segment, start: int) -> torch.Tens
     return strided_view(values, Strided(0, source.sizes, source.strides))
 
 
-def staging_buffers(budget_bytes: int, concurrency: int, device: torch.device) -> Sequence[Landing]:
-    """At most ``concurrency`` landings for tensors on a device, that stage together within the budget."""
+def staging_buffers(
+    budget_bytes: int, concurrency: int, device: torch.device, most_bytes: int | None = None
+) -> Sequence[Landing]:
+    """Return at most ``concurrency`` landings for tensors on a device, that stage together within the budget.
+
+    On an accelerator their slabs are no larger than ``most_bytes``, the most that one request stages, rounded up to
+    a power of two.
+    """
     staging = staging_within(budget_bytes, concurrency, on_device=device.type != "cpu")
     if device.type == "cpu":
         return [HostStaging(staging.nbytes) for _ in range(staging.workers)]
-    return [DeviceStaging(staging.nbytes, device) for _ in range(staging.workers)]
+    nbytes = staging.nbytes if most_bytes is None else min(staging.nbytes, 1 << most_bytes.bit_length())
+    return [DeviceStaging(nbytes, device) for _ in range(staging.workers)]
 
 
 def memory_of(flat: torch.Tensor) -> memoryview:

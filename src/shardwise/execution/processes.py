@@ -202,17 +202,22 @@ def _join(rank: int, size: int, folder: str) -> None:
 
     torch.set_num_threads(max(1, machine.processor_count() // size))
     store = dist.FileStore(str(Path(folder, "store")), size)  # type: ignore[attr-defined]
-    dist.init_process_group(select_accelerator(rank, size), store=store, rank=rank, world_size=size)
+    dist.init_process_group(select_accelerator({}, rank, size), store=store, rank=rank, world_size=size)
+    try_collectives()
 
 
-def select_accelerator(local_rank: int, local_size: int | None = None) -> str:
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
+"""Variables in which a scheduler names the devices of a process."""
+
+
+def select_accelerator(environment: Mapping[str, str], local_rank: int, local_size: int) -> str:
     """Select the accelerator of a rank. Return the backends of its process group, as in "cpu:gloo,cuda:nccl".
 
-    Without ``local_size``, the number of ranks on this machine, a rank that sees one device takes it, as under
-    ``srun --gpus-per-task=1``.
+    It is the one with the rank's number, or device 0 if the environment shows each rank only its own device
+    (``srun --gpus-per-task=1``).
 
     Raises:
-        ShardingError: there are accelerators, but not one for each rank.
+        ShardingError: there are accelerators, but not one for each rank of this machine.
     """
     import torch
 
@@ -221,15 +226,42 @@ def select_accelerator(local_rank: int, local_size: int | None = None) -> str:
     kind = accelerator()
     if kind is None:
         return "gloo"
-    count = torch.accelerator.device_count()
-    index = 0 if local_size is None and count == 1 else local_rank
-    if max(index + 1, local_size or 0) > count:
+    count, size = torch.accelerator.device_count(), max(local_rank + 1, local_size)
+    shows_own = count == 1 and any("," not in environment.get(name, ",") for name in _VISIBLE)
+    if size > count and not shows_own:
         raise ShardingError(
-            f"rank {local_rank} of this machine: has no {kind.type} device of its own, there are {count}. Start at "
-            f"most {count} ranks on this machine, or hide its devices to compute on the CPU."
+            f"{size} ranks on a machine: each needs a device, and this process sees {count}. Start at most {count}, "
+            f"or hide the devices to compute on the CPU ({_VISIBLE[0]}=)."
         )
-    module_of(kind).set_device(index)
+    module_of(kind).set_device(0 if shows_own else local_rank)
     return both_backends(kind)
+
+
+def try_collectives() -> None:
+    """Carry out a first collective on accelerators, so that a backend that does not work is named at the start.
+
+    Collective: yes, over the default group.
+
+    Raises:
+        ShardingError: it failed.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.models.torch_api import accelerator, backend_of, has_collectives
+
+    kind = accelerator()
+    if kind is None or not has_collectives(kind):
+        return
+    try:
+        ones = torch.ones(1, device=kind)
+        dist.all_reduce(ones)
+        ones.cpu()
+    except RuntimeError as error:
+        raise ShardingError(
+            f"{backend_of(kind)}: the first collective failed on rank {dist.get_rank()}: {error}. Each rank needs "
+            "a device of its own, and a network that all of them reach. NCCL_DEBUG=INFO shows more."
+        ) from error
 
 
 # Ranks of a launcher
@@ -247,13 +279,15 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
 
     Raises:
         RankLostError: ranks have not come within ten minutes, or could not connect to each other.
+        ShardingError: there are more ranks than accelerators, or these cannot communicate.
     """
     import torch.distributed as dist
 
     from shardwise.execution.world import World
     from shardwise.models.torch_api import default_store
 
-    backends = select_accelerator(int(environment["LOCAL_RANK"]))
+    local_size = int(environment.get("LOCAL_WORLD_SIZE") or 1)
+    backends = select_accelerator(environment, int(environment["LOCAL_RANK"]), local_size)
     try:
         store, rank, size = _store_of_launched(environment)
         dist.init_process_group(backends, timeout=_RENDEZVOUS, store=store, rank=rank, world_size=size)
@@ -263,6 +297,7 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
             f"the ranks could not meet ({cause}). Start every rank, with one MASTER_ADDR and one free MASTER_PORT"
         ) from error
     detector_of(default_store(), dist.get_rank())
+    try_collectives()
     own = function(*args)
     with World.current() as world:
         values = world.all_gather_object(own)

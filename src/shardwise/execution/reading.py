@@ -198,7 +198,8 @@ class ReadExecutor:
         device: torch.device,
         budget_bytes: int,
     ) -> None:
-        tools = staging_buffers(budget_bytes, self.reader.policy.concurrency, device)
+        most_bytes = load_memory.most_staged(requests)
+        tools = staging_buffers(budget_bytes, self.reader.policy.concurrency, device, most_bytes)
         try:
             WorkerPool(partial(self._answer, filling), tools, self.world.check).run(requests)
         finally:  # whatever fails, nothing may be on its way to memory that is freed then

@@ -1,6 +1,6 @@
 """Callbacks of a Trainer that all ranks follow alike."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +9,7 @@ from transformers import TrainerControl
 
 from shardwise.errors import RankLostError, ShardwiseError
 from shardwise.execution.world import World
+from shardwise.models import torch_api
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -36,7 +37,6 @@ class AgreedEvents:
     Args:
         call_event: the handler's own.
         world: the ranks.
-        device: where sums are made.
         is_training: whether a training is in progress. At other times ranks may be elsewhere.
     """
 
@@ -44,12 +44,10 @@ class AgreedEvents:
         self,
         call_event: Callable[..., TrainerControl],
         world: World,
-        device: torch.device,
         is_training: Callable[[], bool],
     ) -> None:
         self._call_event = call_event
         self._world = world
-        self._device = device
         self._is_training = is_training
         self._failure: Exception | None = None
         self.best: str | None = None
@@ -75,14 +73,24 @@ class AgreedEvents:
 
     def _meet(self, control: TrainerControl) -> None:
         told = [self._failure is not None, *(getattr(control, flag) for flag in _FLAGS)]
-        heard = torch.tensor(told, dtype=torch.int32, device=self._device)
-        dist.all_reduce(heard, op=dist.ReduceOp.MAX)
-        is_failed, *flags = (bool(value) for value in heard.tolist())
+        is_failed, *flags = self._any_of(told)
         for name, value in zip(_FLAGS, flags, strict=True):
             setattr(control, name, value)
         if is_failed:
             failure, self._failure = self._failure, None
             raise_together(self._world, failure)
+
+    def _any_of(self, told: list[bool]) -> list[bool]:
+        """Return which of these are true on any rank. The host never waits for an accelerator here."""
+        if not torch_api.has_collectives(torch.device("cpu")):
+            return self._world.all_reduce_object(told, _by_place)
+        heard = torch.tensor(told, dtype=torch.int32, device="cpu")
+        dist.all_reduce(heard, op=dist.ReduceOp.MAX)
+        return [bool(value) for value in heard.tolist()]
+
+
+def _by_place(told: Sequence[Sequence[bool]]) -> list[bool]:
+    return [any(values) for values in zip(*told, strict=True)]
 
 
 def raise_together(world: World, failure: Exception | None) -> None:

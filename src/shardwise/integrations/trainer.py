@@ -11,7 +11,8 @@ is still in one a quarter of a minute after another has left reports it and exit
 
 If a tracker on the first rank fails, or a callback stops the training because of local data, the others would enter
 a collective and wait. So exceptions of callbacks are kept until the next synchronization (the end of each step,
-evaluation and save), and changes of ``control`` are set on all ranks there. A step costs one sum of a few numbers.
+evaluation and save), and changes of ``control`` are set on all ranks there. A step costs one sum of a few numbers,
+on the host: on an accelerator it would be there only after the whole step.
 """
 
 import logging
@@ -98,9 +99,7 @@ class ShardwiseTrainer(_Trainer):
             for value in self._asked_for:
                 self.args.save_only_model = value
         world = World.current(call="the Trainer's callbacks")
-        self._events = AgreedEvents(
-            self.callback_handler.call_event, world, self.args.device, lambda: bool(self.is_in_train)
-        )
+        self._events = AgreedEvents(self.callback_handler.call_event, world, lambda: bool(self.is_in_train))
         vars(self.callback_handler)["call_event"] = self._events
         self._saved_step: int | None = None
         self._on_other_base: OnFault = "error"
@@ -109,6 +108,9 @@ class ShardwiseTrainer(_Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator like the Trainer, and reject settings that would shard the model again."""
+        if self.args.dataloader_pin_memory:  # else each batch waits until the device has done all before it
+            settings: Any = self.args.accelerator_config
+            settings.non_blocking = True
         super().create_accelerator_and_postprocess()
         size = dist.get_world_size() if dist.is_initialized() else 1
         if self.args.world_size != size:

@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give whole parameters of a sharded model the mean gradient of all ranks, as sharded ones have it.
 
     Call it after the parameters are materialized (the hooks belong to the parameter objects). Repeated calls have
-    no effect. Afterwards every backward pass is a collective for each trained one, unless FSDP2 does not
+    no effect. Afterwards every backward pass ends with a collective for all trained ones, unless FSDP2 does not
     synchronize gradients (``set_requires_gradient_sync(False)``). They then accumulate on each rank until it does.
     """
     average = Averaging(mesh, exchanges_gradients(model))
@@ -85,21 +86,40 @@ def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class Averaging:
-    """A hook that averages a gradient over all ranks of a mesh.
+    """A hook that averages gradients over all ranks of a mesh, in one bucket at the end of a backward pass.
 
     A gradient averaged in an earlier pass is equal on every rank, and so is its mean. So a new gradient may be
-    added to it before averaging.
+    added to it before averaging. Memory: the gradients once more, while they are averaged.
     """
 
     def __init__(self, mesh: DeviceMesh, exchanges: Callable[[], bool]) -> None:
         self.mesh = mesh
         self.exchanges = exchanges
+        self._waiting: dict[int, list[torch.Tensor]] = {}
+        """Parameters by the backward pass. One within another's (reentrant checkpointing) has its own bucket."""
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None and self.exchanges():
+        if parameter.grad is None or not self.exchanges():
+            return
+        number = torch_api.backward_pass()
+        if number not in self._waiting:
+            self._waiting[number] = []
+            torch_api.after_backward(partial(self._average, number))
+        self._waiting[number].append(parameter)
+
+    @torch.no_grad()
+    def _average(self, number: int) -> None:
+        buckets: dict[object, list[torch.Tensor]] = {}
+        for parameter in self._waiting.pop(number):
+            if (gradient := parameter.grad) is not None:
+                buckets.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+        for gradients in buckets.values():
+            bucket = torch.cat([gradient.flatten() for gradient in gradients])
             for group in self.mesh.get_all_groups():
-                dist.all_reduce(parameter.grad, group=group)
-            parameter.grad.div_(self.mesh.size())
+                dist.all_reduce(bucket, group=group)
+            pieces = bucket.div_(self.mesh.size()).split([gradient.numel() for gradient in gradients])
+            found = [piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
+            torch_api.copy_all(gradients, found)
 
 
 def is_averaged(parameter: nn.Parameter) -> bool:

@@ -5,14 +5,13 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from shardwise.conversion.dequantize import POWERS
 from shardwise.conversion.four_bit import NESTED_BLOCK, dynamic_numbers
 from shardwise.errors import ConfigError
 from shardwise.tensors import Code, Form4, FourBitForm
@@ -226,6 +225,23 @@ def has_bitsandbytes() -> bool:
     return importlib.util.find_spec("bitsandbytes") is not None
 
 
+# Tables are copied to a device once: the host waits for such a copy. They are asked for inside of torch's
+# operations only, where tensors are real. A fake one would be kept as well.
+
+
+@cache
+def _numbers_of(form: FourBitForm, device: torch.device) -> torch.Tensor:
+    return torch.tensor(form.numbers, dtype=torch.float32, device=device)
+
+
+@cache
+def _nested_numbers(device: torch.device) -> torch.Tensor:
+    return torch.tensor(dynamic_numbers(), dtype=torch.float32, device=device)
+
+
+_NAN_BITS: Final = 0x7FC00000
+
+
 @torch.library.custom_op("shardwise::dequantize_four_bits", mutates_args=())
 def dequantize_four_bits(
     packed: torch.Tensor, scales: torch.Tensor, block_size: int, form: str, dtype: torch.dtype
@@ -243,7 +259,7 @@ def dequantize_four_bits(
         flat, factors = packed.reshape(-1, 1), scales.reshape(-1)
         made: torch.Tensor = dequantize(flat, factors, block_size, form, shape, dtype)
         return made
-    table = torch.tensor(kind.numbers, dtype=torch.float32, device=packed.device)
+    table = _numbers_of(kind, packed.device)
     upper, lower = packed >> 4, packed & 15
     halves = torch.stack([lower, upper] if isinstance(kind, Code) else [upper, lower], dim=-1)
     numbers = table[halves.int()].view(*packed.shape[:-1], -1, block_size)
@@ -256,7 +272,7 @@ def unnested_scales(codes: torch.Tensor, start: int, nested: torch.Tensor, offse
 
     See [Note: Nested scales]. ``nested`` and ``offset`` are those of the whole matrix.
     """
-    numbers = torch.tensor(dynamic_numbers(), dtype=torch.float32, device=codes.device)[codes.int()]
+    numbers = _nested_numbers(codes.device)[codes.int()]
     places = torch.arange(start, start + codes.numel(), device=codes.device) // NESTED_BLOCK
     return numbers.mul_(nested[places].view(codes.shape)).add_(offset)
 
@@ -278,8 +294,8 @@ class KeptScales:
     def floats(self, form: FourBitForm, start: int = 0) -> torch.Tensor:
         """Return float32 (out, in / block). For bytes of float32, a view. The first is ``start``."""
         if isinstance(form, Code):
-            powers = torch.tensor(POWERS, dtype=torch.float32, device=self.kept.device)
-            return powers[self.kept.int()]
+            exponents = (self.kept.int() << 23).clamp_(min=1 << 22)  # of a float32; the smallest is subnormal
+            return exponents.masked_fill_(self.kept == 255, _NAN_BITS).view(torch.float32)
         if self.nested is None:
             return self.kept.view(torch.float32)
         made: torch.Tensor = unnested_scales(self.kept, start, self.nested, self.offset)

@@ -38,8 +38,9 @@ with KnownNames("torch", "2.11 to 2.15"):
     for _owner, _names in (
         (nn.Module(), "_modules _parameters _buffers _non_persistent_buffers_set _compiled_call_impl"),
         (nn.modules.batchnorm, "_BatchNorm"),
-        (torch, "_foreach_copy_ _foreach_mul_"),
-        (torch.cuda, "_is_in_bad_fork"),
+        (torch, "_foreach_add_ _foreach_copy_ _foreach_mul_"),
+        (torch._C, "_current_graph_task_id"),
+        (torch.autograd.Variable, "_execution_engine"),
         (torch.Tensor, "_version _make_wrapper_subclass"),
         (distributed_c10d, "_get_default_store _get_default_group _get_object_coll_device"),
         (FSDPModule, "_get_fsdp_state"),
@@ -206,6 +207,26 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """``copy_`` each tensor by one call. Copies from accelerators may be in progress when this returns."""
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def backward_pass() -> int:
+    """Return a number of the backward pass that calls this, which no other one has."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Have the backward pass that calls this call ``callback`` at its end, on the thread and stream it began on."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def add_all(targets: list[torch.Tensor], stacked: torch.Tensor) -> None:
+    """Add to each tensor its part of a stack, (tensors, ...), cast to the tensor's dtype, by few kernels."""
+    torch._foreach_add_(targets, list(stacked.to(targets[0].dtype)))
+
+
+def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a CPU tensor to a device without a wait of the host: through pinned memory. On a CPU, the tensor."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 def is_temporary(module: nn.Module, name: str) -> bool:

@@ -403,6 +403,12 @@ def staging_within(budget_bytes: int, concurrency: int, *, on_device: bool) -> S
     return Staging(workers, nbytes, slabs * workers * nbytes)
 
 
+def most_staged(requests: Iterable[ReadRequest]) -> int:
+    """Return a bound of the bytes that one of the requests stages: all of its range, each part of it aligned."""
+    margin = 2 * SEGMENT_ALIGNMENT  # of a segment and of the gap before it
+    return max((request.bytes.nbytes + margin * len(request.segments) for request in requests), default=0)
+
+
 @dataclass(frozen=True, slots=True)
 class ComputingShare:
     """The split of a memory budget for computed values: half for blocks, half for the staging of their inputs.

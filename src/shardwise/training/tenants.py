@@ -19,7 +19,7 @@ from trl.trainer.utils import get_peft_config
 
 from shardwise.bank.adapter_bank import AdapterBank, TenantKeywords
 from shardwise.bank.rows import RowTensors
-from shardwise.bank.tenant import TenantLoss
+from shardwise.bank.tenant import TenantLoss, TenantStep
 from shardwise.engines.save_plan import SaveOptions
 from shardwise.errors import ConfigError, FormatError, TrainingError
 from shardwise.execution.collective_errors import translate_collective_errors
@@ -136,9 +136,11 @@ def train_in_turns(tenants: Sequence[TenantTraining], budget: int, request: Any)
     ):
         taken = [one for one in queue if one.is_done]
         while True:
+            stepping = [one for one in taken if one.is_at_step]
+            steps = stepping[0].bank.optim_steps([one.name for one in stepping]) if stepping else {}
             for one in taken:
                 try:
-                    one.proceed()
+                    one.proceed(steps.get(one.name))
                 except TrainingError as error:
                     one.bank.delete_adapter(one.name)
                     failures[one.name] = str(error)
@@ -325,14 +327,19 @@ class TenantTraining:
         self._left.popleft()
         self._window.append(loss)
 
-    def proceed(self) -> None:
-        """Take a step if all of its rows have passed. Then log, evaluate and save if due. Collective: yes.
+    @property
+    def is_at_step(self) -> bool:
+        """True if all of a step's rows have passed."""
+        return bool(self._window) and not self.is_in_step
+
+    def proceed(self, step: TenantStep | None) -> None:
+        """Record a step if one was taken. Then log, evaluate and save if due. Collective: yes.
 
         Raises:
             TrainingError: the loss or the gradient is not finite.
         """
-        if self._window and not self.is_in_step:
-            self._take_step()
+        if step is not None:
+            self._note_step(step)
         elif not self.is_done:
             return
         if self._held_out is not None and (self.is_done or self._is_time("eval")):
@@ -348,11 +355,10 @@ class TenantTraining:
             return self._order.offset == 0
         return strategy == "steps" and not self.state.global_step % getattr(self.state, f"{kind}_steps")
 
-    def _take_step(self) -> None:
+    def _note_step(self, step: TenantStep) -> None:
         learned = sum(one.num_supervised_tokens for one in self._window)
         loss = sum(one.loss * one.num_supervised_tokens for one in self._window) / max(learned, 1)
         self._window = []
-        step = self.bank.optim_step(self.name)
         if not step.is_taken or not math.isfinite(loss):
             raise TrainingError(
                 f"step {self.state.global_step + 1}: the loss is {loss:.4g} and the norm of the gradient "

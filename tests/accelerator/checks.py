@@ -1,0 +1,308 @@
+"""What ranks with simulated devices do, beside the same on the CPU. Each function returns what differs."""
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+from safetensors.torch import load_file
+from tests.accelerator import simulated
+from tests.integrations import runs
+from tests.verbs import sharding
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+import shardwise
+from shardwise.execution.distributed_chunks import ChunkStaging
+from shardwise.execution.memory import DeviceStaging
+
+Values = Mapping[str, torch.Tensor]
+
+LOADS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "fp8": {"dtype": "bfloat16"},
+    "nf4": {"dtype": "bfloat16", "quantization": shardwise.options.Nf4(block_size=32)},
+    "nested nf4": {"dtype": "bfloat16", "quantization": shardwise.options.Nf4(block_size=32, double_quant=True)},
+    "lora": {"dtype": "float32", "tuning": shardwise.Lora(LoraConfig(r=2, target_modules="all-linear"))},
+}
+
+
+def on_host() -> shardwise.Sharding:
+    """A mesh of the same ranks on the CPU."""
+    return shardwise.Sharding(mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def own_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's part of each tensor, on the CPU."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: _local(tensor).detach().cpu().clone() for name, tensor in named}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def unlike(found: Values, expected: Values) -> list[str]:
+    """Names of tensors that are not bit for bit the same, or that one lacks."""
+    names = dict.fromkeys([*found, *expected])
+    return [
+        name
+        for name in names
+        if name not in found or name not in expected or not _same(found[name], expected[name])
+    ]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def both(folder: str, what: str = "float32", **keywords: Any) -> tuple[nn.Module, nn.Module]:
+    """The same model on the devices and on the CPU. Initial values of adapters are drawn alike."""
+    models = []
+    for given in (keywords, {**keywords, "sharding": on_host()}):
+        torch.manual_seed(0)
+        model: Any = shardwise.from_pretrained(folder, **LOADS[what], **given)
+        model.set_attn_implementation("eager")
+        models.append(model)
+    there, here = models
+    return there, here
+
+
+@contextlib.contextmanager
+def late_copies(milliseconds: int = 20) -> Iterator[None]:
+    """In the block copies to devices take so long that what is read too early is read before they end."""
+    simulated.native.set_upload_delay(1000 * milliseconds)
+    yield
+    simulated.native.set_upload_delay(0)
+
+
+def loads(folder: str, what: str) -> list[str]:
+    with late_copies():
+        there, here = both(folder, what)
+    kinds = {tensor.device.type for tensor in [*there.parameters(), *there.buffers()]}
+    return unlike(own_values(there), own_values(here)) + sorted(kinds - {"npu"})
+
+
+def loads_without_a_wait(folder: str) -> list[str]:
+    """As :func:`loads`, and the load does not wait for its last copies."""
+    with late_copies(200), mock.patch.object(DeviceStaging, "finish", return_value=None):
+        there = shardwise.from_pretrained(folder, dtype="float32")
+        found = own_values(there)
+    torch.npu.synchronize()
+    assert unlike(own_values(there), own_values(shardwise.from_pretrained(folder, dtype="float32"))) == []
+    return unlike(found, own_values(there))
+
+
+def overwrite(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            _local(parameter).fill_(value)
+
+
+def shards() -> list[str]:
+    """A model of the host with its optimizer."""
+    nets = [sharding.net_of(0) for _ in range(2)]
+    optimizers = [adamw(net.parameters()) for net in nets]
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        sharding.train(net, [optimizer], [], range(2))
+    shardwise.shard(nets[0], optimizers=optimizers[:1])
+    shardwise.shard(nets[1], optimizers=optimizers[1:], sharding=on_host())
+    found = unlike(own_values(nets[0]), own_values(nets[1]))
+    states = [moments(optimizer) for optimizer in optimizers]
+    return found + unlike(*states)
+
+
+def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """This rank's part of an optimizer's state, by the number of its parameter."""
+    states = enumerate(optimizer.state.values())
+    return {
+        f"{number} {key}": _local(value).cpu()
+        for number, state in states
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def saves(folder: str, out: str) -> list[str]:
+    """The files, and what goes through a stream of whole tensors."""
+    there, here = both(folder, "bfloat16")
+    shardwise.save(there, f"{out}/there")
+    shardwise.save(here, f"{out}/here")
+    files = [_tensors_in(Path(out) / name) for name in ("there", "here")]
+    streams = [
+        {name: tensor.cpu().clone() for name, tensor in shardwise.iter_hf_tensors(model)} for model in (there, here)
+    ]
+    return unlike(*files) + unlike(*streams)
+
+
+def _tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+
+
+def trained(folder: str, **keywords: Any) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    """The same model on both, after two steps by hand."""
+    models = list(both(folder, **keywords))
+    optimizers = [adamw(model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for number in range(2):
+            step(model, optimizer, number)
+    return models, optimizers
+
+
+def tokens_of(model: nn.Module, number: int) -> torch.Tensor:
+    """Other tokens on each rank and in each step, where the model computes."""
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    kinds = {item.device_mesh.device_type for item in model.parameters() if isinstance(item, DTensor)}
+    return torch.randint(0, 60, (2, 8), generator=generator).to(kinds.pop())
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    tokens = tokens_of(model, number)
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def steps(folder: str) -> list[str]:
+    """Two steps, and the states of the model and of the optimizer, there and back."""
+    (there, here), optimizers = trained(folder)
+    found = unlike(own_values(there), own_values(here))
+    states = [shardwise.get_model_state_dict(model) for model in (there, here)]
+    found += unlike(*states)
+    shardwise.get_optimizer_state_dict(there, optimizers[0])
+    overwrite(there, 7)
+    shardwise.set_model_state_dict(there, states[0])
+    return found + unlike(own_values(there), own_values(here))
+
+
+def offloads(folder: str) -> list[str]:
+    """Parameters and optimizer stay on the host, pinned; two steps are those on the CPU."""
+    policy = shardwise.Sharding(offload_policy=CPUOffloadPolicy())
+    there = shardwise.from_pretrained(folder, dtype="float32", sharding=policy)
+    here: Any = shardwise.from_pretrained(folder, dtype="float32", sharding=on_host())
+    found = [
+        name
+        for name, parameter in there.named_parameters()
+        if parameter.device.type != "cpu" or not _local(parameter).is_pinned()
+    ]
+    for model in (there, here):
+        model.set_attn_implementation("eager")
+        optimizer = adamw(model.parameters())
+        for number in range(2):
+            step(model, optimizer, number)
+    return found + unlike(own_values(there), own_values(here))
+
+
+def checkpoints(folder: str, out: str, mode: str) -> list[str]:
+    """Restored as saved, although all weights are overwritten as soon as the call returns."""
+    (model, _), optimizers = trained(folder)
+    expected, state = own_values(model), moments(optimizers[0])
+    with shardwise.Checkpointer(out, mode=mode) as checkpointer:
+        checkpointer.save(2, shardwise.TrainState(model, optimizers[0]))
+        overwrite(model, 7)
+        checkpointer.wait()
+    fresh = shardwise.from_pretrained(folder, dtype="float32")
+    optimizer = adamw(fresh.parameters())
+    with shardwise.Checkpointer(out) as checkpointer:
+        checkpointer.restore(shardwise.TrainState(fresh, optimizer))
+    return unlike(own_values(fresh), expected) + unlike(moments(optimizer), state)
+
+
+def checkpoints_without_a_wait(folder: str, out: str) -> list[str]:
+    """As :func:`checkpoints`, and nothing waits for the copies in host memory before they are written."""
+    own = ChunkStaging.copy
+
+    def copy(self: ChunkStaging, views: Any) -> Any:
+        with mock.patch.object(torch.npu, "synchronize", return_value=None):
+            return own(self, views)
+
+    with mock.patch.object(ChunkStaging, "copy", copy):
+        return checkpoints(folder, out, "async")
+
+
+def banks(folder: str) -> list[str]:
+    """Two passes and steps of three tenants with different rows."""
+    states = []
+    for keywords in ({}, {"sharding": on_host()}):
+        model: Any = shardwise.from_pretrained(folder, dtype="float32", **keywords)
+        model.set_attn_implementation("eager")
+        bank = bank_of(model)
+        for number in range(2):
+            pass_of(bank, number)
+            for tenant in range(3):
+                bank.optim_step(f"{tenant}")
+        states.append({f"{name} {key}": value for name in "012" for key, value in _adapter(bank, name).items()})
+    return unlike(*states)
+
+
+def _adapter(bank: Any, name: str) -> dict[str, torch.Tensor]:
+    return {key: value.cpu() for key, value in bank.state_dict(name)["adapter"].items()}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """One tensor after the other, as is usual on the CPU: sums in the same order."""
+    return torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
+
+
+def rows(tenant: int, number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * number + 10 * tenant + dist.get_rank())
+    return {"input_ids": torch.randint(0, 60, (1 + tenant, 5 + tenant), generator=generator)}
+
+
+def told(check: Callable[..., list[str]], *args: Any) -> list[str]:
+    """What differs, or the error, after which the ranks go on."""
+    try:
+        return check(*args)
+    except Exception:
+        return [traceback.format_exc()]
+
+
+def trainer(run: runs.Run) -> dict[str, torch.Tensor]:
+    """The weights after a training by ShardwiseTrainer, and its losses."""
+    outcome = runs.train(run)
+    return {**{name: value.cpu() for name, value in outcome.weights.items()}, "": torch.tensor(outcome.steps)}
+
+
+COUNTED = ("host_waits", "pageable_to_device", "pageable_to_host")
+
+
+def costs(folder: str, out: str) -> dict[str, dict[str, int]]:
+    """How often the host waits, and copies of memory that is not pinned, by what is done."""
+    found = {}
+    with simulated.counting() as found["load"]:
+        model: Any = shardwise.from_pretrained(folder, dtype="float32")
+    with simulated.counting() as found["save"]:
+        shardwise.save(model, out)
+    optimizer = adamw(model.parameters())
+    step(model, optimizer, 0)
+    with simulated.counting() as found["step"]:
+        step(model, optimizer, 1)
+    bank = bank_of(shardwise.from_pretrained(folder, dtype="float32"))
+    pass_of(bank, 0)
+    with simulated.counting() as found["bank pass"]:
+        pass_of(bank, 1)
+    peak = {"pinned_peak": simulated.counters()["pinned_peak"]}
+    return {"all": peak} | {what: {name: counts[name] for name in COUNTED} for what, counts in found.items()}
+
+
+def bank_of(model: Any) -> Any:
+    """Three tenants of different ranks."""
+    bank = shardwise.AdapterBank(model, backend="loop")
+    for number in range(3):
+        lora = LoraConfig(r=2 + number, target_modules="all-linear")
+        bank.add_adapter(f"{number}", lora, optimizer=adamw, seed=number)
+    return bank
+
+
+def pass_of(bank: Any, number: int) -> None:
+    bank.forward_backward([(f"{tenant}", rows(tenant, number)) for tenant in range(3)])

@@ -1,0 +1,41 @@
+"""Ranks with a simulated device each."""
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from tests.accelerator.simulated import PLUGIN, environment
+from tests.harness.local_ranks import LocalRanks
+
+DELAY_US = 300
+"""Long beside what the host does meanwhile, so that a missing wait shows."""
+
+
+@contextlib.contextmanager
+def simulated_ranks(size: int) -> Iterator[LocalRanks]:
+    """Start fresh processes, each with its device, and collectives on both kinds of tensors."""
+    given = environment(devices=size, delay_us=DELAY_US)
+    with mock.patch.dict(os.environ, given), mock.patch.object(sys, "path", [str(PLUGIN), *sys.path]):
+        ranks = LocalRanks(size, timeout_s=100)
+    with ranks, tempfile.TemporaryDirectory() as folder:
+        ranks.run(_join, str(Path(folder) / "store"))
+        yield ranks
+
+
+def _join(store: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from tests.quiet import quieten
+
+    from shardwise.models.torch_api import both_backends
+
+    quieten()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    torch.npu.set_device(rank)
+    backend = both_backends(torch.device("npu"))
+    dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size)

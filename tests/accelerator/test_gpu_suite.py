@@ -1,0 +1,26 @@
+"""The tests for GPUs, on the simulated accelerator."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.accelerator.simulated import environment
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(300)
+def test_what_is_tested_on_a_gpu_holds_on_the_simulated_one(library):
+    """In a process of its own: one that has registered an accelerator has it until it ends."""
+    options = ["-q", "-m", "gpu", "-k", "npu", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "tests/gpu"],
+        cwd=ROOT,
+        env=environment(delay_us=200),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout.splitlines()[-1]

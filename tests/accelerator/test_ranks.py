@@ -1,0 +1,123 @@
+"""Everything that a model goes through, on simulated devices and on the CPU: the same bits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests import zoo
+from tests.accelerator import checks
+from tests.accelerator.ranks import simulated_ranks
+from tests.integrations import runs
+from tests.quantized import quantizing
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module", params=[1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def ranks(request, library):
+    with simulated_ranks(request.param) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> str:
+    return written("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory) -> str:
+    return written("mixtral", tmp_path_factory.mktemp("mixtral"))
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory) -> str:
+    folder = written("llama", tmp_path_factory.mktemp("fp8"))
+    quantizing.quantize(Path(folder), "fp8 blocks")
+    return folder
+
+
+def written(name: str, folder: Path) -> str:
+    (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == name)
+    torch.manual_seed(0)
+    zoo.save_original(zoo.build(specimen), folder)
+    return str(folder)
+
+
+def require_same(ranks, check, *args) -> None:
+    for differing in ranks.run(checks.told, check, *args):
+        assert not differing, "\n".join(differing)
+
+
+@pytest.mark.parametrize("what", list(checks.LOADS))
+def test_loads(ranks, llama, fp8, what):
+    require_same(ranks, checks.loads, fp8 if what == "fp8" else llama, what)
+
+
+def test_loads_of_experts(ranks, mixtral):
+    require_same(ranks, checks.loads, mixtral, "float32")
+
+
+def test_a_load_that_does_not_wait_is_found_out(ranks, llama):
+    assert all(ranks.run(checks.loads_without_a_wait, llama))
+
+
+def test_a_model_of_the_host_is_sharded(ranks):
+    require_same(ranks, checks.shards)
+
+
+def test_saves_and_streams(ranks, mixtral, tmp_path):
+    require_same(ranks, checks.saves, mixtral, str(tmp_path))
+
+
+def test_steps_and_states(ranks, llama):
+    require_same(ranks, checks.steps, llama)
+
+
+def test_offloaded_parameters(ranks, llama):
+    require_same(ranks, checks.offloads, llama)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_checkpoints(ranks, llama, tmp_path, mode):
+    require_same(ranks, checks.checkpoints, llama, str(tmp_path), mode)
+
+
+def test_a_checkpoint_that_does_not_wait_is_found_out(ranks, llama, tmp_path):
+    told = ranks.run(checks.told, checks.checkpoints_without_a_wait, llama, str(tmp_path))
+    assert all(each and "is not what was written" in each[0] for each in told), told
+
+
+def test_a_bank(ranks, llama):
+    require_same(ranks, checks.banks, llama)
+
+
+def test_a_trainer(ranks, worlds, tmp_path):
+    """With an optimizer of one operation a parameter, whose sums are alike on every device."""
+    folder = runs.write(tmp_path)
+    run = runs.Run(str(folder), arguments={"optim": "sgd"})
+    here = worlds(ranks.size).run(checks.trainer, run.but(arguments={**run.arguments, "output_dir": f"{folder}/1"}))
+    there = ranks.run(
+        checks.trainer, run.but(arguments={**run.arguments, "output_dir": f"{folder}/2", "use_cpu": False})
+    )
+    for one, other in zip(there, here, strict=True):
+        assert checks.unlike(one, other) == []
+
+
+BUDGETS = {
+    "all": {"pinned_peak": 8 << 20},
+    "load": {"host_waits": 0, "pageable_to_device": 0, "pageable_to_host": 0},
+    "save": {"host_waits": 0, "pageable_to_device": 0, "pageable_to_host": 0},
+    "step": {"host_waits": 0, "pageable_to_device": 0, "pageable_to_host": 0},
+    "bank pass": {"host_waits": 0, "pageable_to_device": 0, "pageable_to_host": 0},
+}
+"""Of a Llama of two layers: at most so often does the host wait, and copy memory that is not pinned."""
+
+
+def test_budgets(library, llama, tmp_path):
+    """In fresh processes, so that the most pinned memory is known."""
+    with simulated_ranks(1) as fresh:
+        (found,) = fresh.run(checks.costs, llama, str(tmp_path))
+    over = {
+        what: counts for what, counts in found.items() if any(counts[name] > BUDGETS[what][name] for name in counts)
+    }
+    assert over == {}

@@ -1,0 +1,70 @@
+"""Steps of several tenants at once are bit for bit those of one after the other."""
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig
+from tests.bank.banking import WORDS, falling
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import shardwise
+from shardwise.bank import tenant as tenants
+from shardwise.errors import ConfigError
+
+
+def bank_of(kinds: list[type[torch.optim.Optimizer]]) -> shardwise.AdapterBank:
+    """Two tenants for each optimizer, of which the first has a schedule; some are clipped."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    bank = shardwise.AdapterBank(
+        LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)), pad_to=16
+    )
+    for number, kind in enumerate(each for each in kinds for _ in range(2)):
+        keywords: tenants.TenantOptions | dict = {
+            "optimizer": lambda own, kind=kind: kind(own, lr=1e-2),
+            "max_grad_norm": math.inf if number % 3 else 0.1,
+            "seed": number,
+            **({} if number % 2 else {"schedule": falling}),
+        }
+        bank.add_adapter(f"{number}", LoraConfig(r=4, target_modules=["q_proj", "down_proj"]), **keywords)
+    return bank
+
+
+def micro_batch(bank: shardwise.AdapterBank, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    bank.forward_backward(
+        [
+            (name, {"input_ids": torch.randint(0, WORDS, (1 + place % 2, 9), generator=generator)})
+            for place, name in enumerate(bank.names)
+        ]
+    )
+
+
+def test_the_same_bits_by_every_optimizer() -> None:
+    one, other = bank_of([*tenants._ELEMENTWISE]), bank_of([*tenants._ELEMENTWISE])
+    for number in range(3):
+        micro_batch(one, number)
+        micro_batch(other, number)
+        for bank in (one, other):
+            bank._tenants["2"].gradient[number:].fill_(math.nan if number == 1 else 0.5)
+        together = one.optim_steps(one.names)
+        alone = {name: other.optim_step(name) for name in other.names}
+        assert repr(together) == repr(alone)
+        assert together["2"].is_taken == (number != 1)
+    for name in one.names:
+        found, expected = one.state_dict(name), other.state_dict(name)
+        assert repr(found["facts"]) == repr(expected["facts"])
+        for part in ("adapter", "training"):
+            assert found[part].keys() == expected[part].keys()
+            assert all(value.equal(expected[part][key]) for key, value in found[part].items())
+
+
+def test_none_steps_when_one_cannot() -> None:
+    bank = bank_of([torch.optim.SGD])
+    micro_batch(bank, 0)
+    bank.optim_step("1")
+    with pytest.raises(ConfigError, match="the window of '1' has 0 micro-batches of 1"):
+        bank.optim_steps(["0", "1"])
+    assert bank.optim_step("0").is_taken
+    assert bank.optim_steps([]) == {}
