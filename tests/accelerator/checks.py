@@ -20,8 +20,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import shardwise
+from shardwise.errors import ShardingError
 from shardwise.execution.distributed_chunks import ChunkStaging
 from shardwise.execution.memory import DeviceStaging
+from shardwise.execution.processes import try_collectives
 
 Values = Mapping[str, torch.Tensor]
 
@@ -268,8 +270,16 @@ def told(check: Callable[..., list[str]], *args: Any) -> list[str]:
 
 
 def trainer(run: runs.Run) -> dict[str, torch.Tensor]:
-    """The weights after a training by ShardwiseTrainer, and its losses."""
-    outcome = runs.train(run)
+    """The weights after a training by ShardwiseTrainer, and its losses. Attention is the same on all devices."""
+    own = runs.bring_up
+
+    def eager(run: runs.Run) -> Any:
+        model = own(run)
+        model.set_attn_implementation("eager")
+        return model
+
+    with mock.patch.object(runs, "bring_up", eager):
+        outcome = runs.train(run)
     return {**{name: value.cpu() for name, value in outcome.weights.items()}, "": torch.tensor(outcome.steps)}
 
 
@@ -306,3 +316,14 @@ def bank_of(model: Any) -> Any:
 
 def pass_of(bank: Any, number: int) -> None:
     bank.forward_backward([(f"{tenant}", rows(tenant, number)) for tenant in range(3)])
+
+
+def a_first_collective_that_fails() -> str:
+    """The error, after one without a fault."""
+    try_collectives()
+    with mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("Duplicate GPU detected")):
+        try:
+            try_collectives()
+        except ShardingError as error:
+            return str(error)
+    return ""
