@@ -287,7 +287,7 @@ COUNTED = ("host_waits", "pageable_to_device", "pageable_to_host", "pinned_peak"
 
 
 def costs(folder: str, out: str) -> dict[str, dict[str, int]]:
-    """How often the host waits and copies memory that is not pinned, and the growth of the peak of pinned memory."""
+    """How often the host waits and copies pageable memory, and by how much the peak of pinned memory grows."""
     found = {}
     with simulated.counting() as found["load"]:
         model: Any = shardwise.from_pretrained(folder, dtype="float32")
