@@ -249,8 +249,8 @@ class AdapterBank:
         micro_batches, wanted = tenant.window.micro_batches, tenant.options.gradient_accumulation_steps
         if micro_batches < wanted:
             raise ConfigError(
-                f"the window of {name!r} has {micro_batches} micro-batches of {wanted}. Call forward_backward until "
-                "it is full"
+                f"the window of {name!r} has {micro_batches} micro-batches of {wanted}. Call forward_backward "
+                "until it is full"
             )
         return tenant
 
