@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests import ways
 from tests.harness.world import attempt
 from tests.verbs import sharding
+from tests.verbs.sharding import MAKERS
 from tests.verbs.stating import Even, local, part_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -76,7 +77,7 @@ def step(model: nn.Module, optimizers: Sequence[Optimizer], seed: int) -> None:
 
 
 def trained(model: nn.Module, maker: str, steps: int) -> list[Optimizer]:
-    optimizers = sharding.MAKERS[maker](model, 1)
+    optimizers = MAKERS[maker](model, 1)
     for seed in range(steps):
         step(model, optimizers, seed)
     return optimizers
@@ -153,12 +154,12 @@ def against_torch(maker: str) -> list[str]:
     )
     for name, state in (("theirs", theirs), ("their shards", sharded_theirs)):
         target = sharded("", 1)
-        fresh = sharding.MAKERS[maker](target, 0.5)
+        fresh = MAKERS[maker](target, 0.5)
         shardwise.set_optimizer_state_dict(target, fresh, state)
         again = shardwise.get_optimizer_state_dict(target, fresh, "full_on_all_ranks")
         faults += differences(in_order(again), in_order(ours), name)
     target = sharded("", 1)
-    fresh = sharding.MAKERS[maker](target, 1)
+    fresh = MAKERS[maker](target, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         set_optimizer_state_dict(target, fresh, ours, options=whole)
@@ -178,7 +179,7 @@ def there_and_back(way: str, maker: str, brought_by: str, onto: str) -> tuple[li
     source = sharded(way, 1)
     optimizers = trained(source, maker, 2)
     target = sharded(onto, 2)
-    theirs = sharding.MAKERS[maker](target, 0.5)
+    theirs = MAKERS[maker](target, 0.5)
     if brought_by == "shards":
         values = shardwise.get_model_state_dict(source, "sharded")
         state: Any = shardwise.get_optimizer_state_dict(source, optimizers, "sharded")
@@ -288,11 +289,11 @@ def tolerated() -> tuple[list[str], dict[str, Any]]:
 def afresh() -> tuple[list[str], tuple[str, ...]]:
     """A parameter that had no gradient has no state, there and here."""
     model = sharded("", 1)
-    optimizers = sharding.MAKERS["adamw"](model, 1)
+    optimizers = MAKERS["adamw"](model, 1)
     step(model, optimizers, 0)
     state = shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
     target = sharded("", 2)
-    fresh = sharding.MAKERS["adamw"](target, 1)
+    fresh = MAKERS["adamw"](target, 1)
     report = shardwise.set_optimizer_state_dict(target, fresh, state)
     return differences(shardwise.get_optimizer_state_dict(target, fresh, "full_on_all_ranks"), state), report.afresh
 
@@ -304,7 +305,7 @@ def wider() -> tuple[dict[str, Any], list[str]]:
     state = shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
     for values in state["state"].values():
         values["exp_avg"] = values["exp_avg"].bfloat16()
-    fresh = sharding.MAKERS["adamw"](model, 1)
+    fresh = MAKERS["adamw"](model, 1)
     report = shardwise.set_optimizer_state_dict(model, fresh, state)
     found = shardwise.get_optimizer_state_dict(model, fresh, "full_on_all_ranks")
     for values in state["state"].values():
