@@ -1,6 +1,6 @@
 """Loading over HTTP: the time it takes against what the server's bandwidth and latency allow.
 
-A server on this machine (:class:`tests.harness.http_store.HttpStoreProcess`) sends no more than a given number
+A server on this machine (:class:`benchmarks.http_process.HttpStoreProcess`) sends no more than a given number
 of bytes per second to all connections together, and begins each answer late. Four ranks load from it, as one group
 of shards and as two replicas of two, into memory that exists (see :class:`benchmarks.ballast.Ballast`). Part of
 ``benchmarks.load``; alone by ``python -m benchmarks.remote``.
@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tests.harness.http_store import HttpStoreProcess
+from benchmarks.http_process import HttpStoreProcess
 from tests.harness.local_ranks import LocalRanks
 
 from shardwise.storage.contract import OBJECT_STORE

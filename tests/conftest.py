@@ -31,12 +31,7 @@ from tests.quiet import quieten
 
 # The same examples on every run: a failure comes back when the test is run again. `make sweep` looks further.
 hypothesis.settings.register_profile(
-    "default",
-    max_examples=60,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    print_blob=True,
+    "default", max_examples=60, derandomize=True, deadline=None, database=None, print_blob=True
 )
 hypothesis.settings.register_profile(
     "thorough",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import load, meter
+from benchmarks import meter
 from benchmarks.checkpoints import SHAPES, write
 
 
@@ -22,33 +22,6 @@ def test_a_checksum_knows_the_places_of_elements() -> None:
     swapped[[3, 40]] = swapped[[40, 3]]
     assert meter.checksum(swapped, 0) != meter.checksum(elements, 0)
     assert meter.checksum(elements, 1) != meter.checksum(elements, 0)
-
-
-def sums(*values: int, copies: tuple[int, ...]) -> list[dict[str, tuple[str, str, int, int]]]:
-    return [{"w": ("(4,) float32", "S(0)", value, copy)} for value, copy in zip(values, copies, strict=True)]
-
-
-def test_shards_are_added_and_copies_are_not() -> None:
-    sharded, _ = load.combine(sums(1, 2, 3, 4, copies=(0, 0, 0, 0)))
-    replicated, _ = load.combine(sums(4, 6, 4, 6, copies=(0, 0, 1, 1)))
-    assert sharded == replicated == {"w": "(4,) float32 000000000000000a"}
-
-
-def test_copies_that_differ_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match="copies of w differ"):
-        load.combine(sums(4, 6, 4, 7, copies=(0, 0, 1, 1)))
-
-
-def arm(checksums: dict[str, str], placement: str = "S(0)") -> dict[str, object]:
-    return {"checksums": checksums, "placements": dict.fromkeys(checksums, placement)}
-
-
-def test_models_are_compared_by_name_and_placement() -> None:
-    arms = {"a": arm({"v": "1", "w": "2"}), "b": arm({"v": "1", "w": "3"}), "c": arm({"v": "1", "w": "2"}, "S(1)")}
-    verdicts = load.compare(arms)
-    assert verdicts["a"] == "same"
-    assert verdicts["b"] == "1 of 2 differ, such as w"
-    assert verdicts["c"] == "same; 2 sharded otherwise, such as v"
 
 
 @pytest.mark.parametrize("name", SHAPES)

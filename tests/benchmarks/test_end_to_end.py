@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import pytest
-from benchmarks import load, planning, roof
+from benchmarks import load
 from benchmarks.arms import ARMS, why_no_runai
-from benchmarks.checkpoints import SHAPES, Shape, write
+from benchmarks.checkpoints import SHAPES, write
 from benchmarks.rank import Job, measure
 from tests.conftest import Worlds
-from tests.models.on_fake_ranks import fake_rank
 
 pytestmark = pytest.mark.distributed
 
@@ -46,19 +45,3 @@ def test_a_model_with_other_values_is_not_the_same(worlds: Worlds, tmp_path: Pat
     after = load.statistics_of([run(worlds, "transformers", folder)], 1)
     verdict = load.compare({"before": before, "after": after})["after"]
     assert verdict.startswith("1 of ")
-
-
-def test_the_roof_reads_every_byte(tmp_path: Path) -> None:
-    folder = write(SHAPES["qwen3-1.7b"].tiny(), tmp_path)
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    for variant in roof.VARIANTS:
-        ranks = roof.measure(variant, folder, 3, cold=False, backed_bytes=0, patience_s=0)
-        assert sum(rank["bytes"] for rank in ranks) == size
-
-
-@pytest.mark.parametrize("shape", [planning.shape(), SHAPES["qwen3-0.6b"]], ids=["experts", "tied"])
-def test_planning_is_timed(shape: Shape) -> None:
-    with fake_rank(planning.RANK, planning.RANKS):
-        found = planning.plan_once(shape.tiny())
-    assert set(planning.COUNTED) < set(found)
-    assert found["stored"] == len(shape.tiny().tensors())

@@ -14,15 +14,8 @@ from shardwise.interchange import trainer_restoring
 from shardwise.models import build, four_bit_layers, initial_programs, pretrained, revert, tracing
 from shardwise.tuning import peft_compat
 
-SMALL = {
-    "vocab_size": 8,
-    "hidden_size": 8,
-    "intermediate_size": 4,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
+SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 2, "head_dim": 8}
+SMALL = {**SIZES, "num_attention_heads": 1, "num_key_value_heads": 1}
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,7 @@ def tuned(folder: str, quantization: Any = None, dtype: torch.dtype = torch.floa
     return shardwise.from_pretrained(folder, tuning=shardwise.Lora(config), quantization=quantization, dtype=dtype)
 
 
-QUANTIZATIONS = {
-    "nf4": Nf4(block_size=32),
-    "nested nf4": Nf4(block_size=32, double_quant=True),
-}
+QUANTIZATIONS = {"nf4": Nf4(block_size=32), "nested nf4": Nf4(block_size=32, double_quant=True)}
 
 
 def save(base: str, run: str, how: str = "") -> None:

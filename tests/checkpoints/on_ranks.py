@@ -4,7 +4,8 @@ import random
 import threading
 import warnings
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from tests.checkpoints import tiny
 from tests.checkpoints.tiny import Positions, Training, differences
-from tests.harness import EffectLog, RecordingWriter
+from tests.harness import EffectLog, recorded
 from tests.verbs.conftest import small_qwen3
 from tests.verbs.on_ranks import attempt
 from torch import nn
@@ -28,8 +29,6 @@ from shardwise.execution import saving_lock
 from shardwise.execution.distributed_chunks import ChunkStaging
 from shardwise.options import AdapterOnly, CheckpointerOptions, Ignore
 from shardwise.storage.writing import open_writer
-
-MODES = {"sync": "sync", "async": "async"}
 
 
 def seed_all(seed: int) -> None:
@@ -45,7 +44,7 @@ def train_and_save(
     training = Training(way=way, **settings)
     training.step(steps)
     seed_all(100 + tiny.rank())
-    with Checkpointer(folder, mode=MODES[mode]) as checkpointer:
+    with Checkpointer(folder, mode=mode) as checkpointer:
         saved = training.taken()
         report = checkpointer.save(steps, training.state)
         numbers = tiny.draws()
@@ -202,16 +201,15 @@ def refused(folder: str, fault: str) -> tuple[str, str]:
                 held.release()
             return error
     elif fault == "raise while writing":
-        original = write._write_own
-
-        def struck(*arguments: Any) -> None:
-            if tiny.rank() == 1:
-                raise OSError("struck")
-            original(*arguments)
-
-        with mock.patch.object(write, "_write_own", struck):
+        with rank_1_cannot_write():
             return attempt(lambda: checkpointer.save(1, state))
     return attempt(lambda: checkpointer.save(1, state))
+
+
+def rank_1_cannot_write() -> Any:
+    """Have writing raise on the second rank, within a block."""
+    fails = mock.patch.object(write, "_write_own", side_effect=OSError("struck"))
+    return fails if tiny.rank() == 1 else nullcontext()
 
 
 def fail_in_the_background(folder: str) -> tuple[Any, ...]:
@@ -220,14 +218,7 @@ def fail_in_the_background(folder: str) -> tuple[Any, ...]:
     checkpointer = Checkpointer(folder, mode="async")
     checkpointer.save(1, training.state)
     checkpointer.wait()
-    original = write._write_own
-
-    def struck(*arguments: Any) -> None:
-        if tiny.rank() == 1:
-            raise OSError("struck")
-        original(*arguments)
-
-    with mock.patch.object(write, "_write_own", struck):
+    with rank_1_cannot_write():
         report = checkpointer.save(2, training.state)
         futures.wait([checkpointer._on_its_way[1]])
     error = attempt(lambda: checkpointer.save(3, training.state))
@@ -240,7 +231,7 @@ def fail_in_the_background(folder: str) -> tuple[Any, ...]:
 def fail_to_tidy_up(folder: str, mode: str) -> tuple[Any, ...]:
     """A checkpoint that counts by the time something fails is known of by the next one."""
     training = Training()
-    checkpointer = Checkpointer(folder, mode=MODES[mode])
+    checkpointer = Checkpointer(folder, mode=mode)
     release, failures = saving_lock.release_lock, ["struck"]
 
     def struck(*arguments: Any) -> None:
@@ -307,55 +298,36 @@ def restore_badly(folder: str, fault: str) -> tuple[tuple[str, str], list[str]]:
     """The error, and what has changed nevertheless."""
     training = Training(seed=3)
     training.step(1)
-    state: Any = training.state
-    which: Any = None
-    only: Any = None
+    model, state, which = training.model, training.state, None
+    before = training.taken()
     if fault == "optimizer of others":
-        some = [p for p in training.model.parameters() if p.ndim > 1]
-        state = TrainState(training.model, torch.optim.AdamW(some), training.schedule, training.data)
+        state = replace(state, optimizers=torch.optim.AdamW([p for p in model.parameters() if p.ndim > 1]))
     elif fault == "other optimizer":
-        plain = torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)
-        state = TrainState(training.model, plain, training.schedule, training.data)
+        state = replace(state, optimizers=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     elif fault == "no optimizer":
-        state = TrainState(training.model, (), training.schedule, training.data)
+        state = replace(state, optimizers=())
     elif fault == "scaler":
-        state = TrainState(
-            training.model, training.optimizer, training.schedule, training.data, torch.amp.GradScaler("cpu")
-        )
+        state = replace(state, scaler=torch.amp.GradScaler("cpu"))
     elif fault == "other schedule":
-        schedule = torch.optim.lr_scheduler.StepLR(training.optimizer, 2)
-        state = TrainState(training.model, training.optimizer, schedule, training.data)
+        state = replace(state, schedulers=torch.optim.lr_scheduler.StepLR(training.optimizer, 2))
     elif fault == "schedule of more groups":
-        groups = [{"params": [parameter]} for parameter in list(training.model.parameters())[:3]]
-        schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(groups, lr=0.1), lambda step: 1.0)
-        state = TrainState(training.model, training.optimizer, schedule, training.data)
+        more = torch.optim.SGD([{"params": [parameter]} for parameter in list(model.parameters())[:3]], lr=0.1)
+        state = replace(state, schedulers=torch.optim.lr_scheduler.LambdaLR(more, lambda step: 1.0))
     elif fault == "other model":
         other = nn.Sequential(nn.Linear(6, 7))
-        if dist.is_initialized():
-            fully_shard(other)
-        state = TrainState(other)
+        state = TrainState(fully_shard(other) if dist.is_initialized() else other)
     elif fault == "dtype":
-        state = TrainState(training.model.bfloat16(), (), training.schedule, training.data)
-    elif fault == "step":
-        which = 4
-    elif fault == "which":
-        which = 1 + tiny.rank()
+        state = replace(state, model=model.bfloat16(), optimizers=())
     else:
-        raise AssertionError(fault)
-    before = training.taken() if fault != "dtype" else None
-    checkpointer = Checkpointer(folder, only=only)
-    error = attempt(lambda: checkpointer.restore(state, which))
-    return error, differences(training.taken(), before) if before else []
+        which = {"step": 4, "which": 1 + tiny.rank()}[fault]
+    error = attempt(lambda: Checkpointer(folder).restore(state, which))
+    return error, [] if fault == "dtype" else differences(training.taken(), before)
 
 
 def restore_others(folder: str) -> list[tuple[Any, ...]]:
     """Into optimizers of other kinds: the error, and what has changed nevertheless."""
     found: list[tuple[Any, ...]] = []
-    for make, settings in (
-        (torch.optim.NAdam, {}),
-        (torch.optim.Adam, {}),
-        (torch.optim.AdamW, {"amsgrad": True}),
-    ):
+    for make, settings in ((torch.optim.NAdam, {}), (torch.optim.Adam, {}), (torch.optim.AdamW, {"amsgrad": True})):
         training = Training(seed=3, make=make, **settings)
         before = training.taken()
         error = attempt(lambda training=training: Checkpointer(folder).restore(training.state))
@@ -376,10 +348,7 @@ def resume_with_torch(step: str) -> dict[str, Any]:
         state = {"model": model, "optimizer": optimizer}
         dcp.load(state, checkpoint_id=step, no_dist=not dist.is_initialized())
         set_state_dict(
-            training.model,
-            training.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+            training.model, training.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
     return training.taken()
 
@@ -458,11 +427,7 @@ def save_adapter(folder: str) -> dict[str, Any]:
 
 
 def restore_adapter(folder: str, how: str) -> Any:
-    settings: dict[str, Any] = {
-        "rank": {"r": 8},
-        "alpha": {"lora_alpha": 32},
-        "base": {"hidden": 64},
-    }.get(how, {})
+    settings: dict[str, Any] = {"rank": {"r": 8}, "alpha": {"lora_alpha": 32}, "base": {"hidden": 64}}.get(how, {})
     model = lora(2, **settings)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.5)
     state = TrainState(model, optimizer)
@@ -498,29 +463,10 @@ def resume_pretrained_run(base: str, folder: str) -> Any:
 # Crashes
 
 
-@contextmanager
-def recorded(root: str, log: str | None) -> Any:
-    """All that is written below ``root`` is noted, with the folders inside of it."""
-    if log is None:
-        yield
-        return
-    effects = EffectLog(log)
-
-    def opened(target: Any) -> Any:
-        folder = "" if str(target) == root else Path(target).name
-        return RecordingWriter(open_writer(target), effects, writer=tiny.rank(), folder=folder)
-
-    with (
-        mock.patch("shardwise.checkpoints.write.open_writer", opened),
-        mock.patch("shardwise.execution.locked_folder.open_writer", opened),
-        mock.patch("shardwise.checkpoints.folder.open_writer", opened),
-    ):
-        yield
-
-
 def save_steps(folder: str, steps: list[int], keep: int, mode: str, log: str | None) -> None:
     training = Training()
-    with recorded(folder, log), Checkpointer(folder, keep=keep, mode=MODES[mode]) as checkpointer:
+    recording = nullcontext() if log is None else recorded(EffectLog(log), folder, writer=tiny.rank())
+    with recording, Checkpointer(folder, keep=keep, mode=mode) as checkpointer:
         for step in steps:
             training.step()
             checkpointer.save(step, training.state)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from tests.checkpoints import on_ranks
-from tests.checkpoints.on_ranks import MODES
 from tests.checkpoints.tiny import Training
 
 import shardwise
@@ -54,7 +53,7 @@ def test_ranks_that_do_not_hold_all_of_it(worlds, tmp_path):
         assert "do not hold, together, each element of" in text
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_what_counts_is_known_of_though_something_failed_after(worlds, tmp_path, mode):
     for error, there, then in worlds(2).run(on_ranks.fail_to_tidy_up, str(tmp_path), mode):
         assert error == ("StorageError", "struck")
@@ -118,10 +117,7 @@ MISFITS = {
     "no optimizer": ("KeyMismatchError", "unexpected 1     optimizers"),
     "scaler": ("KeyMismatchError", "missing 1        scaler"),
     "other schedule": ("KeyMismatchError", "schedulers: what is stored is not of a StepLR"),
-    "schedule of more groups": (
-        "KeyMismatchError",
-        "of a LambdaLR (its base_lrs does not fit the one here",
-    ),
+    "schedule of more groups": ("KeyMismatchError", "of a LambdaLR (its base_lrs does not fit the one here"),
     "other model": ("KeyMismatchError", "missing 2        0.weight"),
     "dtype": ("KeyMismatchError", "embed.weight: stored (11, 6) F32, the model has (11, 6) BF16"),
     "step": ("StorageError", "no complete checkpoint of step 4; there are 3"),
@@ -161,6 +157,11 @@ def rewritten(step: Path, change) -> None:
     file.write_text(sealed(facts))
 
 
+def renamed(step: Path, old: bytes, new: bytes) -> None:
+    (step / ".metadata").write_bytes((step / ".metadata").read_bytes().replace(old, new))
+    rewritten(step, lambda found: None)
+
+
 def sealed(facts: dict) -> str:
     facts = {name: value for name, value in facts.items() if name != "sha256"}
     return json.dumps({**facts, "sha256": facts_module._seal(facts)})
@@ -187,13 +188,9 @@ def spoil(fault: str, step: Path, bomb: Path) -> None:
             (step / ".metadata").write_bytes(pickle.dumps(Bomb(bomb)))
             rewritten(step, lambda found: None)
         case "climbing":
-            content = (step / ".metadata").read_bytes()
-            (step / ".metadata").write_bytes(content.replace(b"__1_0.distcp", b"../__0.distc"))
-            rewritten(step, lambda found: None)
+            renamed(step, b"__1_0.distcp", b"../__0.distc")
         case "other names":
-            content = (step / ".metadata").read_bytes()
-            (step / ".metadata").write_bytes(content.replace(b"schedulers", b"schedulerz"))
-            rewritten(step, lambda found: None)
+            renamed(step, b"schedulers", b"schedulerz")
         case "object":
             whole = (step / "__0_0.distcp").read_bytes()
             at = whole.index(b"schedulers") if b"schedulers" in whole else whole.rindex(b"PK\x05\x06")

@@ -1,6 +1,5 @@
 """Saved on some ranks, restored on others: the same bits, and the same training."""
 
-import json
 import pickle
 import shutil
 import warnings
@@ -10,6 +9,7 @@ import pytest
 import torch
 from tests.checkpoints import on_ranks, tiny
 from tests.checkpoints.tiny import Training, differences
+from tests.interchange.resuming import MADE
 from torch.optim import lr_scheduler as schedules
 
 from shardwise import Checkpointer, TrainState
@@ -40,7 +40,7 @@ def test_goes_on_on_fewer_ranks_and_then_on_more(worlds, tmp_path, mode):
     assert_goes_on(later, [{"state": found[0]["after"], "losses": saved[0]["losses"][2:]}])
 
 
-@pytest.mark.parametrize(("way", "size", "onto"), [("hsdp", 4, "flat"), ("flat", 4, "hsdp"), ("hsdp", 4, "hsdp")])
+@pytest.mark.parametrize(("way", "size", "onto"), [("hsdp", 4, "flat"), ("flat", 4, "hsdp")])
 def test_goes_on_on_another_mesh(worlds, tmp_path, way, size, onto):
     saved = worlds(size).run(on_ranks.train_and_save, str(tmp_path), 2, "sync", way, 1)
     assert_goes_on(worlds(4).run(on_ranks.restore_and_train, str(tmp_path), 1, onto), saved)
@@ -71,17 +71,6 @@ def test_optimizers_of_several_kinds(tmp_path, make, settings):
     assert found[0]["losses"] == saved[0]["losses"]
 
 
-class Shrinking:
-    """A schedule's function that has a state of its own."""
-
-    def __init__(self):
-        self.factor = 1.0
-
-    def __call__(self, step):
-        self.factor *= 0.9
-        return self.factor
-
-
 class Plateau(schedules.ReduceLROnPlateau):
     """Of a loss that never gets better."""
 
@@ -89,31 +78,11 @@ class Plateau(schedules.ReduceLROnPlateau):
         super().step(metrics, epoch)
 
 
-def in_sequence(optimizer):
-    first = schedules.LinearLR(optimizer, 0.1, total_iters=3)
-    return schedules.SequentialLR(optimizer, [first, schedules.MultiStepLR(optimizer, [1, 2])], milestones=[3])
-
-
-SCHEDULES = {
-    "lambda": lambda o: schedules.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "lambda with a state": lambda o: schedules.LambdaLR(o, [Shrinking(), Shrinking()]),
-    "step": lambda o: schedules.StepLR(o, 2),
-    "several steps": lambda o: schedules.MultiStepLR(o, [1, 3, 3, 5]),
-    "cosine": lambda o: schedules.CosineAnnealingLR(o, 10),
-    "restarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 3),
-    "one cycle": lambda o: schedules.OneCycleLR(o, 0.1, total_steps=20),
-    "plateau": lambda o: Plateau(o, patience=1),
-    "sequence": in_sequence,
-    "chain": lambda o: schedules.ChainedScheduler(
-        [schedules.MultiStepLR(o, [2, 4]), schedules.ExponentialLR(o, 0.9)], optimizer=o
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("kind", MADE)
 def test_schedules_of_several_kinds(tmp_path, kind):
+    make = Plateau if kind == "plateau" else MADE[kind]
     one, two = Training(), Training(seed=1)
-    one.schedule, two.schedule = (SCHEDULES[kind](item.optimizer) for item in (one, two))
+    one.schedule, two.schedule = (make(item.optimizer) for item in (one, two))
     one.step(2)
     Checkpointer(tmp_path).save(2, one.state)
     Checkpointer(tmp_path).restore(two.state)
@@ -149,8 +118,7 @@ def test_replicas_share_the_work(worlds, tmp_path):
 
 
 def test_torch_reads_it(worlds, tmp_path):
-    """Its own loader, into plain tensors, and its converter to one file."""
-    import torch.distributed.checkpoint as dcp
+    """By its converter to one file."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     saved = worlds(3).run(on_ranks.train_and_save, str(tmp_path), 2)[0]["state"]
@@ -162,11 +130,6 @@ def test_torch_reads_it(worlds, tmp_path):
     assert differences(whole["optimizer"]["state"], saved["moments"]) == []
     assert whole["optimizer"]["param_groups"] == saved["groups"]
     assert whole["data"]["rank_0"] == {"at": 2}
-    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in saved["model"].items()}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=tmp_path / "step-2", no_dist=True)
-    assert differences(state["model"], saved["model"]) == []
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -257,15 +220,7 @@ def test_latest_sees_complete_checkpoints_alone(tmp_path):
     (run / "step-11").mkdir()
     for name in (".metadata", "shardwise.checkpoint.json"):
         (run / "step-11" / name).symlink_to(tmp_path / "elsewhere" / name)
-    for name in (
-        "step-012",
-        "step-1e3",
-        "step--4",
-        "step-13.old",
-        "Step-14",
-        "step-٣",
-        "step-99999999999999999999",
-    ):
+    for name in ("step-012", "step-1e3", "step--4", "step-13.old", "Step-14", "step-٣", f"step-{10**20}"):
         shutil.copytree(run / "step-3", run / name)
     (run / "step-15").write_text("a file")
     assert checkpointer.steps() == [3]
@@ -329,17 +284,6 @@ def test_going_back_takes_a_decision(tmp_path):
     assert checkpointer.discard_after(1) == [2, 3]
     checkpointer.save(2, training.state)
     assert checkpointer.steps() == [1, 2]
-
-
-def test_the_report_can_be_read(worlds, tmp_path):
-    worlds(2).run(on_ranks.train_and_save, str(tmp_path), 1)
-    text = worlds(2).run(on_ranks.restore_and_train, str(tmp_path))[1]["text"]
-    assert "step 1 restored from" in text
-    assert "restored: model, optimizers, schedulers, data, rng" in text
-    assert "rng: every rank goes on with its own numbers" in text
-    facts = json.loads((tmp_path / "step-1" / "shardwise.checkpoint.json").read_text())
-    assert facts["step"] == 1
-    assert facts["holds"] == "everything"
 
 
 # Without the base

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from tests.checkpoints import on_ranks
-from tests.checkpoints.on_ranks import MODES
 from tests.checkpoints.tiny import Training, differences
 from tests.faults.doomed import Doomed, Seat
 
@@ -37,7 +36,7 @@ def struck(seat: Seat, folder: str, at: str, mode: str) -> list[int]:
     """Train and save; at the third checkpoint a rank is killed in the middle."""
     options = CheckpointerOptions(timeouts=QUICK)
     training = Training()
-    checkpointer = Checkpointer(folder, mode=MODES[mode], keep=2, options=options)
+    checkpointer = Checkpointer(folder, mode=mode, keep=2, options=options)
     for step in (1, 2):
         training.step()
         checkpointer.save(step, training.state)
@@ -59,22 +58,16 @@ def struck(seat: Seat, folder: str, at: str, mode: str) -> list[int]:
     return checkpointer.steps()
 
 
-FAST = [("stage", "async"), ("write", "async"), ("commit", "sync"), ("remove", "async")]
-REST = [(at, mode) for at in STAGES for mode in MODES if (at, mode) not in [*FAST, ("stage", "sync")]]
+ALL = [
+    pytest.param(at, mode, marks=[] if (at, mode) == ("write", "async") else pytest.mark.slow)
+    for at in STAGES
+    for mode in ("sync", "async")
+    if (at, mode) != ("stage", "sync")
+]
 
 
-@pytest.mark.parametrize(("at", "mode"), FAST)
+@pytest.mark.parametrize(("at", "mode"), ALL)
 def test_a_rank_that_is_killed_loses_nothing_committed(worlds, tmp_path, at, mode):
-    kill_and_resume(worlds, tmp_path, at, mode)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("at", "mode"), REST)
-def test_a_rank_that_is_killed_anywhere_loses_nothing_committed(worlds, tmp_path, at, mode):
-    kill_and_resume(worlds, tmp_path, at, mode)
-
-
-def kill_and_resume(worlds, tmp_path, at, mode):
     """Four ranks, one killed in the middle of a save; two go on; then three."""
     with Doomed(4) as world:
         outcome = world.run(struck, str(tmp_path), at, mode, limit_s=40)
@@ -105,7 +98,7 @@ def kill_and_resume(worlds, tmp_path, at, mode):
 def save_for_ever(seat: Seat, folder: str, mode: str) -> None:
     """Train and save until killed."""
     training = Training()
-    checkpointer = Checkpointer(folder, mode=MODES[mode], keep=2, options=CheckpointerOptions(timeouts=QUICK))
+    checkpointer = Checkpointer(folder, mode=mode, keep=2, options=CheckpointerOptions(timeouts=QUICK))
     if checkpointer.latest() is not None:
         checkpointer.restore(training.state)
     seat.tell()

@@ -3,10 +3,9 @@
 import json
 
 import pytest
-import torch
 from click.testing import CliRunner
 from tests import zoo
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tests.verbs.conftest import small_qwen3
 
 from shardwise.cli import main
 from shardwise.cli.train import parse_mesh
@@ -16,18 +15,9 @@ from shardwise.errors import ConfigError
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("plan")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=False,
-    )
-    zoo.save_original(Qwen3ForCausalLM(config), directory, max_shard_size="8KB")
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+    model = small_qwen3(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    zoo.save_original(model, directory, max_shard_size="8KB")
     return str(directory)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.scaled import scaled, scales_of
 
-from shardwise.conversion.computed import SmallestBlocks, aligned_blocks, computed_leaves, computes, pieces
+from shardwise.conversion.computed import SmallestBlocks, aligned_blocks, computed_leaves, computes
 from shardwise.conversion.expression import Stored, concat, stack
 from shardwise.tensors import Box, DType
 
@@ -58,12 +58,6 @@ def test_a_block_is_as_large_as_it_may_be(most, sizes):
     assert [box.sizes for box in aligned_blocks([Box.whole((5, 6))], (5, 6), (2, 2), most)] == sizes
 
 
-def test_a_box_grows_to_its_units_only():
-    assert list(aligned_blocks([Box((3, 2), (1, 1))], (5, 6), (2, 4), 100)) == [Box((2, 0), (2, 4))]
-    assert list(aligned_blocks([Box((4, 5), (1, 1))], (5, 6), (2, 4), 100)) == [Box((4, 4), (1, 2))]
-    assert list(aligned_blocks([Box((0, 0), (2, 4))], (5, 6), (2, 4), 100)) == [Box((0, 0), (2, 4))]
-
-
 def test_the_memory_of_the_smallest_block_counts_what_it_is_computed_of():
     weight, scales = Stored("w", (6, 8), DType.F32), Stored("s", scales_of((6, 8)), DType.F32)
     node = scaled(weight, scales)
@@ -74,8 +68,3 @@ def test_the_memory_of_the_smallest_block_counts_what_it_is_computed_of():
     assert list(computed_leaves(concat([above, weight], 0))) == [above]
     assert (computes(concat([weight, node], 0)), computes(weight)) == (True, False)
     assert stack([weight, Stored("h", (6, 8), DType.F16)], 0).dtype is DType.F32
-
-
-def test_pieces_of_a_box_outside_are_refused():
-    with pytest.raises(ValueError, match="not within"):
-        list(pieces(Stored("w", (4, 3), DType.F32), {}, Box((3, 0), (2, 3))))

@@ -223,26 +223,6 @@ def test_what_does_not_go_together(values, scales, shape, unit, code):
         dequantized(Stored("v", values, DType.U8), Stored("s", scales, DType.F32), shape, unit, code)
 
 
-@pytest.mark.parametrize(
-    ("zeros", "groups", "code", "told"),
-    [
-        ((2, 3), None, Code.INT8, "cannot reshape"),
-        (None, (3,), Code.INT8, "cannot reshape"),
-    ],
-)
-def test_zero_points_and_groups_that_do_not_go_together(zeros, groups, code, told):
-    with pytest.raises(ValueError, match=told):
-        dequantized(
-            Stored("v", (4, 4), DType.U8),
-            Stored("s", (2, 2), DType.F32),
-            (4, 4),
-            (2, 2),
-            code,
-            zeros=None if zeros is None else Stored("z", zeros, DType.I8),
-            groups=None if groups is None else Stored("g", groups, DType.I32),
-        )
-
-
 @pytest.mark.parametrize("exponents", [False, True])
 @given(data=st.data())
 @settings(max_examples=30)
@@ -260,14 +240,7 @@ def test_a_group_for_each_column(exponents, data):
     tensors["s"] = tensors["s"] if exponents else tensors["s"].float()
     leaf = stored_as(tensors)
     made = dequantized(
-        leaf["v"],
-        leaf["s"],
-        shape,
-        unit,
-        Code.INT8,
-        has_exponents=exponents,
-        zeros=leaf["z"],
-        groups=leaf["g"],
+        leaf["v"], leaf["s"], shape, unit, Code.INT8, has_exponents=exponents, zeros=leaf["z"], groups=leaf["g"]
     )
     factors = 2.0 ** (tensors["s"].float() - 127) if exponents else tensors["s"]
     wanted = torch.empty(shape)

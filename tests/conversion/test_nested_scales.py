@@ -1,8 +1,5 @@
 """Scales in a byte each, as bitsandbytes has them, in whole and in parts."""
 
-import math
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,9 +56,3 @@ def test_an_offset_that_was_taken_before():
     moved = nest_about(absmax, offset + 0.25)
     assert not torch.equal(moved[0], codes)
     torch.testing.assert_close(unnest(moved[0], moved[1], offset + 0.25), absmax, rtol=0, atol=0.02)
-
-
-@pytest.mark.parametrize("absmax", [torch.ones(3).double(), torch.tensor([1.0, math.nan]), torch.empty(0)])
-def test_what_are_no_scales(absmax):
-    with pytest.raises(ValueError, match="scales"):
-        nest(absmax)

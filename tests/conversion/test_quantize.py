@@ -113,19 +113,3 @@ def test_rows_are_named_by_their_places_in_the_whole():
     values[0, 7, 0] = math.nan
     with pytest.raises(FormatError, match=r"row \(1, 207\) has"):
         packed.operation.evaluate(block, [values])
-
-
-@pytest.mark.parametrize(
-    ("shape", "stored", "dtype", "told"),
-    [
-        ((4, 96), DType.BF16, DType.BF16, "whole blocks"),
-        ((4, 0), DType.BF16, DType.BF16, "whole blocks"),
-        ((64,), DType.BF16, DType.BF16, "whole blocks"),
-        ((4, 64), DType.I8, DType.BF16, "cannot be put"),
-        ((4, 64), DType.F4, DType.BF16, "cannot be put"),
-        ((4, 64), DType.BF16, DType.F64, "cannot be put"),
-    ],
-)
-def test_what_cannot_be_quantized(shape, stored, dtype, told):
-    with pytest.raises(ValueError, match=told):
-        node(shape, stored, dtype)

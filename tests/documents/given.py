@@ -83,9 +83,7 @@ GIVEN: dict[str, dict[int, str]] = {
         7: "import torch\nfrom peft import LoraConfig",
     },
     "four_bits.md": {2: _GPT_OSS},
-    "accelerate.md": {
-        0: f"{_ROWS}\ndata = torch.utils.data.DataLoader(rows, batch_size=4)",
-    },
+    "accelerate.md": {0: f"{_ROWS}\ndata = torch.utils.data.DataLoader(rows, batch_size=4)"},
     "checkpoints.md": {0: "import torch, shardwise\nname, loader = 'base', None"},
     "interchange.md": {0: f"{_TRAINED}{_ROWS}{_TRAINER_CHECKPOINT}"},
     "merge_on_a_laptop.md": {

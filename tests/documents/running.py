@@ -34,20 +34,10 @@ def prepare(folder: Path) -> None:
 
     tokenizer = train_tokenizer(CHATS, 1024)
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=1024,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes = {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    config = Qwen3Config(**sizes, **heads, **tokens, max_position_embeddings=512)
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     commit = "0" * 40

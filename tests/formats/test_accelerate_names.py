@@ -20,16 +20,9 @@ def test_names() -> None:
     assert [OPTIMIZER.file(0), OPTIMIZER.file(2)] == ["optimizer.bin", "optimizer_2.bin"]
     assert MODEL.folder(0) == "pytorch_model_fsdp_0"
     assert OPTIMIZER.rank_file(1, 3) == "optimizer_1_rank3.bin"
-    assert [MODEL.rank_of(f"pytorch_model_fsdp{middle}_rank12.bin", 0) for middle in ("", "_0", "_1")] == [
-        12,
-        12,
-        None,
-    ]
-    assert [MODEL.rank_of(f"pytorch_model_fsdp{middle}_rank12.bin", 1) for middle in ("", "_0", "_1")] == [
-        None,
-        None,
-        12,
-    ]
+    for number, ranks in ((0, [12, 12, None]), (1, [None, None, 12])):
+        names = [f"pytorch_model_fsdp{middle}_rank12.bin" for middle in ("", "_0", "_1")]
+        assert [MODEL.rank_of(name, number) for name in names] == ranks
     assert MODEL.rank_of("pytorch_model_fsdp_0_rankx.bin", 0) is None
     assert MODEL.rank_of("pytorch_model_fsdp_0_rank1.bin.tmp", 0) is None
 

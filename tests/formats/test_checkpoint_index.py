@@ -36,80 +36,40 @@ A, B, C = file_with("a"), file_with("b"), file_with("c")
 # Which files
 
 
+INDEX = "model.safetensors.index.json"
+X, XY = index_of({"a": "x.safetensors"}), index_of({"a": "x.safetensors", "b": "y.safetensors"})
+NOT_OPENED = ("consolidated.safetensors.index.json", "adapter_model.safetensors.index.json")
+NUMBERED = [f"model-0000{number}-of-00003" for number in (1, 2, 3)]
+
+
+def named(**files: bytes) -> dict[str, bytes]:
+    return {f"{name}.safetensors": content for name, content in files.items()}
+
+
 @pytest.mark.parametrize(
     ("files", "chosen", "layout"),
     [
-        ({"model.safetensors": A}, ["model.safetensors"], "single file"),
-        ({"foo.safetensors": A}, ["foo.safetensors"], "single file"),
+        (named(model=A), ["model"], "single file"),
+        (named(foo=A), ["foo"], "single file"),
+        ({**named(model=A), INDEX: index_of({"b": "b.safetensors"})}, ["model"], "single file"),
+        ({**named(x=A, y=B, z=C), INDEX: XY, "other.safetensors.index.json": b"no"}, ["x", "y"], "indexed"),
         (
-            {"model.safetensors": A, "model.safetensors.index.json": index_of({"b": "b.safetensors"})},
-            ["model.safetensors"],
-            "single file",
-        ),
-        (
-            {
-                "x.safetensors": A,
-                "y.safetensors": B,
-                "z.safetensors": C,
-                "model.safetensors.index.json": index_of({"a": "x.safetensors", "b": "y.safetensors"}),
-                "other.safetensors.index.json": b"not opened",
-            },
-            ["x.safetensors", "y.safetensors"],
+            {**named(x=A, consolidated=B), "odd.safetensors.index.json": X, **dict.fromkeys(NOT_OPENED, b"no")},
+            ["x"],
             "indexed",
         ),
-        (
-            {
-                "x.safetensors": A,
-                "y.safetensors": B,
-                "odd.safetensors.index.json": index_of({"a": "x.safetensors"}),
-            },
-            ["x.safetensors"],
-            "indexed",
-        ),
-        (
-            {
-                "x.safetensors": A,
-                "consolidated.safetensors": B,
-                "consolidated.safetensors.index.json": b"not opened",
-                "adapter_model.safetensors.index.json": b"not opened",
-                "odd.safetensors.index.json": index_of({"a": "x.safetensors"}),
-            },
-            ["x.safetensors"],
-            "indexed",
-        ),
-        (
-            {
-                "model.safetensors-00001-of-00003.safetensors": A,
-                "model.safetensors-00002-of-00003.safetensors": B,
-                "model.safetensors-00003-of-00003.safetensors": C,
-            },
-            [f"model.safetensors-0000{number}-of-00003.safetensors" for number in (1, 2, 3)],
-            "several files without an index",
-        ),
-        (
-            {"foo.safetensors": A, "adapter_model.safetensors": A, "consolidated.safetensors": A},
-            ["foo.safetensors"],
-            "single file",
-        ),
-        (
-            {"consolidated.safetensors": A, "adapter_model.safetensors": A},
-            ["consolidated.safetensors"],
-            "single file",
-        ),
-        ({"foo.safetensors": A, "sub/model.safetensors": A}, ["foo.safetensors"], "single file"),
-        (
-            {"sub/x.safetensors": A, "model.safetensors.index.json": index_of({"a": "sub/x.safetensors"})},
-            ["sub/x.safetensors"],
-            "indexed",
-        ),
+        (named(**dict(zip(NUMBERED, (A, B, C), strict=True))), NUMBERED, "several files without an index"),
+        (named(foo=A, adapter_model=A, consolidated=A), ["foo"], "single file"),
+        (named(consolidated=A, adapter_model=A), ["consolidated"], "single file"),
+        (named(foo=A, **{"sub/model": A}), ["foo"], "single file"),
+        ({**named(**{"sub/x": A}), INDEX: index_of({"a": "sub/x.safetensors"})}, ["sub/x"], "indexed"),
     ],
 )
 def test_the_files_that_count(files: dict[str, bytes], chosen: list[str], layout: str) -> None:
     index = opened(files)
-    assert list(index.files) == chosen
-    assert index.files == {name: len(files[name]) for name in chosen}
-    assert index.layout == layout
-    assert index.root == "<memory>"
+    assert index.files == {f"{name}.safetensors": len(files[f"{name}.safetensors"]) for name in chosen}
+    assert list(index.files) == [f"{name}.safetensors" for name in chosen]
+    assert (index.layout, index.root) == (layout, "<memory>")
 
 
 def test_weights_name_comes_first() -> None:
@@ -205,29 +165,16 @@ def test_a_key_that_the_index_leaves_out_is_included() -> None:
 
 
 def test_metadata_of_headers_and_index_is_text() -> None:
+    first, second = {"format": "pt", "who": "x", "total_size": "header"}, {"who": "y", "only": "y"}
+    of_index = {"total_size": 8, "nested": {"a": [1]}, "text": "as it is"}
+    weight_map = {"k": "x.safetensors", "l": "y.safetensors"}
     files = {
-        "x.safetensors": file_of(
-            {
-                "__metadata__": {"format": "pt", "who": "x", "total_size": "header"},
-                "k": tensor("U8", [0], 0, 0),
-            }
-        ),
-        "y.safetensors": file_of({"__metadata__": {"who": "y", "only": "y"}, "l": tensor("U8", [0], 0, 0)}),
-        "model.safetensors.index.json": json.dumps(
-            {
-                "metadata": {"total_size": 8, "nested": {"a": [1]}, "text": "as it is"},
-                "weight_map": {"k": "x.safetensors", "l": "y.safetensors"},
-            }
-        ).encode(),
+        "x.safetensors": file_of({"__metadata__": first, "k": tensor("U8", [0], 0, 0)}),
+        "y.safetensors": file_of({"__metadata__": second, "l": tensor("U8", [0], 0, 0)}),
+        INDEX: json.dumps({"metadata": of_index, "weight_map": weight_map}).encode(),
     }
-    assert opened(files).metadata == {
-        "format": "pt",
-        "who": "x",  # the first file's
-        "only": "y",
-        "total_size": "8",  # the index's
-        "nested": '{"a": [1]}',
-        "text": "as it is",
-    }
+    wanted = {"format": "pt", "who": "x", "only": "y"}  # the first file's
+    assert opened(files).metadata == {**wanted, "total_size": "8", "nested": '{"a": [1]}', "text": "as it is"}
 
 
 @pytest.mark.parametrize("metadata", [None, [], "text", 3])
@@ -301,14 +248,9 @@ def test_a_folder_of_thousands_of_files_is_listed_in_part() -> None:
         (b'{"weight_map": ' + b"[" * 100_000, "not valid JSON"),
         (b'{"weight_map": {"\xff": "x.safetensors"}}', "can't decode byte 0xff in position 17"),
         (b'{"weight_map": {"a": 1}}', "a: 1, not a string"),
-        (b'{"weight_map": {"a": null}}', "a: None, not a string"),
-        (b'{"weight_map": {"a": ["x.safetensors"]}}', "a: ['x.safetensors'], not a string"),
         (index_of({"a": "/etc/x.safetensors"}), "/etc/x.safetensors: it is absolute"),
         (index_of({"a": "../x.safetensors"}), "../x.safetensors: it climbs out"),
-        (index_of({"a": "sub/../../x.safetensors"}), "sub/../../x.safetensors: it climbs out"),
         (index_of({"a": "..\\x.safetensors"}), "it contains a backslash"),
-        (index_of({"a": "C:x.safetensors"}), "it starts with a drive letter"),
-        (index_of({"a": "\0.safetensors"}), "it contains a NUL character"),
         (index_of({"a": ""}), "it does not end in .safetensors"),
         (index_of({"a": "pytorch_model.bin"}), "pytorch_model.bin: it does not end in .safetensors"),
         (index_of({"a": "\ud800.safetensors"}), "\\ud800"),

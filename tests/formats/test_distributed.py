@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.formats.torch_building import Touch, same, saved, values_of
 from tests.harness import HttpStore
 from tests.harness.memory_storage import MemoryReader
@@ -27,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwise.errors import FormatError, StorageError
+from shardwise.errors import FormatError
 from shardwise.formats.contract import Joined, View, Whole
 from shardwise.formats.joining import tiling
 from shardwise.formats.opening import open_checkpoint
@@ -112,8 +110,7 @@ def test_what_torch_saves_in_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "grid",
-    [[[6], [8]], [[2, 4], [8]], [[1, 2, 3], [5, 3]], [[6], [1] * 8], [[0, 6, 0], [8]], [[3, 3], [4, 4]]],
+    "grid", [[[6], [8]], [[2, 4], [8]], [[1, 2, 3], [5, 3]], [[6], [1] * 8], [[0, 6, 0], [8]], [[3, 3], [4, 4]]]
 )
 def test_chunks_are_put_together(grid: list[list[int]]) -> None:
     folder = Written({"model.grid": cut(GRID, *grid), "other": ((), {(): torch.tensor(7)})})
@@ -225,8 +222,17 @@ def test_an_optimizer_without_a_model_near() -> None:
         open_checkpoint(folder.reader())
 
 
-def without_metadata(tmp_path: Path, *saves: str) -> str:
-    """The message on a folder whose metadata are missing, with other saves in it (or beside it: "../x")."""
+@pytest.mark.parametrize(
+    ("saves", "words"),
+    [
+        ([], "copy .metadata here from the machine of rank 0"),
+        (["one", "optimizer_0"], "pass the folder of the model: {0}/here/one ({0}/here/optimizer_0: an optim"),
+        (["../model_0"], "pass the folder of the model: {0}/model_0"),
+        (["../optimizer_0"], "{0}/optimizer_0: an optimizer's state, without the folder of a model beside it"),
+    ],
+)
+def test_without_metadata_other_saves_are_named(tmp_path: Path, saves: list[str], words: str) -> None:
+    """Saves inside the folder, or beside it."""
     here = tmp_path / "here"
     here.mkdir()
     (here / "__0_0.distcp").write_bytes(b"")
@@ -235,26 +241,7 @@ def without_metadata(tmp_path: Path, *saves: str) -> str:
     with pytest.raises(FormatError) as caught:
         open_checkpoint(here)
     assert "there are 1 .distcp files, but no .metadata" in str(caught.value)
-    return str(caught.value)
-
-
-def test_no_metadata_and_nothing_near(tmp_path: Path) -> None:
-    assert "copy .metadata here from the machine of rank 0" in without_metadata(tmp_path)
-
-
-def test_no_metadata_but_a_model_inside(tmp_path: Path) -> None:
-    message = without_metadata(tmp_path, "one", "optimizer_0")
-    assert f"pass the folder of the model: {tmp_path}/here/one ({tmp_path}/here/optimizer_0: an optim" in message
-
-
-def test_no_metadata_but_a_model_beside(tmp_path: Path) -> None:
-    assert f"pass the folder of the model: {tmp_path}/model_0" in without_metadata(tmp_path, "../model_0")
-
-
-def test_no_metadata_but_an_optimizer_beside(tmp_path: Path) -> None:
-    message = without_metadata(tmp_path, "../optimizer_0")
-    assert f"{tmp_path}/optimizer_0: an optimizer's state, without the folder of a model beside it" in message
-    assert "That path works for merge_weights" in message
+    assert words.format(tmp_path) in str(caught.value)
 
 
 def test_several_saves_and_none_is_chosen(tmp_path: Path) -> None:
@@ -287,77 +274,58 @@ def info(file: object = "__0_0.distcp", start: object = 0, nbytes: object = 100,
     return _StorageInfo(file, start, nbytes, **more)  # type: ignore[arg-type]
 
 
+def place(told: object) -> Callable[[Metadata], object]:
+    """The first chunk is said to lie elsewhere."""
+    return lambda made: made.storage_data.update({FIRST: told})
+
+
+def facts(key: str, **changes: object) -> Callable[[Metadata], object]:
+    return lambda made: [setattr(made.state_dict_metadata[key], *change) for change in changes.items()]
+
+
+def second_chunk(**changes: object) -> Callable[[Metadata], object]:
+    return lambda made: [setattr(made.state_dict_metadata["g"].chunks[1], *change) for change in changes.items()]
+
+
+def whole(**changes: object) -> Callable[[Metadata], object]:
+    return lambda made: [setattr(made, *change) for change in changes.items()]
+
+
 @pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "a/../../b", "C:\\x", "..\\x", "", "a//b", "a\0b"])
 def test_paths_that_climb_out(file: str) -> None:
-    assert "which is refused: it" in changing(lambda made: made.storage_data.update({FIRST: info(file)}))
+    assert "which is refused: it" in changing(place(info(file)))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda made: made.storage_data.pop(SECOND), "g has no place for the chunk at (3, 0)"),
-        (lambda made: made.storage_data.update({FIRST: info(nbytes=10**9)}), "overlap in __0_0.distcp"),
-        (lambda made: made.storage_data.update({FIRST: info(start=-1)}), "g has no range of bytes"),
-        (lambda made: made.storage_data.update({FIRST: info(start=2**63)}), "g has no range of bytes"),
-        (lambda made: made.storage_data.update({FIRST: info(start=0.5)}), "g has no range of bytes"),
-        (lambda made: made.storage_data.update({FIRST: info(nbytes=None)}), "g has no range of bytes"),
-        (lambda made: made.storage_data.update({FIRST: info(start=10**8)}), "ends after"),
-        (
-            lambda made: made.storage_data.update({FIRST: info(nbytes=0)}),
-            "does not end in the directory of a zip archive",
-        ),
-        (lambda made: made.storage_data.update({FIRST: info(nbytes=99)}), "does not end in the directory"),
-        (lambda made: made.storage_data.update({FIRST: info("absent")}), "1 of 2 files are missing: absent"),
-        (lambda made: made.storage_data.update({FIRST: info(3)}), "g is in no file"),
-        (lambda made: made.storage_data.update({FIRST: made.storage_data[SECOND]}), "overlap"),
-        (
-            lambda made: made.storage_data.update({FIRST: info(transform_descriptors=["zstd"])}),
-            "was saved through a transform",
-        ),
-        (
-            lambda made: made.storage_data.update(
-                {FIRST: made.storage_data[MetadataIndex("other", (0,))], MetadataIndex("other", (0,)): info()}
-            ),
-            "it holds F32 (2,), where the metadata tells of F32 (3, 8)",
-        ),
-        (
-            lambda made: made.state_dict_metadata["g"].chunks.pop(),
-            "chunks do not tile them: 1\n    g of shape (6, 8)",
-        ),
+        (place(info(nbytes=10**9)), "overlap in __0_0.distcp"),
+        (place(info(start=-1)), "g has no range of bytes"),
+        (place(info(nbytes=-1)), "g has no range of bytes"),
+        (place(info(start=2**63)), "g has no range of bytes"),
+        (place(info(start=0.5)), "g has no range of bytes"),
+        (place(info(nbytes=None)), "g has no range of bytes"),
+        (place(info(start=10**8)), "ends after"),
+        (place(info(nbytes=0)), "does not end in the directory of a zip archive"),
+        (place(info("absent")), "1 of 2 files are missing: absent"),
+        (place(info(3)), "g is in no file"),
+        (lambda made: place(made.storage_data[SECOND])(made), "overlap"),
+        (place(info(transform_descriptors=["zstd"])), "was saved through a transform"),
+        (lambda made: made.state_dict_metadata["g"].chunks.pop(), "do not tile them: 1\n    g of shape (6, 8)"),
         (lambda made: made.state_dict_metadata["g"].chunks.clear(), "chunks do not tile them: 1"),
-        (
-            lambda made: setattr(made.state_dict_metadata["g"].chunks[1], "offsets", torch.Size((4, 0))),
-            "g of shape (6, 8) has a chunk at (4, 0) of sizes (3, 8)",
-        ),
-        (
-            lambda made: setattr(made.state_dict_metadata["g"].chunks[1], "offsets", torch.Size((2, 0))),
-            "g has no place for the chunk at (2, 0)",
-        ),
-        (
-            lambda made: setattr(made.state_dict_metadata["g"].chunks[1], "sizes", torch.Size((3,))),
-            "has a chunk at (3, 0) of sizes (3,)",
-        ),
-        (lambda made: setattr(made.state_dict_metadata["g"], "size", torch.Size((7, 8))), "chunks do not tile"),
-        (lambda made: setattr(made.state_dict_metadata["g"], "size", (2**62, 2**62)), "chunks do not tile"),
-        (
-            lambda made: setattr(made.state_dict_metadata["g"], "size", None),
-            "the size of g is not a tuple of sizes",
-        ),
-        (lambda made: setattr(made.state_dict_metadata["g"], "chunks", None), "g has no list of chunks"),
-        (
-            lambda made: setattr(made.state_dict_metadata["g"].properties, "dtype", torch.int32),
-            "it holds F32 (3, 8), where the metadata tells of I32 (3, 8)",
-        ),
-        (
-            lambda made: setattr(made.state_dict_metadata["g"].properties, "dtype", torch.complex128),
-            "g has no properties, or no dtype that can be loaded",
-        ),
-        (
-            lambda made: setattr(made.state_dict_metadata["other"], "size", torch.Size((1, 2))),
-            "other of shape (1, 2) has a chunk at (0,)",
-        ),
-        (lambda made: setattr(made, "storage_data", None), "storage_data is not a dict"),
-        (lambda made: setattr(made, "state_dict_metadata", [1]), "state_dict_metadata is not a dict"),
+        (second_chunk(offsets=torch.Size((4, 0))), "g of shape (6, 8) has a chunk at (4, 0) of sizes (3, 8)"),
+        (second_chunk(offsets=torch.Size((2, 0))), "g has no place for the chunk at (2, 0)"),
+        (second_chunk(sizes=torch.Size((3,))), "has a chunk at (3, 0) of sizes (3,)"),
+        (facts("g", size=torch.Size((7, 8))), "chunks do not tile"),
+        (facts("g", size=(2**62, 2**62)), "chunks do not tile"),
+        (facts("g", size=None), "the size of g is not a tuple of sizes"),
+        (facts("g", chunks=None), "g has no list of chunks"),
+        (facts("g", properties=TensorProperties(torch.int32)), "where the metadata tells of I32 (3, 8)"),
+        (facts("g", properties=TensorProperties(torch.complex128)), "no dtype that can be loaded"),
+        (facts("other", size=torch.Size((1, 2))), "other of shape (1, 2) has a chunk at (0,)"),
+        (whole(storage_data=None), "storage_data is not a dict"),
+        (whole(state_dict_metadata=[1]), "state_dict_metadata is not a dict"),
         (lambda made: made.state_dict_metadata.update({3: BytesStorageMetadata()}), "is not by key"),
         (lambda made: made.storage_data.update({"g": info()}), "it has no MetadataIndex where one belongs"),
     ],
@@ -398,15 +366,15 @@ def spiral(count: int) -> list[Box]:
 
 def test_cuts_within_cuts_end_somewhere() -> None:
     assert tiling((9, 9), [(box, Whole(str(box))) for box in spiral(9)]) is not None
-    start = time.perf_counter()
+    start = time.process_time()
     assert tiling((3000, 3000), [(box, Whole("x")) for box in spiral(3000)]) is None
     assert tiling((1,) * 100_000, [(Box.whole((1,) * 100_000), Whole("x"))]) is None
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_shapes_and_paths_of_too_many_parts() -> None:
     many = (2**62,) * 100_000
-    start = time.perf_counter()
+    start = time.process_time()
     assert "the size of g is not a tuple of sizes" in changing(
         lambda made: setattr(made.state_dict_metadata["g"], "size", many)
     )
@@ -414,7 +382,7 @@ def test_shapes_and_paths_of_too_many_parts() -> None:
     folder = Written({".".join(path): ((2,), {(0,): torch.ones(2)})})
     folder.metadata.planner_data = {".".join(path): path}
     assert open_checkpoint(folder.reader()).wrapper == ""
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_chunks_that_are_no_tensors() -> None:
@@ -438,35 +406,7 @@ def test_a_program_in_the_metadata_is_not_run(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
-def test_metadata_that_are_something_else() -> None:
-    for value, words in (
-        (Metadata, "it has no Metadata where one belongs"),
-        ({"g": 1}, "it has no Metadata where one belongs"),
-        (info(), "it has no Metadata where one belongs"),
-    ):
-        files = {".metadata": pickle.dumps(value), "__0_0.distcp": b""}
-        with pytest.raises(FormatError, match=words):
-            open_checkpoint(MemoryReader(files))
-
-
-SOUND = Written({"g": cut(GRID, [3, 3], [8]), "other": ((2,), {(0,): torch.ones(2)})}).files()
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, len(SOUND[".metadata"]) - 1), st.integers(0, 255)), max_size=6),
-    st.lists(st.tuples(st.integers(0, len(SOUND["__0_0.distcp"]) - 1), st.integers(0, 255)), max_size=6),
-    st.integers(0, len(SOUND["__0_0.distcp"])),
-)
-def test_mutations_raise_nothing_else(one: list[tuple[int, int]], two: list[tuple[int, int]], cut_at: int) -> None:
-    content = {name: bytearray(found) for name, found in SOUND.items()}
-    for name, changes in ((".metadata", one), ("__0_0.distcp", two)):
-        for place, value in changes:
-            content[name][place] = value
-    if cut_at % 3 == 0:
-        del content["__0_0.distcp"][cut_at:]
-    files = {name: bytes(found) for name, found in content.items()}
-    try:
-        index = open_checkpoint(MemoryReader(files))
-    except (FormatError, StorageError):
-        return
-    assert all(entry.stop <= len(files[entry.file]) for entry in index.entries.values())
+@pytest.mark.parametrize("value", [Metadata, {"g": 1}, info()], ids=["class", "dict", "place"])
+def test_metadata_of_another_kind(value: object) -> None:
+    with pytest.raises(FormatError, match="it has no Metadata where one belongs"):
+        open_checkpoint(MemoryReader({".metadata": pickle.dumps(value), "__0_0.distcp": b""}))

@@ -38,14 +38,11 @@ def refusal(content: bytes) -> str:
             bytes(12),
             "4 bytes from byte 133 on, between tensor a and tensor b, belong to no tensor",
         ),
-        ({"a": tensor("U8", [4], 4, 8)}, bytes(8), "4 bytes .* between the header and tensor a"),
         ({"a": tensor("U8", [4], 0, 4)}, bytes(9), "the last 5 bytes, from byte .* belong to no tensor"),
-        ({}, bytes(3), "the last 3 bytes"),
         ({"a": tensor("U8", [4], 0, 4)}, bytes(3), "tensor a reaches to byte 72, .* 71 bytes: 1 are missing"),
         ({"a": tensor("U8", [4], 0, 4), "b": tensor("U8", [4], 2, 6)}, bytes(6), "b .* inside tensor a"),
         ({"a": tensor("U8", [4], 0, 4), "b": tensor("U8", [4], 0, 4)}, bytes(4), "b .* inside tensor a"),
         ({"a": tensor("U8", [4], 0, 4), "z": tensor("U8", [0], 2, 2)}, bytes(4), "z .* inside tensor a"),
-        ({"a": tensor("U8", [4], 0, 4), "z": tensor("U8", [0], 9, 9)}, bytes(4), "tensor z reaches to byte"),
         # data_offsets
         ({"a": tensor("U8", [4], 4, 0)}, bytes(4), r"tensor a has the data_offsets \[4, 0\]"),
         ({"a": tensor("U8", [4], -4, 0)}, bytes(4), r"data_offsets \[-4, 0\]"),
@@ -55,10 +52,8 @@ def refusal(content: bytes) -> str:
         ({"a": tensor("U8", [1], 2**64, 2**64 + 1)}, b"1", "data_offsets .18446744073709551616"),
         # Sizes
         ({"a": tensor("F32", [3], 0, 8)}, bytes(8), r"tensor a of F32 \[3\] takes 12 bytes, .* span 8"),
-        ({"a": tensor("F32", [], 0, 8)}, bytes(8), "takes 4 bytes"),
         ({"a": tensor("F32", [0], 0, 4)}, bytes(4), "takes 0 bytes"),
         ({"a": tensor("F4", [3], 0, 2)}, bytes(2), r"tensor a of F4 \[3\] does not end at a byte"),
-        ({"a": tensor("F6_E2M3", [2], 0, 2)}, bytes(2), "does not end at a byte"),
         # Shapes
         ({"a": tensor("U8", [-1], 0, 1)}, b"1", r"tensor a has the shape \[-1\]"),
         ({"a": tensor("U8", [True], 0, 1)}, b"1", r"shape \[True\]"),
@@ -67,7 +62,6 @@ def refusal(content: bytes) -> str:
         ({"a": {"dtype": "U8", "data_offsets": [0, 1]}}, b"1", "shape None"),
         ({"a": tensor("U8", [2**63], 0, 1)}, b"1", r"shape \[9223372036854775808\]"),
         ({"a": tensor("U8", [2**62, 2**62], 0, 1)}, b"1", r"tensor a .* more than 2\*\*64 bits"),
-        ({"a": tensor("U8", [2**62, 2**62, 0], 0, 0)}, b"", r"more than 2\*\*64 bits"),
         # dtypes
         ({"a": tensor("F31", [1], 0, 1)}, b"1", "tensor a has the unknown dtype 'F31'; known are BOOL"),
         ({"a": {"shape": [1], "data_offsets": [0, 1]}}, b"1", "unknown dtype None"),
@@ -76,12 +70,10 @@ def refusal(content: bytes) -> str:
         ({"a": None}, b"", "described by a NoneType"),
         # Metadata
         ({"__metadata__": {"a": 1}}, b"", "__metadata__ has a int under a, not a string"),
-        ({"__metadata__": {"a": None}}, b"", "__metadata__ has a NoneType"),
         ({"__metadata__": [["a", "b"]]}, b"", "__metadata__ is a list"),
         # JSON
         (b"", b"", "not valid JSON"),
         (b"[]", b"", "a JSON list, not an object"),
-        (b"null", b"", "not an object"),
         (b'{"a":', b"", "not valid JSON"),
         (b"{}\0\0", b"", "not valid JSON"),
         (b"\xef\xbb\xbf{}", b"", "not valid JSON"),
@@ -187,45 +179,6 @@ def attempt(content: bytes) -> bool:
         return False
     check_consistent(header)
     return True
-
-
-SOUND = file_of(
-    {
-        "__metadata__": {"format": "pt"},
-        "model.a": tensor("F32", [2, 3], 0, 24),
-        "model.b": tensor("BF16", [4], 24, 32),
-        "model.empty": tensor("F64", [0, 7], 32, 32),
-        "model.c": tensor("F4", [2, 2], 32, 34),
-        "model.d": tensor("U8", [], 34, 35),
-    },
-    bytes(range(35)),
-)
-
-
-def test_the_file_that_is_mutated_below_is_sound() -> None:
-    assert attempt(SOUND)
-
-
-def test_mutated_headers_are_refused_or_consistent() -> None:
-    generator = random.Random(20260101)
-    accepted = 0
-    for _ in range(4000):
-        content = bytearray(SOUND)
-        for _ in range(generator.choice([1, 1, 1, 2, 5])):
-            position = generator.randrange(len(content) - 35)
-            kind = generator.randrange(4)
-            if kind == 0:
-                content[position] ^= 1 << generator.randrange(8)
-            elif kind == 1:
-                content[position] = generator.choice(b'0123456789{}[]":,-.eE\\ \0\xff')
-            elif kind == 2:
-                del content[position : position + generator.randrange(1, 9)]
-            else:
-                start = generator.randrange(len(content))
-                content[position:position] = content[start : start + generator.randrange(1, 30)]
-        accepted += bytes(content) != SOUND and attempt(bytes(content))
-    # Some mutations only rename a tensor. If none were accepted, the mutations would prove little.
-    assert 100 < accepted < 2000
 
 
 json_values = st.recursive(

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.formats.joining import StoredView, WrapperChoice, choose_model, strided_obstacle
-from shardwise.tensors import ByteRange, DType, Strided
+from shardwise.formats.joining import WrapperChoice, choose_model, strided_obstacle
+from shardwise.tensors import Strided
 
 
 def paths(*names: str) -> list[tuple[str, ...]]:
@@ -58,10 +58,7 @@ def test_keys_of_the_model() -> None:
 
 views = st.integers(0, 3).flatmap(
     lambda dims: st.builds(
-        Strided,
-        st.integers(0, 4),
-        st.tuples(*[st.integers(0, 3)] * dims),
-        st.tuples(*[st.integers(0, 9)] * dims),
+        Strided, st.integers(0, 4), st.tuples(*[st.integers(0, 3)] * dims), st.tuples(*[st.integers(0, 9)] * dims)
     )
 )
 
@@ -83,14 +80,3 @@ def test_a_view_sees_each_of_its_elements_once_and_no_others(view: Strided, avai
     else:
         ordered = sorted((stride, size) for stride, size in zip(view.strides, view.sizes, strict=True) if size > 1)
         assert any(stride <= sum(s * (n - 1) for s, n in ordered[:at]) for at, (stride, _) in enumerate(ordered))
-
-
-def test_views_that_are_whole() -> None:
-    def view(strided: Strided, nbytes: int) -> StoredView:
-        return StoredView("f", ByteRange(10, 10 + nbytes), DType.F16, strided)
-
-    assert view(Strided.contiguous((2, 3)), 12).is_whole
-    assert not view(Strided.contiguous((2, 3)), 14).is_whole
-    assert not view(Strided(0, (2, 3), (1, 2)), 12).is_whole
-    assert view(Strided(0, (0, 3), (1, 2)), 0).is_whole
-    assert view(Strided.contiguous((2, 3)), 12).shape == (2, 3)

@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 _NAMES = {
-    "http_store": ("HttpStore", "HttpStoreProcess"),
+    "http_store": ("HttpStore",),
     "storage_suite": ("StorageReaderSuite",),
     "writer_suite": ("StorageWriterSuite", "WritableStorage"),
     "world": ("run_world",),

@@ -1,19 +1,16 @@
 """An object store on this machine: an HTTP server with ranges, as slow and as faulty as one wishes."""
 
-import json
 import mmap
 import os
 import re
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -32,10 +29,9 @@ _CREDIT_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Answer with this status, and ``Retry-After`` where it is given."""
+    """Answer with this status."""
 
     code: int
-    retry_after_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +140,7 @@ class HttpStore:
             reader = RemoteReader(store.url)
 
     Connections are kept alive, one thread each. For measurements, let it run in a process of its own:
-    :class:`HttpStoreProcess`.
+    :class:`benchmarks.http_process.HttpStoreProcess`.
 
     Args:
         files: a folder, or contents by name.
@@ -301,10 +297,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, file: str, fault: Disturbance | None) -> None:
         match fault:
-            case Status(code, retry_after_s):
-                return self._refuse(
-                    file, code, {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
-                )
+            case Status(code):
+                return self._refuse(file, code)
             case Redirect(folder_url):
                 return self._refuse(file, 302, {"Location": f"{folder_url}/{file}"})
             case Reset(None):
@@ -375,62 +369,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(part)
 
 
-class HttpStoreProcess:
-    """An :class:`HttpStore` of a folder in a process of its own, so that it shares no interpreter with the reader.
-
-    It ends with the ``with`` block, and with the process that started it.
-    """
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        latency_s: float = 0.0,
-        bytes_per_s: float | None = None,
-    ) -> None:
-        options = {"latency_s": latency_s, "bytes_per_s": bytes_per_s}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.harness.http_store", os.fspath(folder), json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        answer = self._read_line()
-        self.url: str = answer["url"]
-
-    @property
-    def counters(self) -> Counters:
-        assert self._process.stdin is not None
-        self._process.stdin.write("counters\n")
-        self._process.stdin.flush()
-        return Counters(**self._read_line())
-
-    def close(self) -> None:
-        """End the server; closing twice is fine."""
-        # It ends when there is nothing more to read.
-        self._process.communicate()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _read_line(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.communicate()
-            raise RuntimeError(f"the server's process ended with exit code {self._process.returncode}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
 def _range_of(header: str, nbytes: int) -> tuple[int, int] | None:
     """The half-open range that a ``Range`` header asks for; None where the file has no byte of it."""
     match = _RANGE.fullmatch(header)
@@ -441,19 +379,3 @@ def _range_of(header: str, nbytes: int) -> tuple[int, int] | None:
     else:
         start, stop = int(match[1]), min(int(match[2]) + 1, nbytes) if match[2] else nbytes
     return (start, stop) if start < stop else None
-
-
-def _main(folder: str, options: str) -> None:
-    with HttpStore(folder, **json.loads(options)) as store:
-        _tell({"url": store.url})
-        for _ in sys.stdin:
-            _tell(asdict(store.counters))
-
-
-def _tell(answer: Mapping[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -4,11 +4,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from shardwise.errors import StorageError
-from shardwise.storage.contract import (
-    ReadPolicy,
-    StorageReader,
-    ends_early,
-)
+from shardwise.storage.contract import ReadPolicy, StorageReader, ends_early
 from shardwise.storage.names import shown, unsafe_name_reason
 
 MEMORY = ReadPolicy(max_gap_bytes=0, request_bytes=1 << 30, concurrency=1, is_remote=False, bytes_per_s=1e10)

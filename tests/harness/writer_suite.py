@@ -73,11 +73,6 @@ class StorageWriterSuite:
             if writer.policy.has_random_writes:
                 pytest.skip("files are written in any order")
 
-    def test_it_is_a_storage_writer(self, storage: WritableStorage) -> None:
-        with storage.open() as writer:
-            assert isinstance(writer, StorageWriter)
-            assert writer.root
-
     def test_an_empty_folder_has_no_files(self, storage: WritableStorage) -> None:
         with storage.open() as writer:
             assert writer.list() == []
@@ -343,14 +338,6 @@ class StorageWriterSuite:
             writer.write("a", 4, [memoryview(b"4")])
             writer.sync("a")
             assert storage.contents() == {"a": b"01234"}
-
-    @pytest.mark.usefixtures("streams")
-    def test_a_stream_that_is_not_completed_leaves_nothing(self, storage: WritableStorage) -> None:
-        with storage.open() as writer:
-            writer.create("a", 5)
-            writer.write("a", 0, [memoryview(b"01234")])
-            writer.create("b", 5)
-        assert storage.contents() == {}
 
     @pytest.mark.usefixtures("streams")
     def test_a_stream_belongs_to_the_writer_that_created_it(self, storage: WritableStorage) -> None:

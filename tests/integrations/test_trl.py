@@ -25,19 +25,19 @@ def test_sft(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, mod
     compared(two, one, Run(str(folder), "sft", model, arguments=EVALUATED), tmp_path)
 
 
-@pytest.mark.parametrize("model", ["whole", "lora", REPLICATED])
+@pytest.mark.parametrize("model", [pytest.param("whole", marks=pytest.mark.slow), "lora", REPLICATED])
 def test_dpo(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, model: str) -> None:
     """The reference of a LoRA is a copy of it as it was, which is not nothing here."""
     compared(two, one, Run(str(folder), "dpo", model), tmp_path)
 
 
+@pytest.mark.slow
 def test_dpo_of_trl_itself(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path) -> None:
     compared(two, one, Run(str(folder), "dpo", "lora"), tmp_path, by="doors")
 
 
 @pytest.mark.parametrize(
-    ("model", "beta"),
-    [("whole", 0.0), ("lora", 0.1), pytest.param("replicated lora", 0.1, marks=pytest.mark.slow)],
+    ("model", "beta"), [("whole", 0.0), ("lora", 0.1), pytest.param("replicated lora", 0.1, marks=pytest.mark.slow)]
 )
 def test_grpo(two: LocalRanks, folder: Path, tmp_path: Path, model: str, beta: float) -> None:
     """Against DDP on as many ranks, since what is sampled depends on the rank."""

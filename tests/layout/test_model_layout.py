@@ -5,43 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout import (
-    LocalBox,
-    MeshShape,
-    ModelLayout,
-    Origin,
-    Spread,
-    TensorKind,
-    TensorLayout,
-    WorldLayout,
-    first_rows,
-    last_rows,
-    place_of,
-)
-from shardwise.tensors import Box, DType, Strided
-
-
-def tensor(
-    *names: str,
-    kind: TensorKind = TensorKind.PARAMETER,
-    dtype: DType = DType.F32,
-    shape: tuple[int, ...] = (4, 3),
-    boxes: tuple[Box, ...] | None = None,
-) -> TensorLayout:
-    held = (Box.whole(shape),) if boxes is None else boxes
-    local = tuple(LocalBox(box, Strided.contiguous(box.sizes)) for box in held)
-    return TensorLayout(names, kind, shape, dtype, local, "whole", True, Origin.NOWHERE)
-
-
-def test_what_is_saved_and_what_it_takes() -> None:
-    half = tensor("a", "alias", dtype=DType.BF16, boxes=(Box((0, 0), (2, 3)), Box((3, 0), (1, 3))))
-    buffer, brief = tensor("b", kind=TensorKind.PERSISTENT_BUFFER), tensor("c", kind=TensorKind.BUFFER)
-    layout = ModelLayout((half, buffer, brief))
-    assert (half.fqn, half.numel, half.local_numel) == ("a", 12, 9)
-    assert layout.by_name == {"a": half, "alias": half, "b": buffer, "c": brief}
-    assert list(layout.saved()) == [half, buffer]
-    assert layout.local_nbytes == 9 * 2 + 12 * 4
-    assert [kind.is_saved for kind in TensorKind] == [True, True, False]
+from shardwise.layout import LocalBox, first_rows, last_rows, place_of
+from shardwise.tensors import Box, Strided
 
 
 @given(
@@ -72,15 +37,6 @@ def test_first_and_last_rows(spans: tuple[int, ...], place: tuple[int, int], cut
 
     assert [element for part in (*above, *below) for element in seen(part)] == seen(item)
     assert all(part.local.sizes == part.box.sizes for part in (*above, *below))
-
-
-def test_the_layout_of_one_rank() -> None:
-    mesh = MeshShape(("replicate", "shard"), (2, 2))
-    shards = tuple((LocalBox(Box((row, 0), (2, 3)), Strided.contiguous((2, 3))),) for row in (0, 2))
-    first = ModelLayout((tensor("a", boxes=(Box((0, 0), (2, 3)),)),))
-    world = WorldLayout(mesh, first, {"a": Spread(shards, 6)}, (), {})
-    assert [world.at(rank).tensors[0].boxes for rank in range(4)] == [*shards, *shards]
-    assert world.at(3).tensors[0].names == ("a",)
 
 
 @given(st.data())

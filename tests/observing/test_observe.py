@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.conftest import PRELOADED
+from tests.harness.local_ranks import LocalRanks
 from tests.observing.made_runs import make_metrics, make_rank, make_run
 from tests.training import tiny
 
@@ -169,13 +172,13 @@ def test_a_child_that_stays_holds_no_file_and_writes_nothing(tmp_path: Path) -> 
     assert "of the child" not in done.stdout
 
 
-def test_one_observer_for_a_process_and_one_process_for_a_file(tmp_path: Path) -> None:
+@pytest.mark.distributed
+def test_one_observer_for_a_process_and_one_process_for_a_file(worlds, tmp_path: Path) -> None:
     with shardwise.observe(tmp_path):
         with pytest.raises(shardwise.ConfigError, match="observed already"), shardwise.observe(tmp_path / "other"):
             pass
-        done = python("import sys, shardwise\nwith shardwise.observe(sys.argv[1]): pass", tmp_path)
-        assert "StorageError" in done.stderr
-        assert "another process records into this file" in done.stderr
+        [error] = worlds(1).run(_observed, str(tmp_path))
+        assert "another process records into this file" in error
     assert only_rank(tmp_path).is_closed
     with pytest.raises(shardwise.ConfigError, match="samples_per_second=0"):
         shardwise.observe(tmp_path, samples_per_second=0).__enter__()
@@ -209,39 +212,41 @@ def test_a_sample_that_fails_hides_no_error_of_the_block(
         pass
 
 
-FULL = """
-import resource, sys, torch, shardwise
-from shardwise.observing import phase
-with shardwise.observe(sys.argv[1], samples_per_second=100) as observer:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-    for _ in range(100):
-        with phase("on"):
-            pass
-print(observer.fault)
-"""
+def _fill_the_disk(run: str) -> str:
+    with shardwise.observe(run, samples_per_second=100) as observer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        for _ in range(100):
+            _in_a_phase()
+    return observer.fault
 
 
+@pytest.mark.distributed
 def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
-    done = python(FULL, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "File too large" in done.stdout
+    with LocalRanks(1, timeout_s=60, preloaded=PRELOADED) as limited:
+        [fault] = limited.run(_fill_the_disk, str(tmp_path))
+    assert "File too large" in fault
     assert not only_rank(tmp_path).is_closed
 
 
-def _two_ranks(run: str) -> None:
-    with shardwise.observe(run), phase("together"):
-        torch.distributed.barrier()
+def _observed(place: str) -> str:
+    """The error where a file cannot be recorded into."""
+    try:
+        with shardwise.observe(place):
+            return ""
+    except shardwise.StorageError as error:
+        return str(error)
 
 
 def _one_cannot(run: str) -> str:
     place = Path(run) / f"rank-{torch.distributed.get_rank()}"
     if torch.distributed.get_rank() == 1:
         place.touch()
-    try:
-        with shardwise.observe(place):
-            return ""
-    except shardwise.StorageError as error:
-        return str(error).replace(str(place), "")
+    return _observed(str(place))
+
+
+def _two_ranks(run: str) -> None:
+    with shardwise.observe(run), phase("together"):
+        torch.distributed.barrier()
 
 
 @pytest.mark.distributed

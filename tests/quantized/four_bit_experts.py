@@ -7,9 +7,9 @@ import torch
 from peft import LoraConfig
 from tests.peers import use_peers
 from tests.quantized.four_bits import answers_of, local_of, our_model, stock_model, whole
+from tests.verbs.on_ranks import attempt
 
 import shardwise
-from shardwise.errors import ConfigError
 from shardwise.options import MergedAdapter
 
 STACKS = ("gate_up_proj", "down_proj")
@@ -72,30 +72,14 @@ def differing(folder: str, mesh: str, form: str, scales: str, out: str) -> list[
         again = our_model(saved, form, dtype, mesh, kind)
         third = answers_of(again)
         found += [f"{dtype}: {what} read again" for what in first if not torch.equal(first[what], third[what])]
-        try:
-            our_model(saved, "fp4" if form == "nf4" else "nf4", dtype, mesh, kind)
-            found.append("bytes are taken for those of another form")
-        except ConfigError as error:
-            if "the checkpoint has bytes of" not in str(error):
-                found.append(str(error))
-        for what, refused in (
-            ("saved", lambda ours=ours: shardwise.save(ours, f"{out}/hub")),
-            ("streamed", lambda ours=ours: next(iter(shardwise.iter_hf_tensors(ours)))),
-        ):
-            try:
-                refused()
-                found.append(f"{what} under names of the hub")
-            except ConfigError as error:
-                if "experts are in four bits" not in str(error):
-                    found.append(str(error))
+        other = "fp4" if form == "nf4" else "nf4"
+        found += lacking("the checkpoint has bytes of", our_model, saved, other, dtype, mesh, kind)
+        found += lacking("experts are in four bits", shardwise.save, ours, f"{out}/hub")
+        found += lacking("experts are in four bits", lambda ours=ours: next(iter(shardwise.iter_hf_tensors(ours))))
     lora = shardwise.Lora(LoraConfig(r=2, target_modules=["q_proj"]))
     adapted = our_model(folder, form, torch.float32, mesh, kind, tuning=lora)
-    try:
-        next(iter(shardwise.iter_hf_tensors(adapted, only=MergedAdapter())))
-        found.append("an adapter is merged")
-    except ConfigError as error:
-        if "no adapter is merged into them" not in str(error):
-            found.append(str(error))
+    merged = shardwise.iter_hf_tensors(adapted, only=MergedAdapter())
+    found += lacking("no adapter is merged into them", next, iter(merged))
     with torch.no_grad():
         for _, module, local in stacks_of(again):
             local_of(getattr(module, local)).zero_()
@@ -106,6 +90,12 @@ def differing(folder: str, mesh: str, form: str, scales: str, out: str) -> list[
             f"{what} put into a model that is there" for what in first if not torch.equal(first[what], last[what])
         ]
     return found
+
+
+def lacking(words: str, call: Any, *given: Any) -> list[str]:
+    """A fault where a call does not raise a ConfigError of these words."""
+    kind, text = attempt(call, *given)
+    return [] if kind == "ConfigError" and words in text else [f"{kind or 'nothing'} in place of: {words}. {text}"]
 
 
 def shard_numel(item: Any) -> int:

@@ -150,15 +150,8 @@ def trained_alike(folder: str, mesh: str, placement: str) -> dict[str, Any]:
     ours = our_model(folder, "nf4", torch.float32, mesh, tuning=shardwise.Lora(lora_config(), adapters=placed))
     mine = {name: parameter for name, parameter in ours.named_parameters() if parameter.requires_grad}
     theirs = {name: parameter for name, parameter in stock.named_parameters() if parameter.requires_grad}
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in theirs.items():
-        values = 0.2 * (torch.rand(parameter.shape, generator=generator) - 0.5)
-        parameter.data.copy_(values)
-        own = mine[name]
-        if isinstance(own, DTensor):
-            own.data.copy_(distribute_tensor(values, own.device_mesh, own.placements, src_data_rank=None))
-        else:
-            own.data.copy_(values)
+    draw([mine[name] for name in theirs])
+    draw(list(theirs.values()))
     tokens = torch.arange(48).view(4, 12)
     losses: dict[str, list[float]] = {"stock": [], "ours": []}
     first: dict[str, torch.Tensor] = {}
@@ -187,6 +180,17 @@ def trained_alike(folder: str, mesh: str, placement: str) -> dict[str, Any]:
     }
 
 
+@torch.no_grad()
+def draw(parameters: list[torch.Tensor], scale: float = 0.2) -> None:
+    """Values that do not depend on how parameters are sharded."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in parameters:
+        values = scale * (torch.rand(parameter.shape, generator=generator) - 0.5)
+        if isinstance(parameter, DTensor):
+            values = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.copy_(values)
+
+
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
@@ -201,16 +205,7 @@ def merged(folder: str, mesh: str, scales: str) -> dict[str, Any]:
         True if scales == "nested" else PLAIN,
         tuning=shardwise.Lora(lora_config(target_modules=["q_proj", "down_proj"])),
     )
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(1)
-        for parameter in ours.parameters():
-            if parameter.requires_grad:
-                values = 0.2 * (torch.rand(parameter.shape, generator=generator) - 0.5)
-                if isinstance(parameter, DTensor):
-                    values = distribute_tensor(
-                        values, parameter.device_mesh, parameter.placements, src_data_rank=None
-                    )
-                parameter.copy_(values)
+    draw([parameter for parameter in ours.parameters() if parameter.requires_grad])
     wanted = {}
     for name, layer in layers_of(ours):
         scales_of_it = layer.scales_of(whole(layer.weight_scales), 0)

@@ -1,8 +1,10 @@
 """Quantized checkpoints of small models, and what they stand for by direct evaluation, element by element."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -130,57 +132,33 @@ def nvfp4(shape: torch.Size, seed: int, *, divides: bool = True) -> Made:
     return Made(stored, by_global_index(numbers, factors, (1, 8)))
 
 
-def _compressed(form: str, **weights: Any) -> dict[str, Any]:
-    groups = {"group_0": {"targets": ["Linear"], "weights": {"symmetric": True, **weights}}}
+def _compressed(form: str, bits: int, kind: str, strategy: str, **weights: Any) -> dict[str, Any]:
+    given = {"symmetric": True, "num_bits": bits, "type": kind, "strategy": strategy, **weights}
+    groups = {"group_0": {"targets": ["Linear"], "weights": given}}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
 
 
+_FP8 = {"quant_method": "fp8", "weight_block_size": [16, 24]}
+_INT4 = ("pack-quantized", 4, "int", "group")
+_UNEVEN = {"group_size": 8, "symmetric": False}
 KINDS: dict[str, tuple[Callable[[torch.Size, int], Made], dict[str, Any]]] = {
-    "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [16, 24]}),
-    "fp8 blocks, scale": (
-        lambda shape, seed: fp8_blocks(shape, seed, "scale"),
-        {"quant_method": "fp8", "weight_block_size": [16, 24]},
-    ),
-    "fp8 blocks, ue8m0": (fp8_ue8m0, {"quant_method": "fp8", "weight_block_size": [16, 24]}),
+    "fp8 blocks": (fp8_blocks, _FP8),
+    "fp8 blocks, scale": (partial(fp8_blocks, name="scale"), _FP8),
+    "fp8 blocks, ue8m0": (fp8_ue8m0, _FP8),
     "fp8 of a tensor": (fp8_tensor, {"quant_method": "fp8", "activation_scheme": "static"}),
-    "fp8 of rows": (fp8_rows, _compressed("float-quantized", num_bits=8, type="float", strategy="channel")),
-    "int8 of rows": (int8_rows, _compressed("int-quantized", num_bits=8, type="int", strategy="channel")),
-    "int4 of groups": (
-        int4_groups,
-        _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8),
-    ),
-    "int8 with zero points": (
-        int8_zeros,
-        _compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
-    ),
+    "fp8 of rows": (fp8_rows, _compressed("float-quantized", 8, "float", "channel")),
+    "int8 of rows": (int8_rows, _compressed("int-quantized", 8, "int", "channel")),
+    "int8 with zero points": (int8_zeros, _compressed("int-quantized", 8, "int", "channel", symmetric=False)),
+    "int4 of groups": (int4_groups, _compressed(*_INT4, group_size=8)),
     "int4 with zero points": (
-        lambda shape, seed: int4_groups(shape, seed, has_zeros=True),
-        _compressed(
-            "pack-quantized",
-            num_bits=4,
-            type="int",
-            strategy="group",
-            group_size=8,
-            symmetric=False,
-            actorder="static",
-        ),
+        partial(int4_groups, has_zeros=True),
+        _compressed(*_INT4, **_UNEVEN, actorder="static"),
     ),
     "int4 in any order": (
-        lambda shape, seed: int4_groups(shape, seed, has_zeros=True, in_order=False),
-        _compressed(
-            "pack-quantized",
-            num_bits=4,
-            type="int",
-            strategy="group",
-            group_size=8,
-            symmetric=False,
-            actorder="group",
-        ),
+        partial(int4_groups, has_zeros=True, in_order=False),
+        _compressed(*_INT4, **_UNEVEN, actorder="group"),
     ),
-    "nvfp4": (
-        nvfp4,
-        _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=8),
-    ),
+    "nvfp4": (nvfp4, _compressed("nvfp4-pack-quantized", 4, "float", "tensor_group", group_size=8)),
 }
 
 
@@ -213,6 +191,19 @@ def quantize(folder: Path, kind: str, kinds: Mapping[str, Any] = KINDS) -> dict[
     place = folder / "config.json"
     place.write_text(json.dumps(json.loads(place.read_text()) | {"quantization_config": config}))
     return numbers
+
+
+def folders_of(
+    plain: Path, factory: Any, kinds: Mapping[str, Any]
+) -> Callable[[str], tuple[Path, dict[str, torch.Tensor]]]:
+    """By kind, a folder and its numbers, made when it is first asked for."""
+
+    @cache
+    def of(kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
+        folder = shutil.copytree(plain, factory.mktemp("quantized") / "base")
+        return folder, quantize(folder, kind, kinds)
+
+    return of
 
 
 def go_through(folder: str, numbers: dict[str, torch.Tensor], mesh: str, budget_bytes: int, out: str) -> list[str]:

@@ -9,8 +9,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
-from tests.quantized.four_bits import answers_of, local_of, whole
-from torch.distributed.tensor import DTensor, distribute_tensor
+from tests.quantized.four_bits import answers_of, draw, local_of, whole
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import shardwise
@@ -37,18 +36,9 @@ def packed_for_files(key: str, numbers: torch.Tensor, quantization: Nf4) -> dict
 
 def make_gpt_oss(folder: Path) -> None:
     """A small gpt-oss, its experts in MXFP4."""
-    config = GptOssConfig(
-        vocab_size=260,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=2,
-        dtype="bfloat16",
-    )
+    sizes = {"vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    config = GptOssConfig(**sizes, **heads, num_local_experts=EXPERTS, dtype="bfloat16")
     model = AutoModelForCausalLM.from_config(config).bfloat16()
     zoo.fill(model)
     zoo.save_original(model, folder, max_shard_size="1GB")
@@ -146,21 +136,11 @@ def learned(folder: str, quantization: Any) -> dict[str, torch.Tensor]:
     """The loss of a LoRA on a base, of attention and of experts, and its gradients."""
     model = opened(folder, quantization, dtype=torch.float32, tuning=shardwise.Lora(LoraConfig(**LORA)))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    generator = torch.Generator().manual_seed(1)
-    for parameter in trained.values():
-        values = 0.1 * (torch.rand(parameter.shape, generator=generator) - 0.5)
-        with torch.no_grad():
-            local_of(parameter).copy_(_local_part(values, parameter))
+    draw(list(trained.values()), 0.1)
     tokens = torch.arange(24).view(2, 12)
     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     loss.backward()
     return {"loss": loss.detach(), **{name: whole(parameter.grad) for name, parameter in trained.items()}}
-
-
-def _local_part(values: torch.Tensor, like: Any) -> torch.Tensor:
-    if not isinstance(like, DTensor):
-        return values
-    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:

@@ -73,11 +73,7 @@ WHOLE = {
         ({"weight_zero_point": torch.ones(2, 3, dtype=torch.int32)}, {}, r"wants \(1, 12\)"),
         ({"weight_zero_point": torch.ones(3, 3, dtype=torch.int8)}, {}, r"m.weight wants \(2, 3\)"),
         ({"weight_g_idx": torch.ones(11, dtype=torch.int32)}, {}, "an integer for each of 12 columns"),
-        (
-            {"weight_g_idx": torch.full((12,), 3, dtype=torch.int32)},
-            {},
-            "m.weight_g_idx: .*groups are 3 to 3",
-        ),
+        ({"weight_g_idx": torch.full((12,), 3, dtype=torch.int32)}, {}, "m.weight_g_idx: .*groups are 3 to 3"),
         ({"weight_g_idx": torch.full((12,), -1)}, {}, "m.weight_g_idx: .*groups are -1 to -1"),
         ({"weight_shape": torch.tensor((2, 17))}, {}, r"m.weight_shape says \(2, 17\)|wants \(2, 5\)"),
         ({"weight_shape": torch.tensor((2, -12))}, {}, "m.weight_scale has the shape"),

@@ -10,6 +10,7 @@ from tests import zoo
 from tests.bank.four_bits import STACKS, give_numbers
 from tests.harness.world import run_world
 from tests.quantized import four_bit_experts
+from tests.quantized.four_bits import draw
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 import shardwise
@@ -21,20 +22,10 @@ EXPERTS, WIDTH, INNER = 5, 128, 192
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Path:
-    config = Qwen3MoeConfig(
-        vocab_size=97,
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        moe_intermediate_size=INNER,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
-    model = AutoModelForCausalLM.from_config(config)
+    sizes = {"vocab_size": 97, "hidden_size": WIDTH, "moe_intermediate_size": INNER, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False}
+    experts = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "dtype": "bfloat16"}
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads, **experts))
     zoo.fill(model)
     folder = tmp_path_factory.mktemp("experts")
     zoo.save_original(model, folder, max_shard_size="300KB")
@@ -67,9 +58,7 @@ def test_a_lora_on_stacks_learns_as_on_their_numbers(plain):
     found: list[dict[str, torch.Tensor]] = []
     for model in models:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        for seed, parameter in enumerate(trained.values()):
-            values = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed))
-            parameter.data.copy_(0.1 * (values - 0.5))
+        draw(list(trained.values()), 0.1)
         tokens = torch.arange(12).view(1, 12)
         model(input_ids=tokens, labels=tokens).loss.backward()
         found.append({name: parameter.grad for name, parameter in trained.items()})
@@ -96,19 +85,9 @@ def test_a_stack_alone_may_stay(plain):
 
 
 def test_experts_that_are_multiplied_otherwise_stay(tmp_path):
-    config = GptOssConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        dtype="bfloat16",
-    )
-    model = AutoModelForCausalLM.from_config(config)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**sizes, **heads, dtype="bfloat16"))
     zoo.fill(model)
     zoo.save_original(model, tmp_path)
     ours, report = shardwise.from_pretrained(tmp_path, quantization=Nf4(), output_loading_info=True)

@@ -12,30 +12,17 @@ from tests import zoo
 from tests.harness.world import run_world
 from tests.merging.adapters import save_adapter
 from tests.quantized import four_bits, quantizing
-from transformers import AutoModelForCausalLM, Qwen3Config
+from tests.verbs.conftest import small_qwen3
 
 import shardwise
 from shardwise.models.quantization import of_transformers
 from shardwise.options import Fp4, Nf4
 
-CONFIG = Qwen3Config(
-    vocab_size=97,
-    hidden_size=128,
-    intermediate_size=192,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    tie_word_embeddings=False,
-    dtype="bfloat16",
-)
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "dtype": "bfloat16"}
 
 
 def written(folder: Path, **changes: object) -> Path:
-    config = Qwen3Config(**{**CONFIG.to_dict(), **changes})
-    model = AutoModelForCausalLM.from_config(config)
-    zoo.fill(model)
-    zoo.save_original(model, folder, max_shard_size="60KB")
+    zoo.save_original(small_qwen3(**SIZES | changes).bfloat16(), folder, max_shard_size="60KB")
     return folder
 
 
@@ -153,46 +140,36 @@ def test_what_stays_is_named(plain):
     assert not model.model.layers[0].mlp.up_proj.weight.is_floating_point()
 
 
+def lora(**settings: object) -> shardwise.Lora:
+    return shardwise.Lora(LoraConfig(r=2, **settings))
+
+
+NOT_TRAINED = [
+    (Nf4(), shardwise.Full(), "keeps them in four bits, which are not trained"),
+    (Fp4(), shardwise.Freeze(1), r"tuning=Freeze\(\.\.\.\) trains weights of the base"),
+    (Nf4(), lora(modules_to_save=["up_proj"]), "modules_to_save trains .*up_proj whole, which is in four bits"),
+    (Nf4(), lora(use_dora=True), "weights in four bits are not .*; leave out use_dora"),
+    ("nf4", shardwise.Full(), "quantization"),
+]
+NO_CONFIG = [
+    ({"quant_method": "gptq", "bits": 4}, "gptq is not known"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_8bit is not known"),
+    ("nf4", r"quantization_config is 'nf4', and neither .*; pass BitsAndBytesConfig"),
+    (Nf4, "quantization_config is <class .*, and neither"),
+    (Nf4(), r"quantization_config is Nf4\(.*, and neither"),
+    ({}, "a config without quant_method is not known"),
+    ({"load_in_4bit": True, "llm_int8_skip_modules": "lm_head"}, "skip_modules='lm_head': is a tuple"),
+    ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "float23"}, "compute_dtype='float23': is one of"),
+]
+
+
 @pytest.mark.parametrize(
     ("keywords", "told"),
     [
-        ({"quantization": Nf4(), "tuning": shardwise.Full()}, "keeps them in four bits, which are not trained"),
-        (
-            {"quantization": Fp4(), "tuning": shardwise.Freeze(1)},
-            r"tuning=Freeze\(\.\.\.\) trains weights of the base",
-        ),
-        (
-            {"quantization": Nf4(), "tuning": shardwise.Lora(LoraConfig(r=2, modules_to_save=["up_proj"]))},
-            r"modules_to_save trains .*up_proj whole, which is in four bits",
-        ),
-        (
-            {"quantization": Nf4(), "tuning": shardwise.Lora(LoraConfig(r=2, use_dora=True))},
-            "weights in four bits are not .*; leave out use_dora",
-        ),
-        (
-            {"quantization": Nf4(skip_modules=("qq_proj",))},
-            r"skip_modules=\['qq_proj'\] matches no linear",
-        ),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq is not known"),
-        (
-            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
-            "load_in_8bit is not known",
-        ),
-        ({"quantization_config": "nf4"}, r"quantization_config is 'nf4', and neither .*; pass BitsAndBytesConfig"),
-        ({"quantization_config": 4}, "quantization_config is 4, and neither"),
-        ({"quantization_config": Nf4}, "quantization_config is <class .*, and neither"),
-        ({"quantization_config": Nf4()}, r"quantization_config is Nf4\(.*, and neither"),
-        ({"quantization_config": {}}, "a config without quant_method is not known"),
-        (
-            {"quantization_config": {"load_in_4bit": True, "llm_int8_skip_modules": "lm_head"}},
-            "skip_modules='lm_head': is a tuple",
-        ),
-        (
-            {"quantization_config": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float23"}},
-            "compute_dtype='float23': is one of",
-        ),
+        *(({"quantization": given, "tuning": tuning}, told) for given, tuning, told in NOT_TRAINED),
+        *(({"quantization_config": given}, told) for given, told in NO_CONFIG),
+        ({"quantization": Nf4(skip_modules=("qq_proj",))}, r"skip_modules=\['qq_proj'\] matches no linear"),
         ({"load_in_4bit": True}, r"pass quantization=Nf4\(\)"),
-        ({"quantization": "nf4"}, "quantization"),
     ],
 )
 def test_what_cannot_be_had(plain, keywords, told):

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
 from tests.harness.world import run_world
 from tests.quantized import four_bits_in_use
-from tests.quantized.four_bits import layers_of
+from tests.quantized.four_bits import draw, layers_of
 from tests.quantized.test_four_bits import written
 from transformers import AutoModelForCausalLM
 
@@ -107,10 +107,7 @@ def adapted(folder: Path, quantization: Nf4, **options: object) -> torch.nn.Modu
     model = shardwise.from_pretrained(
         str(folder), quantization=quantization, tuning=shardwise.Lora(lora), options=QUIET, **options
     )
-    draw = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = 0.2 * (torch.rand(parameter.shape, generator=draw) - 0.5)
+    draw([parameter for parameter in model.parameters() if parameter.requires_grad])
     return model
 
 

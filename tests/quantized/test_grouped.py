@@ -1,7 +1,6 @@
 """AWQ and GPTQ come up as numbers, each rank's part by itself: bit for bit those of their packages."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,7 @@ QUIET = shardwise.options.LoadOptions(progress=False)
 
 @pytest.fixture(scope="module")
 def quantized(plain, tmp_path_factory):  # noqa: F811
-    """By kind, a folder and its numbers, made when asked for."""
-    made: dict[str, tuple[Path, dict[str, torch.Tensor]]] = {}
-
-    def of(kind: str):
-        if kind not in made:
-            folder = shutil.copytree(plain, tmp_path_factory.mktemp("grouped") / "base")
-            made[kind] = folder, quantizing.quantize(folder, kind, grouped.KINDS)
-        return made[kind]
-
-    return of
+    return quantizing.folders_of(plain, tmp_path_factory, grouped.KINDS)
 
 
 @pytest.mark.parametrize("budget", [1 << 14, 1 << 20])
@@ -117,18 +107,9 @@ def test_one_group_for_all_inputs(of_packages, tmp_path):
 
 @pytest.mark.parametrize("kind", ["awq", "gptq in any order"])
 def test_experts_that_become_one_stack(tmp_path, kind):
-    config = Qwen3MoeConfig(
-        vocab_size=97,
-        hidden_size=32,
-        moe_intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=3,
-        num_experts_per_tok=2,
-        dtype="bfloat16",
-    )
+    sizes = {"vocab_size": 97, "hidden_size": 32, "moe_intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = Qwen3MoeConfig(**sizes, **heads, num_experts=3, num_experts_per_tok=2, dtype="bfloat16")
     model = AutoModelForCausalLM.from_config(config)
     zoo.fill(model)
     zoo.save_original(model, tmp_path, max_shard_size="30KB")

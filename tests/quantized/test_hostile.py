@@ -43,10 +43,7 @@ INT8["config_groups"]["group_0"]["format"] = "int-quantized"
 
 @pytest.mark.parametrize(
     ("config", "dtype", "scales"),
-    [
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, DType.U8, DType.F8_E4M3),
-        (INT8, DType.I8, DType.F32),
-    ],
+    [({"quant_method": "modelopt", "quant_algo": "NVFP4"}, DType.U8, DType.F8_E4M3), (INT8, DType.I8, DType.F32)],
 )
 def test_one_number_is_no_matrix_in_blocks(config: dict[str, Any], dtype: DType, scales: DType) -> None:
     told = [("m.weight", dtype, ()), ("m.weight_scale", scales, (1,))]

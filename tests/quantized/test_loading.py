@@ -10,7 +10,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.quantized import quantizing
-from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Config
+from tests.quantized.stored_experts import make_gpt_oss
+from tests.verbs.conftest import small_qwen3
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import shardwise
@@ -19,41 +21,20 @@ from shardwise.conversion.dequantize import Dequantize
 
 QUIET = shardwise.options.LoadOptions(progress=False)
 
-CONFIG = Qwen3Config(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=56,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    tie_word_embeddings=False,
-    dtype="bfloat16",
-)
 
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Path:
-    model = AutoModelForCausalLM.from_config(CONFIG)
-    zoo.fill(model)
-    folder = tmp_path_factory.mktemp("plain")
-    zoo.save_original(model, folder, max_shard_size="30KB")
+def write(folder: Path, **changes: object) -> Path:
+    zoo.save_original(small_qwen3(dtype="bfloat16", **changes).bfloat16(), folder, max_shard_size="30KB")
     return folder
 
 
 @pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    return write(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
 def quantized(plain, tmp_path_factory):
-    """By kind, a folder and its numbers, made when asked for."""
-    made: dict[str, tuple[Path, dict[str, torch.Tensor]]] = {}
-
-    def of(kind: str):
-        if kind not in made:
-            folder = tmp_path_factory.mktemp("quantized")
-            shutil.copytree(plain, folder, dirs_exist_ok=True)
-            made[kind] = folder, quantizing.quantize(folder, kind)
-        return made[kind]
-
-    return of
+    return quantizing.folders_of(plain, tmp_path_factory, quantizing.KINDS)
 
 
 @pytest.mark.parametrize("budget", [1 << 14, 1 << 20])
@@ -85,11 +66,7 @@ def test_equal_layers_are_foreseen_once(tmp_path, monkeypatch):
     asked: dict[int, int] = {}
     blocks = Dequantize.blocks
     for layers in (2, 5):
-        config = Qwen3Config(**{**CONFIG.to_dict(), "num_hidden_layers": layers, "layer_types": None})
-        model = AutoModelForCausalLM.from_config(config)
-        zoo.fill(model)
-        folder = tmp_path / str(layers)
-        zoo.save_original(model, folder, max_shard_size="30KB")
+        folder = write(tmp_path / str(layers), num_hidden_layers=layers)
         quantizing.quantize(folder, "fp8 blocks")
         calls: list[int] = []
 
@@ -130,36 +107,12 @@ def test_inspect_shows_what_is_stored(quantized):
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory):
     """Experts as gpt-oss stores them, and the numbers that transformers makes of them."""
-    config = GptOssConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=4,
-        dtype="bfloat16",
-    )
-    model = AutoModelForCausalLM.from_config(config).bfloat16()
-    zoo.fill(model)
     folder = tmp_path_factory.mktemp("gpt_oss")
-    zoo.save_original(model, folder, max_shard_size="30KB")
-    tensors, generator = {}, torch.Generator().manual_seed(0)
-    for file in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
-        tensors |= load_file(file) if file.suffix == ".safetensors" else {}
-        file.unlink()
-    numbers = dict(tensors)
-    for key in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
-        experts, columns, rows = tensors.pop(key).shape
-        shape = (experts, rows, columns // 32)
-        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(110, 140, shape, generator=generator, dtype=torch.uint8)
-        tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+    make_gpt_oss(folder)
+    numbers = load_file(folder / "model.safetensors")
+    for key in [key.removesuffix("_blocks") for key in numbers if key.endswith("_blocks")]:
+        blocks, scales = (numbers.pop(f"{key}_{part}") for part in ("blocks", "scales"))
         numbers[key] = convert_moe_packed_tensors(blocks, scales).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    told = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    (folder / "config.json").write_text(json.dumps(told))
     return folder, numbers
 
 

@@ -194,18 +194,6 @@ def test_a_peer_that_fails_or_hangs_is_told_and_ours_is_an_error(
     assert (result.exit_code, "RuntimeError: it is broken" in result.stderr) == (2, True)
 
 
-def test_ranks_that_hold_other_values_are_told() -> None:
-    def values(*ranks: dict[str, str]) -> dict[str, str]:
-        return comparison._agreed_values([ArmOnRank(0, 0, held) for held in ranks])
-
-    run = ArmRun("shardwise", "", 1.0, {}, 0, 0, 0, 0, 0, values({"a": "6", "b": "2", "c": "3"}, {"c": "3"}))
-    other = replace(run, arm="native", values=values({"a": "6", "b": "2", "c": "3"}, {"c": "4"}))
-    made = StartupResult("m", 2, "auto", {"shardwise": run, "native": other}, {})
-    assert made.verdict("shardwise") == "same"
-    assert made.verdict("native") == "1 of 3 differ, as c"
-    assert replace(made, runs={"native": other}).verdict("native") == "1 of 3 differ, as c"
-
-
 # ── pictures ──────────────────────────────────────────────────────────────────────────────────────
 
 

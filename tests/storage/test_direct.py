@@ -211,16 +211,3 @@ def test_short_writes_are_continued(folder: Path, monkeypatch: pytest.MonkeyPatc
         writer.write("a", 0, [memoryview(content)])
         writer.sync("a")
     assert (folder / "a").read_bytes() == content
-
-
-def test_descriptors_are_given_back(folder: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    with LocalWriter(folder, policy=DISK_WRITES) as writer:
-        for name in ("synced", "removed", "left"):
-            writer.create(name, 9 * BLOCK)
-            writer.write(name, 0, [memoryview(bytes(9 * BLOCK))])
-        assert len(os.listdir("/proc/self/fd")) == before + 6
-        writer.sync("synced")
-        writer.remove("removed")
-        assert len(os.listdir("/proc/self/fd")) == before + 2
-    assert len(os.listdir("/proc/self/fd")) == before

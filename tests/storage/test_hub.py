@@ -132,37 +132,21 @@ def test_a_name_that_no_repository_can_have(cache: Path) -> None:
 
 
 def test_what_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    repository = dict.fromkeys(
-        [
-            "config.json",
-            "model-00001-of-00002.safetensors",
-            "consolidated.safetensors",
-            "pytorch_model.bin",
-            "pytorch_model.bin.index.json",
-            "modeling_x.py",
-            "tokenizer.json",
-            "tokenizer.model",
-            "chat_template.jinja",
-            "merges.txt",
-            "original/model.safetensors",
-            "fp16/model.safetensors",
-            "fp16/config.json",
-            "fp16/deeper/model.safetensors",
-        ],
-        b"",
-    ) | {"model.safetensors.index.json": b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'}
+    names = (
+        "config.json model-00001-of-00002.safetensors consolidated.safetensors pytorch_model.bin "
+        "pytorch_model.bin.index.json modeling_x.py tokenizer.json tokenizer.model chat_template.jinja merges.txt "
+        "original/model.safetensors fp16/model.safetensors fp16/config.json fp16/deeper/model.safetensors"
+    )
+    repository = dict.fromkeys(names.split(), b"") | {
+        "model.safetensors.index.json": b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'
+    }
     with _hub_that_has(repository, tmp_path, monkeypatch) as options_seen:
         folder = resolve("org/name", HubOptions(revision="v1", token="secret", cache_dir=str(tmp_path)))
-        assert sorted(path.name for path in folder.rglob("*")) == [
-            "chat_template.jinja",
-            "config.json",
-            "merges.txt",
-            "model-00001-of-00002.safetensors",
-            "model.safetensors.index.json",
-            "pytorch_model.bin.index.json",
-            "tokenizer.json",
-            "tokenizer.model",
-        ]
+        wanted = (
+            "chat_template.jinja config.json merges.txt model-00001-of-00002.safetensors "
+            "model.safetensors.index.json pytorch_model.bin.index.json tokenizer.json tokenizer.model"
+        )
+        assert sorted(path.name for path in folder.rglob("*")) == wanted.split()
     expected = {"revision": COMMIT, "token": "secret", "cache_dir": str(tmp_path)}
     assert options_seen == [expected, expected]
 
@@ -173,18 +157,6 @@ def test_only_the_subfolder_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pyt
         folder = resolve("org/name", HubOptions(subfolder="fp16"))
     assert folder == tmp_path / "fp16"
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")] == ["fp16/model.safetensors"]
-
-
-def test_files_of_torch_are_taken_where_there_are_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = ["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"]
-    others = ["config.json", "optimizer.bin", "training_args.bin", "x.py", "fp16/pytorch_model.bin"]
-    repository = dict.fromkeys(others, b"") | {weights[0]: b""}
-    repository[weights[1]] = b'{"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}'
-    with _hub_that_has(repository, tmp_path, monkeypatch):
-        folder = resolve("org/name")
-    assert sorted(path.name for path in folder.rglob("*")) == ["config.json", *weights]
 
 
 @contextmanager
@@ -222,77 +194,60 @@ _INDEX = b'{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-
 _SHARDS = {f"model-0000{number}-of-00002.safetensors": b"" for number in (1, 2)}
 
 
+_FILE, _HALF, _LIST = "model.safetensors", "model.fp16.safetensors", "model.safetensors.index.json"
+
+
+def files(*names: str, **contents: bytes) -> dict[str, bytes]:
+    """Files that are empty, and JSON files with a content, by their names up to the ending."""
+    return {**dict.fromkeys(names, b""), **{f"{name}.json": content for name, content in contents.items()}}
+
+
 @pytest.mark.parametrize(
     ("repository", "options", "wanted", "downloaded"),
     [
+        (files(_FILE, _HALF, "pytorch_model.bin", *_SHARDS), {}, ModelFiles(), {_FILE}),
+        (files(_FILE, _HALF, "model.bf16.safetensors"), {"variant": "fp16"}, ModelFiles(), {_HALF}),
+        ({**files(*_SHARDS, "ema.safetensors", _HALF), _LIST: _INDEX}, {}, ModelFiles(), {_LIST, *_SHARDS}),
         (
-            {"model.safetensors": b"", "model.fp16.safetensors": b"", "pytorch_model.bin": b"", **_SHARDS},
-            {},
-            ModelFiles(),
-            {"model.safetensors"},
-        ),
-        (
-            {"model.safetensors": b"", "model.fp16.safetensors": b"", "model.bf16.safetensors": b""},
-            {"variant": "fp16"},
-            ModelFiles(),
-            {"model.fp16.safetensors"},
-        ),
-        (
-            {
-                "model.safetensors.index.json": _INDEX,
-                **_SHARDS,
-                "ema.safetensors": b"",
-                "model.fp16.safetensors": b"",
-            },
-            {},
-            ModelFiles(),
-            {"model.safetensors.index.json", *_SHARDS},
-        ),
-        (
-            {"model.safetensors": b"", "model.safetensors.index.fp16.json": _INDEX, **_SHARDS},
+            {**files(_FILE, *_SHARDS), "model.safetensors.index.fp16.json": _INDEX},
             {"variant": "fp16"},
             ModelFiles(),
             {"model.safetensors.index.fp16.json", *_SHARDS},
         ),
         (
-            {
-                "config.json": b'{"transformers_weights": "w.safetensors"}',
-                "w.safetensors": b"",
-                "x.safetensors": b"",
-            },
+            files("w.safetensors", "x.safetensors", config=b'{"transformers_weights": "w.safetensors"}'),
             {},
             ModelFiles(extra=("x.safetensors", "absent.safetensors")),
             {"config.json", "w.safetensors", "x.safetensors"},
         ),
+        (files(_FILE, "modeling_x.py", "deeper/y.py"), {}, ModelFiles(code=True), {_FILE, "modeling_x.py"}),
         (
-            {"model.safetensors": b"", "modeling_x.py": b"", "deeper/y.py": b""},
-            {},
-            ModelFiles(code=True),
-            {"model.safetensors", "modeling_x.py"},
-        ),
-        (
-            {"adapter_config.json": b"{}", "adapter_model.safetensors": b"", "adapter_model.bin": b"", "a.py": b""},
+            files("adapter_model.safetensors", "adapter_model.bin", "a.py", adapter_config=b"{}"),
             {},
             AdapterFiles(),
             {"adapter_config.json", "adapter_model.safetensors"},
         ),
         (
-            {"params.json": b"", "consolidated.safetensors": b""},
+            {
+                **files("model-1.bin", "optimizer.bin", "training_args.bin", "fp16/pytorch_model.bin"),
+                "pytorch_model.bin.index.json": b'{"weight_map": {"a": "model-1.bin"}}',
+            },
             {},
             ModelFiles(),
-            {"params.json", "consolidated.safetensors"},
+            {"pytorch_model.bin.index.json", "model-1.bin"},
         ),
+        (files("consolidated.safetensors", "x.py"), {}, ModelFiles(), {"consolidated.safetensors"}),
         (
-            {"adapter_config.json": b"{}", "adapter_model.bin": b"", "optimizer.bin": b""},
+            files("adapter_model.bin", "optimizer.bin", adapter_config=b"{}"),
             {},
             AdapterFiles(),
             {"adapter_config.json", "adapter_model.bin"},
         ),
         (
-            {"model.safetensors.index.json": b'{"weight_map": {"a": "../../x.safetensors"}}', "y.safetensors": b""},
+            {_LIST: b'{"weight_map": {"a": "../../x.safetensors"}}', "y.safetensors": b""},
             {},
             ModelFiles(),
-            {"model.safetensors.index.json", "y.safetensors"},
+            {_LIST, "y.safetensors"},
         ),
     ],
 )
@@ -363,19 +318,3 @@ def test_refusals_of_the_hub_say_what_to_do(kind: str, words: str, monkeypatch: 
     assert words in str(caught.value)
     assert "org/name at revision v3" in str(caught.value)
     assert isinstance(caught.value.__cause__, getattr(errors, kind))
-
-
-def test_a_connection_error_of_an_unknown_class_is_a_storage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class TransportError(Exception):
-        pass
-
-    def refuse(*arguments: object, **options: object) -> str:
-        if options.get("local_files_only"):
-            raise errors.LocalEntryNotFoundError("not there")
-        raise TransportError("proxy says no")
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", refuse)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(StorageError, match="org/name .*TransportError: proxy says no"):
-        resolve("org/name")

@@ -71,19 +71,9 @@ def test_a_folder_is_read_as_its_file_system_likes(
         assert reader.policy == policy
 
 
-def test_a_machine_without_a_mount_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_TABLE", str(tmp_path / "absent"))
-    with LocalReader(tmp_path) as reader:
-        assert reader.policy == LOCAL
-
-
 def test_a_policy_can_be_given(tmp_path: Path) -> None:
     with LocalReader(tmp_path, policy=OBJECT_STORE) as reader:
         assert reader.policy is OBJECT_STORE
-
-
-def test_what_is_remote() -> None:
-    assert [policy.is_remote for policy in (LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE)] == [0, 1, 1]
 
 
 @pytest.mark.parametrize(

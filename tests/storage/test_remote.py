@@ -114,13 +114,6 @@ def test_what_will_not_pass_is_not_tried_again(
     assert store.counters.requests == 2
 
 
-def test_nobody_listens() -> None:
-    with HttpStore({}) as gone:
-        pass
-    with reader_of(gone) as reader:
-        assert "after 3 retries" in str(refusal(reader))
-
-
 def test_a_link_that_is_signed_for_reading_alone_tells_the_size(store: HttpStore) -> None:
     store.inject(Status(403), times=1)
     with reader_of(store) as reader:

@@ -11,10 +11,7 @@ from shardwise.tensors import Box, ByteRange, DType, Strided, casts_safely, coal
 
 strided = st.integers(0, 3).flatmap(
     lambda dims: st.builds(
-        Strided,
-        st.integers(0, 5),
-        st.tuples(*[st.integers(0, 3)] * dims),
-        st.tuples(*[st.integers(0, 12)] * dims),
+        Strided, st.integers(0, 5), st.tuples(*[st.integers(0, 3)] * dims), st.tuples(*[st.integers(0, 12)] * dims)
     )
 )
 
@@ -80,20 +77,6 @@ def test_ranges() -> None:
     assert coalesce(ranges, max_gap_bytes=1) == [ByteRange(0, 4), ByteRange(6, 7)]
     assert coalesce(ranges, max_gap_bytes=2) == [ByteRange(0, 7)]
     assert coalesce([], max_gap_bytes=0) == []
-
-
-def test_widths_of_elements() -> None:
-    widths = {"F64": 8, "C64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2}
-    widths |= {"U16": 2, "U8": 1, "I8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
-    widths |= {"F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "OTHER": 1}
-    for dtype in DType:
-        if dtype.label in widths:
-            assert dtype.itemsize == widths[dtype.label]
-            assert dtype.bits == 8 * widths[dtype.label]
-        else:
-            with pytest.raises(ValueError, match="not whole bytes"):
-                _ = dtype.itemsize
-    assert (DType.F4.bits, DType.F6_E2M3.bits, DType.F6_E3M2.bits) == (4, 6, 6)
 
 
 def test_which_dtypes_take_anothers_values() -> None:

@@ -33,10 +33,8 @@ def test_blocks_follow_each_other_and_are_as_large_as_they_may_be(sizes: list[in
     ("shape", "most", "sizes"),
     [
         ((4, 6), 12, [(2, 6), (2, 6)]),
-        ((4, 6), 13, [(2, 6), (2, 6)]),
         ((4, 6), 11, [(1, 6)] * 4),
         ((2, 6), 4, [(1, 4), (1, 2)] * 2),
-        ((2, 2, 3), 6, [(1, 2, 3)] * 2),
         ((3,), 0, [(1,)] * 3),  # one element at least
         ((), 0, [()]),
         ((3, 0), 5, []),

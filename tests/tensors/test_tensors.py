@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.tensors import (
-    Box,
-    ByteRange,
-    DType,
-    coalesce,
-    dtype_named,
-)
+from shardwise.tensors import Box, ByteRange, DType, coalesce, dtype_named
 
 intervals = st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda pair: (pair[0], pair[1]))
 boxes = st.lists(intervals, min_size=3, max_size=3).map(

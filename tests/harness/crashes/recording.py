@@ -104,21 +104,14 @@ class RecordingWriter:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
 
 @contextmanager
 def recorded(
-    log: EffectLog,
-    root: str | os.PathLike[str],
-    *,
-    writer: int = 0,
-    before: Callable[[], None] = lambda: None,
+    log: EffectLog, root: str | os.PathLike[str], *, writer: int = 0, before: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
     """Notes what every local and every object writer does below ``root`` within the block, whoever opens it.
 

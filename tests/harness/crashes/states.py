@@ -37,8 +37,7 @@ class CrashState:
     def reader(self) -> MemoryReader:
         """A reader of the files."""
         return MemoryReader(
-            {name: content for name, content in self.files.items() if not name.endswith("/")},
-            root=f"<{self.what}>",
+            {name: content for name, content in self.files.items() if not name.endswith("/")}, root=f"<{self.what}>"
         )
 
     def put_into(self, folder: str | os.PathLike[str]) -> None:
