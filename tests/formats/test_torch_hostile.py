@@ -144,6 +144,7 @@ def test_items_given_to_an_ordered_dict_are_not_lost() -> None:
         (tensor((2, 2), (1, 1)), "its elements share memory"),
         (tensor((2, 2), (2,)), "not as many strides as dimensions"),
         (tensor((-1,), (1,)), "has numbers that are not 0.."),
+        (tensor((2**63,), (1,)), "has numbers that are not 0.."),
         (tensor((2,), (-1,)), "has numbers that are not 0.."),
         (tensor([2, 2]), "a tensor's shape is not a tuple"),
         (tensor((1,) * 100, (1,) * 100), "a tensor's shape is not a tuple"),
