@@ -109,7 +109,7 @@ def test_a_pickle_that_is_no_pickle(code: bytes, words: str) -> None:
 
 
 def test_deep_and_endless_nests_end_soon() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     deep = b"\x80\x02}X\x01\0\0\0a" + b"]" * 100_000 + b"a" * 99_999 + b"s."
     assert "nested too deeply" in refusal(torch_file(deep))
     tuples = b"\x80\x02)" + b"\x85" * 100_000 + b"."
@@ -123,7 +123,7 @@ def test_deep_and_endless_nests_end_soon() -> None:
     for _ in range(60):
         doubling = {"a": doubling, "b": doubling}
     assert "nested too deeply" in refusal(torch_file(doubling))
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_items_given_to_an_ordered_dict_are_not_lost() -> None:
@@ -144,6 +144,7 @@ def test_items_given_to_an_ordered_dict_are_not_lost() -> None:
         (tensor((2, 2), (1, 1)), "its elements share memory"),
         (tensor((2, 2), (2,)), "another number of strides than of dimensions"),
         (tensor((-1,), (1,)), "has numbers that are not 0.."),
+        (tensor((2**63,), (1,)), "has numbers that are not 0.."),
         (tensor((2,), (-1,)), "has numbers that are not 0.."),
         (tensor([2, 2]), "a tensor's shape is not a tuple"),
         (tensor((1,) * 100, (1,) * 100), "a tensor's shape is not a tuple"),
@@ -184,9 +185,9 @@ def test_a_call_within_a_call() -> None:
 
 def test_a_bomb_is_not_unpacked() -> None:
     content = archive({"data.pkl": b"\0" * 50_000_000}, method=zipfile.ZIP_DEFLATED)
-    start = time.perf_counter()
+    start = time.process_time()
     assert "is compressed" in refusal(content)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_a_member_twice() -> None:

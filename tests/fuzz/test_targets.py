@@ -7,7 +7,7 @@ from tests.fuzz.mutating import mutate
 from tests.fuzz.targets import Broken, targets
 
 TARGETS = targets()
-INPUTS = 60
+INPUTS = 100
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -25,12 +25,13 @@ def test_sft(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, mod
     compared(two, one, Run(str(folder), "sft", model, arguments=EVALUATED), tmp_path)
 
 
-@pytest.mark.parametrize("model", ["whole", "lora", REPLICATED])
+@pytest.mark.parametrize("model", [pytest.param("whole", marks=pytest.mark.slow), "lora", REPLICATED])
 def test_dpo(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, model: str) -> None:
     """The reference of a LoRA is a copy of it as it was, which is not nothing here."""
     compared(two, one, Run(str(folder), "dpo", model), tmp_path)
 
 
+@pytest.mark.slow
 def test_dpo_of_trl_itself(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path) -> None:
     compared(two, one, Run(str(folder), "dpo", "lora"), tmp_path, by="doors")
 

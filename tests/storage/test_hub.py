@@ -299,13 +299,15 @@ def test_a_revision_is_the_commit_that_the_hub_or_the_cache_names(
         ("RepositoryNotFoundError", "pass a token if it is private"),
         ("RevisionNotFoundError", "Pass one of its branches"),
         ("HfHubHTTPError", "Check connection, token and disk space"),
+        ("TransportError", "Check connection, token and disk space"),  # of a library that nobody knows
     ],
 )
 def test_refusals_of_the_hub_say_what_to_do(kind: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    error_class = getattr(errors, kind, type("TransportError", (Exception,), {}))
+
     def refuse(*arguments: object, **options: object) -> str:
         if options.get("local_files_only"):
             raise errors.LocalEntryNotFoundError("not there")
-        error_class = getattr(errors, kind)
         error = error_class.__new__(error_class)  # the constructors want an HTTP response
         error.args = ("refused",)
         raise error
@@ -317,4 +319,4 @@ def test_refusals_of_the_hub_say_what_to_do(kind: str, words: str, monkeypatch: 
         resolve("org/name", HubOptions(revision="v3"))
     assert words in str(caught.value)
     assert "org/name at revision v3" in str(caught.value)
-    assert isinstance(caught.value.__cause__, getattr(errors, kind))
+    assert isinstance(caught.value.__cause__, error_class)
