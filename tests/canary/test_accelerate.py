@@ -40,6 +40,7 @@ FSDP = ("fsdp_plugin", "accelerator")
 @pytest.mark.parametrize(
     ("owner", "name", "arguments"),
     [
+        (Accelerator, "_prepare_cp", ("self", "args")),
         (Accelerator, "_prepare_fsdp2", ("self", "args")),
         (Accelerator, "_prepare_one", ("self", "obj", "first_pass", "device_placement")),
         (Accelerator, "prepare", ("self", "args", "device_placement")),

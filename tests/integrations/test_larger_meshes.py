@@ -64,6 +64,7 @@ def test_what_would_train_on_other_values_than_it_says_is_refused_by_name(worlds
     expected = {
         "no ring": "NotImplementedError: Operator aten._scaled_dot_product_flash_attention_for_cpu",
         "no positions": "ConfigError: FSDPLlamaForCausalLM without position_ids: it would make them from",
+        "no positions, sharded by accelerate": "ConfigError: FSDPLlamaForCausalLM without position_ids",
         "no labels": "ConfigError: FSDPLlamaForCausalLM without shift_labels: it would make them from",
         "eager": "ConfigError: FSDPLlamaForCausalLM with attn_implementation='eager': under context parallelism",
         "mesh": "ShardingError: LlamaForCausalLM cannot be sharded on the mesh dp=2, tp=1: fully_shard",
