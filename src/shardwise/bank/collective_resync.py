@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from torch import nn
 
@@ -21,6 +21,9 @@ from shardwise.execution.outcomes import Stopped
 from shardwise.execution.world import World
 from shardwise.models.gradients import Gather, gather_zeros, seeing_gathers
 
+Recover: TypeAlias = Callable[[], object]
+"""Has FSDP2 forget a pass that was broken off on this rank."""
+
 T = TypeVar("T")
 
 _LOOK_S = 0.02
@@ -28,7 +31,7 @@ _LOOK_S = 0.02
 
 
 @contextmanager
-def in_step(world: World, root: nn.Module | None, recover: Callable[[], object]) -> Iterator[CollectiveResync]:
+def in_step(world: World, root: nn.Module | None, recover: Recover) -> Iterator[CollectiveResync]:
     """A block in which all ranks pass through a base, and then meet. See [Note: In step].
 
     Args:
@@ -46,7 +49,7 @@ def in_step(world: World, root: nn.Module | None, recover: Callable[[], object])
 class CollectiveResync:
     """Synchronization of one block of a rank with the others. See :func:`in_step`."""
 
-    def __init__(self, world: World, root: nn.Module | None, recover: Callable[[], object]) -> None:
+    def __init__(self, world: World, root: nn.Module | None, recover: Recover) -> None:
         self._world, self._root, self._recover = world, root, recover
         self._gathered: list[Gather] = []
         self._longest: list[Gather] = []

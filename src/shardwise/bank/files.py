@@ -151,7 +151,7 @@ def find_training(
         StorageError: it could not be read.
     """
     agree(world, name, training_state, on_not_finite)
-    return world.broadcast(lambda: _found(Path(folder), training_state=training_state))
+    return world.broadcast(_found, Path(folder), training_state=training_state)
 
 
 def _found(folder: Path, *, training_state: bool) -> states.StoredTraining | TenantStart:

@@ -15,7 +15,7 @@ import copy
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -35,6 +35,9 @@ from shardwise.planning.load_plan import Ignore, allows
 from shardwise.planning.matching import OnFault
 from shardwise.storage.names import shown
 from shardwise.tensors import DType
+
+NamesOfPeft: TypeAlias = Callable[[], Collection[str]]
+"""Returns the names of all tensors that PEFT saves of a tenant."""
 
 _HOW_STEPPED = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that decide how a step is computed, not what: those of the present optimizer stay."""
@@ -109,7 +112,7 @@ def require_on_fault(on_not_finite: object) -> None:
 
 
 def parse_training(
-    tenant: Tenant, state: Mapping[str, Any], names_of_peft: Callable[[], Collection[str]]
+    tenant: Tenant, state: Mapping[str, Any], names_of_peft: NamesOfPeft
 ) -> StoredTraining | TenantStart:
     """Look at a state dict, or matrices by PEFT's names, that all ranks are given alike. Collective: yes.
 
@@ -153,9 +156,7 @@ def copy_given(tenant: Tenant, state: Mapping[str, Any], targets: Mapping[str, t
         values.copy_(state["training"][key])
 
 
-def _misfits_of_peft(
-    tenant: Tenant, state: Mapping[str, torch.Tensor], names_of_peft: Callable[[], Collection[str]]
-) -> list[str]:
+def _misfits_of_peft(tenant: Tenant, state: Mapping[str, torch.Tensor], names_of_peft: NamesOfPeft) -> list[str]:
     found = {key: tuple(values.shape) for key, values in state.items()}
     if found.keys() - tenant.shapes.keys():  # embeddings of the base, which PEFT saves beside adapters on them
         of_base = set(names_of_peft()) - tenant.shapes.keys()

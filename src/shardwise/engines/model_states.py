@@ -128,7 +128,7 @@ def set_model_values(
         of = {place.names[0]: item for place, item in places}
         matched = world.run_all(lambda: match([place for place, _ in places], told, tolerance))
         taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
-        world.run_all(lambda: reject_subclasses(list(taking.values())))
+        world.run_all(reject_subclasses, list(taking.values()))
         # Asked of initializers while all is on meta: a model that gets its values is as one that was loaded.
         initializers = Initializers(model, held)
         computed = world.run_all(_computed, initializers, only)
@@ -310,7 +310,7 @@ def stored_values(
     """
     reader = stack.enter_context(world.run_all(LocalReader, folder))
     index = world.broadcast(open_checkpoint, reader, weights_name=file)
-    named = world.run_all(lambda: by_canonical_keys(stored_tensors(index), index.root))
+    named = world.run_all(by_canonical_keys, stored_tensors(index), index.root)
     return state_values.StoredValues(reader, index, named, options.budget_bytes)
 
 

@@ -208,7 +208,7 @@ def equal_on_all(
     """
     told = world.all_gather(lambda: {name: facts_of(tensor, name).boxes for name, tensor in tensors.items()})
     held = {name: tuple(found.get(name, ()) for found in told) for name in tensors}
-    replicas = world.run_all(lambda: Replicas.among(tensors, in_common(held, world.rank), buffers))
+    replicas = world.run_all(Replicas.among, tensors, in_common(held, world.rank), buffers)
     differing = compare_replicas(world, replicas, on_differing_buffers)
     copies = {name: torch.empty_like(tensors[name]) for name in differing}
 
@@ -294,7 +294,7 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
     shares = world.run_all(_dealt, saved, boxes)
     tensors = {item.fqn: item.tensor for item in saved}
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
-    replicas = world.run_all(lambda: Replicas.among(tensors, in_common(boxes, world.rank), buffers))
+    replicas = world.run_all(Replicas.among, tensors, in_common(boxes, world.rank), buffers)
     return Shares(shares, compare_replicas(world, replicas, on_differing_buffers))
 
 

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
+
+Meet: TypeAlias = Callable[[], None]
+"""A meeting of all ranks."""
 
 
 P = ParamSpec("P")
@@ -380,7 +383,7 @@ def _end_stuck(lost: RankLostError) -> None:
     os._exit(2)
 
 
-def _met_after(function: Callable[..., Any], meet: Callable[[], None]) -> Callable[..., Any]:
+def _met_after(function: Callable[..., Any], meet: Meet) -> Callable[..., Any]:
     """A function, and a meeting of all ranks behind it."""
 
     @wraps(function)
@@ -392,7 +395,7 @@ def _met_after(function: Callable[..., Any], meet: Callable[[], None]) -> Callab
     return call
 
 
-def _met_after_batches(function: Callable[..., Any], meet: Callable[[], None]) -> Callable[..., Any]:
+def _met_after_batches(function: Callable[..., Any], meet: Meet) -> Callable[..., Any]:
     """``get_batch_samples``, which makes batches, and then counts them together with the other ranks."""
 
     @wraps(function)

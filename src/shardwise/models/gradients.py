@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -197,8 +197,12 @@ class Gather:
     is_of_all: bool
 
 
+SeeGather: TypeAlias = Callable[[Gather], None]
+"""Is shown each gather before it begins."""
+
+
 @contextlib.contextmanager
-def seeing_gathers(model: nn.Module, see: Callable[[Gather], None]) -> Iterator[None]:
+def seeing_gathers(model: nn.Module, see: SeeGather) -> Iterator[None]:
     """In the block ``see`` is called before FSDP2 gathers a group of parameters.
 
     An exception of it aborts the pass that requested the group, which is then unchanged.
@@ -217,7 +221,7 @@ def seeing_gathers(model: nn.Module, see: Callable[[Gather], None]) -> Iterator[
 class _SeenGathers:
     """Replaces the all-gather of a group of parameters. Implements torch's protocol ``AllGather``."""
 
-    def __init__(self, group: Any, number: int, see: Callable[[Gather], None]) -> None:
+    def __init__(self, group: Any, number: int, see: SeeGather) -> None:
         self._comm, self._all = group._all_gather_comm, group.mesh_info.shard_process_group
         self._number, self._see = number, see
 
