@@ -4,18 +4,20 @@ Commands whose work is done by ranks give it to :func:`run_ranks`. The variables
 and nowhere else.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shardwise.errors import ConfigError
 
-RankFunction: TypeAlias = Callable[..., Any]
-"""A function of an importable module, called on every rank."""
+if TYPE_CHECKING:
+    from shardwise.execution.processes import RankFunction
 
 
 def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapping[str, int] | None:

@@ -9,11 +9,11 @@ from shardwise.conversion.packed import unnested, unpacked
 from shardwise.formats.coded import FourBits, GroupedIntegers, Scaled, Zeros
 from shardwise.tensors import numel
 
-Leaf: TypeAlias = Callable[[str], Expression]
+LeafOf: TypeAlias = Callable[[str], Expression]
 """Returns the leaf for a stored tensor, by its name."""
 
 
-def scaled(part: Scaled, leaf: Leaf) -> Expression:
+def scaled(part: Scaled, leaf: LeafOf) -> Expression:
     """Build the expression ``(values - zero points) * scales``."""
     *outer, columns = part.shape
     values, per_byte = leaf(part.values.key), part.code.per_byte
@@ -38,7 +38,7 @@ def scaled(part: Scaled, leaf: Leaf) -> Expression:
     return permute(made, (*outer, columns, rows)) if part.swaps else made
 
 
-def _zeros(part: Scaled, zeros: Zeros, leaf: Leaf) -> Expression:
+def _zeros(part: Scaled, zeros: Zeros, leaf: LeafOf) -> Expression:
     """Build the zero points as decoded values, in the order of the scales."""
     stored = leaf(zeros.values.key)
     if not zeros.in_a_word:
@@ -51,7 +51,7 @@ def _zeros(part: Scaled, zeros: Zeros, leaf: Leaf) -> Expression:
     return slice_dim(every, last - 2, 0, part.shape[-2])
 
 
-def four_bits(part: FourBits, leaf: Leaf) -> Expression:
+def four_bits(part: FourBits, leaf: LeafOf) -> Expression:
     """Dequantize packed 4-bit values, whose scales may be quantized themselves."""
     factors = leaf(part.scales.key)
     if part.nested is not None:
@@ -59,7 +59,7 @@ def four_bits(part: FourBits, leaf: Leaf) -> Expression:
     return unpacked(leaf(part.values.key), factors, part.shape, part.form, part.block, part.dtype)
 
 
-def grouped(part: GroupedIntegers, leaf: Leaf) -> Expression:
+def grouped(part: GroupedIntegers, leaf: LeafOf) -> Expression:
     """Dequantize integers packed in words, with a scale and a zero point for each group of inputs."""
     values, zeros, scales = (leaf(item.key) for item in (part.values, part.zeros, part.scales))
     if not part.in_rows:
