@@ -1,6 +1,5 @@
 """Generation of one answer, to try a model or an adapter."""
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,6 +7,8 @@ import torch
 from transformers import AutoTokenizer
 
 from shardwise.engines.pretrained_loading import from_pretrained
+from shardwise.errors import FormatError
+from shardwise.formats.contract import parse_object
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
 from shardwise.tuning.modes import ExistingLora, Full, Tuning
 
@@ -21,11 +22,15 @@ def generate(name_or_path: str, prompt: str, *, max_new_tokens: int) -> str:
         max_new_tokens: the most tokens to generate.
 
     Raises:
+        FormatError: the adapter names no base.
         ShardwiseError: the model cannot be loaded.
     """
     base, tuning = name_or_path, cast(Tuning, Full())
     if (config := Path(name_or_path, ADAPTER_CONFIG)).is_file():
-        base, tuning = json.loads(config.read_text("utf-8"))["base_model_name_or_path"], ExistingLora(name_or_path)
+        found = parse_object(config.read_bytes(), what=str(config)).get("base_model_name_or_path")
+        if not isinstance(found, str) or not found:
+            raise FormatError(f"{config}: has no base_model_name_or_path. Add the folder or hub id of the base.")
+        base, tuning = found, ExistingLora(name_or_path)
     model: Any = from_pretrained(base, tuning=tuning, dtype="auto").eval()
     has_own = Path(name_or_path, "tokenizer_config.json").is_file()
     tokenizer: Any = AutoTokenizer.from_pretrained(name_or_path if has_own else base)
