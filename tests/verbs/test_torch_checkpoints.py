@@ -161,7 +161,7 @@ def test_a_folder_of_accelerate(worlds, tmp_path, qwen3):
     worlds(2).run(torch_saves.save_like_accelerate, str(qwen3), str(tmp_path))
     check(worlds, tmp_path, qwen3, wrapper="model")
     errors = worlds(2).run(torch_saves.error_of, str(tmp_path / "optimizer_0"), str(qwen3))
-    require_same_error(errors, "FormatError", f"pass the folder of the model: {tmp_path}/pytorch_model_fsdp_0")
+    require_same_error(errors, "FormatError", f"Pass the folder of the model: {tmp_path}/pytorch_model_fsdp_0")
 
 
 def test_a_distributed_checkpoint_without_a_config_says_what_to_pass(tmp_path):
