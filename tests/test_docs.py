@@ -24,7 +24,7 @@ EVERY = [block for page in PAGES for block in blocks_of(page)]
 
 WITH_PYTHON = sorted({block.page for block in EVERY if block.kind == "python"})
 
-SHELL_RUN = ("tutorial.md", "many_loras.md", "merge_on_a_laptop.md")
+SHELL_RUN = ("tutorial.md", "many_loras.md", "merge.md")
 """Pages whose commands are run as well; those of all others are read by the commands' own options."""
 
 LEFT = {

@@ -86,7 +86,7 @@ GIVEN: dict[str, dict[int, str]] = {
     "accelerate.md": {0: f"{_ROWS}\ndata = torch.utils.data.DataLoader(rows, batch_size=4)"},
     "checkpoints.md": {0: "import torch, shardwise\nname, loader = 'base', None"},
     "interchange.md": {0: f"{_TRAINED}{_ROWS}{_TRAINER_CHECKPOINT}"},
-    "merge_on_a_laptop.md": {
+    "merge.md": {
         0: f"{_LORA}shardwise.save_adapter(model, 'out/last')",
         2: f"{_TRAINED}place = 'run/checkpoint-500'\nshardwise.save_accelerate_model(model, place, 'sharded')",
     },
