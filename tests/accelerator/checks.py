@@ -225,11 +225,15 @@ def checkpoints_without_a_wait(folder: str, out: str) -> list[str]:
     own = ChunkStaging.copy
 
     def copy(self: ChunkStaging, views: Any) -> Any:
+        simulated.native.set_delay(20_000)  # all copies take longer than it takes until the first bytes are written
         with mock.patch.object(torch.npu, "synchronize", return_value=None):
             return own(self, views)
 
-    with mock.patch.object(ChunkStaging, "copy", copy):
-        return checkpoints(folder, out, "async")
+    try:
+        with mock.patch.object(ChunkStaging, "copy", copy):
+            return checkpoints(folder, out, "async")
+    finally:
+        simulated.native.set_delay(simulated.DELAY_US)
 
 
 def banks(folder: str) -> list[str]:

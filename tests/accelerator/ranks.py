@@ -8,11 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from tests.accelerator.simulated import PLUGIN, environment
+from tests.accelerator.simulated import DELAY_US, PLUGIN, environment
 from tests.harness.local_ranks import LocalRanks
-
-DELAY_US = 300
-"""Long beside what the host does meanwhile, so that a missing wait shows."""
 
 
 @contextlib.contextmanager

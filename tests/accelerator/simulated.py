@@ -23,6 +23,9 @@ NAME = "npu"
 _DEVICES, _DELAY = "SIMULATED_DEVICES", "SIMULATED_DELAY_US"
 PLUGIN = Path(__file__).with_name("plugin")
 
+DELAY_US = 300
+"""Microseconds by which copies are late on ranks that tests start: long beside what the host does meanwhile."""
+
 native: Any = None
 """The library, after ``begin``."""
 
@@ -175,6 +178,7 @@ def _device_module() -> types.ModuleType:
         max_memory_allocated=lambda device=None: counters()["device_peak"],
         reset_peak_memory_stats=lambda device=None: native.reset_peaks(),
         empty_cache=lambda: None,
+        get_device_name=lambda device=None: "simulated",
         manual_seed=lambda seed: native.default_generator(native.current_device()).manual_seed(seed),
         manual_seed_all=_manual_seed_all,
         get_rng_state=lambda device=None: native.default_generator(_index(device)).get_state(),

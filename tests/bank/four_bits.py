@@ -109,7 +109,7 @@ def give_numbers(packed: Any, plain: Any) -> None:
     for name, module in packed.named_modules():
         for local, packing in getattr(module, "packings", {}).items():
             scales = truth.whole(getattr(module, f"{local}_scales")).contiguous().view(torch.float32)
-            numbers = packing.numbers(truth.whole(getattr(module, local)).contiguous(), scales, torch.float32)
+            numbers = packing.dequantize(truth.whole(getattr(module, local)).contiguous(), scales, torch.float32)
             put(getattr(plain.get_submodule(name), local), numbers)
 
 

@@ -290,7 +290,7 @@ def test_a_name_that_is_gone_is_one_error_at_import(monkeypatch: pytest.MonkeyPa
     message = str(caught.value)
     assert message.startswith(f"torch {metadata.version('torch')} lacks a private name that shardwise needs (")
     assert "_StridedShard" in message
-    assert message.endswith("use torch 2.11 to 2.15, or a newer shardwise")
+    assert message.endswith("Use torch 2.11 to 2.15, or a newer shardwise")
     monkeypatch.undo()
     monkeypatch.delattr(dist.distributed_c10d, "_get_object_coll_device")
     with pytest.raises(shardwise.ConfigError, match="has no attribute '_get_object_coll_device'"):

@@ -109,7 +109,7 @@ def save_twice(folder: str) -> list[int]:
         for step in (1, 2):
             training.step()
             checkpointer.save(step, training.state)
-            memories.append(checkpointer._staging._memory.data_ptr())
+            memories.append(checkpointer._staging._slabs[0].data_ptr())
     return memories
 
 

@@ -149,7 +149,15 @@ def test_an_environment_that_makes_no_sense(change: dict[str, str], nproc_per_no
     assert str(caught.value).startswith(message)
 
 
-def test_a_requested_stop_is_acknowledged_at_once(capfd):
+@pytest.fixture
+def interruptible():
+    """SIGINT as in a terminal: a shell ignores it for commands in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_requested_stop_is_acknowledged_at_once(capfd, interruptible):
     with stopping_on_signals() as request:
         os.kill(os.getpid(), signal.SIGINT)
         assert request.is_made

@@ -227,8 +227,8 @@ def test_an_optimizer_without_a_model_near() -> None:
     ("saves", "words"),
     [
         ([], "copy .metadata here from the machine of rank 0"),
-        (["one", "optimizer_0"], "pass the folder of the model: {0}/here/one ({0}/here/optimizer_0: an optim"),
-        (["../model_0"], "pass the folder of the model: {0}/model_0"),
+        (["one", "optimizer_0"], "Pass the folder of the model: {0}/here/one ({0}/here/optimizer_0: an optim"),
+        (["../model_0"], "Pass the folder of the model: {0}/model_0"),
         (["../optimizer_0"], "{0}/optimizer_0: an optimizer's state, without the folder of a model beside it"),
     ],
 )
@@ -313,10 +313,13 @@ def test_paths_that_climb_out(file: str) -> None:
         (place(info(3)), "g is in no file"),
         (lambda made: place(made.storage_data[SECOND])(made), "overlap"),
         (place(info(transform_descriptors=["zstd"])), "was saved through a transform"),
-        (lambda made: made.state_dict_metadata["g"].chunks.pop(), "do not tile them: 1\n    g of shape (6, 8)"),
+        (
+            lambda made: made.state_dict_metadata["g"].chunks.pop(),
+            "overlap or leave gaps: 1\n    g of shape (6, 8)",
+        ),
         (lambda made: made.state_dict_metadata["g"].chunks.clear(), "chunks overlap or leave gaps: 1"),
         (second_chunk(offsets=torch.Size((4, 0))), "g of shape (6, 8) has a chunk at (4, 0) of sizes (3, 8)"),
-        (second_chunk(offsets=torch.Size((2, 0))), "g has no place for the chunk at (2, 0)"),
+        (second_chunk(offsets=torch.Size((2, 0))), "g has no file for the chunk at (2, 0)"),
         (second_chunk(sizes=torch.Size((3,))), "has a chunk at (3, 0) of sizes (3,)"),
         (facts("g", size=torch.Size((7, 8))), "chunks overlap or leave gaps"),
         (facts("g", size=(2**62, 2**62)), "chunks overlap or leave gaps"),

@@ -153,7 +153,7 @@ def test_keys_of_fsdp1_are_taken_for_what_they_come_to_or_told():
         ({"mixed_precision": "fp8", "fsdp_config": {"version": 2}}, "must be one of no, fp32, bf16, fp16"),
         ({"distributed_type": "DEEPSPEED"}, "this is not FSDP"),
         ({"fsdp_config": {"ignored_modules": "lm_head"}}, "ignored_modules='lm_head': modules cannot be left out"),
-        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "tp_size=2: only shards and replicas"),
+        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "tp_size=2: a Sharding has shards"),
         (
             {"num_processes": 6, "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2}},
             "num_processes=6 contradicts",

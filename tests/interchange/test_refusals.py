@@ -46,7 +46,7 @@ def test_a_shard_that_is_not_what_its_placement_says_is_refused(worlds, tmp_path
 
 def test_files_of_ranks_are_for_as_many_ranks(worlds, tmp_path):
     worlds(3).run(refusing.write, str(tmp_path), "ranks")
-    require(worlds(2).run(refusing.model_refused, str(tmp_path)), "ShardingError", "load it on 3 ranks")
+    require(worlds(2).run(refusing.model_refused, str(tmp_path)), "ShardingError", "Load it on 3 ranks")
     worlds(2).run(refusing.write, str(tmp_path), "ranks")  # those of the older save go
     assert len(list(tmp_path.glob("pytorch_model_fsdp_0_rank*"))) == 2
 

@@ -260,7 +260,10 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
         (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")), r"'pissa' changes the base"),
         (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="orthogonal")), r"needs whole weights"),
         (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights=False, use_dora=True)), r"use_dora with"),
-        (Lora(LoraConfig(target_modules=["q_proj"], modules_to_save="lm_head")), r"'lm_head' is no list of names"),
+        (
+            Lora(LoraConfig(target_modules=["q_proj"], modules_to_save="lm_head")),
+            r"'lm_head' is not a list of names",
+        ),
         (Lora(LoraConfig(target_modules=["embed_tokens"], use_dora=True)), r"embed_tokens: use_dora.*Embedding"),
         (Lora(LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3])), r"trainable_token_indices"),
         (Lora(LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (1, 2)])), r"layer_replication"),

@@ -96,7 +96,7 @@ def linear(seed: int = 0, columns: int = 4) -> nn.Module:
 
 def mark(**changes: Any) -> bytes:
     """The mark of a save by a process of this machine that is gone, unless the changes say otherwise."""
-    found = {"host": socket.gethostname(), "process": 2**22 + 5, "born": "1", "token": "0123abcd", "since": 0.0}
+    found = {"host": socket.gethostname(), "process": 2**22 + 5, "born": "1", "save_id": "0123abcd", "since": 0.0}
     return json.dumps(found | changes).encode()
 
 

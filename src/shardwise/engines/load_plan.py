@@ -197,7 +197,7 @@ def make_plan(load: Load, index: CheckpointIndex) -> LoadPlan:
             if (nbytes := blocks.nbytes(leaf)) > load.options.budget_bytes:
                 raise KeyMismatchError(
                     f"{name} is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which needs "
-                    f"{nbytes:,} bytes at once; the budget is {load.options.budget_bytes:,}: raise budget_bytes"
+                    f"{nbytes:,} bytes at once, and the budget is {load.options.budget_bytes:,}. Raise budget_bytes"
                 )
     return plan
 

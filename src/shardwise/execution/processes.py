@@ -230,8 +230,8 @@ def select_accelerator(environment: Mapping[str, str], local_rank: int, local_si
     shows_own = count == 1 and any("," not in environment.get(name, ",") for name in _VISIBLE)
     if size > count and not shows_own:
         raise ShardingError(
-            f"{size} ranks on a machine: each needs a device, and this one sees {count}. Start at most {count}, "
-            f"or hide the devices to compute on the CPU ({_VISIBLE[0]}=)."
+            f"{size} ranks on a machine: each needs a device, and this process sees {count}. Start at most "
+            f"{count}, or hide the devices to compute on the CPU ({_VISIBLE[0]}=)."
         )
     module_of(kind).set_device(0 if shows_own else local_rank)
     return both_backends(kind)
