@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from shardwise.errors import ConfigError
@@ -25,6 +24,7 @@ from shardwise.execution.processes import acknowledge_stop
 from shardwise.execution.world import World
 from shardwise.formats.contract import parse_object
 from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
+from shardwise.models import torch_api
 from shardwise.storage.names import without_secrets
 from shardwise.training import setup as trl_setup
 from shardwise.training.run_config import RunConfig
@@ -170,8 +170,8 @@ def _resume_from(training: Any, output: Path) -> Any:
 
 def peak_bytes() -> int:
     """The peak memory of this rank: of its accelerator, or else of the process."""
-    if torch.accelerator.is_available():
-        return int(torch.accelerator.max_memory_allocated())
+    if (kind := torch_api.accelerator()) is not None:
+        return int(torch_api.module_of(kind).max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
