@@ -222,8 +222,8 @@ def test_two_arms_and_why_the_others_did_not_run(tmp_path: Path, monkeypatch: py
     assert {name: reason.partition(":")[0].partition(";")[0] for name, reason in told["not_run"].items()} == {
         "native": "every rank holds the whole model",
         "native-efficient": "rank 0 holds the whole model",
-        "accelerate": "accelerate is not installed",
-        "accelerate-efficient": "accelerate is not installed",
+        "accelerate": "accelerate is not installed. Run pip install 'shardwise[accelerate]'",
+        "accelerate-efficient": "accelerate is not installed. Run pip install 'shardwise[accelerate]'",
     }
     assert "limit of shardwise:" in result.stdout
     assert "\x1b" not in result.stdout
