@@ -135,7 +135,7 @@ def test_a_base_in_four_bits(folder: Path) -> None:
             "beta: 0.1 compares with a reference",
         ),
         ({"load_in_4bit": True}, "load_in_4bit: needs use_peft"),
-        ({"dp_replicate_size": 2}, "2 replicas: 2 ranks cannot be dealt"),
+        ({"dp_replicate_size": 2}, "2 replicas: 2 ranks cannot be divided"),
         ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
         ({"eval_strategy": "steps"}, "test: is not a split"),
         ({"early_stopping_patience": 2}, "early_stopping_patience: needs load_best_model_at_end"),
@@ -160,10 +160,10 @@ def test_what_cannot_be_is_one_error_on_all_ranks(folder: Path, further: dict[st
 
 
 def recorded(values: dict[str, Any]) -> dict[str, Any]:
-    from shardwise.training.run import _identity
+    from shardwise.training.run import identity_of
     from shardwise.training.run_config import read_run_config
 
-    return _identity(read_run_config(on_ranks.words(values)))
+    return identity_of(read_run_config(on_ranks.words(values)), "sft")
 
 
 def test_credentials_are_not_recorded(folder: Path) -> None:

@@ -71,7 +71,7 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
     with World.current(call="train") as world:
         arguments = world.run_all(trl_setup.parse, config)
     output = Path(arguments.training.output_dir)
-    with stopping_on_signals() as request, held(output, _identity(config)):
+    with stopping_on_signals() as request, held(output, identity_of(config, config.method)):
         with World.current(call="train") as world:
             processor = world.run_all(trl_setup.processing_class, arguments, config.method)
         data = trl_setup.load_data(arguments, config.method, processor, local_rank)
@@ -102,8 +102,9 @@ def train_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
     )
 
 
-def _identity(config: RunConfig) -> dict[str, Any]:
-    return {"method": config.method, **{key: _masked(config.values.get(key)) for key in _IDENTITY}}
+def identity_of(config: RunConfig, method: str, keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
+    """Return the keys that a training resumes with, without credentials in URLs, as they are recorded."""
+    return {"method": method, **{key: _masked(config.values.get(key)) for key in keys}}
 
 
 def _masked(value: Any) -> Any:

@@ -27,7 +27,7 @@ from shardwise.execution.world import World
 from shardwise.report.names import table_lines
 from shardwise.storage.writing import open_writer
 from shardwise.training import setup as trl_setup
-from shardwise.training.run import TrlOutcome, held, peak_bytes, stopping_on_signals
+from shardwise.training.run import TrlOutcome, held, identity_of, peak_bytes, stopping_on_signals
 from shardwise.training.run_config import RunConfig, read_tenants
 from shardwise.training.setup import TrlArguments
 from shardwise.training.tenant_rows import MicroBatch, StepOrder, TokenBudget, TokenizedRows, tokenized
@@ -56,7 +56,7 @@ def train_tenants_on_rank(config: RunConfig, local_rank: int) -> TrlOutcome:
     if first.training.eos_token:
         getattr(processor, "tokenizer", processor).eos_token = first.training.eos_token
     output = Path(config.values.get("output_dir", "trainer_output"))
-    identity = {"method": "tenants", **{key: config.values.get(key) for key in _IDENTITY}}
+    identity = identity_of(config, "tenants", _IDENTITY)
     with stopping_on_signals() as request, held(output, identity, _WEIGHTS):
         tenants = _joined(parsed, processor, config.own["tokens_per_pass"], local_rank)
         has_stopped, failures = train_in_turns(tenants, config.own["tokens_per_pass"], request)
