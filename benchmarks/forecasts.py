@@ -2,7 +2,7 @@
 
 DeepSeek-V3 in bfloat16, and in FP8 as it is published; of Qwen3 also trainings, of the whole model and of a LoRA.
 
-python -m benchmarks.estimates
+python -m benchmarks.forecasts
 """
 
 import argparse
@@ -77,7 +77,7 @@ def main() -> int:
     medians = {name: statistics.median(found[1:]) for name, found in runs.items()}  # the first imports
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"python -m benchmarks.estimates --repeats {given.repeats}",
+        "command": f"python -m benchmarks.forecasts --repeats {given.repeats}",
         "commit": commit(),
         "machine": machine(),
         "ranks": RANKS,
