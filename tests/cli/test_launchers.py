@@ -29,7 +29,7 @@ def launched(
     return subprocess.run(
         [sys.executable, "-m", *launcher, "-m", module, "train", *map(str, arguments)],
         check=False,
-        timeout=110,
+        timeout=360,
         capture_output=True,
         text=True,
         cwd=ROOT,
