@@ -54,8 +54,7 @@ def found_at(place: str) -> Any:
 
         raise ConfigError(
             f"{place} is in a table of shardwise, and cannot be imported ({error}). Install what it imports, or "
-            "correct "
-            "the line"
+            "correct the line"
         ) from error
 
 

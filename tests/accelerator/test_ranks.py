@@ -84,7 +84,10 @@ def test_checkpoints(ranks, llama, tmp_path, mode):
 
 def test_a_checkpoint_that_does_not_wait_is_found_out(ranks, llama, tmp_path):
     told = ranks.run(checks.told, checks.checkpoints_without_a_wait, llama, str(tmp_path))
-    assert all(told), "on every rank: an error, or names of tensors with other values"
+    # Checksums of what was written, or else the names of tensors with other values.
+    assert all(each and ("is not what was written" in each[0] or each[0].startswith("model.")) for each in told), (
+        told
+    )
 
 
 def test_a_bank(ranks, llama):

@@ -68,3 +68,36 @@ def test_none_steps_when_one_cannot() -> None:
         bank.optim_steps(["0", "1"])
     assert bank.optim_step("0").is_taken
     assert bank.optim_steps([]) == {}
+
+
+class RaisingSchedule(torch.optim.lr_scheduler.LambdaLR):
+    """A schedule that fails in its second step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, lambda step: 1.0)
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch == 1:
+            raise ValueError("no such step")
+        super().step(epoch)
+
+
+def test_a_schedule_that_fails_changes_no_other_tenant() -> None:
+    one, other = bank_of([torch.optim.AdamW]), bank_of([torch.optim.AdamW])
+    for bank, schedule in ((one, RaisingSchedule), (other, falling)):
+        bank.delete_adapter("0")
+        bank.add_adapter("failing", LoraConfig(r=4, target_modules=["q_proj"]), schedule=schedule)
+        micro_batch(bank, 0)
+        bank.optim_steps(["failing", "1"])
+        micro_batch(bank, 1)
+    with pytest.raises(shardwise.ShardwiseError, match="no such step"):
+        one.optim_steps(["failing", "1"])
+    other.optim_steps(["failing", "1"])
+    for bank in (one, other):
+        bank.delete_adapter("failing")
+        micro_batch(bank, 2)
+        bank.optim_step("1")
+    found, expected = one.state_dict("1"), other.state_dict("1")
+    assert repr(found["facts"]) == repr(expected["facts"])
+    for part in ("adapter", "training"):
+        assert all(value.equal(expected[part][key]) for key, value in found[part].items())

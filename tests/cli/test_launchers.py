@@ -29,7 +29,7 @@ def launched(
     return subprocess.run(
         [sys.executable, "-m", *launcher, "-m", module, "train", *map(str, arguments)],
         check=False,
-        timeout=360,
+        timeout=110,
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -48,7 +48,6 @@ def steps(place: Path, out: str) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.distributed
 def test_a_rank_that_is_killed_is_started_again_by_torchrun_and_all_go_on(place: Path) -> None:
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
@@ -60,7 +59,6 @@ def test_a_rank_that_is_killed_is_started_again_by_torchrun_and_all_go_on(place:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.distributed
 def test_accelerate_launches_the_module(place: Path) -> None:
     pytest.importorskip("accelerate")

@@ -28,7 +28,6 @@ from shardwise.execution.processes import (
 T = TypeVar("T")
 
 
-@pytest.mark.timeout(300)  # ten processes import torch
 @pytest.mark.distributed
 def test_values_come_by_rank_and_errors_as_they_are(monkeypatch):
     monkeypatch.setattr(processes, "_GRACE_S", 1.0)

@@ -31,6 +31,9 @@ def step_together(tenants: Sequence[Tenant], scales: Sequence[float]) -> list[tu
     The same bits as one after the other. The host waits for the device once.
 
     Returns, for each, whether it was taken, and the norm before it was clipped.
+
+    Raises:
+        Exception: as raised by the schedule of a tenant, after the steps of all.
     """
     for tenant, scale in zip(tenants, scales, strict=True):
         if scale != 1.0:
@@ -42,14 +45,25 @@ def step_together(tenants: Sequence[Tenant], scales: Sequence[float]) -> list[tu
         if math.isfinite(norm):
             tenant.clip(norm)
     _step_all([tenant.optimizer for tenant in stepping])
-    for tenant in stepping:
-        tenant.schedule.step()
-        tenant.steps += 1
     for tenant in tenants:
         tenant.gradient.zero_()
         tenant.window = TenantWindow()
         tenant.windows += 1
+    _step_schedules(stepping)
     return [(math.isfinite(norm), norm) for norm in norms]
+
+
+def _step_schedules(tenants: Sequence[Tenant]) -> None:
+    """Step the schedule of each tenant, and then raise the first error: it changes no other tenant."""
+    failures: list[Exception] = []
+    for tenant in tenants:
+        tenant.steps += 1
+        try:
+            tenant.schedule.step()
+        except Exception as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def _step_all(optimizers: Sequence[Optimizer]) -> None:

@@ -325,8 +325,7 @@ def require_name(name: object) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name or name.endswith("."):
         raise ConfigError(
             f"{name!r} is not a valid adapter name: up to 128 letters, digits, '.', '_' and '-', the first a "
-            "letter "
-            "or a digit, the last no '.', and no '..'"
+            "letter or a digit, the last no '.', and no '..'"
         )
     return name
 

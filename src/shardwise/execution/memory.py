@@ -231,7 +231,7 @@ def staging_buffers(
     staging = staging_within(budget_bytes, concurrency, on_device=device.type != "cpu")
     if device.type == "cpu":
         return [HostStaging(staging.nbytes) for _ in range(staging.workers)]
-    nbytes = staging.nbytes if most_bytes is None else min(staging.nbytes, 1 << most_bytes.bit_length())
+    nbytes = staging.nbytes if most_bytes is None else min(staging.nbytes, 1 << max(most_bytes - 1, 0).bit_length())
     return [DeviceStaging(nbytes, device) for _ in range(staging.workers)]
 
 

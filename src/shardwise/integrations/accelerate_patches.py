@@ -194,8 +194,7 @@ def begin_state(original: compat.Original, state: Any, *args: Any, **keywords: A
     if wanted and state.distributed_type == compat.DistributedType.NO and ranks > 1:
         raise ConfigError(
             f"accelerate takes each of the {ranks} ranks for a single process, and would train that many models. "
-            "Make "
-            "its first object, Accelerator or PartialState, with cpu=True"
+            "Make its first object, Accelerator or PartialState, with cpu=True"
         )
 
 

@@ -227,8 +227,7 @@ class ShardwiseTrainer(_Trainer):
                 f"{what}: was saved with {facts.rows_per_step} rows in a step, and this training has {rows} "
                 "(per_device_train_batch_size * gradient_accumulation_steps * ranks; then there were "
                 f"{facts.world_size} ranks), so that its place in the data cannot be found. Keep the number of "
-                "rows "
-                "in a step, or pass ignore_data_skip=True"
+                "rows in a step, or pass ignore_data_skip=True"
             )
 
     # Saving

@@ -171,8 +171,7 @@ def _inner(model: nn.Module) -> PreTrainedModel:
     if not isinstance(found, PreTrainedModel):
         raise ConfigError(
             f"for_trainer({type(model).__name__}): is not a model of transformers, nor a PEFT model around one, "
-            "and the "
-            "Trainer recognizes sharded models by transformers' attributes. Pass such a model"
+            "and the Trainer recognizes sharded models by transformers' attributes. Pass such a model"
         )
     return found
 

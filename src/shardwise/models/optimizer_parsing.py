@@ -173,8 +173,7 @@ def _require_shapes(
                 raise KeyMismatchError(
                     f"{entry} of parameter {number} has shape {tuple(value.shape)} in the state, and {name}, which "
                     f"is in its place, {tuple(shapes[name])}. Create the optimizer as it was created when the "
-                    "state was "
-                    "saved"
+                    "state was saved"
                 )
 
 

@@ -234,9 +234,9 @@ def hub_errors_named(repo_id: str, options: HubOptions) -> Iterator[None]:
     except Exception as error:
         kind = next(found for base in type(error).__mro__ if (found := base.__name__) in _REMEDIES)
         raise StorageError(
-            f"{shown(repo_id)} at revision {options.revision or 'main'}: is not a local directory, and cannot be "
-            "downloaded "
-            f"from the Hugging Face hub ({type(error).__name__}: {' '.join(str(error).split())}). {_REMEDIES[kind]}"
+            f"{shown(repo_id)} at revision {options.revision or 'main'}: is not a local directory, and cannot "
+            f"be downloaded from the Hugging Face hub ({type(error).__name__}: {' '.join(str(error).split())}). "
+            f"{_REMEDIES[kind]}"
         ) from error
 
 

@@ -20,6 +20,7 @@ from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.outline import PretrainedOptions
 from shardwise.engines.pretrained_loading import from_pretrained
 from shardwise.errors import ConfigError
+from shardwise.execution.collective_errors import is_of_a_collective, is_out_of_memory
 from shardwise.integrations import ShardwiseTrainer, for_trainer
 from shardwise.models.policies import Classes, MinSize, WrapPolicy
 from shardwise.models.quantization import Fp4, Nf4
@@ -329,7 +330,9 @@ def make_trainer(
             callbacks=[transformers.EarlyStoppingCallback(patience)] if patience else None,
             **further,
         )
-    except (ValueError, RuntimeError, ImportError) as error:
+    except (ValueError, RuntimeError, ImportError) as error:  # RuntimeError: a tracker that is not installed
+        if is_out_of_memory(error) or is_of_a_collective(error):
+            raise
         raise ConfigError(f"{method}: {base.__name__} cannot be made, {error}") from error
 
 
