@@ -86,7 +86,7 @@ def main() -> int:
         "runs": runs,
     }
     text = json.dumps(results, indent=1) + "\n"
-    (Path(__file__).parent / "results" / f"estimates-{results['date'][:10]}.json").write_text(text)
+    (Path(__file__).parent / "results" / f"forecasts-{results['date'][:10]}.json").write_text(text)
     print(text)
     return int(any(medians[name] > most for name, most in MOST_S.items()))
 

@@ -100,7 +100,7 @@ def tests(given: Given) -> dict[str, Any]:
 
 
 def launch(given: Given) -> dict[str, Any]:
-    """``shardwise train --nproc-per-node`` of a QLoRA, forked from a process in which bitsandbytes is installed."""
+    """``shardwise train --nproc-per-node`` of a QLoRA, with bitsandbytes installed."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         model = with_tokenizer(write(EIGHT.tiny(), given.folder), place / "model")
