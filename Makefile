@@ -67,7 +67,7 @@ docs: $(DOCS)/pinned ## build the site in build/site; broken links are errors
 sweep: $(VENV)/project ## compare all architectures and world sizes bitwise; long
 	HYPOTHESIS_PROFILE=thorough PYTHONPATH=. $(VENV)/bin/python tests/sweep.py $(ARGS)
 
-torture: $(VENV)/project ## kill and crash saves, also two at once; half an hour, TORTURE_MOMENTS=0 for hours
+torture: $(VENV)/project ## kill and crash saves at every moment; hours, TORTURE_MOMENTS=24 for an hour
 	$(VENV)/bin/python -m pytest -m torture -n $(WORKERS) -rP $(ARGS)
 
 test-oldest: $(OLDEST)/project ## run `make test` on the oldest supported versions

@@ -75,12 +75,12 @@ def test_a_mark_that_is_taken_away_too_early_loses_nothing(verb: str, store: str
 
 
 def _moments(verb: str, store: str) -> list[int]:
-    """Numbers of the effects before which a save is held: TORTURE_MOMENTS (default 24; 0: all) at random."""
+    """Numbers of the effects before which a save is held: all, or TORTURE_MOMENTS of them at random."""
     effects = range(1, scenes.effects_of(verb, store) + 1)
-    most = int(os.environ.get("TORTURE_MOMENTS", "24")) or len(effects)
+    most = min(int(os.environ.get("TORTURE_MOMENTS", "0")) or len(effects), len(effects))
     seed = int(os.environ.get("TORTURE_SEED", random.SystemRandom().randrange(10**6)))
-    print(f"{verb} on {store}: {min(most, len(effects))} of {len(effects)} moments; TORTURE_SEED={seed}")
-    return sorted(random.Random(seed).sample(effects, min(most, len(effects))))
+    print(f"{verb} on {store}: {most} of {len(effects)} moments; TORTURE_SEED={seed}")
+    return sorted(random.Random(seed).sample(effects, most))
 
 
 def _beside(verb: str, store: str, meanwhile: scenes.Meanwhile) -> list[str]:
@@ -88,11 +88,11 @@ def _beside(verb: str, store: str, meanwhile: scenes.Meanwhile) -> list[str]:
 
 
 def _taken_over_and_died(verb: str, store: str) -> list[str]:
-    """The one that takes over dies at three moments, each with other moments of the one that is held."""
-    dies = scenes.every(3, range(1, scenes.effects_of(verb, store) + 1))
+    """The moments of the one that is held, and three to twelve of the one that dies: about 400 pairs at most."""
+    effects = range(1, scenes.effects_of(verb, store) + 1)
     return [
         fault
-        for number in dies
+        for number in scenes.every(min(12, max(3, 400 // len(effects))), effects)
         for fault in scenes.beside(
             verb, store, scenes.another_takes_over_and_dies(number), _moments(verb, store), samples=0
         )
