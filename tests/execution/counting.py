@@ -121,10 +121,10 @@ class _FakeDist:
 class _Deaf:
     """A detector that looks for nobody, so that only meetings are counted."""
 
-    error, progress, signs = None, 0, {}
+    error, heartbeats = None, {}
 
     @property
-    def heard_s(self) -> float:
+    def answered_s(self) -> float:
         return time.monotonic()
 
     def add(self, *_: object) -> None: ...

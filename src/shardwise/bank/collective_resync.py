@@ -108,7 +108,7 @@ class CollectiveResync:
     def _catch_up(self) -> None:
         if self._root is None:
             return
-        self._world.cut()
+        self._world.interrupt()
         self._recover()
         self._is_settled.wait()
         if self._fault is not None:

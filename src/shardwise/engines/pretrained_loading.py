@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError, FormatError, RankMismatchError, Storag
 from shardwise.execution.agreement import require_same_settings
 from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import ReadExecutor
-from shardwise.execution.world import Clock, MismatchedRanks, ProgressBar, World
+from shardwise.execution.world import Clock, MismatchedRanks, World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.joining import beside
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -311,24 +311,23 @@ def decide_ties(
     if not pairs:
         return set(), 0
     offers = built.bindings.offers
-    with ProgressBar("Comparing ties", world, 0, enabled=False) as bar:
-        placer = ReadExecutor(source.reader, source.index, options.budget_bytes, bar, world)
+    placer = ReadExecutor(source.reader, source.index, options.budget_bytes, world)
 
-        def differing() -> set[str]:
-            return {
-                name
-                for name, first in pairs
-                if not are_equal(
-                    offers[name][0],
-                    offers[first][0],
-                    built.layout.by_name[name].dtype,
-                    placer,
-                    world.rank,
-                    world.size,
-                )
-            }
+    def differing() -> set[str]:
+        return {
+            name
+            for name, first in pairs
+            if not are_equal(
+                offers[name][0],
+                offers[first][0],
+                built.layout.by_name[name].dtype,
+                placer,
+                world.rank,
+                world.size,
+            )
+        }
 
-        untied = world.map_reduce(differing, lambda told: set[str]().union(*told))
+    untied = world.map_reduce(differing, lambda told: set[str]().union(*told))
     built.equal_ties = frozenset({name for name, _ in pairs} - untied)
     return untied, placer.read_bytes
 

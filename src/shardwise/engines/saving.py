@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from shardwise.engines import save_plan
 from shardwise.engines.arguments import answer_keywords, hints_of, require_meant, world_of
@@ -17,7 +18,7 @@ from shardwise.execution.committing import CommitState, begin_save, commit_save,
 from shardwise.execution.memory import home_of
 from shardwise.execution.replicas import ShardSender, agree_on_shares
 from shardwise.execution.saving_lock import new_save_id, require_lock
-from shardwise.execution.world import Clock, ProgressBar, World
+from shardwise.execution.world import Clock, World, progress_bar
 from shardwise.execution.write import Emitter, write_by_owners
 from shardwise.models import revert
 from shardwise.models.four_bit_layers import is_in_four_bits
@@ -89,7 +90,8 @@ def _write_and_commit(
             has_owners = _has_owners(world, writer)
             world.broadcast(begin)
             world.run_all(require_lock, writer, plan.save_id)
-        with ProgressBar("Saving weights", world, plan.nbytes, enabled=options.progress) as bar:
+        shows_progress = options.progress and world.rank == 0
+        with progress_bar("Saving weights", plan.nbytes // world.size, enabled=shows_progress) as bar:
             emitter = Emitter(writer, plan.entries, [item.local for item in ready.held], ready.staging, bar, world)
             with clock.phase("write"):
                 if has_owners:
@@ -163,7 +165,7 @@ def _write_by_owners(
     emitter: Emitter,
     ready: save_plan.PreparedSave,
     options: save_plan.SaveOptions,
-    progress: ProgressBar,
+    progress: tqdm,
 ) -> None:
     """Collective: yes."""
     written = write_by_owners(

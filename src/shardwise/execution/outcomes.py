@@ -4,52 +4,58 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ParamSpec, TypeVar
 
 from shardwise import errors
 from shardwise.errors import CheckpointError
+from shardwise.observing import current_step
 
-if TYPE_CHECKING:
-    pass
-
-
-SILENT = b""
-"""The message of a rank that has nothing to tell: None."""
-
+T = TypeVar("T")
+P = ParamSpec("P")
 
 _COMPRESSED_BYTES = 1 << 14
+_PLAIN, _COMPRESSED = b"p", b"z"
 
 
 class Stopped(Exception):
-    """This rank left its work because another one has failed."""
+    """This rank stopped its work because another one has failed."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An error as it travels between ranks."""
+    """An error as it is sent between ranks.
+
+    Attributes:
+        kind: the name of its class in :mod:`shardwise.errors`, or of :class:`Stopped`.
+        message: its text.
+        step: the call and the phase in which it was raised.
+        cause: the exception, on the rank that raised it.
+    """
 
     kind: str
     message: str
+    step: str = field(default="", compare=False)
+    cause: Exception | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
         if isinstance(error, (errors.ShardwiseError, Stopped)):
-            return cls(type(error).__name__, str(error))
-        return cls(CheckpointError.__name__, f"{type(error).__name__}: {error}")
+            return cls(type(error).__name__, str(error), current_step(), error)
+        return cls(CheckpointError.__name__, f"{type(error).__name__}: {error}", current_step(), error)
 
     @classmethod
-    def among(cls, told: Sequence[object], asked: int, global_ranks: Sequence[int]) -> Failure | None:
-        """Return the first failure of the ranks, with its rank unless all ``asked`` ranks failed alike.
+    def among(cls, values: Sequence[object], count: int, global_ranks: Sequence[int]) -> Failure | None:
+        """Return the first failure of the ranks, with its rank unless all ``count`` ranks failed alike.
 
         ``global_ranks`` are the ranks in the default group. A rank that only stopped because of another one is
         passed over.
         """
-        failures = {rank: item for rank, item in enumerate(told) if isinstance(item, Failure)}
-        own = {rank: item for rank, item in failures.items() if not item.is_stop} or failures
+        failures = {rank: value for rank, value in enumerate(values) if isinstance(value, Failure)}
+        own = {rank: failure for rank, failure in failures.items() if not failure.is_stop} or failures
         for rank, first in own.items():
-            is_common = len(own) == asked and set(own.values()) == {first}
+            is_common = len(own) == count and set(own.values()) == {first}
             return first if is_common else first.at_rank(global_ranks[rank])
         return None
 
@@ -62,22 +68,42 @@ class Failure:
 
     def to_error(self) -> Exception:
         kind: type[errors.ShardwiseError] = getattr(errors, self.kind, CheckpointError)
-        return kind(self.message)
+        return at_step(kind(self.message), self.step)
 
 
-_PLAIN, _COMPRESSED = b"p", b"z"
+def at_step(error: Exception, step: str) -> Exception:
+    """Add the step in which the ranks were to an error, as a note that tracebacks show."""
+    if step:
+        error.add_note(f"The ranks were in this step: {step}")
+    return error
 
 
-def encode(value: Any) -> bytes:
-    """Pickle a value as a message. An object that is in it several times is in the message once."""
+def attempt(function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T | Failure:
+    """Return the function's value, or its exception as a failure."""
+    try:
+        return function(*args, **keywords)
+    except Exception as error:
+        return Failure.of(error)
+
+
+def encode(value: object) -> bytes:
+    """Pickle a value as a message: None as the empty one, and one that cannot be pickled as a failure.
+
+    An object that is in it several times is in the message once.
+    """
     if value is None:
-        return SILENT
-    plain = pickle.dumps(value)
+        return b""
+    if isinstance(value, Failure):
+        value = replace(value, cause=None)
+    try:
+        plain = pickle.dumps(value)
+    except Exception as error:
+        plain = pickle.dumps(replace(Failure.of(error), cause=None))
     return _COMPRESSED + zlib.compress(plain, 1) if len(plain) > _COMPRESSED_BYTES else _PLAIN + plain
 
 
 def decode(message: bytes) -> Any:
-    """The value of a message."""
+    """Return the value of a message."""
     if not message:
         return None
     return pickle.loads(zlib.decompress(message[1:]) if message[:1] == _COMPRESSED else message[1:])

@@ -15,14 +15,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardwise.errors import RankLostError, ShardingError, ShardwiseError
-from shardwise.execution.control_channel import TELL_AGAIN_S, TELL_S, waiting_for
+from shardwise.execution.control_channel import WARN_AGAIN_S, WARN_S, waiting_for
 from shardwise.execution.failure_detection import detector_of
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ _GRACE_S = 10.0
 """Seconds for which the other ranks may continue after one has failed, and as many after SIGTERM."""
 
 _PR_SET_PDEATHSIG = 1
-"""Of Linux's ``prctl``: the signal that a process gets when its parent ends."""
+"""Option of Linux's ``prctl``: the signal that a process gets when its parent ends."""
 
 
 class RankError(ShardwiseError):
@@ -97,11 +99,11 @@ def run_spawned(
     return list(outcomes.values())
 
 
+@dataclass(frozen=True, slots=True)
 class _Failed:
     """The error of a rank, as its outcome."""
 
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+    error: BaseException
 
 
 def _priority(error: BaseException) -> int:
@@ -135,36 +137,37 @@ def acknowledge_stop() -> None:
     os.write(2, b"finishing the current step, then saving. Press Ctrl-C again to stop now\n")
 
 
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
 @contextmanager
 def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None]:
-    """With ``asks_first`` the first signal is passed on to the ranks as SIGTERM.
-
-    The next one, or any otherwise, raises.
-    """
+    """Raise on signals. With ``asks_first``, the first one is passed on to the ranks as SIGTERM instead."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    has_asked = not asks_first
-
-    def hear(number: int, _frame: FrameType | None) -> None:
-        nonlocal has_asked
-        if not has_asked:
-            has_asked = True
-            acknowledge_stop()
-            for process in ranks:
-                if process.is_alive():
-                    process.terminate()
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt
-        else:
-            sys.exit(128 + number)
-
-    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handler = partial(_pass_on, ranks) if asks_first else _raise_signal
+    before = {number: signal.signal(number, handler) for number in _STOP_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def _pass_on(ranks: Sequence[BaseProcess], _number: int, _frame: FrameType | None) -> None:
+    for number in _STOP_SIGNALS:
+        signal.signal(number, _raise_signal)
+    acknowledge_stop()
+    for process in ranks:
+        if process.is_alive():
+            process.terminate()
+
+
+def _raise_signal(number: int, _frame: FrameType | None) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
 
 
 # On the ranks
@@ -267,7 +270,7 @@ def try_collectives() -> None:
 # Ranks of a launcher
 
 _RENDEZVOUS = timedelta(minutes=10)
-"""The time that ranks of a launcher wait for each other."""
+"""The time for which ranks of a launcher wait for each other."""
 
 
 def run_launched(environment: Mapping[str, str], function: RankFunction, *args: Any) -> list[Any]:
@@ -315,26 +318,25 @@ def _store_of_launched(environment: Mapping[str, str]) -> tuple[Store, int, int]
 
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    holds = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    joint = TCPStore(host, port, size, holds, _RENDEZVOUS, wait_for_workers=False, multi_tenant=True)
-    store = PrefixStore(f"shardwise/attempt/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", joint)
+    is_server = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    tcp_store = TCPStore(host, port, size, is_server, _RENDEZVOUS, wait_for_workers=False, multi_tenant=True)
+    store = PrefixStore(f"shardwise/attempt/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp_store)
     store.set(f"here/{rank}", "")
-    begun = time.monotonic()
-    tell_at = begun + TELL_S
+    end, warn_at = time.monotonic() + _RENDEZVOUS.total_seconds(), time.monotonic() + WARN_S
     while not store.check([f"here/{other}" for other in range(size)]):
-        now = time.monotonic()
-        if now > tell_at:
+        if time.monotonic() > warn_at:
+            warn_at = time.monotonic() + WARN_AGAIN_S
             missing = [other for other in range(size) if not store.check([f"here/{other}"])]
-            if now > begun + _RENDEZVOUS.total_seconds():
-                raise RankLostError(f"{waiting_for(missing, size, f'{host}:{port}')}, for too long")
-            tell_at = now + TELL_AGAIN_S
-            _log.warning("%s", waiting_for(missing, size, f"{host}:{port}"))
+            text = waiting_for(missing, size, f"{host}:{port}")
+            if time.monotonic() > end:
+                raise RankLostError(f"{text}, for too long")
+            _log.warning("%s", text)
         time.sleep(0.05)
     return store, rank, size
 
 
 def this_place() -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """Return this rank, and the number of ranks."""
     from shardwise.execution.world import World
 
     world = World.current()
@@ -342,7 +344,7 @@ def this_place() -> tuple[int, int]:
 
 
 def this_device() -> torch.device:
-    """This rank's accelerator, else the CPU."""
+    """Return this rank's accelerator, or else the CPU."""
     import torch
     import torch.distributed as dist
 
