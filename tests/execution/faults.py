@@ -10,7 +10,6 @@ import torch.distributed as dist
 from tests.harness.world import attempt
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution import Timeouts
 from shardwise.execution.world import World
 from shardwise.storage import machine
 
@@ -81,40 +80,3 @@ def add(one: int, other: int) -> int:
 def gone_on(rank: int) -> None:
     if dist.get_rank() == rank:
         raise StorageError("gone")
-
-
-def inner_group_missed() -> tuple[list[tuple[str, str]], list[list[int]]]:
-    """Ranks of a group meet within a call that one of them leaves before it comes to them; then in another call.
-
-    The last rank is in no such group. Returns what was raised, and what the group's ranks told each other then.
-    """
-    group = _pairs()
-    errors, told = [], []
-    for turn in range(2):
-
-        def meet(turn: int = turn) -> list[int]:
-            if turn == 0 and dist.get_rank() == 0:
-                raise StorageError("gone")
-            if dist.get_rank() == 2:
-                return []
-            with World.current(group, QUICK, around=world) as peers:
-                return peers.all_gather_object(dist.get_rank() + turn)
-
-        try:
-            with World.current(timeouts=QUICK, call="load") as world:
-                told.append(world.run_all(meet))
-        except Exception as error:
-            errors.append((type(error).__name__, str(error)))
-    return errors, told
-
-
-QUICK = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=3.0, join_timeout_s=10.0)
-
-_groups: list[dist.ProcessGroup] = []
-
-
-def _pairs() -> dist.ProcessGroup | None:
-    """The first two ranks."""
-    if not _groups:
-        _groups.append(dist.new_group([0, 1]))
-    return _groups[0]

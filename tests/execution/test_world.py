@@ -45,11 +45,6 @@ def test_one_rank_of_a_machine_is_the_first(worlds):
     assert worlds(3).run(faults.first_on_host, True) == [True, False, False]
 
 
-def test_ranks_of_a_group_meet_again_after_a_call_in_which_not_all_of_them_came(worlds):
-    told = [[0 + 1, 1 + 1]] * 2 + [[]]
-    assert worlds(3).run(faults.inner_group_missed) == [([("StorageError", "rank 0: gone")], [own]) for own in told]
-
-
 def test_one_process_is_a_world_without_a_group():
     world = World.current()
     assert (world.rank, world.size) == (0, 1)

@@ -25,7 +25,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 from shardwise.errors import RankLostError, RankMismatchError
 from shardwise.execution import Timeouts
 from shardwise.execution.failure_detection import KeyStore, ProcessPlace, detector_of, heartbeat_keys
-from shardwise.execution.outcomes import Failure, Stopped
+from shardwise.execution.outcomes import Failure
 from shardwise.report.names import shown_ranks
 
 T = TypeVar("T")
@@ -60,31 +60,21 @@ class ControlChannel:
         global_ranks: the ranks of the group in the default group.
         timeouts: how long to wait.
         call: description of this rank's call, the same on all ranks.
-        around: the channel of a larger group, in a phase of which these ranks meet.
     """
 
     def __init__(
-        self,
-        store: Any,
-        name: str,
-        rank: int,
-        global_ranks: Sequence[int],
-        timeouts: Timeouts,
-        call: str,
-        around: ControlChannel | None = None,
+        self, store: Any, name: str, rank: int, global_ranks: Sequence[int], timeouts: Timeouts, call: str
     ) -> None:
         self.rank, self.global_ranks, self.size = rank, global_ranks, len(global_ranks)
         self.timeouts = timeouts
-        self._name = name if around is None else f"{name}/in {around.join()}"
+        self._name = name
         self._call = call
-        self._around = around
         self._store = store
         self._keys: KeyStore | None = None
         self._step = 0
         self._used: list[str] = []
         self._failed_step = -1
         self._verdict: Failure | None = None
-        self._error: Exception | None = None
         self._is_closed = False
         self._joining = threading.Lock()
         self._joined_s = self._warn_at = math.inf
@@ -93,38 +83,32 @@ class ControlChannel:
     @property
     def is_interrupted(self) -> bool:
         """Return True if some rank has failed or is lost, or the store is: there is no use in working on."""
-        is_own = self._failed_step == self._step or self._verdict is not None or self.has_lost_store
-        return is_own or (self._around is not None and self._around.is_interrupted)
+        return self._failed_step == self._step or self._verdict is not None or self.has_lost_store
 
     @property
     def has_lost_store(self) -> bool:
-        return self._store_error is not None or self._silent_s > _STORE_FACTOR * self.timeouts.heartbeat_timeout_s
-
-    @property
-    def _store_error(self) -> Exception | None:
-        return self._error or self._detector.error
-
-    @property
-    def _silent_s(self) -> float:
-        return time.monotonic() - self._detector.answered_s
+        detector, limit_s = self._detector, _STORE_FACTOR * self.timeouts.heartbeat_timeout_s
+        return detector.error is not None or detector.unanswered_s > limit_s
 
     def loss(self) -> RankLostError | None:
         """Return the loss of a rank or of the store that was detected. Does not use the store."""
         if self._verdict is not None and self._verdict.kind == RankLostError.__name__:
             return RankLostError(self._verdict.message)
-        if self._store_error is not None:
-            return _lost_store(self._store_error)
-        return _silent_store(self._silent_s) if self._silent_s > self.timeouts.heartbeat_timeout_s else None
+        if self._detector.error is not None:
+            return _lost_store("is gone", self._detector.error)
+        if self._detector.unanswered_s > self.timeouts.heartbeat_timeout_s:
+            return _lost_store(f"has not answered for {self._detector.unanswered_s:.0f} s", None)
+        return None
 
     # Called by the rank
 
-    def join(self) -> str:
-        """Announce that this rank has reached the call. Return a name that is the same on all ranks of this call.
+    def join(self) -> None:
+        """Announce that this rank has reached the call.
 
         Raises:
             RankLostError: the store is gone, or does not answer.
         """
-        return self._run(_prefix_of)
+        self._run(self._joined)
 
     def gather(self) -> dict[int, bytes]:
         """On the first rank: wait for all ranks. Return the reports by rank, but not empty ones.
@@ -189,10 +173,8 @@ class ControlChannel:
             try:
                 return future.result(timeout=self.timeouts.heartbeat_interval_s)
             except TimeoutError:
-                if self._around is not None and self._around.is_interrupted:
-                    raise Stopped("another rank has failed, or the store did not answer") from None
-                if self._silent_s > _STORE_FACTOR * self.timeouts.heartbeat_timeout_s:
-                    raise _silent_store(self._silent_s) from None
+                if self.has_lost_store and (loss := self.loss()):
+                    raise loss from loss.__cause__
 
     def _start(self, task: Callable[Concatenate[KeyStore, P], T], *args: P.args, **keywords: P.kwargs) -> Future[T]:
         """Run the task on a thread of its own: a store that cannot be reached may never answer."""
@@ -204,13 +186,16 @@ class ControlChannel:
             except (RankLostError, RankMismatchError) as error:
                 future.set_exception(error)
             except Exception as error:
-                self._error = error
+                self._detector.error = error
                 future.set_exception(self.loss() or error)
 
         threading.Thread(target=run, name=f"shardwise-meeting-{self.rank}", daemon=True).start()
         return future
 
     # On the thread of a task
+
+    def _joined(self, keys: KeyStore) -> None:
+        """Do nothing: every task has joined before."""
 
     def _joined_keys(self) -> KeyStore:
         with self._joining:
@@ -342,28 +327,17 @@ class ControlChannel:
                     return
 
 
-def _prefix_of(keys: KeyStore) -> str:
-    return keys.prefix
-
-
 def waiting_for(ranks: Sequence[int], size: int, address: str) -> str:
     """Return a message that names ranks that have not reached the call."""
     return f"waiting for rank{'s' * (len(ranks) > 1)} {shown_ranks(ranks)} of {size} at {address}"
 
 
-def _silent_store(silent_s: float) -> RankLostError:
-    return RankLostError(
-        f"the store through which the ranks meet has not answered for {silent_s:.0f} s. The process that holds it "
-        "(the launcher, or rank 0) is stopped or unreachable"
-    )
-
-
-def _lost_store(error: Exception) -> RankLostError:
+def _lost_store(what: str, cause: Exception | None) -> RankLostError:
     lost = RankLostError(
-        "the store through which the ranks meet is gone. The process that holds it (the launcher, or rank 0) has "
-        "ended, or cannot be reached. Check its output"
+        f"the store through which the ranks meet {what}. The process that holds it (the launcher, or rank 0) has "
+        "ended, is stopped, or cannot be reached. Check its output"
     )
-    lost.__cause__ = error
+    lost.__cause__ = cause
     return lost
 
 

@@ -152,6 +152,10 @@ class Detector:
         self._thread = threading.Thread(target=self._run, name=f"shardwise-heartbeat-{rank}", daemon=True)
         self._thread.start()
 
+    @property
+    def unanswered_s(self) -> float:
+        return time.monotonic() - self.answered_s
+
     def add(self, watcher: Any, interval_s: float) -> None:
         """Call ``watcher.watch(store)`` at each heartbeat, on the detector's thread and over its connection."""
         self._watchers.add(watcher)

@@ -15,9 +15,6 @@ from shardwise.observing import current_step
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_COMPRESSED_BYTES = 1 << 14
-_PLAIN, _COMPRESSED = b"p", b"z"
-
 
 class Stopped(Exception):
     """This rank stopped its work because another one has failed."""
@@ -93,17 +90,12 @@ def encode(value: object) -> bytes:
     """
     if value is None:
         return b""
-    if isinstance(value, Failure):
-        value = replace(value, cause=None)
-    try:
-        plain = pickle.dumps(value)
-    except Exception as error:
-        plain = pickle.dumps(replace(Failure.of(error), cause=None))
-    return _COMPRESSED + zlib.compress(plain, 1) if len(plain) > _COMPRESSED_BYTES else _PLAIN + plain
+    pickled = attempt(pickle.dumps, replace(value, cause=None) if isinstance(value, Failure) else value)
+    if isinstance(pickled, Failure):
+        pickled = pickle.dumps(replace(pickled, cause=None))
+    return zlib.compress(pickled, 1)
 
 
 def decode(message: bytes) -> Any:
     """Return the value of a message."""
-    if not message:
-        return None
-    return pickle.loads(zlib.decompress(message[1:]) if message[:1] == _COMPRESSED else message[1:])
+    return pickle.loads(zlib.decompress(message)) if message else None

@@ -56,7 +56,6 @@ class World:
         size: int,
         group: dist.ProcessGroup | None = None,
         timeouts: Timeouts | None = None,
-        around: World | None = None,
         purpose: str = "",
         call: str = ANY_CALL,
     ) -> None:
@@ -65,17 +64,14 @@ class World:
         self.group = group
         self.timeouts = timeouts or Timeouts()
         self.channel: ControlChannel | None = None
-        self._around = around
         self._call = call
         self._phase: contextlib.AbstractContextManager[None] | None = None
         if size > 1:
             from shardwise.execution.control_channel import ControlChannel
 
             name = f"shardwise/{group.group_name if group is not None else 'all'}{purpose}"
-            global_ranks, outer = dist.get_process_group_ranks(group), around.channel if around else None
-            self.channel = ControlChannel(
-                torch_api.default_store(), name, rank, global_ranks, self.timeouts, call, outer
-            )
+            global_ranks = dist.get_process_group_ranks(group)
+            self.channel = ControlChannel(torch_api.default_store(), name, rank, global_ranks, self.timeouts, call)
             weakref.finalize(self, self.channel.close)
 
     @classmethod
@@ -83,7 +79,6 @@ class World:
         cls,
         group: dist.ProcessGroup | None = None,
         timeouts: Timeouts | None = None,
-        around: World | None = None,
         purpose: str = "",
         call: str = ANY_CALL,
     ) -> World:
@@ -92,8 +87,6 @@ class World:
         Args:
             group: a process group, or None for the default one.
             timeouts: how long ranks wait for each other.
-            around: a larger world, in a phase of which the ranks of the group act: they leave their work when that
-                one does.
             purpose: separates meetings that the same ranks hold in two threads at once.
             call: name of the public function, for messages. Ranks that meet in different calls all raise one
                 RankMismatchError.
@@ -104,7 +97,7 @@ class World:
             raise ConfigError(
                 "process_group: this rank is not in it. Pass a group that contains every calling rank"
             )
-        return cls(dist.get_rank(group), dist.get_world_size(group), group, timeouts, around, purpose, call)
+        return cls(dist.get_rank(group), dist.get_world_size(group), group, timeouts, purpose, call)
 
     def __enter__(self) -> Self:
         if self.channel is not None:
@@ -124,7 +117,7 @@ class World:
         if error is not None and not isinstance(error, (ShardwiseError, Stopped)):
             # Not raised by a collective (Ctrl-C, or a fault between two of them): the other ranks do not have it.
             self.channel.abort(f"{type(error).__name__}: {error}")
-        elif self._around is None and not isinstance(error, RankLostError):
+        elif not isinstance(error, RankLostError):
             self.channel.finish()
         self.channel.close()
 
@@ -224,8 +217,6 @@ class World:
         """
         if self.channel is not None and self.channel.is_interrupted:
             raise Stopped("left its work: another rank has failed, or the store did not answer")
-        if self._around is not None:
-            self._around.check()
 
     def interrupt(self) -> None:
         """Announce that this rank has failed, before it reports its error in the next collective."""
@@ -278,9 +269,6 @@ class World:
             raise own.at_rank(channel.global_ranks[self.rank]).to_error() from own.cause
         if not isinstance(result, Failure):
             return cast(R, result)
-        # If all failures are those of ranks that have stopped, the cause is a rank of the world around this one.
-        if result.is_stop and self._around is not None:
-            raise Stopped
         if self._phase is None:  # else the first rank waits for the others at the end of the block
             channel.finish()
         raise result.to_error() from (latest.cause if isinstance(latest, Failure) else None)
