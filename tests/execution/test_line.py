@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError, RankMismatchError
 from shardwise.execution import Timeouts, control_channel
 from shardwise.execution.control_channel import ControlChannel
-from shardwise.execution.failure_detection import ProcessPlace, detector_of, heartbeat_keys
+from shardwise.execution.failure_detection import detector_of, heartbeat_keys
 from shardwise.execution.outcomes import decode, encode
+from shardwise.storage.machine import ProcessPlace
 
 
 def meet(line: ControlChannel, message: bytes) -> list[bytes]:
@@ -145,7 +146,7 @@ def test_ranks_in_different_calls_are_told_so_and_meet_in_the_next(rounds, late)
 def ended() -> ProcessPlace:
     """Where a process was that ended."""
     code = (
-        "import json, dataclasses; from shardwise.execution.control_channel import ProcessPlace; "
+        "import json, dataclasses; from shardwise.storage.machine import ProcessPlace; "
         "print(json.dumps(dataclasses.asdict(ProcessPlace.here())))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout

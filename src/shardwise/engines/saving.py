@@ -4,9 +4,11 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -246,7 +248,8 @@ def _add_up(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
     """
     keys, files = list(plan.entries), [file.name for file in plan.files]
     own = [emitter.sums.get(key, 0) for key in keys] + [emitter.written_bytes.get(name, 0) for name in files]
-    total = world.sum_integers(own)
+    unsigned = np.array([value % (1 << 64) for value in own], dtype=np.uint64)
+    total = world.all_reduce_object(unsigned, partial(np.sum, axis=0, dtype=np.uint64)).tolist()
     for file, written in zip(plan.files, total[len(keys) :], strict=True):
         wanted = file.nbytes - len(file.header)
         if written != wanted:

@@ -16,8 +16,8 @@ from shardwise.report.names import few_names
 from shardwise.report.reports import RankEstimate
 from shardwise.storage import machine
 
-RankMemory: TypeAlias = tuple[str, RankEstimate, Available]
-"""The container of a rank, its need, and the free memory there."""
+RankPlan: TypeAlias = tuple[str, str, RankEstimate, Available]
+"""The digest of a rank's plan, its container, its need of memory, and the free memory there."""
 
 
 def agree_on(
@@ -29,38 +29,37 @@ def agree_on(
     *,
     check_memory: bool,
 ) -> int:
-    """Require that all ranks have the same plan (but for the boxes) and the same config, and that it fits.
+    """Require that all ranks have the same config and plan (but for the boxes), and that it fits.
 
     Return the largest number of ranks in one container. Collective: yes.
 
     Raises:
-        RankMismatchError: naming the tensors that ranks plan differently, or the settings in which configs differ.
+        RankMismatchError: naming the settings in which configs differ, or the tensors that ranks plan differently.
         ShardingError: a rank has too little memory. The message has the rank, its need, and its free memory.
     """
-    memory: RankMemory = (machine.group_space() + machine.text_of(machine.OWN_GROUP), estimate, available)
-    own = (plan.digest, digest_of(settings)), memory
-    found = world.all_reduce_object(own, partial(_compare, check_memory=check_memory))
+    require_same_settings(world, settings)
+    container = machine.group_space() + machine.text_of(machine.OWN_GROUP)
+    own = plan.digest, container, estimate, available
+    found = world.all_reduce_object(own, partial(_count_ranks, check_memory=check_memory))
     if isinstance(found, int):
         return found
-    if differing := _differing(world, found, plan.fingerprints):
-        raise RankMismatchError(
-            f"ranks plan {len(differing)} tensors differently: {few_names(differing)}. Give every rank the same "
-            "model, config, arguments, and versions of torch and transformers"
-        )
-    raise _differing_settings(world, found, settings)
+    differing = _differing(world, found, plan.fingerprints)
+    raise RankMismatchError(
+        f"ranks plan {len(differing)} tensors differently: {few_names(differing)}. Give every rank the same "
+        "model, config, arguments, and versions of torch and transformers"
+    )
 
 
-def _compare(ranks: Sequence[tuple[tuple[str, bytes], RankMemory]], *, check_memory: bool) -> MismatchedRanks | int:
-    """Compare digests, and require enough memory, of which the ranks of a container share what is free."""
-    memories = [memory for _, memory in ranks]
-    mismatched = MismatchedRanks.among([digests for digests, _ in ranks])
-    if mismatched is None and check_memory:
-        needed: Counter[str] = Counter()
-        for container, estimate, _ in memories:
-            needed[container] += estimate.host_bytes
-        for container, estimate, available in memories:
-            require_fits(replace(estimate, host_bytes=needed[container]), available)
-    return mismatched or max(Counter(container for container, *_ in memories).values())
+def _count_ranks(ranks: Sequence[RankPlan], *, check_memory: bool) -> MismatchedRanks | int:
+    """Compare plans, and require enough memory, of which the ranks of a container share what is free."""
+    if mismatched := MismatchedRanks.among([digest for digest, *_ in ranks]):
+        return mismatched
+    needed: Counter[str] = Counter()
+    for _, container, estimate, _ in ranks:
+        needed[container] += estimate.host_bytes
+    for _, container, estimate, available in ranks if check_memory else ():
+        require_fits(replace(estimate, host_bytes=needed[container]), available)
+    return max(Counter(container for _, container, *_ in ranks).values())
 
 
 def require_same_settings(world: World, settings: Mapping[str, str]) -> None:
@@ -70,26 +69,16 @@ def require_same_settings(world: World, settings: Mapping[str, str]) -> None:
         RankMismatchError: naming the settings that differ.
     """
     if mismatched := world.map_reduce(digest_of, MismatchedRanks.among, settings):
-        raise _differing_settings(world, mismatched, settings)
-
-
-def _differing_settings(
-    world: World, mismatched: MismatchedRanks, settings: Mapping[str, str]
-) -> RankMismatchError:
-    differing = _differing(world, mismatched, settings)
-    shown = ", ".join(f"{name} ({other} against {first})" for name, (first, other) in differing.items())
-    return RankMismatchError(
-        f"the config on rank {mismatched.shown} is not that of rank 0: {shown}. Give every rank the same"
-    )
+        differing = _differing(world, mismatched, settings)
+        shown = ", ".join(f"{name} ({other} against {first})" for name, (first, other) in differing.items())
+        raise RankMismatchError(
+            f"the config on rank {mismatched.shown} is not that of rank 0: {shown}. Give every rank the same"
+        )
 
 
 def _differing(world: World, mismatched: MismatchedRanks, own: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return by name the values of rank 0 and of the first other rank, if they differ. Collective: yes."""
-    sent = own if world.rank in (0, mismatched.first) else {}
-    return world.all_reduce_object(sent, partial(_differences, rank=mismatched.first))
-
-
-def _differences(values: Sequence[Mapping[str, str]], *, rank: int) -> dict[str, tuple[str, str]]:
-    first, other = values[0], values[rank]
+    values = world.all_gather_object(own if world.rank in (0, mismatched.first) else {})
+    first, other = values[0], values[mismatched.first]
     pairs = {name: (first.get(name, "absent"), other.get(name, "absent")) for name in sorted({*first, *other})}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -53,10 +53,17 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
     Raises:
         RankLostError: a rank is lost, has left the block, or has run out of memory. The same on every rank.
     """
-    channel = world.channel
+    channel, has_left = world.channel, threading.Event()
+    watching = threading.Thread(
+        target=_watch, args=(channel, where, when_stuck, has_left), name="shardwise-stuck", daemon=True
+    )
+    watching.start()
     try:
-        with _watched(channel, where, when_stuck):
+        try:
             yield
+        finally:
+            has_left.set()
+            watching.join(timeout=_CHECK_S)  # it holds on to what was trained
     except ShardwiseError:
         raise
     except Exception as error:
@@ -78,25 +85,11 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
         raise
 
 
-@contextmanager
-def _watched(channel: ControlChannel | None, where: Where, when_stuck: WhenStuck | None) -> Iterator[None]:
-    """Call ``when_stuck`` if the block goes on for some seconds after the loss of a rank."""
+def _watch(
+    channel: ControlChannel | None, where: Where, when_stuck: WhenStuck | None, has_left: threading.Event
+) -> None:
     if channel is None or when_stuck is None:
-        yield
         return
-    has_left = threading.Event()
-    watching = threading.Thread(
-        target=_watch, args=(channel, where, when_stuck, has_left), name="shardwise-stuck", daemon=True
-    )
-    watching.start()
-    try:
-        yield
-    finally:
-        has_left.set()
-        watching.join(timeout=_CHECK_S)  # it holds on to what was trained
-
-
-def _watch(channel: ControlChannel, where: Where, when_stuck: WhenStuck, has_left: threading.Event) -> None:
     lost_s = math.inf
     while not has_left.wait(min(channel.timeouts.heartbeat_interval_s, _CHECK_S)):
         lost = channel.loss()

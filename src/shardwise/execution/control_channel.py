@@ -24,9 +24,10 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from shardwise.errors import RankLostError, RankMismatchError
 from shardwise.execution import Timeouts
-from shardwise.execution.failure_detection import KeyStore, ProcessPlace, detector_of, heartbeat_keys
+from shardwise.execution.failure_detection import KeyStore, detector_of, heartbeat_keys
 from shardwise.execution.outcomes import Failure
 from shardwise.report.names import shown_ranks
+from shardwise.storage.machine import ProcessPlace
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -43,7 +44,7 @@ _REPORT = 1 << 32
 _VERDICT_FRACTION = 0.25
 """The fraction of the timeout for which the first rank waits until busy ranks have read a verdict."""
 
-_STORE_FACTOR = 1.5
+_STORE_FACTOR = 1.25
 """The store is lost when it has not answered for this many timeouts."""
 
 WARN_S, WARN_AGAIN_S = 5.0, 30.0
@@ -83,22 +84,26 @@ class ControlChannel:
     @property
     def is_interrupted(self) -> bool:
         """Return True if some rank has failed or is lost, or the store is: there is no use in working on."""
-        return self._failed_step == self._step or self._verdict is not None or self.has_lost_store
-
-    @property
-    def has_lost_store(self) -> bool:
-        detector, limit_s = self._detector, _STORE_FACTOR * self.timeouts.heartbeat_timeout_s
-        return detector.error is not None or detector.unanswered_s > limit_s
+        return self._failed_step == self._step or self._verdict is not None or self.store_loss() is not None
 
     def loss(self) -> RankLostError | None:
         """Return the loss of a rank or of the store that was detected. Does not use the store."""
         if self._verdict is not None and self._verdict.kind == RankLostError.__name__:
             return RankLostError(self._verdict.message)
-        if self._detector.error is not None:
-            return _lost_store("is gone", self._detector.error)
-        if self._detector.unanswered_s > self.timeouts.heartbeat_timeout_s:
-            return _lost_store(f"has not answered for {self._detector.unanswered_s:.0f} s", None)
-        return None
+        return self.store_loss()
+
+    def store_loss(self) -> RankLostError | None:
+        """Return the error of a store that is gone, or that does not answer."""
+        error, silent_s = self._detector.error, self._detector.unanswered_s
+        if error is None and silent_s < _STORE_FACTOR * self.timeouts.heartbeat_timeout_s:
+            return None
+        fault = "is gone" if error is not None else f"has not answered for {silent_s:.0f} s"
+        lost = RankLostError(
+            f"the store through which the ranks meet {fault}. The process that holds it (the launcher, or rank 0) "
+            "has ended, is stopped, or cannot be reached. Check its output"
+        )
+        lost.__cause__ = error
+        return lost
 
     # Called by the rank
 
@@ -157,9 +162,9 @@ class ControlChannel:
             RankLostError: naming the rank.
         """
         deadline = time.monotonic() + self.timeouts.heartbeat_timeout_s + 4 * self.timeouts.heartbeat_interval_s
-        while self._verdict is None and not self.has_lost_store and time.monotonic() < deadline:
+        while self._verdict is None and self.store_loss() is None and time.monotonic() < deadline:
             time.sleep(_LAST_POLL_S)
-        if self._verdict is not None or self.has_lost_store:
+        if self._verdict is not None or self.store_loss() is not None:
             self._run(self._raise_verdict)
 
     def close(self) -> None:
@@ -173,7 +178,7 @@ class ControlChannel:
             try:
                 return future.result(timeout=self.timeouts.heartbeat_interval_s)
             except TimeoutError:
-                if self.has_lost_store and (loss := self.loss()):
+                if loss := self.store_loss():
                     raise loss from loss.__cause__
 
     def _start(self, task: Callable[Concatenate[KeyStore, P], T], *args: P.args, **keywords: P.kwargs) -> Future[T]:
@@ -304,15 +309,14 @@ class ControlChannel:
             self._announce(keys, RankLostError())
         watched = self.global_ranks[1:] if self.rank == 0 else self.global_ranks[:1]
         self._detector.update(heartbeat_keys(store), watched)
-        heartbeats = {number: self._detector.heartbeats.get(number) for number in watched}
-        for number, beat in heartbeats.items():
-            if self._verdict is None and beat is not None and beat.is_lost(self.timeouts.heartbeat_timeout_s):
-                cause = f"no sign of life for {beat.silent_s:.0f} s (killed, ended or stopped)"
-                cause = "its process has ended" if beat.has_ended else cause
+        heartbeats = self._detector.heartbeats
+        for number in watched:
+            beat = heartbeats.get(number)
+            if beat and self._verdict is None and (cause := beat.loss(self.timeouts.heartbeat_timeout_s)):
                 advice = "Check its output, and the kernel log (dmesg) for the OOM killer"
                 self._announce(keys, RankLostError(f"rank {number} ({beat.place}) is lost: {cause}. {advice}"))
         if self._step == 0 and self._verdict is None:
-            self._look_for_absent(keys, [number for number, beat in heartbeats.items() if beat is None])
+            self._look_for_absent(keys, [number for number in watched if number not in heartbeats])
 
     def _look_for_absent(self, keys: KeyStore, unknown: list[int]) -> None:
         now = time.monotonic()
@@ -330,15 +334,6 @@ class ControlChannel:
 def waiting_for(ranks: Sequence[int], size: int, address: str) -> str:
     """Return a message that names ranks that have not reached the call."""
     return f"waiting for rank{'s' * (len(ranks) > 1)} {shown_ranks(ranks)} of {size} at {address}"
-
-
-def _lost_store(what: str, cause: Exception | None) -> RankLostError:
-    lost = RankLostError(
-        f"the store through which the ranks meet {what}. The process that holds it (the launcher, or rank 0) has "
-        "ended, is stopped, or cannot be reached. Check its output"
-    )
-    lost.__cause__ = cause
-    return lost
 
 
 def address_of(store: Any) -> str:

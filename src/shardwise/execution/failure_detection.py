@@ -12,15 +12,14 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 
-from shardwise.storage import machine
+from shardwise.storage.machine import ProcessPlace
 
 _ENDED = b"ended"
 """The heartbeat of a process that has ended in order."""
@@ -82,33 +81,6 @@ def heartbeat_keys(store: Any) -> KeyStore:
     return KeyStore(store, "shardwise/alive")
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessPlace:
-    """Location of a rank's process. Host names are for messages, because containers may share one."""
-
-    host: str
-    process: int
-    born: str
-    space: str
-
-    @classmethod
-    def here(cls) -> Self:
-        process = os.getpid()
-        return cls(socket.gethostname(), process, machine.born(process), machine.process_space())
-
-    def has_ended(self) -> bool:
-        """Return True if the process has certainly ended: its id has the same meaning here, and does not exist."""
-        return self.space == machine.process_space() and machine.born(self.process) != self.born
-
-    def is_running(self) -> bool:
-        """Return True if the process certainly exists and is not stopped."""
-        is_here = self.space == machine.process_space() and machine.born(self.process) == self.born
-        return is_here and not machine.is_stopped(self.process)
-
-    def __str__(self) -> str:
-        return f"host {self.host}, process {self.process}"
-
-
 @dataclass(slots=True)
 class Heartbeat:
     """The last heartbeat of a process, and when it was first seen, by the monotonic clock."""
@@ -117,16 +89,14 @@ class Heartbeat:
     value: bytes
     since_s: float
 
-    @property
-    def has_ended(self) -> bool:
-        return self.value == _ENDED or self.place.has_ended()
-
-    @property
-    def silent_s(self) -> float:
-        return time.monotonic() - self.since_s
-
-    def is_lost(self, timeout_s: float) -> bool:
-        return self.has_ended or (self.silent_s > timeout_s and not self.place.is_running())
+    def loss(self, timeout_s: float) -> str | None:
+        """Return why the process counts as lost, or None if it does not."""
+        silent_s = time.monotonic() - self.since_s
+        if self.value == _ENDED or self.place.has_ended():
+            return "its process has ended"
+        if silent_s > timeout_s and not self.place.is_running():
+            return f"no sign of life for {silent_s:.0f} s (killed, ended or stopped)"
+        return None
 
 
 class Detector:

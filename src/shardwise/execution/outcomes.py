@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
 from shardwise import errors
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.observing import current_step
 
 T = TypeVar("T")
@@ -38,9 +38,10 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        if isinstance(error, (errors.ShardwiseError, Stopped)):
-            return cls(type(error).__name__, str(error), current_step(), error)
-        return cls(CheckpointError.__name__, f"{type(error).__name__}: {error}", current_step(), error)
+        own = [base for base in type(error).__mro__ if base is Stopped or base.__module__ == errors.__name__]
+        message = str(error) if own else f"{type(error).__name__}: {error}"
+        step = getattr(error, "step", "") or current_step()
+        return cls((own or [CheckpointError])[0].__name__, message, step, error)
 
     @classmethod
     def among(cls, values: Sequence[object], count: int, global_ranks: Sequence[int]) -> Failure | None:
@@ -63,14 +64,15 @@ class Failure:
     def at_rank(self, rank: int) -> Failure:
         return self if self.message.startswith("rank ") else replace(self, message=f"rank {rank}: {self.message}")
 
-    def to_error(self) -> Exception:
-        kind: type[errors.ShardwiseError] = getattr(errors, self.kind, CheckpointError)
+    def to_error(self) -> ShardwiseError:
+        kind: type[ShardwiseError] = getattr(errors, self.kind, CheckpointError)
         return at_step(kind(self.message), self.step)
 
 
-def at_step(error: Exception, step: str) -> Exception:
-    """Add the step in which the ranks were to an error, as a note that tracebacks show."""
+def at_step(error: ShardwiseError, step: str) -> ShardwiseError:
+    """Add the step in which the ranks were to an error, with a note that tracebacks show."""
     if step:
+        error.step = step
         error.add_note(f"The ranks were in this step: {step}")
     return error
 

@@ -6,7 +6,6 @@ import ctypes
 import logging
 import math
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -15,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -26,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from shardwise.errors import RankLostError, ShardingError, ShardwiseError
 from shardwise.execution.control_channel import WARN_AGAIN_S, WARN_S, waiting_for
 from shardwise.execution.failure_detection import detector_of
+from shardwise.execution.outcomes import Failure, decode, encode
 
 if TYPE_CHECKING:
     import torch
@@ -91,19 +90,12 @@ def run_spawned(
             for rank, process in enumerate(context.processes)
             if rank not in late
         }
-    failures = {rank: outcome.error for rank, outcome in outcomes.items() if isinstance(outcome, _Failed)}
+    failures = {rank: _error_of(outcome) for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
     if failures:  # the others may have been ended because the first one had
         raise failures[min(failures, key=lambda rank: (_priority(failures[rank]), rank != first))]
     if late:
         raise RanksLateError(f"rank {', '.join(map(str, late))} did not finish in {timeout_s:g} s; it was ended")
     return list(outcomes.values())
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """The error of a rank, as its outcome."""
-
-    error: BaseException
 
 
 def _priority(error: BaseException) -> int:
@@ -114,22 +106,27 @@ def _priority(error: BaseException) -> int:
 
 def _join_all(context: Any, timeout_s: float) -> int | None:
     """Wait for all ranks, but only a few seconds more once one has failed. Return the rank that failed first."""
-    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+    from torch.multiprocessing import ProcessException
 
     end = time.monotonic() + timeout_s
     try:
         while (left_s := end - time.monotonic()) > 0:
             if context.join(None if left_s == math.inf else left_s, grace_period=_GRACE_S):
                 break
-    except (ProcessExitedException, ProcessRaisedException) as error:
+    except ProcessException as error:
         return int(error.error_index)
     return None
 
 
 def _outcome(file: Path, rank: int, exit_code: int | None) -> Any:
     if file.exists():
-        return pickle.loads(file.read_bytes())
-    return _Failed(RankEndedError(f"rank {rank}: its process ended with exit code {exit_code}"))
+        return decode(file.read_bytes())
+    return Failure(RankEndedError.__name__, f"rank {rank}: its process ended with exit code {exit_code}")
+
+
+def _error_of(failure: Failure) -> Exception:
+    kinds = {kind.__name__: kind for kind in (RankError, RankEndedError)}
+    return kinds[failure.kind](failure.message) if failure.kind in kinds else failure.to_error()
 
 
 def acknowledge_stop() -> None:
@@ -182,19 +179,13 @@ def _call(rank: int, size: int, folder: str, function: RankFunction, args: Seque
         _join(rank, size, folder)
         outcome = function(*args)
     except ShardwiseError as error:
-        outcome = _Failed(error)
+        outcome = Failure.of(error)
     except BaseException:
         text = "".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines())
-        outcome = _Failed(RankError(text.strip()))
-    try:
-        message = pickle.dumps(outcome)
-        pickle.loads(message)
-    except Exception:  # an error with arguments of its own
-        outcome = _Failed(RankError(f"[rank {rank}] {getattr(outcome, 'error', outcome)!r}"))
-        message = pickle.dumps(outcome)
-    Path(folder, f"{rank}.new").write_bytes(message)
+        outcome = Failure(RankError.__name__, text.strip())
+    Path(folder, f"{rank}.new").write_bytes(encode(outcome))
     os.replace(Path(folder, f"{rank}.new"), Path(folder, str(rank)))
-    sys.exit(isinstance(outcome, _Failed))
+    sys.exit(isinstance(outcome, Failure))
 
 
 def _join(rank: int, size: int, folder: str) -> None:
@@ -206,7 +197,6 @@ def _join(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(max(1, machine.processor_count() // size))
     store = dist.FileStore(str(Path(folder, "store")), size)  # type: ignore[attr-defined]
     dist.init_process_group(select_accelerator({}, rank, size), store=store, rank=rank, world_size=size)
-    try_collectives()
 
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
@@ -240,33 +230,6 @@ def select_accelerator(environment: Mapping[str, str], local_rank: int, local_si
     return both_backends(kind)
 
 
-def try_collectives() -> None:
-    """Carry out a first collective on accelerators, so that a backend that does not work is named at the start.
-
-    Collective: yes, over the default group.
-
-    Raises:
-        ShardingError: it failed.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from shardwise.models.torch_api import accelerator, backend_of, has_collectives
-
-    kind = accelerator()
-    if kind is None or not has_collectives(kind):
-        return
-    try:
-        ones = torch.ones(1, device=kind)
-        dist.all_reduce(ones)
-        ones.cpu()
-    except RuntimeError as error:
-        raise ShardingError(
-            f"{backend_of(kind)}: the first collective failed on rank {dist.get_rank()}: {error}. Each rank needs "
-            "a device of its own, and a network that all of them reach. NCCL_DEBUG=INFO shows more."
-        ) from error
-
-
 # Ranks of a launcher
 
 _RENDEZVOUS = timedelta(minutes=10)
@@ -282,7 +245,7 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
 
     Raises:
         RankLostError: ranks have not come within ten minutes, or could not connect to each other.
-        ShardingError: there are more ranks than accelerators, or these cannot communicate.
+        ShardingError: there are more ranks than accelerators.
     """
     import torch.distributed as dist
 
@@ -300,9 +263,8 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
             f"the ranks could not meet ({cause}). Start every rank, with one MASTER_ADDR and one free MASTER_PORT"
         ) from error
     detector_of(default_store(), dist.get_rank())
-    try_collectives()
     own = function(*args)
-    with World.current() as world:
+    with World.current(call="run_launched") as world:
         values = world.all_gather_object(own)
     if dist.is_initialized():  # accelerate may have ended it
         dist.destroy_process_group()

@@ -9,19 +9,16 @@ Also the progress bar of a call, on the first rank, and the times of its phases.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
-import numpy as np
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -40,9 +37,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
 
-ANY_CALL = "another call"
-"""The name of calls that have none."""
-
 
 class World:
     """The ranks of a process group, or one process alone (``group`` None and ``size`` 1).
@@ -57,7 +51,7 @@ class World:
         group: dist.ProcessGroup | None = None,
         timeouts: Timeouts | None = None,
         purpose: str = "",
-        call: str = ANY_CALL,
+        call: str = "a call",
     ) -> None:
         self.rank = rank
         self.size = size
@@ -65,7 +59,7 @@ class World:
         self.timeouts = timeouts or Timeouts()
         self.channel: ControlChannel | None = None
         self._call = call
-        self._phase: contextlib.AbstractContextManager[None] | None = None
+        self._phase: AbstractContextManager[None] | None = None
         if size > 1:
             from shardwise.execution.control_channel import ControlChannel
 
@@ -80,7 +74,7 @@ class World:
         group: dist.ProcessGroup | None = None,
         timeouts: Timeouts | None = None,
         purpose: str = "",
-        call: str = ANY_CALL,
+        call: str = "a call",
     ) -> World:
         """The given group, else the default group, else this process alone. Collective: no.
 
@@ -102,7 +96,7 @@ class World:
     def __enter__(self) -> Self:
         if self.channel is not None:
             self.channel.join()
-        self._phase = contextlib.nullcontext() if self._call == ANY_CALL else phase(self._call)
+        self._phase = phase(self._call)
         self._phase.__enter__()
         return self
 
@@ -140,7 +134,7 @@ class World:
     ) -> R:
         """Run ``map_fun`` on every rank, and ``reduce_fun`` on the first rank with all results.
 
-        Return its value on every rank. Values are picklable. Equal results may be one object. The store carries
+        Return its value on every rank. Values are picklable, and equal ones may be one object. The store carries
         each value once, and the result for each rank.
 
         Collective: yes.
@@ -168,24 +162,12 @@ class World:
 
     def all_gather_object(self, value: T | Failure) -> list[T]:
         """Return every rank's value (picklable) by rank. Collective: yes."""
-        first, *others = self._reduce(value, _without_repeats)
-        return [first, *(others * (self.size - 1) if len(others) == 1 else others)]
+        return self._reduce(value, list)
 
     def broadcast(self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
         """Run ``function`` on the first rank. Return its value (picklable) on all. Collective: yes."""
         own = attempt(function, *args, **keywords) if self.rank == 0 else None
         return cast(T, self._reduce(own, itemgetter(0), num_attempts=1))
-
-    def gather(self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> list[T]:
-        """Run ``function`` on every rank.
-
-        Return all values (picklable) by rank on the first rank, and an empty list elsewhere.
-
-        Collective: yes.
-        """
-        values: list[T] = []
-        self._reduce(attempt(function, *args, **keywords), values.extend)
-        return values
 
     def require_equal(self, value: object, what: str) -> None:
         """Raise on every rank when a value (picklable) differs between ranks. Collective: yes.
@@ -196,12 +178,6 @@ class World:
         """
         if mismatched := self.all_reduce_object(value, MismatchedRanks.among):
             raise RankMismatchError(f"{what} on rank {mismatched.shown} is not that of rank 0")
-
-    def sum_integers(self, values: Sequence[int]) -> list[int]:
-        """Sum over all ranks, place by place, modulo 2**64. Collective: yes."""
-        unsigned = np.array([value % (1 << 64) for value in values], dtype=np.uint64)
-        total = self.all_reduce_object(unsigned, partial(np.sum, axis=0, dtype=np.uint64))
-        return [int(value) for value in total.tolist()]
 
     def is_first_of(self, place: str) -> bool:
         """Return True on the lowest rank that is at this place. Collective: yes."""
@@ -263,7 +239,7 @@ class World:
                 channel.publish(message)
                 result = decode(message)
         except RankLostError as error:
-            if not channel.has_lost_store or not isinstance(own, Failure) or own.is_stop:
+            if not channel.store_loss() or not isinstance(own, Failure) or own.is_stop:
                 raise at_step(error, current_step()) from error.__cause__
             # The first rank has ended, maybe because of this failure, of which this rank has the details.
             raise own.at_rank(channel.global_ranks[self.rank]).to_error() from own.cause
@@ -272,11 +248,6 @@ class World:
         if self._phase is None:  # else the first rank waits for the others at the end of the block
             channel.finish()
         raise result.to_error() from (latest.cause if isinstance(latest, Failure) else None)
-
-
-def _without_repeats(values: list[T]) -> list[T]:
-    """Return the first rank's value and those of the others: one value if all of these are the same object."""
-    return values[:2] if all(value is values[1] for value in values[2:]) else values
 
 
 def _first_ranks(places: list[str]) -> set[int]:
@@ -330,7 +301,6 @@ def progress_bar(label: str, total_bytes: int = 0, *, enabled: bool) -> tqdm[Any
         disable=None if enabled and pretrained.progress_bars_enabled() else True,  # None: only without a terminal
         leave=False,
         dynamic_ncols=True,
-        mininterval=0.2,
     )
 
 
