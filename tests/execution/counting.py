@@ -120,11 +120,9 @@ class _FakeDist:
 class _Deaf:
     """A detector that looks for nobody, so that only meetings are counted."""
 
-    error, heartbeats, unanswered_s = None, {}, 0.0
+    error, heartbeats, watchers, unanswered_s = None, {}, set(), 0.0
 
     def add(self, *_: object) -> None: ...
-
-    def remove(self, *_: object) -> None: ...
 
 
 @dataclass

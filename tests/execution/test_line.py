@@ -30,7 +30,7 @@ def meet(line: ControlChannel, message: bytes) -> list[bytes]:
     if line.rank:
         return decode(line.report(encode(message)))
     reports = line.gather()
-    result = [message, *(decode(reports[rank]) for rank in range(1, line.size))]
+    result = [message, *(decode(report) for report in reports)]
     line.publish(encode(result))
     return result
 

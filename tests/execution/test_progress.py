@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from shardwise.execution.world import progress_bar
+from shardwise.models.pretrained import progress_bar
 
 
 class Terminal(io.StringIO):

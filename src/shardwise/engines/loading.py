@@ -18,11 +18,11 @@ from shardwise.execution.agreement import agree_on
 from shardwise.execution.audit import audit, find_unequal_tied, require_equal_buffers
 from shardwise.execution.memory import collected_later, materialize
 from shardwise.execution.reading import ReadExecutor
-from shardwise.execution.world import Clock, World, progress_bar
+from shardwise.execution.world import Clock, World
 from shardwise.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
 from shardwise.models import pretrained
 from shardwise.models.initialize import Additions, BufferRules, RowNorms
-from shardwise.models.pretrained import bind, mark_loaded
+from shardwise.models.pretrained import bind, mark_loaded, progress_bar
 from shardwise.models.view import (
     TensorRef,
     collect_tensors,

@@ -22,12 +22,13 @@ from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.stream_out import Outgoing, stream_out
-from shardwise.execution.world import World, progress_bar
+from shardwise.execution.world import World
 from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex, parse_object
 from shardwise.formats.opening import dequantized_index, open_checkpoint
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import pretrained
+from shardwise.models.pretrained import progress_bar
 from shardwise.models.revert import Output, revert
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import collect_tensors, layout_of

@@ -20,10 +20,11 @@ from shardwise.execution.committing import CommitState, begin_save, commit_save,
 from shardwise.execution.memory import home_of
 from shardwise.execution.replicas import ShardSender, agree_on_shares
 from shardwise.execution.saving_lock import new_save_id, require_lock
-from shardwise.execution.world import Clock, World, progress_bar
+from shardwise.execution.world import Clock, World
 from shardwise.execution.write import Emitter, write_by_owners
 from shardwise.models import revert
 from shardwise.models.four_bit_layers import is_in_four_bits
+from shardwise.models.pretrained import progress_bar
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import without_compile
 from shardwise.planning.load_plan import OnDiffering

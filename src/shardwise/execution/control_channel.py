@@ -38,9 +38,6 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.0001, 0.05
 _POLL_FRACTION = 0.05
 """The time between two polls, as a fraction of the time waited so far."""
 
-_REPORT = 1 << 32
-"""Added by a rank that has sent a report to the number of those that have arrived at a meeting."""
-
 _VERDICT_FRACTION = 0.25
 """The fraction of the timeout for which the first rank waits until busy ranks have read a verdict."""
 
@@ -113,10 +110,10 @@ class ControlChannel:
         Raises:
             RankLostError: the store is gone, or does not answer.
         """
-        self._run(self._joined)
+        self._run(KeyStore.has, "verdict")  # a task joins before it begins
 
-    def gather(self) -> dict[int, bytes]:
-        """On the first rank: wait for all ranks. Return the reports by rank, but not empty ones.
+    def gather(self) -> list[bytes]:
+        """On the first rank: wait for all ranks. Return the reports of the others.
 
         The other ranks wait until :meth:`publish` is called.
 
@@ -170,7 +167,7 @@ class ControlChannel:
     def close(self) -> None:
         """End a meeting in progress. The heartbeat continues."""
         self._is_closed = True
-        self._detector.remove(self)
+        self._detector.watchers.discard(self)
 
     def _run(self, task: Callable[Concatenate[KeyStore, P], T], *args: P.args, **keywords: P.kwargs) -> T:
         future = self._start(task, *args, **keywords)
@@ -199,9 +196,6 @@ class ControlChannel:
 
     # On the thread of a task
 
-    def _joined(self, keys: KeyStore) -> None:
-        """Do nothing: every task has joined before."""
-
     def _joined_keys(self) -> KeyStore:
         with self._joining:
             self._keys = self._keys or self._join()
@@ -224,18 +218,13 @@ class ControlChannel:
         self._detector.add(self, self.timeouts.heartbeat_interval_s)
         return keys
 
-    def _gather(self, keys: KeyStore) -> dict[int, bytes]:
-        step, num_arrived, num_reports = self._step, -1, 0
+    def _gather(self, keys: KeyStore) -> list[bytes]:
         for _ in self._polls(keys):
-            num_reports, num_arrived = divmod(keys.add(f"{step}/in", 0), _REPORT)
-            if num_arrived == self.size - 1:
+            if keys.add(f"{self._step}/in", 0) == self.size - 1:
                 break
         if keys.has("verdict"):  # the others have given this rank up since
             self._raise_verdict(keys)
-        ranks = list(range(1, self.size)) if num_reports else []
-        if num_reports < len(ranks):
-            ranks = [rank for rank in ranks if keys.has(f"{step}/{rank}")]
-        return dict(zip(ranks, keys.get([f"{step}/{rank}" for rank in ranks]), strict=True))
+        return keys.get([f"report/{rank}" for rank in range(1, self.size)])
 
     def _publish(self, keys: KeyStore, result: bytes) -> None:
         step = self._step
@@ -246,14 +235,14 @@ class ControlChannel:
 
     def _report(self, keys: KeyStore, message: bytes) -> bytes:
         step = self._step
-        used = keys.set(f"{step}/{self.rank}", message) if message else []
-        keys.add(f"{step}/in", _REPORT + 1 if message else 1)
+        names = keys.set(f"report/{self.rank}", message)
+        keys.add(f"{step}/in", 1)
         for _ in self._polls(keys):
             if keys.has(f"{step}/all"):
                 break
         [result] = keys.get([f"{step}/all"])
         self._step += 1
-        keys.delete(used)
+        keys.delete(names[:-1])  # the next report replaces the last one
         keys.add(f"{step}/out", 1)
         return result
 
@@ -261,7 +250,8 @@ class ControlChannel:
         for _ in self._polls(keys):
             if keys.add(f"{self._step - 1}/out", 0) == self.size - 1:
                 break
-        keys.delete([*self._used, "call", *(f"here/{rank}" for rank in range(self.size))])
+        names = [f"{name}/{rank}" for name in ("here", "report") for rank in range(self.size)]
+        keys.delete([*self._used, "call", *names])
         self._used = []
 
     def _polls(self, keys: KeyStore) -> Iterator[None]:
@@ -287,9 +277,7 @@ class ControlChannel:
         """Raise the verdict, on the first rank not before the others have read it: the store may end with it."""
         verdict = self._verdict or self._announce(keys, RankLostError("the store is lost"))
         num_readers = keys.add("readers", 1)
-        deadline = time.monotonic() + max(
-            2 * self.timeouts.heartbeat_interval_s, _VERDICT_FRACTION * self.timeouts.heartbeat_timeout_s
-        )
+        deadline = time.monotonic() + _VERDICT_FRACTION * self.timeouts.heartbeat_timeout_s
         while self.rank == 0 and num_readers < self.size - 1 and time.monotonic() < deadline:
             time.sleep(_LAST_POLL_S)
             num_readers = keys.add("readers", 0)
@@ -322,7 +310,7 @@ class ControlChannel:
         now = time.monotonic()
         if unknown and now > self._warn_at:
             self._warn_at = now + WARN_AGAIN_S
-            _log.warning("%s", waiting_for(unknown, self.size, address_of(self._store)))
+            _log.warning("%s", waiting_for(unknown, self.size, self._store))
         if now - self._joined_s > self.timeouts.join_timeout_s:
             for rank, number in enumerate(self.global_ranks):
                 if not keys.has(f"here/{rank}"):
@@ -331,13 +319,9 @@ class ControlChannel:
                     return
 
 
-def waiting_for(ranks: Sequence[int], size: int, address: str) -> str:
-    """Return a message that names ranks that have not reached the call."""
-    return f"waiting for rank{'s' * (len(ranks) > 1)} {shown_ranks(ranks)} of {size} at {address}"
-
-
-def address_of(store: Any) -> str:
-    """Return the host and port of a store, or its file."""
+def waiting_for(ranks: Sequence[int], size: int, store: Any) -> str:
+    """Return a message that names ranks that have not arrived, and the store's host and port, or its file."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return f"{store.host}:{store.port}" if hasattr(store, "port") else getattr(store, "path", "one store")
+    address = f"{store.host}:{store.port}" if hasattr(store, "port") else getattr(store, "path", "one store")
+    return f"waiting for rank{'s' * (len(ranks) > 1)} {shown_ranks(ranks)} of {size} at {address}"

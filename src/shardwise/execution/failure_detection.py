@@ -106,6 +106,7 @@ class Detector:
         answered_s: when the store answered last, by the monotonic clock.
         error: the failure of the connection to the store, if any.
         heartbeats: those of the watched processes, by rank among all that use the store.
+        watchers: their ``watch(store)`` is called at each heartbeat, on this thread and over its connection.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -116,25 +117,23 @@ class Detector:
         self._interval_s = _INTERVAL_S
         self._rank = rank
         self._store = weakref.ref(store)
-        self._watchers: set[Any] = set()
+        self.watchers: set[Any] = set()
         self._has_ended = False
         self._awake = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"shardwise-heartbeat-{rank}", daemon=True)
         self._thread.start()
+        atexit.register(self.end)
 
     @property
     def unanswered_s(self) -> float:
         return time.monotonic() - self.answered_s
 
     def add(self, watcher: Any, interval_s: float) -> None:
-        """Call ``watcher.watch(store)`` at each heartbeat, on the detector's thread and over its connection."""
-        self._watchers.add(watcher)
+        """Add a watcher that needs heartbeats in this interval."""
+        self.watchers.add(watcher)
         if interval_s < self._interval_s:
             self._interval_s = interval_s
             self._awake.set()
-
-    def remove(self, watcher: Any) -> None:
-        self._watchers.discard(watcher)
 
     def end(self) -> None:
         """Announce that this process ends."""
@@ -163,7 +162,7 @@ class Detector:
             while self._store() is not None and not self._has_ended:
                 count += 1
                 keys.set(f"beat/{self._rank}", str(count).encode())
-                for watcher in tuple(self._watchers):
+                for watcher in tuple(self.watchers):
                     watcher.watch(store)
                 self.answered_s = time.monotonic()
                 self._awake.wait(self._interval_s)
@@ -183,10 +182,3 @@ def detector_of(store: Any, rank: int) -> Detector:
     if rank not in own or own[rank].process != os.getpid():
         own[rank] = Detector(store, rank)
     return own[rank]
-
-
-@atexit.register
-def _end_all() -> None:
-    for own in list(_detectors.values()):
-        for detector in own.values():
-            detector.end()

@@ -57,6 +57,9 @@ class Failure:
             return first if is_common else first.at_rank(global_ranks[rank])
         return None
 
+    def __reduce__(self) -> tuple[type[Failure], tuple[str, str, str]]:
+        return Failure, (self.kind, self.message, self.step)
+
     @property
     def is_stop(self) -> bool:
         return self.kind == Stopped.__name__
@@ -92,10 +95,8 @@ def encode(value: object) -> bytes:
     """
     if value is None:
         return b""
-    pickled = attempt(pickle.dumps, replace(value, cause=None) if isinstance(value, Failure) else value)
-    if isinstance(pickled, Failure):
-        pickled = pickle.dumps(replace(pickled, cause=None))
-    return zlib.compress(pickled, 1)
+    pickled = attempt(pickle.dumps, value)
+    return zlib.compress(pickle.dumps(pickled) if isinstance(pickled, Failure) else pickled, 1)
 
 
 def decode(message: bytes) -> Any:

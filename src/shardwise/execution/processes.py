@@ -90,7 +90,7 @@ def run_spawned(
             for rank, process in enumerate(context.processes)
             if rank not in late
         }
-    failures = {rank: _error_of(outcome) for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
+    failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, ShardwiseError)}
     if failures:  # the others may have been ended because the first one had
         raise failures[min(failures, key=lambda rank: (_priority(failures[rank]), rank != first))]
     if late:
@@ -119,14 +119,13 @@ def _join_all(context: Any, timeout_s: float) -> int | None:
 
 
 def _outcome(file: Path, rank: int, exit_code: int | None) -> Any:
-    if file.exists():
-        return decode(file.read_bytes())
-    return Failure(RankEndedError.__name__, f"rank {rank}: its process ended with exit code {exit_code}")
-
-
-def _error_of(failure: Failure) -> Exception:
-    kinds = {kind.__name__: kind for kind in (RankError, RankEndedError)}
-    return kinds[failure.kind](failure.message) if failure.kind in kinds else failure.to_error()
+    """Return the value or the error of a rank."""
+    if not file.exists():
+        return RankEndedError(f"rank {rank}: its process ended with exit code {exit_code}")
+    outcome = decode(file.read_bytes())
+    if not isinstance(outcome, Failure):
+        return outcome
+    return RankError(outcome.message) if outcome.kind == RankError.__name__ else outcome.to_error()
 
 
 def acknowledge_stop() -> None:
@@ -172,11 +171,18 @@ def _raise_signal(number: int, _frame: FrameType | None) -> None:
 
 def _call(rank: int, size: int, folder: str, function: RankFunction, args: Sequence[Any]) -> None:
     """Join the other ranks, call the function, and write its outcome to a file in ``folder``."""
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.storage import machine
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the parent handles it
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     outcome: Any
     try:
-        _join(rank, size, folder)
+        torch.set_num_threads(max(1, machine.processor_count() // size))
+        store = dist.FileStore(str(Path(folder, "store")), size)  # type: ignore[attr-defined]
+        dist.init_process_group(select_accelerator({}, rank, size), store=store, rank=rank, world_size=size)
         outcome = function(*args)
     except ShardwiseError as error:
         outcome = Failure.of(error)
@@ -186,17 +192,6 @@ def _call(rank: int, size: int, folder: str, function: RankFunction, args: Seque
     Path(folder, f"{rank}.new").write_bytes(encode(outcome))
     os.replace(Path(folder, f"{rank}.new"), Path(folder, str(rank)))
     sys.exit(isinstance(outcome, Failure))
-
-
-def _join(rank: int, size: int, folder: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from shardwise.storage import machine
-
-    torch.set_num_threads(max(1, machine.processor_count() // size))
-    store = dist.FileStore(str(Path(folder, "store")), size)  # type: ignore[attr-defined]
-    dist.init_process_group(select_accelerator({}, rank, size), store=store, rank=rank, world_size=size)
 
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
@@ -289,7 +284,7 @@ def _store_of_launched(environment: Mapping[str, str]) -> tuple[Store, int, int]
         if time.monotonic() > warn_at:
             warn_at = time.monotonic() + WARN_AGAIN_S
             missing = [other for other in range(size) if not store.check([f"here/{other}"])]
-            text = waiting_for(missing, size, f"{host}:{port}")
+            text = waiting_for(missing, size, tcp_store)
             if time.monotonic() > end:
                 raise RankLostError(f"{text}, for too long")
             _log.warning("%s", text)

@@ -4,7 +4,7 @@
 exceptions. At the end of the phase all ranks exchange their outcomes, and if any of them failed, all raise the same
 error. So no rank waits for a lost one, and error messages do not depend on the rank.
 
-Also the progress bar of a call, on the first rank, and the times of its phases.
+Also the times of a call's phases.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar, cast
 
 import torch.distributed as dist
-from tqdm import tqdm
 
 from shardwise.errors import ConfigError, RankLostError, RankMismatchError, ShardwiseError
 from shardwise.execution import Timeouts
 from shardwise.execution.outcomes import Failure, Stopped, at_step, attempt, decode, encode
-from shardwise.models import pretrained, torch_api
+from shardwise.models import torch_api
 from shardwise.observing import current_step, phase
 from shardwise.report.names import shown_ranks
 
@@ -181,7 +180,7 @@ class World:
 
     def is_first_of(self, place: str) -> bool:
         """Return True on the lowest rank that is at this place. Collective: yes."""
-        return self.rank in self.all_reduce_object(place, _first_ranks)
+        return self.all_gather_object(place).index(place) == self.rank
 
     # While working
 
@@ -231,8 +230,8 @@ class World:
                 result = decode(channel.report(encode(own)))
             else:
                 reports = channel.gather()
-                values = {message: decode(message) for message in {b"", *reports.values()}}
-                inputs = [own, *(values[reports.get(rank, b"")] for rank in range(1, self.size))]
+                values = {message: decode(message) for message in set(reports)}
+                inputs = [own, *(values[message] for message in reports)]
                 failure = Failure.among(inputs, num_attempts or self.size, channel.global_ranks)
                 latest = failure or attempt(reduce_fun, cast(list[T], inputs))
                 message = encode(latest)
@@ -248,10 +247,6 @@ class World:
         if self._phase is None:  # else the first rank waits for the others at the end of the block
             channel.finish()
         raise result.to_error() from (latest.cause if isinstance(latest, Failure) else None)
-
-
-def _first_ranks(places: list[str]) -> set[int]:
-    return {places.index(place) for place in set(places)}
 
 
 def _alone(outcome: T | Failure) -> T:
@@ -285,23 +280,6 @@ class MismatchedRanks:
 def digest_of(value: object) -> bytes:
     """Return the SHA-256 of a value's ``repr``, for comparison between ranks."""
     return hashlib.sha256(repr(value).encode(errors="surrogatepass")).digest()
-
-
-def progress_bar(label: str, total_bytes: int = 0, *, enabled: bool) -> tqdm[Any]:
-    """Return a bar of bytes with rate and time left, for :meth:`tqdm.tqdm.update`.
-
-    No output if there is no terminal or transformers' bars are off.
-    """
-    return tqdm(
-        total=total_bytes,
-        desc=label,
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        disable=None if enabled and pretrained.progress_bars_enabled() else True,  # None: only without a terminal
-        leave=False,
-        dynamic_ncols=True,
-    )
 
 
 @dataclass

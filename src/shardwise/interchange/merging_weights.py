@@ -27,7 +27,7 @@ from shardwise.execution.rename_journal import home_of, lists_in, tidy, undo
 from shardwise.execution.saved_trees import read_objects
 from shardwise.execution.stream_out import Outgoing
 from shardwise.execution.torch_saves import Levels, flattened, load_plain, nested
-from shardwise.execution.world import World, progress_bar
+from shardwise.execution.world import World
 from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.distributed import holds_optimizer, open_state, read_metadata
@@ -36,7 +36,7 @@ from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.torch_files import TorchFileContents, read_torch_file
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
-from shardwise.models.pretrained import assign_keys
+from shardwise.models.pretrained import assign_keys, progress_bar
 from shardwise.models.torch_api import to_torch
 from shardwise.planning.commit_plan import WrittenFiles, fresh, look_at_folder
 from shardwise.planning.load_memory import stored_tensors
