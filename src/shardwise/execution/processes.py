@@ -55,11 +55,7 @@ class RanksLateError(RankError):
 
 
 def run_spawned(
-    size: int,
-    function: RankFunction,
-    *args: Any,
-    asks_first: bool = False,
-    timeout_s: float = math.inf,
+    size: int, function: RankFunction, *args: Any, asks_first: bool = False, timeout_s: float = math.inf
 ) -> list[Any]:
     """Call the function of an importable module on ``size`` new processes. Return its values (picklable) by rank.
 
