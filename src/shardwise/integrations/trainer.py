@@ -248,9 +248,9 @@ class ShardwiseTrainer(_Trainer):
             holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
             rows = self.get_total_train_batch_size(self.args)
             facts = TrainerFacts(step, holds, rows, world.size)
-            world.broadcast(lambda: folders.complete(saving.marked, folder, facts))
+            world.broadcast(lambda: folders.complete(saving.locked, folder, facts))
             self._saved_step = step
-            world.broadcast(lambda: self._end_save(run, limit, saving.marked))
+            world.broadcast(lambda: self._end_save(run, limit, saving.locked))
 
     def _finalize_training(self, trial: Any, *given: Any) -> Any:
         with self._keeping_all() as limit:

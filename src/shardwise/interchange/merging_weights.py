@@ -239,7 +239,7 @@ def _write_torch_file(
                 bar.update(content.nbytes)
         writer.sync(file)
         writer.sync_names()
-        commit_written(saving.marked, WrittenFiles({named.torch_file: contents.file_nbytes}), [], companions)
+        commit_written(saving.locked, WrittenFiles({named.torch_file: contents.file_nbytes}), [], companions)
     return written
 
 

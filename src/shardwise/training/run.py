@@ -155,7 +155,7 @@ def held(output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*
                 yield
             finally:
                 if world.rank == 0:
-                    held.marked.release()
+                    held.locked.release()
 
 
 def _resume_from(training: Any, output: Path) -> Any:
