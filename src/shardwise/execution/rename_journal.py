@@ -88,11 +88,16 @@ def distributed_folders(root: str) -> list[str]:
     return sorted(entry.name for entry in _entries(root) if is_distributed_folder(entry.name))
 
 
-def _remove_uncommitted(writer: FoldersWriter, folders: Collection[str], save_id: str | None = None) -> None:
-    """Remove the files that saves (by default all) have written and not committed, also in these folders."""
-    for name in writer.list():
+def remove_fresh(writer: StorageWriter, files: Collection[str], save_id: str | None = None) -> None:
+    """Remove those of these files that saves (by default all) have written and not renamed."""
+    for name in files:
         if (found := commit_plan.save_id_of_fresh(name)) is not None and save_id in (None, found):
             writer.remove(name)
+
+
+def _remove_uncommitted(writer: FoldersWriter, folders: Collection[str], save_id: str | None = None) -> None:
+    """Remove the files that saves (by default all) have written and not committed, also in these folders."""
+    remove_fresh(writer, writer.list(), save_id)
     for folder in folders:
         for name in left_in(Path(writer.root, folder), save_id):
             writer.remove(f"{folder}/{name}")
@@ -176,7 +181,7 @@ def _folders_of(folder: Path, renames: commit_plan.Renames) -> list[str]:
 
 
 def home_of(path: Path) -> Path:
-    """Return the folder whose lists concern a path: itself, or the parent of a file or of the folder of one model."""
+    """Return the folder whose lists concern a path: itself, or the parent of a file or of one model's folder."""
     return path.parent if not path.is_dir() or is_distributed_folder(path.name) else path
 
 
@@ -283,5 +288,5 @@ def left_in(folder: Path, save_id: str | None = None) -> list[str]:
     places = [place for tensor in metadata.tensors.values() for _, place in tensor.chunks]
     listed = {place.file for place in [*places, *metadata.objects.values()]}
     # The file of a rank that holds nothing is not listed, but belongs to the others of its save.
-    committed = {numbers[name] for name in listed if name in numbers}
+    committed = {int(found[1]) for name in listed if (found := _DATA_FILE.fullmatch(name))}
     return [name for name in own if numbers[name] not in committed]
