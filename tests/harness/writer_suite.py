@@ -171,7 +171,7 @@ class StorageWriterSuite:
         with storage.open() as writer:
             _put(writer, "a", b"1")
             for ask in asks:
-                with pytest.raises(StorageError, match="refused as the name of a file"):
+                with pytest.raises(StorageError, match="refused as a file name"):
                     ask(writer)
         assert storage.contents() == {"a": b"1"}
 

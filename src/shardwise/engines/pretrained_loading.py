@@ -30,7 +30,7 @@ from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import file_space
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
-from shardwise.storage.reading import Beside, LocalReader, OpenStorage, open_storage
+from shardwise.storage.reading import CombinedReader, LocalReader, OpenStorage, open_storage
 from shardwise.tuning import peft_compat
 from shardwise.tuning.lora import Adapter, Tuned
 from shardwise.tuning.modes import Full
@@ -215,7 +215,7 @@ def _with_adapter(
     both = replace(
         source,
         index=beside(source.index, found.index, inside),
-        reader=Beside(source.reader, reader, inside),
+        reader=CombinedReader(source.reader, reader, inside),
         identities={
             **source.identities,
             **{f"{inside}/{file}": identity for file, identity in found.identities.items()},

@@ -200,7 +200,7 @@ class StorageWriter(Protocol):
     """A folder in which files are created, written by range, and renamed.
 
     Files are directly in the root. A name that leads anywhere else is refused with a
-    :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.nested_name_reason`). All sizes and
+    :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.require_file_name`). All sizes and
     positions are in bytes. :meth:`write` and :meth:`sync` may be called from several threads at once and, if
     ``policy.has_random_writes``, from several processes that each have a writer for the same root.
 

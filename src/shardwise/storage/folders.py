@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import accumulate
 
 from shardwise.errors import StorageError
-from shardwise.storage.names import shown, unsafe_name_reason
+from shardwise.storage.names import require_file_name, shown
 from shardwise.storage.writing import LocalWriter
 
 
@@ -48,9 +48,7 @@ class FoldersWriter(LocalWriter):
 
     def _path(self, file: str) -> str:
         self._require_open(file)
-        fault = unsafe_name_reason(file)
-        if fault is not None:
-            raise StorageError(f"{shown(file)}: refused as the name of a file below {self._root}, {fault}")
+        require_file_name(self._root, file)
         self.add_folder_of(file)
         return os.path.join(self._root, file)
 

@@ -31,17 +31,9 @@ def boot() -> str:
         return f"host {socket.gethostname()}"
 
 
-def processors() -> frozenset[int]:
-    """Return the indices of the processors on which this process may run."""
-    try:
-        return frozenset(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        return frozenset(range(os.cpu_count() or 1))
-
-
 def processor_count() -> int:
     """Return the number of processors that this process may use at once within its control groups, at least 1."""
-    return max(1, int(min([len(processors()), *processor_quotas().values()])))
+    return max(1, int(min([len(os.sched_getaffinity(0)), *processor_quotas().values()])))
 
 
 def control_groups(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> Iterator[Path]:
