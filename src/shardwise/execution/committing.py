@@ -261,24 +261,20 @@ def begin_save(writer: StorageWriter, plan: save_plan.SavePlan) -> CommitState:
     """
     locked = LockedFolder(writer, plan.save_id)
     try:
-        nothing: frozenset[str] = frozenset()
-        remove_unnamed(
-            writer, commit_plan.obsolete(plan, commit_plan.FolderState(frozenset(writer.list()), nothing))
-        )
+        by_name = commit_plan.FolderState(frozenset(writer.list()), weights=frozenset())
+        remains = commit_plan.obsolete(plan, by_name)
+        remove_unnamed(writer, remains)
         standing = commit_plan.look_at_folder(writer.list(), writer.read(plan.index_file), plan.single_file)
         standing = replace(standing, named=standing.named | _trainings_named(writer, plan))
         recorded = fingerprints.from_bytes(writer.read(fingerprints.file_beside(plan.stem)))
-        left = [
-            name
-            for name in commit_plan.obsolete(plan, commit_plan.FolderState(standing.files, nothing))
-            if name != plan.index_file
-        ]
         if standing.weights:
             writer.sync_names()  # the committed weights must last before those that were set aside are removed
-        kept = standing.weights | standing.named  # a save that has lost the lock may still commit them
-        for name in left:
+        kept = (
+            standing.weights | standing.named | {plan.index_file}
+        )  # a save that has lost the lock may commit them
+        for name in sorted(standing.files.intersection(remains) - kept):
             # Older weights that were set aside are the only ones until a save is committed.
-            if name not in kept and (standing.weights or not name.endswith(commit_plan.OLDER)):
+            if standing.weights or not name.endswith(commit_plan.OLDER):
                 writer.remove(name)  # its space may be needed
     except BaseException:
         with contextlib.suppress(StorageError):

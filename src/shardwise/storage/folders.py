@@ -55,21 +55,14 @@ class FoldersWriter(LocalWriter):
 
 def is_through_link(root: str | os.PathLike[str], folder: str) -> bool:
     """Check if a folder below a root is a link, or is reached through one."""
-    ways = accumulate(folder.split("/"), "{}/{}".format) if folder else ()
-    return any(os.path.islink(os.path.join(root, way)) for way in ways)
+    prefixes = accumulate(folder.split("/"), "{}/{}".format) if folder else ()
+    return any(os.path.islink(os.path.join(root, prefix)) for prefix in prefixes)
 
 
 def folders_in(root: str | os.PathLike[str]) -> list[str]:
     """Return the relative paths of all folders below a root, without following links."""
-    found: list[str] = []
-    for around, names, _ in os.walk(root):
-        way = os.path.relpath(around, root)
-        found += [
-            os.path.normpath(os.path.join(way, name))
-            for name in names
-            if not os.path.islink(os.path.join(around, name))
-        ]
-    return sorted(found)
+    paths = [os.path.join(parent, name) for parent, names, _ in os.walk(root) for name in names]
+    return sorted(os.path.relpath(path, root) for path in paths if not os.path.islink(path))
 
 
 def remove_files(writer: FoldersWriter, names: Collection[str]) -> None:

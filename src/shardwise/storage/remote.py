@@ -33,6 +33,8 @@ _SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "tokenizer*")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _MODEL = ("model.safetensors", "model.safetensors.index.json")
 _TORCH = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_VARIANTS = ("model.{}.safetensors", "model.safetensors.index.{}.json")
+_TORCH_VARIANTS = ("pytorch_model.{}.bin", "pytorch_model.bin.index.{}.json")
 _INDEX = re.compile(r".*\.(safetensors|bin)\.index(\.[^./]+)?\.json")
 _DUPLICATES = ("consolidated*", "adapter_model*")
 _MAX_JSON_BYTES = 100_000_000
@@ -66,9 +68,7 @@ def weights(names: Collection[str], folder: Path, wanted: WantedFiles, variant: 
     if isinstance(wanted, AdapterFiles):
         return adapters
     if variant is not None:
-        names_of = ("model.{}.safetensors", "model.safetensors.index.{}.json")
-        torch_names_of = ("pytorch_model.{}.bin", "pytorch_model.bin.index.{}.json")
-        choices = [of(name.format(variant)) for name in (*names_of, *torch_names_of)]
+        choices = [of(name.format(variant)) for name in (*_VARIANTS, *_TORCH_VARIANTS)]
     else:
         own = [name for name in safetensors if not any(fnmatchcase(name, copy) for copy in _DUPLICATES)]
         choices = [
