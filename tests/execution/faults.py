@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.harness.world import attempt
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution.world import World
+from shardwise.execution.world import Clock, World
 from shardwise.storage import machine
 
 
@@ -80,3 +80,13 @@ def add(one: int, other: int) -> int:
 def gone_on(rank: int) -> None:
     if dist.get_rank() == rank:
         raise StorageError("gone")
+
+
+def fail_in_a_step() -> tuple[str, str, list[str]]:
+    """The message, the step and the notes of an error that one rank raises in a phase of a call."""
+    with World.current(call="load") as world, Clock().phase("read"):
+        try:
+            world.run_all(gone_on, 1)
+        except StorageError as error:
+            return str(error), error.step, error.__notes__
+    return "", "", []

@@ -45,6 +45,11 @@ def test_one_rank_of_a_machine_is_the_first(worlds):
     assert worlds(3).run(faults.first_on_host, True) == [True, False, False]
 
 
+def test_an_error_has_the_step_in_which_its_rank_was(worlds):
+    expected = ("rank 1: gone", "load, read", ["The ranks were in this step: load, read"])
+    assert worlds(3).run(faults.fail_in_a_step) == [expected] * 3
+
+
 def test_one_process_is_a_world_without_a_group():
     world = World.current()
     assert (world.rank, world.size) == (0, 1)
