@@ -309,8 +309,8 @@ _MIB = 1 << 20
 #
 # A gap is worth reading if its transfer takes less time than another request: max_gap_bytes is about latency times
 # the bandwidth of one stream. A request is large enough if its latency is small compared with its transfer, and
-# small enough if several share the work and a retry costs little. Concurrency fills the bandwidth, because the other
-# end limits one stream.
+# small enough if several share the work and a retry costs little. Concurrency fills the bandwidth, because the
+# other end limits one stream.
 
 LOCAL: Final = ReadPolicy(
     max_gap_bytes=4 * _KIB,
@@ -320,8 +320,8 @@ LOCAL: Final = ReadPolicy(
     bytes_per_s=3e9,
 )
 """A disk of this machine. A system call costs about a microsecond, in which a few KiB are copied, and the kernel
-reads whole pages anyway: gaps of up to a page are free. Calls of 1 to 16 MiB run at the speed of memory; four streams
-saturate an NVMe drive. Other ranks of the machine read the same bytes from the page cache."""
+reads whole pages anyway: gaps of up to a page are free. Calls of 1 to 16 MiB run at the speed of memory; four
+streams saturate an NVMe drive. Other ranks of the machine read the same bytes from the page cache."""
 
 
 NETWORK_FILE_SYSTEM: Final = ReadPolicy(
@@ -352,8 +352,8 @@ latency of a request of 8 MiB is about its transfer time; with larger ones, one 
 # [Note: Kinds of stores]
 #
 # Several processes can write ranges of one file to a local disk. To a network file system as well, but its clients
-# cache whole pages: two machines that write to one page may overwrite each other's bytes, so only one of them writes
-# to a block. An object store takes a complete file from one writer, and has no atomic rename.
+# cache whole pages: two machines that write to one page may overwrite each other's bytes, so only one of them
+# writes to a block. An object store takes a complete file from one writer, and has no atomic rename.
 
 LOCAL_WRITES: Final = WritePolicy(
     has_random_writes=True, can_rename=True, block_bytes=1, request_bytes=16 * _MIB, concurrency=1
