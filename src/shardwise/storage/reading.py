@@ -6,10 +6,9 @@ import re
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from shardwise.errors import StorageError
 from shardwise.storage.contract import LOCAL, NETWORK_FILE_SYSTEM, ReadPolicy, StorageReader, as_bytes, ends_early
@@ -297,21 +296,17 @@ def open_storage(
     hub: HubOptions = HubOptions(),  # noqa: B008 - frozen
     *,
     download: bool = True,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> OpenStorage:
     """Open a folder, a safetensors or index file, a hub ID or a URL for reading. The caller closes the reader.
 
     URLs are read in place. A hub ID is downloaded, or with ``download=False`` read only from the cache.
-    ``hub.subfolder`` applies to all of them. ``storage_options`` are those of
-    :class:`~shardwise.storage.remote.RemoteReader`, for URLs only.
+    ``hub.subfolder`` applies to all of them.
 
     Raises:
         StorageError: the storage does not exist or cannot be opened.
     """
     if is_url(name_or_path):
-        return _open_url(os.fspath(name_or_path), hub, storage_options or {})
-    if storage_options:
-        raise StorageError(f"{shown(os.fspath(name_or_path))}: storage_options are for URLs. Leave them out")
+        return _open_url(os.fspath(name_or_path), hub)
     place = local_place(name_or_path, hub)
     if place is None:
         from shardwise.storage.remote import resolve
@@ -322,7 +317,7 @@ def open_storage(
     return OpenStorage(LocalReader(place), None)
 
 
-def _open_url(url: str, hub: HubOptions, storage_options: Mapping[str, Any]) -> OpenStorage:
+def _open_url(url: str, hub: HubOptions) -> OpenStorage:
     where = shown(without_secrets(url))
     if scheme_of(url) == "file":
         raise StorageError(f"{where}: is on this machine. Pass the path without file://")
@@ -338,7 +333,7 @@ def _open_url(url: str, hub: HubOptions, storage_options: Mapping[str, Any]) -> 
     # Imported here: what is local needs no network code.
     from shardwise.storage.remote import RemoteReader
 
-    return OpenStorage(RemoteReader(folder, storage_options=storage_options), file)
+    return OpenStorage(RemoteReader(folder), file)
 
 
 _NETWORK = re.compile(

@@ -7,9 +7,8 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from shardwise.errors import StorageError
 from shardwise.report.names import in_bytes
@@ -408,24 +407,15 @@ def _sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
-def open_writer(
-    target: str | os.PathLike[str],
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-) -> contract.StorageWriter:
+def open_writer(target: str | os.PathLike[str]) -> contract.StorageWriter:
     """Open a folder, which need not exist, or a URL for writing. The caller closes the writer.
 
-    Nothing is created before the first file. ``storage_options`` are those of
-    :class:`~shardwise.storage.objects.ObjectWriter`, for URLs only.
+    Nothing is created before the first file.
 
     Raises:
         StorageError: the target cannot be written to: the hub, an HTTP server, a path that is a file.
     """
     if not is_url(target):
-        if storage_options:
-            raise StorageError(
-                f"{shown(os.fspath(target))}: storage_options are for URLs, and this is not one. Leave them out"
-            )
         return LocalWriter(os.path.expanduser(target))
     url = os.fspath(target)
     where, scheme = shown(without_secrets(url)), scheme_of(url)
@@ -443,4 +433,4 @@ def open_writer(
     # Imported here: what is local needs no network code.
     from shardwise.storage.objects import ObjectWriter
 
-    return ObjectWriter(url, storage_options=storage_options)
+    return ObjectWriter(url)
