@@ -16,8 +16,8 @@ from shardwise.report.names import few_names
 from shardwise.report.reports import RankEstimate
 from shardwise.storage import machine
 
-RankPlan: TypeAlias = tuple[str, str, RankEstimate, Available]
-"""The digest of a rank's plan, its container, its need of memory, and the free memory there."""
+RankPlan: TypeAlias = tuple[tuple[str, bytes], str, RankEstimate, Available]
+"""The digests of a rank's plan and config, its container, its need of memory, and the free memory there."""
 
 
 def agree_on(
@@ -37,12 +37,12 @@ def agree_on(
         RankMismatchError: naming the settings in which configs differ, or the tensors that ranks plan differently.
         ShardingError: a rank has too little memory. The message has the rank, its need, and its free memory.
     """
-    require_same_settings(world, settings)
     container = machine.group_space() + machine.text_of(machine.OWN_GROUP)
-    own = plan.digest, container, estimate, available
+    own = (plan.digest, digest_of(settings)), container, estimate, available
     found = world.all_reduce_object(own, partial(_count_ranks, check_memory=check_memory))
     if isinstance(found, int):
         return found
+    require_same_settings(world, settings)
     differing = _differing(world, found, plan.fingerprints)
     raise RankMismatchError(
         f"ranks plan {len(differing)} tensors differently: {few_names(differing)}. Give every rank the same "
@@ -52,7 +52,7 @@ def agree_on(
 
 def _count_ranks(ranks: Sequence[RankPlan], *, check_memory: bool) -> MismatchedRanks | int:
     """Compare plans, and require enough memory, of which the ranks of a container share what is free."""
-    if mismatched := MismatchedRanks.among([digest for digest, *_ in ranks]):
+    if mismatched := MismatchedRanks.among([digests for digests, *_ in ranks]):
         return mismatched
     needed: Counter[str] = Counter()
     for _, container, estimate, _ in ranks:

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
+import torch.distributed as dist
+
 from shardwise.errors import RankLostError, ShardwiseError
 from shardwise.execution.control_channel import ControlChannel
 
@@ -106,9 +109,6 @@ def _out_of_memory(error: BaseException) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if this process, or its device, has no memory left."""
-    import torch
-    import torch.distributed as dist
-
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, dist.DistError)
@@ -117,7 +117,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_of_a_collective(error: BaseException) -> bool:
     """Return True if ranks could not communicate. The cause may be on another rank."""
-    import torch.distributed as dist
-
     is_known = isinstance(error, RuntimeError) and _COLLECTIVE.search(str(error)) is not None
     return is_known or isinstance(error, dist.DistError)

@@ -38,6 +38,9 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.0001, 0.05
 _POLL_FRACTION = 0.05
 """The time between two polls, as a fraction of the time waited so far."""
 
+_REPORT = 1 << 32
+"""Added by a rank that has sent a report to the number of those that have arrived at a meeting."""
+
 _VERDICT_FRACTION = 0.25
 """The fraction of the timeout for which the first rank waits until busy ranks have read a verdict."""
 
@@ -110,7 +113,7 @@ class ControlChannel:
         Raises:
             RankLostError: the store is gone, or does not answer.
         """
-        self._run(KeyStore.has, "verdict")  # a task joins before it begins
+        self._run(KeyStore.delete, ())  # every task joins before it begins
 
     def gather(self) -> list[bytes]:
         """On the first rank: wait for all ranks. Return the reports of the others.
@@ -219,12 +222,18 @@ class ControlChannel:
         return keys
 
     def _gather(self, keys: KeyStore) -> list[bytes]:
+        num_reports, others = 0, range(1, self.size)
         for _ in self._polls(keys):
-            if keys.add(f"{self._step}/in", 0) == self.size - 1:
+            num_reports, num_arrived = divmod(keys.add(f"{self._step}/in", 0), _REPORT)
+            if num_arrived == len(others):
                 break
         if keys.has("verdict"):  # the others have given this rank up since
             self._raise_verdict(keys)
-        return keys.get([f"report/{rank}" for rank in range(1, self.size)])
+        senders: Sequence[int] = others[:num_reports]  # all, or none
+        if 0 < num_reports < len(others):
+            senders = [rank for rank in others if keys.has(f"{self._step}/{rank}")]
+        reports = dict(zip(senders, keys.get([f"{self._step}/{rank}" for rank in senders]), strict=True))
+        return [reports.get(rank, b"") for rank in others]
 
     def _publish(self, keys: KeyStore, result: bytes) -> None:
         step = self._step
@@ -235,14 +244,14 @@ class ControlChannel:
 
     def _report(self, keys: KeyStore, message: bytes) -> bytes:
         step = self._step
-        names = keys.set(f"report/{self.rank}", message)
-        keys.add(f"{step}/in", 1)
+        used = keys.set(f"{step}/{self.rank}", message) if message else []
+        keys.add(f"{step}/in", 1 + _REPORT * bool(message))
         for _ in self._polls(keys):
             if keys.has(f"{step}/all"):
                 break
         [result] = keys.get([f"{step}/all"])
         self._step += 1
-        keys.delete(names[:-1])  # the next report replaces the last one
+        keys.delete(used)
         keys.add(f"{step}/out", 1)
         return result
 
@@ -250,8 +259,7 @@ class ControlChannel:
         for _ in self._polls(keys):
             if keys.add(f"{self._step - 1}/out", 0) == self.size - 1:
                 break
-        names = [f"{name}/{rank}" for name in ("here", "report") for rank in range(self.size)]
-        keys.delete([*self._used, "call", *names])
+        keys.delete([*self._used, "call", *(f"here/{rank}" for rank in range(self.size))])
         self._used = []
 
     def _polls(self, keys: KeyStore) -> Iterator[None]:
@@ -316,7 +324,6 @@ class ControlChannel:
                 if not keys.has(f"here/{rank}"):
                     waited = f"within {now - self._joined_s:.0f} s. Every rank has to make it"
                     self._announce(keys, RankLostError(f"rank {number} has not reached this call {waited}"))
-                    return
 
 
 def waiting_for(ranks: Sequence[int], size: int, store: Any) -> str:

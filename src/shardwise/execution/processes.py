@@ -38,9 +38,6 @@ _log = logging.getLogger(__name__)
 _GRACE_S = 10.0
 """Seconds for which the other ranks may continue after one has failed, and as many after SIGTERM."""
 
-_PR_SET_PDEATHSIG = 1
-"""Option of Linux's ``prctl``: the signal that a process gets when its parent ends."""
-
 
 class RankError(ShardwiseError):
     """A rank raised an error other than shardwise's. The text has its traceback."""
@@ -152,8 +149,7 @@ def _pass_on(ranks: Sequence[BaseProcess], _number: int, _frame: FrameType | Non
         signal.signal(number, _raise_signal)
     acknowledge_stop()
     for process in ranks:
-        if process.is_alive():
-            process.terminate()
+        process.terminate()
 
 
 def _raise_signal(number: int, _frame: FrameType | None) -> None:
@@ -173,7 +169,7 @@ def _call(rank: int, size: int, folder: str, function: RankFunction, args: Seque
     from shardwise.storage import machine
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the parent handles it
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: sent when the parent ends
     outcome: Any
     try:
         torch.set_num_threads(max(1, machine.processor_count() // size))
