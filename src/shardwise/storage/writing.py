@@ -304,7 +304,7 @@ class LocalWriter(contract.StorageWriter):
             with self._failures(file, f"writing at byte {position}"):
                 count = os.pwritev(opened.descriptor, one_call(pending, first), position)
                 if count == 0:
-                    raise OSError(errno.EIO, "the file system accepts no bytes")
+                    raise OSError(errno.EIO, "the file system writes nothing")
             position += count
             first = advance(pending, first, count)
 
