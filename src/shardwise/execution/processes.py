@@ -99,7 +99,7 @@ def _priority(error: BaseException) -> int:
 
 def _join_all(context: Any, timeout_s: float) -> int | None:
     """Wait for all ranks, but only a few seconds more once one has failed. Return the rank that failed first."""
-    from torch.multiprocessing import ProcessException
+    from torch.multiprocessing.spawn import ProcessException
 
     end = time.monotonic() + timeout_s
     try:
