@@ -24,7 +24,13 @@ from types import TracebackType
 
 
 class ShardwiseError(Exception):
-    """Base class of every error shardwise raises on purpose."""
+    """Base class of every error shardwise raises on purpose.
+
+    ``step`` is the call and the phase in which the ranks were, as in "load, read", if a collective raised the error
+    on behalf of a rank.
+    """
+
+    step: str = ""
 
 
 class CheckpointError(ShardwiseError):

@@ -20,10 +20,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise.errors import ShardingError
 from shardwise.execution.distributed_chunks import ChunkStaging
 from shardwise.execution.memory import DeviceStaging
-from shardwise.execution.processes import try_collectives
 
 Values = Mapping[str, torch.Tensor]
 
@@ -321,14 +319,3 @@ def bank_of(model: Any) -> Any:
 
 def pass_of(bank: Any, number: int) -> None:
     bank.forward_backward([(f"{tenant}", rows(tenant, number)) for tenant in range(3)])
-
-
-def a_first_collective_that_fails() -> str:
-    """The error, after one without a fault."""
-    try_collectives()
-    with mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("Duplicate GPU detected")):
-        try:
-            try_collectives()
-        except ShardingError as error:
-            return str(error)
-    return ""

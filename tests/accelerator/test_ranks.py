@@ -123,9 +123,3 @@ def test_budgets(library, llama, tmp_path):
         what: counts for what, counts in found.items() if any(counts[name] > BUDGETS[what][name] for name in counts)
     }
     assert over == {}
-
-
-def test_a_backend_whose_first_collective_fails_is_named(ranks):
-    for told in ranks.run(checks.a_first_collective_that_fails):
-        assert told.startswith("hccl: the first collective failed on rank")
-        assert "Duplicate GPU detected" in told

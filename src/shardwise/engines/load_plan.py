@@ -167,7 +167,7 @@ def prepare(world: World, model: nn.Module, source: OpenSource, load: Load) -> N
 
         load.shared = shared_boxes(world, by_name, load.items)
         parts = shared_parts(world, load.shared, load.items)
-    load.own = plan_reads(parts, source.index, policy, options.budget_bytes, world.place)
+    load.own = plan_reads(parts, source.index, policy, options.budget_bytes, world.rank / world.size)
     homes = Homes.of(
         load.plan,
         policy,

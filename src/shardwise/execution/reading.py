@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from tqdm import tqdm
 
 from shardwise.conversion.computed import (
     Computed,
@@ -21,7 +22,7 @@ from shardwise.conversion.expression import Expression, stored_leaves
 from shardwise.conversion.regions import Region
 from shardwise.errors import StorageError
 from shardwise.execution.memory import Landing, WorkerPool, computing, memory_of, staging_buffers
-from shardwise.execution.world import Progress, World
+from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.layout import LocalBox
 from shardwise.models.torch_api import to_torch
@@ -126,10 +127,10 @@ class ReadExecutor:
     reader: StorageReader
     index: CheckpointIndex
     budget_bytes: int
-    progress: Progress
     world: World
     identities: Mapping[str, str] = field(default_factory=dict)
     processors: int = field(default_factory=processor_count)
+    progress: tqdm | None = None
     written: dict[str, int] = field(default_factory=dict)
     read_bytes: int = 0
     _last: tuple[object, Mapping[str, torch.Tensor]] | None = None
@@ -184,7 +185,9 @@ class ReadExecutor:
             ReadTarget("", expression, (LocalBox(box, Strided.contiguous(box.sizes)),), dtype, cpu)
             for expression, box, dtype in wanted
         ]
-        arrangement = plan_reads(items, self.index, self.reader.policy, budget_bytes, self.world.place)
+        arrangement = plan_reads(
+            items, self.index, self.reader.policy, budget_bytes, self.world.rank / self.world.size
+        )
         return arrangement, [torch.empty(box.sizes, dtype=dtype, device=cpu) for _, box, dtype in wanted]
 
     def count(self, fqn: str, numel: int) -> None:
@@ -212,7 +215,8 @@ class ReadExecutor:
             for segment in request.segments:
                 self.count(filling.names[segment.target], segment.copy.numel)
             self.read_bytes += request.bytes.nbytes
-            self.progress.advance(request.bytes.nbytes)
+            if self.progress is not None:
+                self.progress.update(request.bytes.nbytes)
 
     def _read_request(self, request: load_memory.ReadRequest, filling: FilledTensors, landing: Landing) -> None:
         """Read one range: direct segments into the tensors' memory, the others, and gaps, into staging."""

@@ -259,7 +259,7 @@ class StoredValues:
                 local = local_tensor(target)
                 items.append(ReadTarget(name, self.expressions[item.name], boxes, local.dtype, local.device))
             policy = self.reader.policy
-            arrangement = plan_reads(items, self.index, policy, budget_bytes, world.place)
+            arrangement = plan_reads(items, self.index, policy, budget_bytes, world.rank / world.size)
             placer.place(arrangement, [local_tensor(targets[item.fqn]) for item in arrangement.destinations])
             for destination in arrangement.destinations:
                 wanted = sum(part.box.numel for part in destination.boxes)
@@ -282,12 +282,7 @@ class StoredValues:
         return found
 
     def _placer(self, world: World) -> ReadExecutor:
-        return ReadExecutor(self.reader, self.index, self.budget_bytes, _Silent(), world)
-
-
-class _Silent:
-    def advance(self, nbytes: int) -> None:
-        pass
+        return ReadExecutor(self.reader, self.index, self.budget_bytes, world)
 
 
 Values: TypeAlias = BroughtValues | StoredValues

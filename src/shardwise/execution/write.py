@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from tqdm import tqdm
 
 from shardwise.conversion.expression import Expression
 from shardwise.execution.memory import Prefetch, WorkerPool, as_stored, memory_of
 from shardwise.execution.moving import Exchange
 from shardwise.execution.reading import bytes_of
 from shardwise.execution.replicas import ShardSender
-from shardwise.execution.world import Progress, World
+from shardwise.execution.world import World
 from shardwise.formats.contract import TensorEntry
 from shardwise.formats.safetensors_files import NewFile
 from shardwise.models.torch_api import settle, to_torch
@@ -42,7 +43,7 @@ class Emitter:
     entries: Mapping[str, TensorEntry]
     tensors: Sequence[torch.Tensor]
     staging: Staging
-    progress: Progress
+    progress: tqdm
     world: World
     written_bytes: dict[str, int] = field(default_factory=dict)
     sums: dict[str, int] = field(default_factory=dict)
@@ -62,7 +63,7 @@ class Emitter:
             with self._lock:
                 done = self.written_bytes.get(request.file, 0)
                 self.written_bytes[request.file] = done + request.bytes.nbytes
-                self.progress.advance(request.bytes.nbytes)
+                self.progress.update(request.bytes.nbytes)
 
         WorkerPool(carry_out, self._desks(), self.world.check).run(requests)
 
@@ -230,7 +231,7 @@ def write_by_owners(
     *,
     budget_bytes: int,
     device: torch.device,
-    progress: Progress,
+    progress: tqdm,
 ) -> WrittenTensors:
     """Create, write and sync every file, each on one rank that receives the other ranks' parts.
 
@@ -246,7 +247,7 @@ def write_by_owners(
         shares: those of all ranks, by name of the model's tensors.
         budget_bytes: of memory that a rank may use.
         device: where buffers lie that are sent: of the kind that the process group's backend moves.
-        progress: called with the bytes that this rank writes.
+        progress: updated with the bytes that this rank writes.
 
     Collective: yes.
     Memory: ``budget_bytes``.
@@ -262,7 +263,7 @@ def write_by_owners(
     rounds = world.run_all(plan_rounds, streams, shares, budget_bytes // _BUCKETS)
     own = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
     dtypes = {entry.key: to_torch(entry.dtype) for file in files for entry in file.entries}
-    out = OwnFiles(world, writer, own, progress.advance)
+    out = OwnFiles(world, writer, own, progress.update)
     arrived: dict[tuple[str, Box], torch.Tensor] = {}
 
     def room(key: str, box: Box) -> torch.Tensor:
