@@ -5,11 +5,11 @@ import os
 import pytest
 import torch
 from tests.conversion.test_four_bit import DTYPES, dequantized, quantized, same
-from tests.conversion.test_nested_scales import unnest
+from tests.conversion.test_nested_scales import nested_scales, unnest
 from tests.harness.world import run_world
 from tests.peers import use_peers
 
-from shardwise.conversion.four_bit import BLOCKS, dynamic_numbers, nest
+from shardwise.conversion.four_bit import BLOCKS, dynamic_numbers
 from shardwise.tensors import Form4
 
 
@@ -70,7 +70,7 @@ def compare_scales() -> list[str]:
     cases += [torch.rand(600, generator=generator) * factor for factor in (1e-30, 1e-38, 1e-40, 1e-44, 1e30)]
     cases += [torch.full((300,), 0.25), torch.zeros(300), torch.tensor([1.0, *[0.0] * 511]), places.abs()]
     for number, absmax in enumerate(cases):
-        codes, nested, offset = nest(absmax)
+        codes, nested, offset = nested_scales(absmax)
         theirs, state = bnb.quantize_blockwise(absmax - absmax.mean(), blocksize=256)
         if not (same(offset, absmax.mean()) and torch.equal(codes, theirs) and same(nested, state.absmax)):
             faults.append(f"{number}: nested {(codes != theirs).sum()}")
@@ -81,7 +81,7 @@ def compare_scales() -> list[str]:
     weight = torch.randn(70, 640, generator=generator).bfloat16()
     _, plain = bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4")
     _, state = bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
-    codes, nested, offset = nest(plain.absmax)
+    codes, nested, offset = nested_scales(plain.absmax)
     if not (same(codes, state.absmax) and same(nested, state.state2.absmax) and same(offset, state.offset)):
         faults.append("of a weight")
     return [*faults, f"{len(cases)} vectors of scales"]
