@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
@@ -201,16 +202,19 @@ def tensor_layout(item: TensorRef, origin: Origin, boxes: tuple[LocalBox, ...], 
 
 
 def describe_placement(tensor: torch.Tensor) -> str:
-    """For people: ``Shard(dim=0) on fsdp=8``, or ``whole``."""
+    """Return text such as ``Shard(dim=0) on fsdp=8``, or ``whole``."""
     if not isinstance(tensor, DTensor):
         return "whole"
-    mesh = tensor.device_mesh
-    names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
-    return describe_placements(tensor.placements, names, mesh.shape)
+    return describe_placements(tensor.placements, axis_names(tensor.device_mesh), tensor.device_mesh.shape)
+
+
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of a mesh's axes. They are numbered if they have no names."""
+    return mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
 
 
 def describe_placements(placements: Sequence[Placement], names: Sequence[str], sizes: Sequence[int]) -> str:
-    """``Replicate() on replicate=2, Shard(dim=0) on shard=4``, in torch's words, one for every axis."""
+    """Return text such as ``Replicate() on replicate=2, Shard(dim=0) on shard=4``."""
     pairs = zip(placements, names, sizes, strict=True)
     return ", ".join(f"{placement} on {name}={size}" for placement, name, size in pairs)
 
