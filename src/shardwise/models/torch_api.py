@@ -33,7 +33,7 @@ with KnownNames("torch", "2.11 to 2.15"):
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+    from torch.utils._pytree import tree_leaves, tree_map_only
 
     for _owner, _names in (
         (nn.Module(), "_modules _parameters _buffers _non_persistent_buffers_set _compiled_call_impl"),
@@ -51,7 +51,7 @@ with KnownNames("torch", "2.11 to 2.15"):
         for _name in _names.split():
             getattr(_owner, _name)
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_leaves", "tree_map", "tree_map_only"]
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_leaves", "tree_map_only"]
 
 
 KINDS = ("cuda", "xpu", "npu")

@@ -279,8 +279,8 @@ def _require_divisor(reshard_after_forward: bool | int, shard_size: int) -> None
     fitting = [size for size in range(2, shard_size + 1) if shard_size % size == 0]
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward not in fitting:
         raise ShardingError(
-            f"reshard_after_forward={reshard_after_forward}: is not a number of ranks that divides the {shard_size} "
-            f"of the mesh. Pass one of {fitting}, True or False"
+            f"reshard_after_forward={reshard_after_forward}: is not a number of ranks that divides the "
+            f"{shard_size} of the mesh. Pass one of {fitting}, True or False"
         )
 
 
