@@ -1,4 +1,4 @@
-"""Initializers as programs: recorded operations on a tensor, replayed block by block on any number of ranks.
+"""Initializers as programs: operations that are recorded on a tensor, and replayed on blocks of it.
 
 See [Note: Initializers are traced] in ``models/initialize.py``.
 """
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 BLOCK_NUMEL = 1 << 20
-"""Elements of a block that is seeded by itself. Part of the result: changing it changes initial values."""
+"""Elements of a block with a seed of its own. Changing it changes initial values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Program:
 
 
 class Programmed(torch.Tensor):
-    """A tensor without data that records the in-place operations done to it, or to some of its first rows."""
+    """A tensor without data, or rows of one, that records in-place operations."""
 
     program: Program
     rows: tuple[int, int]
@@ -92,7 +92,7 @@ class Programmed(torch.Tensor):
         if target is not None and replayable and not any(isinstance(item, Programmed) for item in others):
             target.record(func, args[1:], kwargs)
             return target
-        # Something else: its values are not followed, only its shapes, so that the initializer can go on.
+        # Other operations are run on meta tensors, so that the initializer can continue.
         for item in tree_leaves((args, kwargs)):
             if isinstance(item, Programmed):
                 item.program.is_elementwise = False
@@ -104,7 +104,7 @@ class Programmed(torch.Tensor):
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         row = math.prod(self.program.shape[1:])
         if args and isinstance(args[0], torch.Tensor):
-            # The values may be random, drawn by the initializer itself; they are to follow from the FQN.
+            # The values may be random, and must depend on the FQN only.
             self.program.is_elementwise = False
             args = (args[0].expand(self.shape).reshape(-1), *args[1:])
         step = _InPlaceStep(func, args, kwargs, self.rows[0] * row, self.rows[1] * row)
@@ -138,7 +138,7 @@ _UPDATES = {
 
 
 def _take_rows(target: Programmed, func: Any, *args: Any) -> Any:
-    """Return a view of some rows, if it is one. Recorded steps on it count from its first row."""
+    """Return a view of consecutive rows, or a meta tensor for any other view."""
     dim = args[0] if args else 0
     first, last = target.rows
     if dim == 0 and func is aten.select.int:
@@ -204,14 +204,14 @@ def _block(program: Program, start: int, seed: int, fqn: str) -> torch.Tensor:
 
 
 def seed_of(seed: int, fqn: str, block: int) -> int:
-    """The seed of one block of a tensor."""
+    """Return the seed of one block of a tensor."""
     digest = hashlib.sha256(f"{seed}/{fqn}/{block}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 @contextlib.contextmanager
 def truncated_normal_as_one_step() -> Iterator[None]:
-    """Let ``trunc_normal_`` be recorded as a whole: it draws until nothing is rejected, which needs values."""
+    """Record ``trunc_normal_`` as one step within the block, because its rejection sampling needs values."""
 
     def record(
         tensor: torch.Tensor,
@@ -235,7 +235,7 @@ def truncated_normal_as_one_step() -> Iterator[None]:
 
 
 def program_of(whole: torch.Tensor) -> Program:
-    """The program that copies a tensor already computed."""
+    """Return the program that copies a tensor."""
     step = _InPlaceStep(aten.copy_.default, (whole.reshape(-1),), {}, 0, whole.numel())
     return Program(tuple(whole.shape), whole.dtype, [step])
 
@@ -243,7 +243,7 @@ def program_of(whole: torch.Tensor) -> Program:
 def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Build another model of the same class and config, with parameters on meta and computed buffers.
 
-    Memory: buffers, and the address space of one parameter at a time, without touching its pages.
+    Memory: buffers. One parameter at a time is allocated, but not written.
     """
     register = nn.Module.register_parameter
 
