@@ -146,7 +146,7 @@ def test_keys_of_fsdp1_are_taken_for_what_they_come_to_or_told():
         ({"auto_wrap_policy": "NO_WRAP", "transformer_layer_cls_to_wrap": "A"}, "A contradicts auto_wrap"),
         ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "min_num_params": 5}, "min_num_params=5 contradicts"),
         ({"fsdp_offload_params": True, "offload_params": False}, "are one key"),
-        ({"offload_params": True, "cpu_offload": False}, "contradict each other"),
+        ({"offload_params": True, "cpu_offload": False}, "cpu_offload=False and offload_params=True are one key"),
         ({"fsdp": "fullshard"}, "must be one of full_shard"),
         ({"fsdp_config": {"offload_params": "maybe"}}, "must be true or false"),
         ({"mixed_precision": "bf16", "fp16": True, "fsdp": True}, "contradict each other"),

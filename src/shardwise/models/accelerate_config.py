@@ -33,16 +33,20 @@ _REFUSED: Final = {
 
 _FSDP_KEYS: Final[Mapping[str, Any]] = {
     **dict.fromkeys((*UNUSED_BY_FSDP2, *_REFUSED, "cpu_ram_efficient_loading", "xla_fsdp_settings"), object),
-    **dict.fromkeys(("offload_params", "cpu_offload", "activation_checkpointing"), bool),
+    **dict.fromkeys(("offload_params", "activation_checkpointing"), bool),
     **dict.fromkeys(("activation_checkpointing_offload", "reshard_after_forward"), bool),
-    **dict.fromkeys(("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap"), object),
-    **dict.fromkeys(("min_num_params", "mixed_precision_policy"), object),
+    **dict.fromkeys(("transformer_layer_cls_to_wrap", "min_num_params", "mixed_precision_policy"), object),
     "version": ("1", "2"),
     "sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
     "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
     "state_dict_type": ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
 }
 """Type of each key, without its prefix: ``bool``, one of these words (or its number, from 1), or any value."""
+
+_ALIASES: Final = {
+    "cpu_offload": "offload_params",
+    "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap",
+}
 
 
 def read_accelerate_config(
@@ -97,7 +101,8 @@ class _Reading:
             nested = {}
         own = {key: value for key, value in values.items() if _is_of_fsdp(key)}
         for key, value in {**own, **nested}.items():
-            self._take(key.removeprefix("fsdp_"), key, value)
+            plain = key.removeprefix("fsdp_")
+            self._take(_ALIASES.get(plain, plain), key, value)
         self.fsdp = {**self._words(values.get("fsdp")), **self.fsdp}
         kind = str(values.get("distributed_type", "FSDP")).rpartition(".")[2].upper()
         if kind not in ("FSDP", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "NO"):
@@ -152,7 +157,6 @@ class _Reading:
         """Return the fields of a Sharding except for its mesh."""
         self._note()
         dtype = self._dtype()
-        offloads = {key: self.fsdp[key] for key in ("offload_params", "cpu_offload") if key in self.fsdp}
         strategy = self.fsdp.get("sharding_strategy")
         reshards = {key: self.fsdp[key] for key in ("reshard_after_forward",) if key in self.fsdp}
         if strategy in _RESHARDS:
@@ -161,7 +165,7 @@ class _Reading:
             "wrap": self._wrap(),
             # accelerate computes, reduces and returns in one dtype
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype),
-            "offload_policy": CPUOffloadPolicy() if self._one_of(offloads, default=False) else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy() if self.fsdp.get("offload_params") else OffloadPolicy(),
             "reshard_after_forward": bool(self._one_of(reshards, default=True)),
             "activation_checkpointing": bool(self.fsdp.get("activation_checkpointing")),
         }
@@ -190,14 +194,9 @@ class _Reading:
         return next(iter(given.values()), default)
 
     def _wrap(self) -> WrapPolicy:
-        names = tuple(
-            dict.fromkeys(
-                name.strip()
-                for key in ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap")
-                for value in (self.fsdp.get(key) or (),)
-                for name in (value.split(",") if isinstance(value, str) else map(str, value))
-            )
-        )
+        classes = self.fsdp.get("transformer_layer_cls_to_wrap") or ()
+        listed = classes.split(",") if isinstance(classes, str) else map(str, classes)
+        names = tuple(dict.fromkeys(name.strip() for name in listed))
         numel = self.fsdp.get("min_num_params")
         default = "TRANSFORMER_BASED_WRAP" if names else "SIZE_BASED_WRAP" if numel else "NO_WRAP"
         policy = self.fsdp.get("auto_wrap_policy", default)
@@ -262,4 +261,4 @@ class _Reading:
 
 def _is_of_fsdp(key: str) -> bool:
     is_named = key.startswith("fsdp") and key not in ("fsdp", "fsdp_config")
-    return is_named or key in _FSDP_KEYS
+    return is_named or key in _FSDP_KEYS or key in _ALIASES
