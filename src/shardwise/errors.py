@@ -128,6 +128,12 @@ class KnownNames:
             ) from error
 
 
+def require_names(owner: object, names: str) -> None:
+    """Raise AttributeError unless an object has all of these names, which are separated by spaces."""
+    for name in names.split():
+        getattr(owner, name)
+
+
 def _version_of(library: str) -> str:
     if library == "Python":
         return platform.python_version()

@@ -12,7 +12,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression, Hole, concat, slice_dim
-from shardwise.errors import ConfigError, FormatError, KnownNames
+from shardwise.errors import ConfigError, FormatError, KnownNames, require_names
 from shardwise.models import pretrained
 from shardwise.models.initialize import NewRows
 from shardwise.models.pretrained import models_of
@@ -27,13 +27,8 @@ with KnownNames("transformers", "5.17 to 5.23"):
     from transformers.monkey_patching import patch_output_recorders
     from transformers.utils.loading_report import LoadStateDictInfo
 
-    for _name in [
-        "_from_config",
-        "get_init_context",
-        "_load_pretrained_model",
-        "_move_missing_keys_from_meta_to_device",
-    ]:
-        getattr(PreTrainedModel, _name)
+    require_names(PreTrainedModel, "_from_config get_init_context _load_pretrained_model")
+    require_names(PreTrainedModel, "_move_missing_keys_from_meta_to_device")
 
 
 def read_config(

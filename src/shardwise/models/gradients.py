@@ -152,16 +152,15 @@ def require_synchronized(model: nn.Module, ranks: int) -> None:
         if isinstance(module, DistributedDataParallel)
         for parameter in module.parameters()
     }
-    alone: list[str] = []
-    elsewhere: list[str] = []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or not parameter.numel() or parameter in in_ddp:
-            continue
-        if isinstance(parameter, DTensor):
-            if parameter.device_mesh.size() < ranks:
-                elsewhere.append(canonical(name))
-        elif not is_averaged(parameter):
-            alone.append(canonical(name))
+    trained = {
+        canonical(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.numel() and parameter not in in_ddp
+    }
+    alone = [name for name, each in trained.items() if not isinstance(each, DTensor) and not is_averaged(each)]
+    elsewhere = [
+        name for name, each in trained.items() if isinstance(each, DTensor) and each.device_mesh.size() < ranks
+    ]
     if alone:
         raise ConfigError(
             f"{abbreviate(alone)}: trained, but neither sharded nor averaged over the {ranks} ranks, so each rank "

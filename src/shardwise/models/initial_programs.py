@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.conversion.regions import Region, flatten
 from shardwise.layout import LocalBox
 from shardwise.models import pretrained
 from shardwise.models.pretrained import not_initializing
 from shardwise.models.torch_api import original_class, parameters_of, tree_leaves, tree_map_only, without_data
 from shardwise.models.view import strided_view
-from shardwise.tensors import contiguous_strides
+from shardwise.tensors import Box
 
 aten = torch.ops.aten
 
@@ -156,36 +157,16 @@ def fill_from_program(
 ) -> None:
     """Compute the values of this rank's boxes into ``local``. Memory: one block of ``BLOCK_NUMEL`` elements."""
     for item in boxes:
-        for start, flat, where in _pieces(program.shape, item):
+        region = flatten(Region.of(item.box, item.local), program.shape)
+        (first,), (stop,) = region.origin, region.bounds.stops
+        for start in range(first - first % BLOCK_NUMEL, stop, BLOCK_NUMEL):
+            pieces = list(region.within(Box((start,), (BLOCK_NUMEL,))))
+            if not pieces:
+                continue
             block = _block(program, start, seed, fqn)
-            target = strided_view(local, item.local)
-            if isinstance(where, slice):
-                target.view(-1)[where] = block[flat].to(local.device)
-            else:
-                target[where] = block[flat].to(local.device)
-
-
-def _pieces(shape: tuple[int, ...], item: LocalBox) -> Iterator[tuple[int, Any, Any]]:
-    """Yield (first element, indices into the block, indices into the box) of each block that meets a box."""
-    box = item.box
-    strides = contiguous_strides(shape)
-    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    if item.local.is_contiguous and box.sizes[1:] == shape[1:]:
-        last = first + box.numel
-        for start in range(first - first % BLOCK_NUMEL, last, BLOCK_NUMEL):
-            low, high = max(first, start), min(last, start + BLOCK_NUMEL)
-            yield start, slice(low - start, high - start), slice(low - first, high - first)
-        return
-    last = first + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True)) + 1
-    for start in range(first - first % BLOCK_NUMEL, last, BLOCK_NUMEL):
-        flat = torch.arange(start, min(start + BLOCK_NUMEL, math.prod(shape)), device="cpu")
-        inside = torch.ones_like(flat, dtype=torch.bool)
-        places: list[torch.Tensor] = []
-        for offset, size, bound, stride in zip(box.offsets, box.sizes, shape, strides, strict=True):
-            place = flat // stride % bound - offset
-            inside &= (place >= 0) & (place < size)
-            places.append(place)
-        yield start, flat[inside] - start, tuple(place[inside] for place in places)
+            for piece in pieces:
+                source, target = piece.strided((1,))
+                strided_view(local, target).copy_(strided_view(block, source))
 
 
 def _block(program: Program, start: int, seed: int, fqn: str) -> torch.Tensor:

@@ -23,7 +23,7 @@ from transformers.utils import logging as hf_logging
 
 from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression, Stored, key_of, substitute
-from shardwise.errors import KnownNames
+from shardwise.errors import KnownNames, require_names
 from shardwise.layout import ModelLayout
 from shardwise.models.torch_api import original_classes, to_torch
 
@@ -42,13 +42,9 @@ with KnownNames("transformers", "5.17 to 5.23"):
         rename_source_key,
     )
 
-    for _owner, _names in (
-        (hf_init, ("TORCH_INIT_FUNCTIONS", "guard_torch_init_functions", "no_init_weights")),
-        (PreTrainedModel, ("_get_dtype_plan", "_no_split_modules", "initialize_weights", "tie_weights")),
-        (PreTrainedModel, ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected")),
-    ):
-        for _name in _names:
-            getattr(_owner, _name)
+    require_names(hf_init, "TORCH_INIT_FUNCTIONS guard_torch_init_functions no_init_weights")
+    require_names(PreTrainedModel, "_get_dtype_plan _no_split_modules initialize_weights tie_weights")
+    require_names(PreTrainedModel, "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected")
 
 
 def declared_ties(model: nn.Module) -> dict[str, str]:

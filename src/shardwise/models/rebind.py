@@ -3,7 +3,6 @@
 Parameters are matched by identity. (On meta, all ``data_ptr()`` are 0.)
 """
 
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -238,9 +237,6 @@ def _comparable(value: Any) -> Any:
     return value if value is None or isinstance(value, (int, float, str)) else type(value).__name__
 
 
-_log = logging.getLogger(__name__)
-
-
 def _library(kind: type[Optimizer]) -> str:
     """Return the library of a class with reduced state, or of such a base class. "" for others."""
     for each in kind.__mro__:
@@ -274,9 +270,7 @@ def require_steps_shards(optimizers: Iterable[Optimizer]) -> None:
 
 
 def require_made_for_shards(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Check the optimizer of these parameters. Warn about parameters whose state torchao keeps in 32 bits.
-
-    Collective: no. The result is the same on every rank.
+    """Check the optimizer of these parameters. Collective: no. The result is the same on every rank.
 
     Raises:
         ShardingError: it does not step shards, or is torchao's and shards have several sizes.
@@ -286,9 +280,6 @@ def require_made_for_shards(optimizer: Optimizer, parameters: Mapping[str, torch
         require_steps_shards([optimizer])
     if _library(type(optimizer)) != "torchao":
         return
-    block: int = vars(optimizer)["block_size"]
-    whose = f"torchao's {type(optimizer).__name__}"
-    left = []
     for name, each in sharded.items():
         splits = [
             (each.shape[dim], int(size))
@@ -298,17 +289,10 @@ def require_made_for_shards(optimizer: Optimizer, parameters: Mapping[str, torch
         numel = each.numel() // math.prod(count for _, count in splits)
         if numel >= _LEAST and any(length % count for length, count in splits):
             raise ShardingError(
-                f"{whose}: {name}, of shape {tuple(each.shape)}, is cut into shards of several sizes, and a "
-                "compiled step takes those of one size. Train on a number of ranks that divides it, or use AdamW."
+                f"torchao's {type(optimizer).__name__}: {name}, of shape {tuple(each.shape)}, is cut into shards of "
+                "several sizes, and a compiled step takes those of one size. Train on a number of ranks that divides "
+                "it, or use AdamW."
             )
-        if numel < _LEAST or numel % block:
-            left.append(name)
-    if left:
-        _log.warning(
-            "%s: keeps 32 bits of %d of %d parameters, such as %s, whose shards have fewer than %d elements or no "
-            "multiple of %d",
-            *(whose, len(left), len(sharded), left[0], _LEAST, block),
-        )
 
 
 _LEAST = 4096

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.conversion.expression import Expression, Stored
-from shardwise.errors import KnownNames
+from shardwise.errors import KnownNames, require_names
 from shardwise.layout import ModelLayout, TensorLayout
 from shardwise.models import torch_api
 from shardwise.models.pretrained import quantized_parts
@@ -25,8 +25,7 @@ with KnownNames("transformers", "5.17 to 5.23"):
     from transformers.dynamic_module_utils import custom_object_save
     from transformers.modeling_utils import _get_tied_weight_keys
 
-    for _name in ("_keys_to_ignore_on_save", "is_remote_code"):
-        getattr(PreTrainedModel, _name)
+    require_names(PreTrainedModel, "_keys_to_ignore_on_save is_remote_code")
 
 
 @dataclass(frozen=True, slots=True)

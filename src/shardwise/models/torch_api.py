@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from shardwise.errors import KnownNames, ShardingError
+from shardwise.errors import KnownNames, ShardingError, require_names
 from shardwise.tensors import DType
 
 with KnownNames("torch", "2.11 to 2.15"):
@@ -36,21 +36,17 @@ with KnownNames("torch", "2.11 to 2.15"):
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map_only
 
-    for _owner, _names in (
-        (nn.Module(), "_modules _parameters _buffers _non_persistent_buffers_set _compiled_call_impl"),
-        (nn.modules.batchnorm, "_BatchNorm"),
-        (torch, "_foreach_add_ _foreach_copy_ _foreach_mul_"),
-        (torch._C, "_current_graph_task_id"),
-        (torch.autograd.Variable, "_execution_engine"),
-        (torch.Tensor, "_version _make_wrapper_subclass"),
-        (distributed_c10d, "_get_default_store _get_default_group _get_object_coll_device"),
-        (FSDPModule, "_get_fsdp_state"),
-        (FSDPParam, "reset_sharded_param"),
-        (Shard, "_split_tensor"),
-        (_StridedShard, "_split_tensor"),
-    ):
-        for _name in _names.split():
-            getattr(_owner, _name)
+    require_names(nn.Module(), "_modules _parameters _buffers _non_persistent_buffers_set _compiled_call_impl")
+    require_names(nn.modules.batchnorm, "_BatchNorm")
+    require_names(torch, "_foreach_add_ _foreach_copy_ _foreach_mul_")
+    require_names(torch._C, "_current_graph_task_id")
+    require_names(torch.autograd.Variable, "_execution_engine")
+    require_names(torch.Tensor, "_version _make_wrapper_subclass")
+    require_names(distributed_c10d, "_get_default_store _get_default_group _get_object_coll_device")
+    require_names(FSDPModule, "_get_fsdp_state")
+    require_names(FSDPParam, "reset_sharded_param")
+    require_names(Shard, "_split_tensor")
+    require_names(_StridedShard, "_split_tensor")
 
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_leaves", "tree_map_only"]
 

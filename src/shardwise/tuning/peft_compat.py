@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import ConfigError, KnownNames
+from shardwise.errors import ConfigError, KnownNames, require_names
 from shardwise.models import pretrained
 from shardwise.models.four_bit_layers import is_in_four_bits, shown_dequantized
 from shardwise.models.torch_api import original_class
@@ -233,14 +233,10 @@ def _require_names() -> None:
         from peft.tuners.lora.layer import ParamWrapper
         from peft.utils.other import ModulesToSaveWrapper
 
-        for owner, names in (
-            (LoraLayer, "get_base_layer reset_lora_parameters"),
-            (ParamWrapper, "_activate_lora"),
-            (ModulesToSaveWrapper, "forward"),
-            (tuners_utils.BaseTuner, "merge_adapter _unload_and_optionally_merge"),
-        ):
-            for name in names.split():
-                getattr(owner, name)
+        require_names(LoraLayer, "get_base_layer reset_lora_parameters")
+        require_names(ParamWrapper, "_activate_lora")
+        require_names(ModulesToSaveWrapper, "forward")
+        require_names(tuners_utils.BaseTuner, "merge_adapter _unload_and_optionally_merge")
 
 
 def _called(tuner: Any, *args: Any, **keywords: Any) -> Any:
@@ -363,7 +359,7 @@ def adapter_doors() -> list[tuple[Any, str]]:
         moved, replaced = "_move_adapter_to_device_of_base_layer", "_replace_module"
         doors = [(BaseTunerLayer, moved), (ParamWrapper, moved), (BaseTuner, replaced), (LoraModel, replaced)]
         for owner, name in doors:
-            getattr(owner, name)
+            require_names(owner, name)
     return doors
 
 
