@@ -140,22 +140,19 @@ class Dequantize:
         factors = scales.float()
         if self.has_exponents and not scales.is_floating_point():
             factors = factors.new_tensor(POWERS)[scales.int()]
-        if not factors.isfinite().all():
-            raise BadValues("a scale is NaN or infinite. Download or write the checkpoint again.", 1)
+        _require_finite(factors, "a scale", 1)
         if self.overall:
-            whole, *rest = rest
-            factors = factors * whole.float() if self.overall > 0 else factors / whole.float()
-            if not whole.float().isfinite().all() or not whole.all() or not factors.isfinite().all():
+            whole = rest.pop(0).float()
+            factors = factors * whole if self.overall > 0 else factors / whole
+            if not whole.isfinite().all() or not whole.all() or not factors.isfinite().all():
                 raise BadValues(
                     f"the scale of the whole tensor is {float(whole)}, with which scales are 0 or not finite. "
                     "Download or write the checkpoint again.",
                     2,
                 )
         zeros = rest.pop(0).float() if self.has_zeros else None
-        if zeros is not None and not zeros.isfinite().all():
-            raise BadValues(
-                "a zero point is NaN or infinite. Download or write the checkpoint again.", 2 + bool(self.overall)
-            )
+        if zeros is not None:
+            _require_finite(zeros, "a zero point", 2 + bool(self.overall))
         return stored, factors, zeros
 
     def _of_strip(self, scales: Any, strip: Box, box: Box) -> Any:
@@ -177,6 +174,11 @@ class Dequantize:
         if unit == 1 or scales.shape[dim] == 1:
             return scales
         return scales.repeat_interleave(unit, dim).narrow(dim, at % unit, size)
+
+
+def _require_finite(values: Any, name: str, source: int) -> None:
+    if not values.isfinite().all():
+        raise BadValues(f"{name} is NaN or infinite. Download or write the checkpoint again.", source)
 
 
 POWERS = (*(2.0 ** (byte - _EXPONENT_BIAS) for byte in range(255)), float("nan"))

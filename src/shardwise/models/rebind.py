@@ -289,9 +289,9 @@ def require_made_for_shards(optimizer: Optimizer, parameters: Mapping[str, torch
         numel = each.numel() // math.prod(count for _, count in splits)
         if numel >= _LEAST and any(length % count for length, count in splits):
             raise ShardingError(
-                f"torchao's {type(optimizer).__name__}: {name}, of shape {tuple(each.shape)}, is cut into shards of "
-                "several sizes, and a compiled step takes those of one size. Train on a number of ranks that divides "
-                "it, or use AdamW."
+                f"torchao's {type(optimizer).__name__}: {name}, of shape {tuple(each.shape)}, is cut into shards "
+                "of several sizes, and a compiled step takes those of one size. Train on a number of ranks that "
+                "divides it, or use AdamW."
             )
 
 
