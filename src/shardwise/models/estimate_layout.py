@@ -105,17 +105,17 @@ class _Spreader:
         placements = (*[Replicate()] * (len(self.mesh.sizes) - 1), Shard(dim))
         key = (shape, dim)
         if key not in self.made:
-            self.made[key] = self.sharded(shape, placements, item.fqn)
+            self.made[key] = self.sharded(shape, placements)
         return self.made[key], describe_placements(placements, self.mesh.names, self.mesh.sizes)
 
-    def sharded(self, shape: tuple[int, ...], placements: Sequence[Placement], fqn: str) -> Spread:
+    def sharded(self, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Spread:
         """Return the boxes at every coordinate of the shard axis."""
         sizes = self.mesh.sizes
         coordinates = [(*[0] * (len(sizes) - 1), position) for position in range(self.mesh.shard_size)]
-        (first,) = boxes_at(shape, placements, sizes, coordinates[0], contiguous_strides(shape), fqn)
+        (first,) = boxes_at(shape, placements, sizes, coordinates[0], contiguous_strides(shape))
         # All shards have the contiguous memory of the first one, and are padded at the end.
         strides = contiguous_strides(first.box.sizes)
-        boxes = tuple(boxes_at(shape, placements, sizes, each, strides, fqn) for each in coordinates)
+        boxes = tuple(boxes_at(shape, placements, sizes, each, strides) for each in coordinates)
         return Spread(boxes, first.box.numel)
 
 

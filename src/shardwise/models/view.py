@@ -225,13 +225,13 @@ def local_boxes(tensor: torch.Tensor, fqn: str) -> tuple[LocalBox, ...]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return ()
+    _require_placed(tensor, fqn)
     return boxes_at(
         tuple(tensor.shape),
         tuple(tensor.placements),
         tuple(tensor.device_mesh.shape),
         tuple(coordinate),
         tuple(local_tensor(tensor).stride()),
-        fqn,
     )
 
 
@@ -240,46 +240,37 @@ def boxes_of_ranks(tensor: torch.Tensor, fqn: str, ranks: Sequence[int]) -> tupl
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return ((Box.whole(shape),),) * len(ranks)
+    _require_placed(tensor, fqn)
     mesh = tensor.device_mesh
     strides = contiguous_strides(shape)  # any: local layouts are not used
     found: list[tuple[Box, ...]] = []
     for rank in ranks:
         coordinate = torch.nonzero(mesh.mesh == rank).flatten().tolist()
-        held = boxes_at(shape, tensor.placements, tuple(mesh.shape), tuple(coordinate), strides, fqn)
+        held = boxes_at(shape, tuple(tensor.placements), tuple(mesh.shape), tuple(coordinate), strides)
         found.append(tuple(part.box for part in held))
     return tuple(found)
 
 
-def boxes_at(
-    shape: tuple[int, ...],
-    placements: Sequence[Placement],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    local_strides: tuple[int, ...],
-    fqn: str,
-) -> tuple[LocalBox, ...]:
-    """Return the boxes at a coordinate of a mesh, according to torch's placements.
-
-    Raises:
-        ShardingError: a placement is neither a shard nor a replica.
-    """
-    for placement, size in zip(placements, mesh_shape, strict=True):
+def _require_placed(tensor: DTensor, fqn: str) -> None:
+    """Reject placements that are neither shards nor replicas."""
+    mesh = tensor.device_mesh.shape
+    for placement, size in zip(tensor.placements, mesh, strict=True):
         if torch_api.splitting_dim(placement) is None and not placement.is_replicate():
             raise ShardingError(
-                f"{fqn} is placed as {placement} on an axis of {size} ranks (the mesh has {mesh_shape}), which "
+                f"{fqn} is placed as {placement} on an axis of {size} ranks (the mesh has {tuple(mesh)}), which "
                 "holds no values of its own. Redistribute it to Shard or Replicate before it is loaded"
             )
-    return _boxes_at(shape, tuple(placements), mesh_shape, coordinate, local_strides)
 
 
 @lru_cache(maxsize=4096)
-def _boxes_at(
+def boxes_at(
     shape: tuple[int, ...],
     placements: tuple[Placement, ...],
     mesh_shape: tuple[int, ...],
     coordinate: tuple[int, ...],
     local_strides: tuple[int, ...],
 ) -> tuple[LocalBox, ...]:
+    """Return the boxes at a coordinate of a mesh, according to torch's placements."""
     splits: list[list[tuple[Placement, int, int]]] = [[] for _ in shape]
     for placement, size, position in zip(placements, mesh_shape, coordinate, strict=True):
         dim = torch_api.splitting_dim(placement)
