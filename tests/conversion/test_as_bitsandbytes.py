@@ -9,7 +9,7 @@ from tests.conversion.test_nested_scales import nested_scales, unnest
 from tests.harness.world import run_world
 from tests.peers import use_peers
 
-from shardwise.conversion.four_bit import BLOCKS, dynamic_numbers
+from shardwise.conversion.four_bit import BLOCKS, bounds_and_order, dynamic_numbers
 from shardwise.tensors import Form4
 
 
@@ -17,7 +17,7 @@ def inputs(dtype: torch.dtype, width: int) -> torch.Tensor:
     """Rows of all kinds: of every size, subnormal, huge, zero, with zeros of both signs, on the bounds."""
     generator = torch.Generator().manual_seed(width)
     rows = [torch.randn(width, generator=generator) * 10.0**power for power in range(-44, 39, 5)]
-    bounds = torch.tensor([*Form4.NF4.bounds, *Form4.FP4.bounds, 1.0, -0.0])
+    bounds = torch.tensor([*(bound for form in Form4 for bound in bounds_and_order(form)[0].tolist()), 1.0, -0.0])
     rows += [bounds.repeat(width // 32) * factor for factor in (1.0, 3.0, 0.7, 1e-40, 3e38)]
     rows += [torch.zeros(width), -torch.zeros(width), torch.full((width,), 1e-45)]
     rows += [torch.where(torch.rand(width, generator=generator) < 0.3, -0.0, rows[0])]
@@ -34,9 +34,11 @@ def compare_weights() -> list[str]:
     for form in Form4:
         numbers = bnb.get_4bit_type(form.value, device="cpu")
         bounds, order = _get_4bit_quantize_bounds(form.value, torch.device("cpu"))
-        if not (same(torch.tensor(form.numbers), numbers) and same(torch.tensor(form.bounds), bounds)):
+        if not (
+            same(torch.tensor(form.numbers), numbers) and same(torch.from_numpy(bounds_and_order(form)[0]), bounds)
+        ):
             faults.append(f"{form}: numbers")
-        if order.tolist() != list(form.order):
+        if order.tolist() != bounds_and_order(form)[1].tolist():
             faults.append(f"{form}: order")
         for dtype in DTYPES:
             cases = [(inputs(dtype, block), block) for block in BLOCKS]

@@ -210,5 +210,5 @@ def test_rows_of_two_forms_or_taken_apart_are_numbers():
     for taken_apart in (concat([first, first], 1), slice_dim(first, 1, 32, 32), permute(first, (1, 0))):
         assert stored_rows(taken_apart) is None
     assert stored_rows(reshape(first, (4, 32))) is None
-    with pytest.raises(ValueError, match="only taken as it is stored"):
+    with pytest.raises(ValueError, match="only kept as it is stored"):
         packed(first, Code.E2M1, 32, rounds_to=DType.F32)

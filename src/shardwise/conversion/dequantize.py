@@ -250,15 +250,15 @@ def dequantized(
     """
     shape, unit = tuple(shape), tuple(unit)
     counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
-    beside = [reshape(scales, counts), *([] if zeros is None else [reshape(zeros, counts)])]
+    others = [reshape(scales, counts), *([] if zeros is None else [reshape(zeros, counts)])]
     if groups is not None:
-        beside = [_by_column(found, reshape(groups, shape[-1:])) for found in beside]
+        others = [_by_column(found, reshape(groups, shape[-1:])) for found in others]
         unit = (*unit[:-1], 1)
     if overall is not None:
-        beside.insert(1, reshape(overall[0], (1,)))
+        others.insert(1, reshape(overall[0], (1,)))
     power = 0 if overall is None else overall[1]
     operation = Dequantize(shape, unit, code, has_exponents, power, zeros is not None, rounds_to)
-    sources = (_bytes(values, shape, code), *beside)
+    sources = (_bytes(values, shape, code), *others)
     return Computed(operation, _OUT, shape, rounds_to, sources)
 
 

@@ -167,7 +167,7 @@ class _Scratch:
 
     def _resolve(self, codes: NDArray[np.uint8], stored: NDArray[Any], factors: NDArray[np.float32]) -> None:
         """Compute ambiguous codes by comparing values with the bounds."""
-        bounds, order = _bounds_and_order(self.form)
+        bounds, order = bounds_and_order(self.form)
         found = np.flatnonzero(np.greater_equal(codes, _AMBIGUOUS, out=self.is_ambiguous[: codes.size]))
         for start in range(0, found.size, _COMPARED):
             chosen = found[start : start + _COMPARED]
@@ -186,7 +186,7 @@ class _Scratch:
 
 
 @cache
-def _bounds_and_order(form: Form4) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+def bounds_and_order(form: Form4) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
     """Return the midpoints between values, ascending, and the codes in the order of their values.
 
     These are ``_get_4bit_quantize_bounds`` of bitsandbytes 0.50.
@@ -199,7 +199,7 @@ def _bounds_and_order(form: Form4) -> tuple[NDArray[np.float32], NDArray[np.uint
 def _code_table(form: Form4, none: Any) -> Any:
     """Return the code of each index, or :data:`_AMBIGUOUS`, as uint8. ``none`` is any CPU tensor."""
     if form not in _tables:
-        bounds, order = _bounds_and_order(form)
+        bounds, order = bounds_and_order(form)
         of_bounds = (bounds + np.float32(_SHIFT)).view(np.int32) - _SHIFT_BITS
         signed = np.arange(-_INDICES // 2, _INDICES // 2)
         codes = order[np.searchsorted(of_bounds, signed)]

@@ -79,11 +79,11 @@ class Additions:
     nested: frozenset[str] = frozenset()
 
     @property
-    def begun(self) -> frozenset[str]:
+    def from_tuning(self) -> frozenset[str]:
         """Names of the tensors that the tuning initializes."""
         return self.initialized.union(self.norms, self.nested)
 
-    def begun_elsewhere(self) -> Additions:
+    def from_checkpoint(self) -> Additions:
         """Return the same additions for an adapter whose values come from a checkpoint."""
         return replace(self, initialized=frozenset(), norms={})
 
@@ -139,7 +139,7 @@ class Initializers:
 
     def origin_of(self, item: TensorRef) -> Origin:
         """Return the source of a parameter or persistent buffer that is missing in the checkpoint."""
-        if item.fqn in self.additions.begun:
+        if item.fqn in self.additions.from_tuning:
             return Origin.TUNING
         if self.additions.base is not None and item.fqn not in self.additions.known_as:
             return Origin.NOWHERE
@@ -152,7 +152,7 @@ class Initializers:
     def programs(self, names: Collection[str]) -> dict[str, Program]:
         """Return the programs of the tensors to initialize, by FQN. There are none for ``RowNorms``."""
         added = self.additions.initialized.intersection(names)
-        others = [name for name in names if name not in self.additions.begun]
+        others = [name for name in names if name not in self.additions.from_tuning]
         return {
             **self._traced(others, partial(self._run, others)),
             **self._traced(added, self.additions.initialize),

@@ -275,9 +275,9 @@ def group_parameters(
     inside = _Inside.of(model)
     whole = {**_unshardable(inside), **kept_whole}
     groups = _merge_tied(inside, select_blocks(model, policy))
-    islands, strays = _islands(inside, groups, set(whole))
-    groups += islands
-    whole |= strays
+    separate, mixed = _dtype_groups(inside, groups, set(whole))
+    groups += separate
+    whole |= mixed
     groups.sort(key=_depth, reverse=True)
     owners = inside.owners(groups)
     members: dict[str, list[nn.Parameter]] = {name: [] for name in ["", *(names[0] for names in groups)]}
@@ -378,7 +378,7 @@ def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
     return max(sizes, key=sizes.__getitem__, default=None)
 
 
-def _islands(
+def _dtype_groups(
     inside: _Inside, groups: Sequence[Sequence[str]], replicated: set[nn.Parameter]
 ) -> tuple[list[list[str]], dict[nn.Parameter, str]]:
     """Return groups for trained parameters of another dtype than their group's, such as float32 norms.
@@ -396,12 +396,12 @@ def _islands(
     for name, parameter in trained.items():
         by_group.setdefault(owners[name], []).append(parameter)
     main = {group: _main_dtype(parameters) for group, parameters in by_group.items()}
-    islands: list[list[str]] = []
+    separate: list[list[str]] = []
     whole: dict[nn.Parameter, str] = {}
     for name, parameter in trained.items():
         group = owners[name]
         module = name.rpartition(".")[0]
-        if parameter.dtype == main[group] or [module] in islands:
+        if parameter.dtype == main[group] or [module] in separate:
             continue
         fits = all(
             other.dtype == parameter.dtype and len(inside.names[other]) == 1
@@ -409,10 +409,10 @@ def _islands(
             if fqn.startswith(f"{module}.") and owners[fqn] == group
         )
         if module and module != group and fits:
-            islands.append([module])
+            separate.append([module])
         else:
             whole[parameter] = "its group is of another dtype, and no module around it can be a group of its own"
-    return islands, whole
+    return separate, whole
 
 
 def shard_dim(shape: Sequence[int], shard_size: int) -> int:

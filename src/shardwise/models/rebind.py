@@ -328,7 +328,9 @@ def made_again(
     if _library(type(optimizer)) == "torchao":
         made: torch.Tensor = optimizer._new_buffer(parameter.detach(), entry == "exp_avg")
     elif plain is None:
-        raise KeyMismatchError(f"{entry} was saved in another form than {type(optimizer).__name__} has. {_ANEW}")
+        raise KeyMismatchError(
+            f"{entry} was saved in another form than {type(optimizer).__name__} has. {_CREATE_ALIKE}"
+        )
     elif getattr(optimizer, "is_paged", False) and plain.shape == parameter.shape:
         made = optimizer.get_state_buffer(parameter, dtype=plain.dtype)
     else:
@@ -338,10 +340,10 @@ def made_again(
         is_alike = given is not None and (given.shape, given.dtype) == (here.shape, here.dtype)
         if given is None or not is_alike or (name == "qmap" and not torch.equal(given, here.cpu())):
             raise KeyMismatchError(
-                f"{entry} was saved in other blocks than {type(optimizer).__name__} keeps. {_ANEW}"
+                f"{entry} was saved in other blocks than {type(optimizer).__name__} keeps. {_CREATE_ALIKE}"
             )
         here.copy_(given)
     return made
 
 
-_ANEW = "Create the optimizer as it was created when it was saved, or start it anew."
+_CREATE_ALIKE = "Create the optimizer as it was created when it was saved, or start with a new one."

@@ -344,6 +344,12 @@ def _twice(name: str) -> str:
     )
 
 
+_FSDP1_OPTIONS = {
+    transformer_auto_wrap_policy: "transformer_layer_cls",
+    size_based_auto_wrap_policy: "min_num_params",
+}
+
+
 def as_policy(given: Any) -> Any:
     """Convert classes, functions, and policies of FSDP1 or partials of them, to a :data:`WrapPolicy`.
 
@@ -359,11 +365,7 @@ def as_policy(given: Any) -> Any:
         if given.args:
             raise ConfigError(f"wrap is a functools.partial with {len(given.args)} positional arguments. Name them")
         function, keywords = given.func, dict(given.keywords)
-    options: tuple[tuple[Any, str], ...] = (
-        (transformer_auto_wrap_policy, "transformer_layer_cls"),
-        (size_based_auto_wrap_policy, "min_num_params"),
-    )
-    option = next((option for known, option in options if function is known), None)
+    option = _FSDP1_OPTIONS.get(function) if callable(function) else None
     if option is None:
         return _as_classes(given)
     value = keywords.pop(option, None)

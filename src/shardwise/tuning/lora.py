@@ -95,9 +95,9 @@ def with_lora(
     additions = _additions(model, name, config, {id(item.tensor): item for item in held})
     copied = {copy: original for copy, original in originals.items() if original in known_as}
     if adapter is not None:
-        taken = match_adapter(model, held, name, adapter, additions.begun.union(copied))
+        taken = match_adapter(model, held, name, adapter, additions.from_tuning.union(copied))
         copied = {copy: original for copy, original in copied.items() if copy not in taken}
-        additions = additions.begun_elsewhere()
+        additions = additions.from_checkpoint()
         offers |= {fqn: (expression,) for fqn, expression in taken.items()}
     offers |= {copy: offers[original] for copy, original in _first_offers(copied, offers, held)}
     known_as |= {copy: known_as[original] for copy, original in copied.items()}
@@ -125,7 +125,7 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Ada
     modules = [module_name for module_name, _ in base.named_modules()]
     parameters = [parameter_name for parameter_name, _ in base.named_parameters()]
     try:
-        model = peft_compat.inject(base, config, name, starts_anew=adapter is None)
+        model = peft_compat.inject(base, config, name, is_new=adapter is None)
     except ConfigError:
         everything = peft_compat.AdaptedNames(tuple(modules), tuple(parameters), tuple(modules))
         _require_all_matched(config, everything, modules, parameters)  # if a name is wrong, suggests the nearest
@@ -244,7 +244,7 @@ def replicated(made: Tuned) -> Tuned:
     """
     if made.additions.norms:
         raise ConfigError("use_dora needs its magnitudes where the rows are. Pass adapters='sharded'")
-    return replace(made, stays_whole=dict.fromkeys(made.additions.begun, "adapters are replicated"))
+    return replace(made, stays_whole=dict.fromkeys(made.additions.from_tuning, "adapters are replicated"))
 
 
 def matches(name: str, wanted: str) -> bool:

@@ -141,7 +141,7 @@ class _LoraTuning(Tuning):
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:
         found, config = adapters.get(self.adapter), self._config(adapters)
-        peft_compat.require_supported(config, starts_anew=found is None)
+        peft_compat.require_supported(config, is_new=found is None)
         made = lora.with_lora(base, bindings, config, self.adapter, found)
         return lora.replicated(made) if self.adapters == "replicated" else made
 

@@ -95,7 +95,7 @@ def _require_lora(config: object) -> None:
         raise ConfigError(f"config is {what}. Pass a peft.LoraConfig")
 
 
-def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
+def require_supported(config: LoraConfig, *, is_new: bool) -> None:
     """Reject settings that cannot be initialized on meta exactly as in PEFT.
 
     Raises:
@@ -114,21 +114,21 @@ def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
     init = config.init_lora_weights
     changes_base = str(init).lower().startswith(_CHANGES_THE_BASE)
     is_known = isinstance(init, bool) or str(init).lower() == "gaussian"
-    if changes_base or (starts_anew and not is_known):
+    if changes_base or (is_new and not is_known):
         why = "changes the base's weights" if changes_base else "needs whole weights, or data"
         faults.append(f"init_lora_weights={init!r} {why}. Pass True, False or 'gaussian'")
-    if config.use_dora and starts_anew and init is False:
+    if config.use_dora and is_new and init is False:
         faults.append(f"use_dora with init_lora_weights={init!r} needs whole products of matrices. Pass True")
     if config.ensure_weight_tying:
         faults.append("ensure_weight_tying=True ties adapters by views, which no sharding keeps. Leave it out")
     if faults:
-        raise ConfigError("this LoRA cannot be brought up sharded:\n  " + "\n  ".join(faults))
+        raise ConfigError("this LoRA cannot be set up sharded:\n  " + "\n  ".join(faults))
 
 
-def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bool) -> PeftModel:
+def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -> PeftModel:
     """Inject the modules of an adapter into ``base``, on meta. Return PEFT's model around it.
 
-    ``config`` is copied. Its initialization is ignored, unless the adapter ``starts_anew``.
+    ``config`` is copied. Its initialization is ignored unless the adapter ``is_new``.
 
     Raises:
         ConfigError: nothing matches, or PEFT rejects the config for this model.
@@ -139,7 +139,7 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bo
     _require_names()
     own = copy.deepcopy(config)
     own.inference_mode = False
-    if not starts_anew:
+    if not is_new:
         own.init_lora_weights = True
     own.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
     # PEFT draws random values that are discarded. The random state is restored.

@@ -94,7 +94,7 @@ class AdapterOutline:
             yield site.lora_A
             yield site.lora_B
 
-    def begin(self, matrix: AdaptedMatrix, values: torch.Tensor, seed: int) -> None:
+    def initialize(self, matrix: AdaptedMatrix, values: torch.Tensor, seed: int) -> None:
         """Initialize a contiguous matrix as ``from_pretrained`` with ``Lora(config)`` does, from (seed, FQN)."""
         program = self.programs[matrix.fqn]
         if not program.is_elementwise:
@@ -136,7 +136,7 @@ def outline_adapter(base: PreTrainedModel, config: LoraConfig) -> AdapterOutline
     initializers = Initializers(
         made.model, list({id(item): item for item in held.values()}.values()), made.additions
     )
-    programs = initializers.programs(sorted(made.additions.begun))
+    programs = initializers.programs(sorted(made.additions.from_tuning))
     return AdapterOutline(tuple(sites), held, initializers, programs)
 
 
@@ -146,7 +146,7 @@ def _require_matrices(config: LoraConfig) -> None:
     Raises:
         ConfigError: the message has these settings.
     """
-    peft_compat.require_supported(config, starts_anew=True)
+    peft_compat.require_supported(config, is_new=True)
     faults = []
     if config.use_dora:
         faults.append("use_dora=True needs norms of whole weights at each step. Leave it out")
