@@ -251,11 +251,8 @@ def concat(parts: Sequence[Expression], dim: int) -> Expression:
     if not parts:
         raise ValueError("nothing to concatenate")
     first = parts[0].shape
-    for part in parts:
-        if len(part.shape) != len(first) or any(
-            a != b for d, (a, b) in enumerate(zip(part.shape, first, strict=True)) if d != dim
-        ):
-            raise ValueError(f"cannot concatenate shapes {[p.shape for p in parts]} along {dim}")
+    if len({(len(part.shape), *part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}) > 1:
+        raise ValueError(f"cannot concatenate shapes {[part.shape for part in parts]} along {dim}")
     if len(parts) == 1:
         return parts[0]
     size = sum(part.shape[dim] for part in parts)

@@ -196,20 +196,17 @@ def listed_blocks(model: nn.Module) -> list[str]:
 
 def _answering(model: nn.Module, function: Callable[..., bool]) -> list[str]:
     """Return the modules that a function selects, without containers, which have no forward to gather for."""
-    inside = [(name, module) for name, module in model.named_modules() if name]
-    if "recurse" in inspect.signature(function).parameters:  # signature of FSDP1
-        chosen = [
-            function(module=module, recurse=False, nonwrapped_numel=sum(map(torch.numel, module.parameters())))
-            for _, module in inside
-        ]
-    else:
-        chosen = [function(module) for _, module in inside]
-    containers = (nn.ModuleList, nn.ModuleDict)
-    return [
-        name
-        for (name, module), is_chosen in zip(inside, chosen, strict=True)
-        if is_chosen and not isinstance(module, containers)
-    ]
+    is_of_fsdp1 = "recurse" in inspect.signature(function).parameters
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not name or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            continue
+        options: dict[str, object] = {}
+        if is_of_fsdp1:
+            options = {"recurse": False, "nonwrapped_numel": sum(map(torch.numel, module.parameters()))}
+        if function(module=module, **options) if is_of_fsdp1 else function(module):
+            found.append(name)
+    return found
 
 
 def _large_enough(model: nn.Module, numel: int) -> list[str]:

@@ -406,7 +406,9 @@ def reject_unmovable(held: Sequence[TensorRef]) -> None:
     at: dict[object, str] = {}
     for item in parameters:
         if type(item.tensor) is nn.Parameter and not item.tensor.is_meta and item.tensor.numel():
-            other = at.setdefault(_memory(item.tensor), item.fqn)
+            memory = item.tensor.untyped_storage().data_ptr(), item.tensor.storage_offset()
+            layout = item.tensor.device, item.tensor.shape, item.tensor.stride()
+            other = at.setdefault((memory, layout), item.fqn)
             if other != item.fqn:
                 faults.append(
                     f"{item.fqn} and {other} are two parameters that share memory, and would each become its own. "
@@ -414,16 +416,6 @@ def reject_unmovable(held: Sequence[TensorRef]) -> None:
                 )
     if faults:
         raise ShardingError("the model cannot be sharded as it is:\n  " + "\n  ".join(faults[:20]))
-
-
-def _memory(tensor: torch.Tensor) -> object:
-    return (
-        tensor.device,
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tensor.stride(),
-    )
 
 
 TrainedDtype: TypeAlias = torch.dtype | Literal["unchanged"]

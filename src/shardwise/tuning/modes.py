@@ -308,12 +308,7 @@ def tune(
     _recast(made.model, trained, casts_to)
     if not made.stays_whole:
         return made
-    parameters = {
-        name: item.tensor
-        for item in collect_tensors(made.model)
-        if isinstance(item.tensor, nn.Parameter)
-        for name in item.names
-    }
+    parameters = dict(made.model.named_parameters(remove_duplicate=False))
     return replace(made, whole={parameters[name]: reason for name, reason in made.stays_whole.items()})
 
 
