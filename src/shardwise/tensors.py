@@ -31,7 +31,7 @@ class ByteRange:
 
 
 def coalesce(ranges: Iterable[ByteRange], *, max_gap_bytes: int) -> list[ByteRange]:
-    """Sorted ranges that cover all of ``ranges``, joined where at most ``max_gap_bytes`` lie between them."""
+    """Return sorted ranges that cover all ``ranges``, with gaps of at most ``max_gap_bytes`` closed."""
     joined: list[ByteRange] = []
     for item in sorted(ranges):
         if joined and item.start - joined[-1].stop <= max_gap_bytes:
@@ -42,12 +42,12 @@ def coalesce(ranges: Iterable[ByteRange], *, max_gap_bytes: int) -> list[ByteRan
 
 
 def numel(sizes: Sequence[int]) -> int:
-    """The number of elements of a tensor of these sizes (1 for a 0-d tensor)."""
+    """Return the number of elements of a tensor of these sizes (1 for a 0-d tensor)."""
     return math.prod(sizes)
 
 
 def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides, in elements, of a contiguous tensor of these sizes."""
+    """Return the strides, in elements, of a contiguous tensor of these sizes."""
     strides = [1] * len(sizes)
     for dim in range(len(sizes) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(sizes[dim + 1], 1)
@@ -67,7 +67,7 @@ class Strided:
 
     @classmethod
     def contiguous(cls, sizes: Sequence[int], offset: int = 0) -> Strided:
-        """A row-major tensor of these sizes that starts at ``offset``."""
+        """Return the layout of a contiguous tensor of these sizes that starts at ``offset``."""
         return cls(offset, tuple(sizes), contiguous_strides(sizes))
 
     @property
@@ -109,12 +109,12 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The box that is all of a tensor of this shape."""
+        """Return the box of all indices of a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @classmethod
     def between(cls, starts: Iterable[int], stops: Iterable[int]) -> Box:
-        """The box of the indices from ``starts`` up to ``stops``, exclusive."""
+        """Return the box of the indices from ``starts`` up to ``stops``, exclusive."""
         offsets = tuple(starts)
         return cls(offsets, tuple(stop - start for start, stop in zip(offsets, stops, strict=True)))
 
@@ -189,7 +189,7 @@ def in_bytes_of(size: int | str) -> int:
 
 
 class DType(enum.Enum):
-    """A stored element type. ``value`` is (safetensors name, bits per element, kind).
+    """A stored element type: its safetensors name, bits per element, and kind.
 
     ``kind`` is one of "bool", "int", "float", "complex". Source of the names and widths: the safetensors
     format, ``Dtype`` in its Rust library.
@@ -220,17 +220,10 @@ class DType(enum.Enum):
     OTHER = ("OTHER", 8, "complex")
     """Any dtype of torch that files cannot hold."""
 
-    @property
-    def label(self) -> str:
-        return self.value[0]
-
-    @property
-    def bits(self) -> int:
-        return self.value[1]
-
-    @property
-    def kind(self) -> str:
-        return self.value[2]
+    def __init__(self, label: str, bits: int, kind: str) -> None:
+        self.label = label
+        self.bits = bits
+        self.kind = kind
 
     @property
     def itemsize(self) -> int:
@@ -241,7 +234,7 @@ class DType(enum.Enum):
 
 
 def dtype_named(label: str) -> DType | None:
-    """The dtype with this safetensors name, or None when there is no such dtype."""
+    """Return the dtype with this safetensors name, or None."""
     return _BY_LABEL.get(label)
 
 
