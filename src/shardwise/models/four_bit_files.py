@@ -7,7 +7,7 @@ shape, the dtype and the block size. Nested scales are uint8, with ``weight.nest
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,7 +63,12 @@ def held_in_files(held: Sequence[TensorRef]) -> list[TensorRef]:
         elif not is_packed or name != layers.OFFSET:
             found.append(item)
         if is_packed and name == layers.WEIGHT:
-            found += _constants(module, item)
+            offset = module.weight_nested_offset.item() if module.is_nested else None
+            constants = constants_of(module.packing, (module.out_features, module.in_features), offset)
+            found += [
+                _renamed(item, tensor, TensorKind.PERSISTENT_BUFFER, name, f"{name}.{suffix}")
+                for suffix, tensor in constants.items()
+            ]
     return found
 
 
@@ -104,14 +109,6 @@ def reject_experts(held: Sequence[TensorRef], why: str) -> None:
                 f"{slot.fqn}: its experts are in four bits, and {why}; or leave "
                 'experts as numbers: quantization=Nf4(skip_modules=("experts",)), or "dequantize"'
             )
-
-
-def _constants(layer: Any, weight: TensorRef) -> Iterator[TensorRef]:
-    shape = (layer.out_features, layer.in_features)
-    offset = layer.weight_nested_offset.item() if layer.is_nested else None
-    constants = constants_of(layer.packing, shape, offset)
-    for name, tensor in constants.items():
-        yield _renamed(weight, tensor, TensorKind.PERSISTENT_BUFFER, layers.WEIGHT, f"{layers.WEIGHT}.{name}")
 
 
 def constants_of(packing: Packing, shape: Sequence[int], offset: float | None) -> dict[str, torch.Tensor]:
