@@ -13,7 +13,7 @@ from shardwise._face import found_at
 from shardwise.conversion.expression import rows_stored
 from shardwise.engines import arguments
 from shardwise.engines.load_plan import BaseForm, Load, LoadOptions, comparable_load_settings, prepare, tie_declared
-from shardwise.errors import KeyMismatchError, ShardingError
+from shardwise.errors import KeyMismatchError, ShardingError, answer_keywords
 from shardwise.execution.agreement import agree_on
 from shardwise.execution.audit import audit, find_unequal_tied, require_equal_buffers
 from shardwise.execution.memory import collected_later, materialize
@@ -358,7 +358,7 @@ _ON_DEVICE = (
 )
 
 
-@arguments.answer_keywords(
+@answer_keywords(
     {
         "strict": "Pass on_missing=Initialize(only=...) and on_unexpected=Ignore(only=...), with the names",
         "map_location": _ON_DEVICE,

@@ -14,8 +14,8 @@ from torch import nn
 from tqdm import tqdm
 
 from shardwise.engines import save_plan
-from shardwise.engines.arguments import answer_keywords, hints_of, require_meant, world_of
-from shardwise.errors import ConfigError, StorageError
+from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.errors import ConfigError, StorageError, answer_keywords
 from shardwise.execution.committing import CommitState, begin_save, commit_save, undo_save
 from shardwise.execution.memory import home_of
 from shardwise.execution.replicas import ShardSender, agree_on_shares

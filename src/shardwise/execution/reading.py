@@ -294,7 +294,7 @@ class ReadExecutor:
 
 def _inputs_of(item: ComputeTask) -> list[tuple[Expression, Box, torch.dtype]]:
     return [
-        (source, box, to_torch(source.dtype)) for source, box in zip(item.inputs, item.block.needs, strict=True)
+        (source, box, to_torch(source.dtype)) for source, box in zip(item.inputs, item.block.inputs, strict=True)
     ]
 
 

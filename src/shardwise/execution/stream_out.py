@@ -217,7 +217,7 @@ class _Merge:
         """Raises :class:`FormatError` when the outcome is not finite where the base is."""
         given = iter(values)
         base = next(given).to(self.computing)
-        box = block.gives["merged"]
+        box = block.outputs["merged"]
         value = base
         for edit in self.edits:
             value = _applied(edit, value, given, box, self.shape)
@@ -266,7 +266,7 @@ class _Norms:
     def evaluate(self, block: ComputedBlock, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         given = iter(values)
         value = next(given).to(self.computing)
-        box = block.needs[0]
+        box = block.inputs[0]
         for edit in self.edits:
             value = _applied(edit, value, given, box, self.shape)
         kept = _kept(self.edits[-1])

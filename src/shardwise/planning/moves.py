@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal, TypeAlias
 
-from shardwise.conversion.computed import pieces
+from shardwise.conversion.computed import copies_from_shards
 from shardwise.conversion.expression import Expression, skeleton
 from shardwise.tensors import Box, Strided, numel, row_blocks
 
@@ -264,7 +264,7 @@ class _Cutter:
                     starts.append(used)
                     used += part.numel
         given: dict[int, list[Piece]] = {}
-        for copy in pieces(expression, held, box):
+        for copy in copies_from_shards(expression, held, box):
             home = bisect_right(starts, copy.source.offset) - 1
             rank, number, share = homes[home]
             source = Strided(copy.source.offset - starts[home], copy.source.sizes, copy.source.strides)
