@@ -215,7 +215,7 @@ def write_out(
         streamed = stream_out(
             writer,
             plan,
-            outgoing.values,
+            outgoing,
             companions=companions,
             check=check,
             advance=bar.advance,
