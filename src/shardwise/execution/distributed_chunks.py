@@ -16,14 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 
 from shardwise.execution.memory import (
     HostStaging,
@@ -189,21 +182,23 @@ def metadata_of(
         values: the values of each rank that are not tensors, with their bytes, in order.
         name: function of a rank that returns the name of its file.
     """
-    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     paths: dict[str, KeyPath] = {}
-    places: dict[MetadataIndex, object] = {}
-    chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in plan.tensors}
+    places: dict[dcp.MetadataIndex, object] = {}
+    chunks: dict[str, list[dcp.ChunkStorageMetadata]] = {key: [] for key in plan.tensors}
     for rank, archived in enumerate(plan.by_rank):
         for chunk in archived:
-            index = MetadataIndex(chunk.key, chunk.box.offsets, len(chunks[chunk.key]))
+            index = dcp.MetadataIndex(chunk.key, chunk.box.offsets, len(chunks[chunk.key]))
             chunks[chunk.key].append(
-                ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
+                dcp.ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
             )
             places[index] = stored_at(name(rank), chunk.start, chunk.stop - chunk.start)
     for key, (path, shape, dtype) in plan.tensors.items():
         paths[key] = path
-        described[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks[key])
-    indices: dict[str, list[MetadataIndex]] = {}
+        described[key] = dcp.TensorStorageMetadata(
+            dcp.TensorProperties(dtype=dtype), torch.Size(shape), chunks[key]
+        )
+    indices: dict[str, list[dcp.MetadataIndex]] = {}
     for index in places:
         indices.setdefault(index.fqn, []).append(index)
     for path, first in plan.aliases.items():
@@ -214,10 +209,10 @@ def metadata_of(
         position = plan.nbytes(rank)
         for path, nbytes in sizes.items():
             key = key_of(path)
-            described[key], paths[key] = BytesStorageMetadata(), path
-            places[MetadataIndex(key)] = stored_at(name(rank), position, nbytes)
+            described[key], paths[key] = dcp.BytesStorageMetadata(), path
+            places[dcp.MetadataIndex(key)] = stored_at(name(rank), position, nbytes)
             position += nbytes
-    return pickle.dumps(Metadata(described, paths, places, version=_FORMAT_VERSION))
+    return pickle.dumps(dcp.Metadata(described, paths, places, version=_FORMAT_VERSION))
 
 
 Views = Mapping[ArchivedChunk, torch.Tensor]
