@@ -17,10 +17,9 @@ from shardwise.checkpoints.facts import FACTS, BlockSums, Facts, digest, with_ch
 from shardwise.checkpoints.state import KeyPath
 from shardwise.errors import StorageError
 from shardwise.execution.committing import publish
-from shardwise.execution.distributed_chunks import TensorsPlan, Views, data_file, metadata_of, write_chunks
+from shardwise.execution.distributed_chunks import ChunkWriter, TensorsPlan, Views, data_file, metadata_of
 from shardwise.execution.locked_folder import LockedFolder, Saving, locked_by_first_rank
 from shardwise.execution.world import World
-from shardwise.execution.write import Sink
 from shardwise.formats.joining import METADATA
 from shardwise.planning.commit_plan import on_its_way
 from shardwise.report.save_reports import CheckpointReport
@@ -174,8 +173,8 @@ def _write_own(world: World, job: Job, saving: Saving, content: RankContent, nby
     file, sums = data_file(world.rank), BlockSums(nbytes)
     with open_writer(job.folder) as writer:
         writer.create(file, with_checksums(nbytes))
-        sink = Sink(writer, lambda _, start, data: sums.add(start, data), check=world.check)
-        write_chunks(sink, file, job.plan.by_rank[world.rank], views, list(values.values()), job.budget_bytes)
+        chunks = ChunkWriter(writer, file, world.check, sums.add)
+        chunks.write(job.plan.by_rank[world.rank], views, values.values(), job.budget_bytes)
         writer.write(file, nbytes, [memoryview(sums.to_bytes())])
         writer.sync(file)
         writer.sync_names()

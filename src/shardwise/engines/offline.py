@@ -210,7 +210,7 @@ def write_out(
         streamed = stream_out(
             writer,
             plan,
-            outgoing.values,
+            outgoing,
             companions=companions,
             check=check,
             advance=bar.update,

@@ -177,7 +177,6 @@ def _write_by_owners(
         ready.plan.files,
         {key: output.expression for key, output in ready.outputs.items()},
         ShardSender({name: item for item in ready.held for name in item.names}, ready.shares.by_name, world.rank),
-        ready.shares.by_name,
         budget_bytes=options.budget_bytes,
         device=home_of(ready.held, None),
         progress=progress,

@@ -175,6 +175,7 @@ def _call(rank: int, size: int, folder: str, function: RankFunction, args: Seque
         torch.set_num_threads(max(1, machine.processor_count() // size))
         store = dist.FileStore(str(Path(folder, "store")), size)  # type: ignore[attr-defined]
         dist.init_process_group(select_accelerator({}, rank, size), store=store, rank=rank, world_size=size)
+        try_collectives()
         outcome = function(*args)
     except ShardwiseError as error:
         outcome = Failure.of(error)
@@ -217,6 +218,33 @@ def select_accelerator(environment: Mapping[str, str], local_rank: int, local_si
     return both_backends(kind)
 
 
+def try_collectives() -> None:
+    """Carry out a first collective on accelerators, so that a backend that does not work is named at the start.
+
+    Collective: yes, over the default group.
+
+    Raises:
+        ShardingError: it failed.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.models.torch_api import accelerator, backend_of, has_collectives
+
+    kind = accelerator()
+    if kind is None or not has_collectives(kind):
+        return
+    try:
+        ones = torch.ones(1, device=kind)
+        dist.all_reduce(ones)
+        ones.cpu()
+    except RuntimeError as error:
+        raise ShardingError(
+            f"{backend_of(kind)}: the first collective failed on rank {dist.get_rank()}: {error}. Each rank needs "
+            "a device of its own, and a network that all of them reach. NCCL_DEBUG=INFO shows more."
+        ) from error
+
+
 # Ranks of a launcher
 
 _RENDEZVOUS = timedelta(minutes=10)
@@ -250,6 +278,7 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
             f"the ranks could not meet ({cause}). Start every rank, with one MASTER_ADDR and one free MASTER_PORT"
         ) from error
     detector_of(default_store(), dist.get_rank())
+    try_collectives()
     own = function(*args)
     with World.current(call="run_launched") as world:
         values = world.all_gather_object(own)
