@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
@@ -105,9 +106,22 @@ def mark_loaded(model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
             mark_initialized(tensor)
 
 
-def progress_bars_enabled() -> bool:
-    """Return the setting of ``transformers.utils.logging.disable_progress_bar``."""
-    return bool(hf_logging.is_progress_bar_enabled())
+def progress_bar(label: str, total_bytes: int, *, enabled: bool) -> tqdm:
+    """Return a bar of bytes with rate and time left, for :meth:`tqdm.tqdm.update`.
+
+    No output if there is no terminal, or transformers' bars are off
+    (``transformers.utils.logging.disable_progress_bar``).
+    """
+    return tqdm(
+        total=total_bytes,
+        desc=label,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        disable=None if enabled and hf_logging.is_progress_bar_enabled() else True,  # None: only without a terminal
+        leave=False,
+        dynamic_ncols=True,
+    )
 
 
 def conversion_transforms(model: nn.Module, key_mapping: Mapping[str, str] | None) -> list[Any]:
