@@ -30,7 +30,7 @@ from shardwise.bank.routing import ActiveRouting, SiteHooks
 from shardwise.bank.rows import RowTensors
 from shardwise.bank.stepping import step_together, sum_all
 from shardwise.checkpoints.facts import digest_of
-from shardwise.engines.arguments import agree_on_call, require_meant
+from shardwise.engines.arguments import require_meant, require_same_arguments
 from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
 from shardwise.engines.saving import execute_save
 from shardwise.errors import ConfigError
@@ -216,18 +216,18 @@ class AdapterBank:
         return self._step_all(list(dict.fromkeys(names)), {})
 
     def _step_all(self, names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, tenants.TenantStep]:
-        def check() -> tuple[list[tenants.Tenant], dict[str, str]]:
-            stepping = [self._require_full(name) for name in names]
-            asked = {
+        def check() -> dict[str, str]:
+            settings = {
                 "the tenant that takes a step": ", ".join(names),
                 "the changes of its settings": repr(sorted(changes.items())),
             }
-            for tenant in stepping:
+            for tenant in map(self._require_full, names):
                 tenant.require_changes(changes)
-                asked |= {f"{key} of {tenant.name!r}": value for key, value in tenant.settings().items()}
-            return stepping, asked
+                settings |= {f"{key} of {tenant.name!r}": value for key, value in tenant.settings().items()}
+            return settings
 
-        stepping = agree_on_call(self._world, check)
+        require_same_arguments(self._world, check)
+        stepping = [self._require_full(name) for name in names]
         for tenant in stepping:
             tenant.change(changes)
         rates = [float(tenant.optimizer.param_groups[0].get("lr", math.nan)) for tenant in stepping]

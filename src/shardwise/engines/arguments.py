@@ -155,33 +155,27 @@ def world_of(options: object, call: str) -> World:
     return World.current(getattr(options, "process_group", None), getattr(options, "timeouts", None), call=call)
 
 
-def agree_on_call(
-    world: World, check: Callable[P, tuple[T, Mapping[str, str]]], *args: P.args, **keywords: P.kwargs
-) -> T:
-    """Check a call on every rank. Collective: yes.
+def require_same_arguments(
+    world: World, check: Callable[P, Mapping[str, str]], *args: P.args, **keywords: P.kwargs
+) -> None:
+    """Check the arguments of a call on every rank, and that they are the same on all. Collective: yes.
 
-    Args:
-        world: the ranks.
-        check: returns the checked call, and the arguments that ranks must have in common, as text by name.
-        args: of ``check``.
-        keywords: of ``check``.
+    ``check`` returns the arguments that ranks must have in common, as text by name.
 
     Raises:
         ShardwiseError: the same on every rank, if ``check`` raised it on any.
         RankMismatchError: ranks were called with different arguments.
     """
-    call, settings = world.run_all(check, *args, **keywords)
-    if fault := world.all_reduce_object(settings, _difference):
+    if fault := world.map_reduce(check, _difference, *args, **keywords):
         raise RankMismatchError(fault)
-    return call
 
 
-def _difference(told: Sequence[Mapping[str, str]]) -> str | None:
+def _difference(settings_by_rank: Sequence[Mapping[str, str]]) -> str | None:
     """Describe the first argument that is not the same on all ranks."""
-    first = told[0]
-    for name in dict.fromkeys(name for settings in told for name in settings):
-        if odd := [rank for rank, settings in enumerate(told) if settings.get(name) != first.get(name)]:
-            values = f"{told[odd[0]].get(name, 'left out')} against {first.get(name, 'left out')}"
+    first = settings_by_rank[0]
+    for name in dict.fromkeys(name for settings in settings_by_rank for name in settings):
+        if odd := [rank for rank, each in enumerate(settings_by_rank) if each.get(name) != first.get(name)]:
+            values = f"{settings_by_rank[odd[0]].get(name, 'left out')} against {first.get(name, 'left out')}"
             return (
                 f"{name} on rank {shown_ranks(odd)} is not that of rank 0 ({values:.500}). Give every rank the same"
             )
@@ -254,30 +248,27 @@ class OpenSource:
 
 def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource:
     """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes."""
+    is_own = not isinstance(checkpoint, StorageReader)
     if isinstance(checkpoint, StorageReader):
-        opened, is_own = OpenStorage(checkpoint, None), False
-    elif is_url(checkpoint):
-        opened, is_own = open_everywhere(world, open_storage, checkpoint, hub), True
+        opened = OpenStorage(checkpoint, None)
     else:
-        path = resolve_everywhere(world, checkpoint, hub)
-        opened, is_own = open_everywhere(world, open_storage, path), True
+        place = checkpoint if is_url(checkpoint) else resolve_everywhere(world, checkpoint, hub)
+        opened = open_everywhere(world, place, hub)
     return read_index(world, opened, variant=hub.variant, is_own=is_own)
 
 
-def open_everywhere(
-    world: World, open_own: Callable[P, OpenStorage], *args: P.args, **keywords: P.kwargs
-) -> OpenStorage:
-    """A checkpoint's storage opened on every rank, or kept open on none. Collective: yes."""
+def open_everywhere(world: World, place: str | os.PathLike[str], hub: HubOptions) -> OpenStorage:
+    """Open a checkpoint's storage on every rank, or keep it open on none. Collective: yes."""
     with ExitStack() as stack:
-
-        def begin() -> OpenStorage:
-            opened = open_own(*args, **keywords)
-            stack.enter_context(opened.reader)
-            return opened
-
-        opened = world.run_all(begin)
+        opened = world.run_all(_open_in, stack, place, hub)
         stack.pop_all()
         return opened
+
+
+def _open_in(stack: ExitStack, place: str | os.PathLike[str], hub: HubOptions) -> OpenStorage:
+    opened = open_storage(place, hub) if is_url(place) else open_storage(place)
+    stack.enter_context(opened.reader)
+    return opened
 
 
 def read_index(
@@ -295,18 +286,12 @@ def read_index(
     that is refused is closed, unless it is the user's (``is_own`` False).
     """
     reader = opened.reader
-
-    def read() -> tuple[CheckpointIndex, dict[str, str]]:
-        index = dequantized_index(
-            reader,
-            open_checkpoint(reader, weights_name=opened.file or weights_name, extra_files=extra, variant=variant),
-        )
-        return index, identities_of(reader, list(index.files)) if reader.policy.is_remote else {}
-
     with ExitStack() as stack:
         if is_own:
             stack.enter_context(reader)
-        index, identities = world.broadcast(read)
+        index, identities = world.broadcast(
+            _read_headers, reader, weights_name=opened.file or weights_name, extra_files=extra, variant=variant
+        )
         found: dict[str, str] = {}
         notes: tuple[str, ...] = ()
         if world.size > 1:
@@ -317,6 +302,12 @@ def read_index(
             found = {file: reader.identity(file) for file in index.files}
         stack.pop_all()
     return OpenSource(index, reader, found or identities, is_own, notes)
+
+
+def _read_headers(reader: StorageReader, **names: Any) -> tuple[CheckpointIndex, dict[str, str]]:
+    """Return the index of a checkpoint, and the identities of the files of a remote one."""
+    index = dequantized_index(reader, open_checkpoint(reader, **names))
+    return index, identities_of(reader, list(index.files)) if reader.policy.is_remote else {}
 
 
 def resolve_everywhere(

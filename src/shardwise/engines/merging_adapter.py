@@ -12,7 +12,7 @@ from typing import Unpack
 from shardwise.conversion.expression import Expression, Stored, key_of
 from shardwise.engines import offline
 from shardwise.engines.offline import companions_of, config_content, small_file, templates_of, write_templates
-from shardwise.engines.outline import ModelOptions, Outline, config_of
+from shardwise.engines.outline import ModelOptions, Outline, checked, config_of
 from shardwise.engines.pretrained_loading import stored_prefix, weights_in
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.errors import FormatError, KeyMismatchError
@@ -208,6 +208,7 @@ def merge_adapter(
     If it raises, an older model in ``out`` is unchanged.
     """
     start = time.perf_counter()
+    options = checked("merge_adapter", options, ModelOptions)
     max_shard_bytes, in_cache = in_bytes_of(max_shard_size), HubOptions(local_files_only=True)
     found = resolve(base, in_cache, download=False)
     lora_folder = adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)

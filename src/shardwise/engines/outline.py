@@ -4,14 +4,14 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import TypedDict
 
 from shardwise.conversion.computed import Bindings
-from shardwise.engines.arguments import comparable_text
+from shardwise.engines.arguments import comparable_text, hints_of, require_known, require_meant
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import form_of as base_form_of
 from shardwise.errors import ConfigError
@@ -87,7 +87,7 @@ Options = TypeVar("Options", bound=ModelOptions)
 
 
 def settled(options: Options) -> Options:
-    """The same, with transformers' keywords put where their meaning is: in ``dtype`` and in ``hub``.
+    """Return options with transformers' keywords put where their meaning is: in ``dtype`` and in ``hub``.
 
     Raises:
         ConfigError: two of them contradict each other, or one cannot be honored.
@@ -119,6 +119,22 @@ def settled(options: Options) -> Options:
                 raise ConfigError(f"{name} is given twice, as a keyword and in hub=HubOptions(...). Pass one")
             hub = replace(hub, **{name: value})
     return cast(Options, {**given, "hub": hub})
+
+
+def checked(call: str, options: Options, kind: type) -> Options:
+    """Return the keyword arguments of a call after a check, with transformers' put where their meaning is.
+
+    ``kind`` declares the keywords that the call has.
+
+    Raises:
+        ConfigError: a keyword is unknown, has a value of the wrong type, or contradicts another.
+    """
+    hints = hints_of(kind)
+    require_known(call, options, hints)
+    found = settled(options)
+    require_meant(hints, found)
+    require_trainable(cast(TunedOptions, found))
+    return found
 
 
 def comparable_model_settings(options: ModelOptions) -> dict[str, str]:
@@ -265,10 +281,6 @@ def _dtypes_in_order(index: CheckpointIndex) -> list[DType]:
 
 def _folder(directory: Path) -> Path:
     return directory if directory.is_dir() else directory.parent
-
-
-if TYPE_CHECKING:
-    pass
 
 
 class TunedOptions(ModelOptions, total=False):
