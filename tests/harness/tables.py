@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardwise.engines.load_plan import BaseForm
+    from shardwise.engines.nesting import FOUR_BITS
     from shardwise.formats import coded, grouped_integers, quantized
     from shardwise.formats.contract import CheckpointFormat
     from shardwise.formats.distributed import FORMAT as FOLDERS
@@ -25,3 +27,4 @@ if TYPE_CHECKING:
         grouped_integers.gptq,
     )
     _nodes: tuple[MakeNode, ...] = (scaled, four_bits, grouped)
+    _base_forms: tuple[BaseForm, ...] = (FOUR_BITS,)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise._face import found_at
 from shardwise.conversion.expression import rows_stored
 from shardwise.engines import arguments
 from shardwise.engines.load_plan import (
@@ -298,9 +299,8 @@ def set_value(item: TensorRef, value: torch.Tensor) -> None:
 def form_of(model: nn.Module) -> BaseForm:
     """Return how the layers of a model keep their weights."""
     if any(hasattr(type(module), "kept_as") for module in model.modules()):
-        from shardwise.engines.nesting import FOUR_BITS
-
-        return FOUR_BITS
+        form: BaseForm = found_at("shardwise.engines.nesting:FOUR_BITS")
+        return form
     return BaseForm()
 
 
