@@ -30,11 +30,11 @@ from shardwise.bank.routing import ActiveRouting, SiteHooks
 from shardwise.bank.rows import RowTensors
 from shardwise.bank.stepping import step_together, sum_all
 from shardwise.checkpoints.facts import digest_of
-from shardwise.engines.arguments import require_meant, require_same_arguments
+from shardwise.engines.arguments import require_meant, require_same_arguments, world_of
 from shardwise.engines.save_plan import PeftNames, SaveOptions, SaveRequest, resolved_dtype
 from shardwise.engines.saving import execute_save
 from shardwise.errors import ConfigError
-from shardwise.execution.world import World
+from shardwise.execution.world import Clock, World
 from shardwise.models.view import computing_device
 from shardwise.planning.matching import OnFault
 from shardwise.report.save_reports import SaveReport
@@ -382,11 +382,9 @@ class AdapterBank:
         training = None
         if training_state:
             training = beside(self._world, tenant, tenant_facts.facts_of_base(self._world, self._model), cast)
-
-        def ask() -> SaveRequest:
-            return SaveRequest(whole, directory, PeftNames(), cast, tokenizer=tokenizer, training=training)
-
-        return execute_save(ask, "first_rank", options, "AdapterBank.save", verify=verify)
+        request = SaveRequest(whole, directory, PeftNames(), cast, tokenizer=tokenizer, training=training)
+        with world_of(options, "AdapterBank.save") as world:
+            return execute_save(world, request, "first_rank", options, Clock(), verify=verify)
 
     def load(
         self,
