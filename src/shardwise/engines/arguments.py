@@ -62,48 +62,51 @@ def require_known(call: str, given: Mapping[str, object], hints: Mapping[str, An
         ConfigError: an unknown keyword. The message has the options object that takes it, the alternative, or the
             nearest keyword.
     """
-    names = sorted(hints)
-    strange = [
-        name for name, value in given.items() if name not in names and not (name in _INSTEAD and value is None)
-    ]
-    for name in strange:
-        if name not in _INSTEAD:
-            near = difflib.get_close_matches(name, names, n=1)
-            remedy = f"Did you mean {near[0]!r}?" if near else "Attributes of the config go into config_overrides"
-            remedy = _option_with(name, hints) or remedy
-            raise ConfigError(f"{call}() got an unexpected keyword argument {name!r}. {remedy}")
-    if strange:
-        raise ConfigError(f"{call}() has no {strange[0]}. {_INSTEAD[strange[0]]}")
+    for name, value in given.items():
+        if name not in hints and not (name in _INSTEAD and value is None):
+            raise _unknown_keyword(call, name, list(hints), hints, _INSTEAD)
 
 
-def _option_with(name: str, hints: Mapping[str, Any]) -> str | None:
-    """Return advice to pass the options object that has a field of this name, or None if none has."""
-    for argument, hint in hints.items():
-        for kind in _allowed(hint)[0]:
-            if dataclasses.is_dataclass(kind) and name in (item.name for item in dataclasses.fields(kind)):
-                return f"Pass {argument}={getattr(kind, '__name__', kind)}({name}=...)"
-    return None
+def answer_keywords(**instead: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator that rejects unknown keywords of a function with the nearest one, or with advice.
 
-
-def answer_keywords(instead: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that rejects unknown keywords of a function with the nearest one, or with advice."""
+    ``instead`` has the advice for keywords of other libraries.
+    """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        known = inspect.signature(function).parameters.keys()
+        known = list(inspect.signature(function).parameters)
 
         @functools.wraps(function)
         def call(*args: P.args, **keywords: P.kwargs) -> T:
-            for name in keywords.keys() - known:
-                near = difflib.get_close_matches(name, known, n=1)
-                remedy = instead.get(name) or (
-                    f"Did you mean {near[0]!r}?" if near else f"Keywords: {', '.join(known)}"
-                )
-                raise ConfigError(f"{function.__name__}() got an unexpected keyword argument {name!r}. {remedy}")
+            for name in keywords:
+                if name not in known:
+                    raise _unknown_keyword(function.__name__, name, known, hints_of(function), instead)
             return function(*args, **keywords)
 
         return call
 
     return decorate
+
+
+def _unknown_keyword(
+    call: str, name: str, known: Sequence[str], hints: Mapping[str, Any], instead: Mapping[str, str]
+) -> ConfigError:
+    near = difflib.get_close_matches(name, known, n=1)
+    if "config_overrides" in known:
+        others = "Attributes of the config go into config_overrides"
+    else:
+        others = f"Keywords: {', '.join(known)}"
+    remedy = instead.get(name) or _option_with(name, hints) or (f"Did you mean {near[0]!r}?" if near else others)
+    return ConfigError(f"{call}() got an unexpected keyword argument {name!r}. {remedy}")
+
+
+def _option_with(name: str, hints: Mapping[str, Any]) -> str | None:
+    """Return advice to pass the options object that has a field of this name, or None if none has."""
+    for argument, hint in hints.items():
+        for kind in _allowed(hint)[0] if argument != "return" else ():
+            if dataclasses.is_dataclass(kind) and name in (item.name for item in dataclasses.fields(kind)):
+                return f"Pass {argument}={getattr(kind, '__name__', kind)}({name}=...)"
+    return None
 
 
 def require_meant(hints: Mapping[str, Any], given: Mapping[str, Any], inside: str = "") -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -77,7 +76,7 @@ class LoadRequest:
 
     bindings: Bindings
     consent: Consent = field(default_factory=Consent)
-    buffers: initialize.BufferRules = MappingProxyType({})
+    buffers: initialize.BufferRules = field(default_factory=dict)
     options: LoadOptions = field(default_factory=LoadOptions)
     transforms: Sequence[Any] = ()
     already_read_bytes: int = 0

@@ -359,14 +359,12 @@ _ON_DEVICE = (
 
 
 @arguments.answer_keywords(
-    {
-        "strict": "Pass on_missing=Initialize(only=...) and on_unexpected=Ignore(only=...), with the names",
-        "map_location": _ON_DEVICE,
-        "device": _ON_DEVICE,
-        "assign": "Leave it out: tensors on meta get memory, and real ones keep theirs",
-        "weights_only": "Leave it out: no code of a file is run",
-        "dtype": "Values are cast to the dtype of the model's tensors. Build the model in this dtype",
-    }
+    strict="Pass on_missing=Initialize(only=...) and on_unexpected=Ignore(only=...), with the names",
+    map_location=_ON_DEVICE,
+    device=_ON_DEVICE,
+    assign="Leave it out: tensors on meta get memory, and real ones keep theirs",
+    weights_only="Leave it out: no code of a file is run",
+    dtype="Values are cast to the dtype of the model's tensors. Build the model in this dtype",
 )
 def load(
     model: nn.Module,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engines.arguments import world_of
+from shardwise.engines.arguments import answer_keywords, world_of
 from shardwise.engines.loading import set_value
 from shardwise.errors import FormatError
 from shardwise.execution import state_values
@@ -189,6 +189,12 @@ def _places(held: list[TensorRef], names: Mapping[str, str]) -> list[tuple[State
     return found
 
 
+_FORM = 'Pass form="full", "full_on_all_ranks" or "sharded"'
+_STRICT = "Pass on_missing=Ignore(only=...) and on_unexpected=Ignore(only=...), with the names"
+_ANY_FORM = "Leave it out: a state may be whole or sharded, on every rank or on some"
+
+
+@answer_keywords(full_state_dict=_FORM, cpu_offload=_FORM)
 @torch.no_grad()
 def get_model_state_dict(
     model: nn.Module,
@@ -237,6 +243,7 @@ def get_model_state_dict(
         return taken.by_name(gather(world, taken.tensors, form, budget_bytes=budget, device=taken.home))
 
 
+@answer_keywords(strict=_STRICT, full_state_dict=_ANY_FORM, broadcast_from_rank0=_ANY_FORM)
 @torch.no_grad()
 def set_model_state_dict(
     model: nn.Module,

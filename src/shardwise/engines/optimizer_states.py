@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import world_of
+from shardwise.engines.arguments import answer_keywords, world_of
 from shardwise.engines.model_states import state_report
 from shardwise.engines.optimizer_fit import KEEP_IT_APART, OptimizerTargets, fit
 from shardwise.errors import ShardingError
@@ -166,6 +166,7 @@ def _held_by(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Ten
     return tensors, scalars
 
 
+@answer_keywords()
 @torch.no_grad()
 def get_optimizer_state_dict(
     model: nn.Module,
@@ -216,6 +217,7 @@ def get_optimizer_state_dict(
         return written_out(taken.bounds, {**found, **scalars})
 
 
+@answer_keywords()
 @torch.no_grad()
 def set_optimizer_state_dict(
     model: nn.Module,

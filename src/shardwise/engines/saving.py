@@ -273,13 +273,11 @@ _UPLOAD = "Save to a folder, and upload it with huggingface_hub.upload_folder"
 
 
 @answer_keywords(
-    {
-        "safe_serialization": _SAFETENSORS,
-        "push_to_hub": _UPLOAD,
-        "repo_id": _UPLOAD,
-        "is_main_process": _EVERY_RANK,
-        "state_dict": "Pass the model, whose tensors are saved",
-    }
+    safe_serialization=_SAFETENSORS,
+    push_to_hub=_UPLOAD,
+    repo_id=_UPLOAD,
+    is_main_process=_EVERY_RANK,
+    state_dict="Pass the model, whose tensors are saved",
 )
 def save(
     model: nn.Module,
@@ -350,15 +348,13 @@ def _request(
 
 
 @answer_keywords(
-    {
-        "adapter_name": "Pass adapter=...",
-        "selected_adapters": "Call save_adapter once for each, with adapter=...",
-        "safe_serialization": _SAFETENSORS,
-        "push_to_hub": _UPLOAD,
-        "repo_id": _UPLOAD,
-        "is_main_process": _EVERY_RANK,
-        "max_shard_size": "Leave it out: an adapter is one file",
-    }
+    adapter_name="Pass adapter=...",
+    selected_adapters="Call save_adapter once for each, with adapter=...",
+    safe_serialization=_SAFETENSORS,
+    push_to_hub=_UPLOAD,
+    repo_id=_UPLOAD,
+    is_main_process=_EVERY_RANK,
+    max_shard_size="Leave it out: an adapter is one file",
 )
 def save_adapter(
     model: nn.Module,

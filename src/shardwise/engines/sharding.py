@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.engines.arguments import answer_keywords, hints_of, require_meant, world_of
 from shardwise.errors import ConfigError
 from shardwise.execution.moving import distribute
 from shardwise.execution.replicas import require_alike_models
@@ -91,6 +91,10 @@ def wrap_named(text: str) -> WrapPolicy:
     raise ConfigError(f"wrap={text!r} is not known. Pass one of {known}.")
 
 
+@answer_keywords(
+    module="Pass the model as the first argument",
+    ignored_params="Leave it out: parameters that fully_shard cannot shard stay whole",
+)
 def shard(
     model: nn.Module,
     sharding: Sharding = Sharding(),  # noqa: B008 - frozen

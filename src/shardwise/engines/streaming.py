@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.conversion.computed import computes
+from shardwise.engines.arguments import answer_keywords
 from shardwise.engines.save_plan import WrittenNames, resolved_dtype
 from shardwise.errors import ConfigError, KeyMismatchError
 from shardwise.execution import Timeouts
@@ -262,6 +263,7 @@ def _completed(
         yield key, take(key)
 
 
+@answer_keywords()
 def iter_hf_tensors(
     model: nn.Module,
     *,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import world_of
+from shardwise.engines.arguments import answer_keywords, world_of
 from shardwise.engines.model_states import set_model_values, stored_values
 from shardwise.engines.optimizer_fit import OptimizerTargets
 from shardwise.engines.optimizer_states import set_optimizer_values
@@ -57,6 +57,7 @@ class FilesSource:
         )
 
 
+@answer_keywords(model_index="Pass number=...", adapter_only="Pass only=AdapterOnly()")
 @torch.no_grad()
 def load_accelerate_model(
     model: nn.Module,
@@ -108,6 +109,7 @@ def load_accelerate_model(
         return read_model(world, model, source, only, clock)
 
 
+@answer_keywords(optimizer_index="Pass number=...")
 @torch.no_grad()
 def load_accelerate_optimizer(
     model: nn.Module,

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import world_of
+from shardwise.engines.arguments import answer_keywords, world_of
 from shardwise.engines.model_states import collect_model
 from shardwise.engines.optimizer_states import collect_optimizers
 from shardwise.errors import ConfigError, StorageError
@@ -74,6 +74,7 @@ class FilesPlace:
         require_same_call(world, os.fspath(self.folder), self.form, self.number, modes, options=options)
 
 
+@answer_keywords(model_index="Pass number=...", adapter_only="Pass only=AdapterOnly()")
 def save_accelerate_model(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -115,6 +116,7 @@ def save_accelerate_model(
     return save_model(model, FilesPlace(Path(directory), number, form), only, on_differing_buffers, options)
 
 
+@answer_keywords(optimizer_index="Pass number=...")
 def save_accelerate_optimizer(
     model: nn.Module,
     optimizer: Optimizer,

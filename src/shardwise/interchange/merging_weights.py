@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from shardwise.engines import offline
-from shardwise.engines.arguments import hints_of, require_meant
+from shardwise.engines.arguments import answer_keywords, hints_of, require_meant
 from shardwise.engines.offline import companions_of, config_content, templates_of, write_templates
 from shardwise.engines.outline import ModelOptions, class_of, config_of
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
@@ -85,6 +85,13 @@ class NamedOutputs:
         return {self.nest.get(item[0], (item[0],)): item for item in self.outgoing.tensors()}
 
 
+@answer_keywords(
+    save_path="Pass out=...",
+    output_path="Pass out=...",
+    safe_serialization='Pass file_format="bin" for pytorch_model.bin',
+    remove_checkpoint_dir="Pass remove_source=...",
+    model_path="Pass base=...",
+)
 def merge_weights(
     checkpoint: str | os.PathLike[str],
     out: str | os.PathLike[str],

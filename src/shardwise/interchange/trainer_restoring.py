@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.engines.arguments import answer_keywords, hints_of, require_meant, world_of
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import load_checkpoint
 from shardwise.engines.model_states import set_model_values, stored_values
@@ -44,6 +44,7 @@ _NOT_READ = {
 }
 
 
+@answer_keywords()
 @torch.no_grad()
 def load_trainer_checkpoint(
     model: nn.Module,
