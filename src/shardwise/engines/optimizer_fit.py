@@ -29,17 +29,21 @@ KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank, o
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTargets:
-    """Optimizers of this rank whose state is to be set."""
+    """Optimizers of this rank whose state is to be set, and the tensors of their model.
 
+    ``keys`` are the values that the optimizers have now, by label.
+    """
+
+    held: Sequence[TensorRef]
     bounds: list[Bound]
     parameters: dict[str, nn.Parameter]
     first_names: dict[str, str]
     keys: dict[str, Key]
-    """What the optimizers hold now, by label."""
 
     @classmethod
     def of(cls, held: Sequence[TensorRef], bounds: list[Bound]) -> OptimizerTargets:
         return cls(
+            held,
             bounds,
             {item.fqn: item.tensor for item in held if isinstance(item.tensor, nn.Parameter)},
             {name: item.fqn for item in held for name in item.names},

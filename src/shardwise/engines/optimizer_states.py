@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,8 +65,8 @@ def collect_optimizers(
         ConfigError, ShardingError, RankMismatchError: as of
             :func:`~shardwise.engines.optimizer_states.get_optimizer_state_dict`.
     """
-    held, bounds = _looked_at(world, model, optimizers)
-    tensors, scalars = _held_by(world, bounds)
+    held, bounds = _bound(world, model, optimizers)
+    tensors, scalars = _state_by_label(world, bounds)
     world.run_all(reject_meta, tensors, what)
     home = staging_device(held, tensors.values())
     numbers = {
@@ -77,39 +77,42 @@ def collect_optimizers(
     return CollectedOptimizers(bounds, tensors, scalars, home)
 
 
-TakeApart: TypeAlias = Callable[[OptimizerTargets], tuple[ParsedState, Values]]
-"""Asked, on every rank, for this rank's part of a state, and for the values of its tensors."""
+def optimizer_targets(
+    world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
+) -> OptimizerTargets:
+    """Return optimizers whose state is to be set. Collective: yes.
+
+    Raises:
+        ConfigError, ShardingError, RankMismatchError: as of :func:`set_optimizer_state_dict`.
+    """
+    return OptimizerTargets.of(*_bound(world, model, optimizers))
 
 
 def set_optimizer_values(
     world: World,
-    model: nn.Module,
-    optimizers: Optimizer | Sequence[Optimizer],
-    take_apart: TakeApart,
+    targets: OptimizerTargets,
+    given: ParsedState,
+    values: Values,
     *,
     tolerance: matching.Tolerance,
     options: StateOptions,
     clock: Clock,
 ) -> StateReport:
-    """Give optimizers a state from wherever its tensors are.
+    """Set the state of optimizers: this rank's part of a state, with the values of its tensors.
 
     Collective: yes.
     Memory, errors: as of :func:`set_optimizer_state_dict`.
     """
     with clock.phase("agree"):
-        held, bounds = _looked_at(world, model, optimizers)
-        ours = OptimizerTargets.of(held, bounds)
-        given, values = take_apart(ours)
-        told = values.told(world)
-        fitting = fit(world, ours, given, told, tolerance)
+        fitting = fit(world, targets, given, values.told(world), tolerance)
         matched = fitting.matched
     with clock.phase("exchange"):
-        targets = world.run_all(fitting.targets, ours)
-        by_label = {key.label: target for key, target in targets.items()}
-        home = staging_device(held, targets.values())
+        tensors = world.run_all(fitting.targets, targets)
+        by_label = {key.label: tensor for key, tensor in tensors.items()}
+        home = staging_device(targets.held, tensors.values())
         traffic = values.bring(world, matched, by_label, budget_bytes=options.budget_bytes, device=home)
     with clock.phase("finish"):
-        afresh = world.run_all(fitting.bind, ours, targets)
+        afresh = world.run_all(fitting.bind, targets, tensors)
     return state_report(
         world,
         values,
@@ -125,21 +128,21 @@ def set_optimizer_values(
     )
 
 
-def _looked_at(
+def _bound(
     world: World,
     model: nn.Module,
     optimizers: Optimizer | Sequence[Optimizer],
 ) -> tuple[list[TensorRef], list[Bound]]:
-    """The model and its optimizers, which are the same on all ranks. Collective: yes."""
+    """Return the tensors of a model and its optimizers, after a comparison between ranks. Collective: yes."""
     several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
     held = world.run_all(collect_tensors, model)
     bounds = world.run_all(bind_optimizers, several, held, KEEP_IT_APART)
-    world.run_all(_refuse_reduced, bounds)
+    world.run_all(_reject_reduced, bounds)
     require_alike_models(world, held, bounds)
     return held, bounds
 
 
-def _refuse_reduced(bounds: Sequence[Bound]) -> None:
+def _reject_reduced(bounds: Sequence[Bound]) -> None:
     """Raises :class:`ShardingError` for optimizers whose state would not be their own if it were set."""
     for bound in bounds:
         if keeps_reduced(bound.optimizer):
@@ -149,7 +152,7 @@ def _refuse_reduced(bounds: Sequence[Bound]) -> None:
             )
 
 
-def _held_by(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
+def _state_by_label(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
     """Return optimizer state by label: tensors, and other values, in one order on all ranks.
 
     (Their own order is not: torch's ``set_optimizer_state_dict`` leaves another one on the first rank.)
@@ -268,11 +271,9 @@ def set_optimizer_state_dict(
     with world_of(options, "set_optimizer_state_dict") as world, torch.device("cpu"):
         with clock.phase("agree"):
             require_same_call(world, tolerance, options=options)
-
-        def take_apart(ours: OptimizerTargets) -> tuple[ParsedState, Values]:
-            given = world.run_all(read, state, ours.first_names, ours.shapes)
-            return given, BroughtValues(given.tensors)
-
+            targets = optimizer_targets(world, model, optimizers)
+            given = world.run_all(read, state, targets.first_names, targets.shapes)
+        values = BroughtValues(given.tensors)
         return set_optimizer_values(
-            world, model, optimizers, take_apart, tolerance=tolerance, options=options, clock=clock
+            world, targets, given, values, tolerance=tolerance, options=options, clock=clock
         )

@@ -62,16 +62,13 @@ class FilesPlace:
         Raises:
             ConfigError, RankMismatchError: the message has the argument.
         """
-
-        def check() -> None:
-            require_file_form(self.form)
-            if type(self.number) is not int or self.number < 0:
-                raise ConfigError(
-                    f"number={self.number!r} is the place of a model or optimizer in its folder, from 0 on"
-                )
-
-        world.run_all(check)
+        world.run_all(self._check)
         require_same_call(world, os.fspath(self.folder), self.form, self.number, modes, options=options)
+
+    def _check(self) -> None:
+        require_file_form(self.form)
+        if type(self.number) is not int or self.number < 0:
+            raise ConfigError(f"number={self.number!r}: is not an index. Pass the position in the folder, from 0")
 
 
 @answer_keywords(model_index="Pass number=...", adapter_only="Pass only=AdapterOnly()")
