@@ -12,7 +12,7 @@ from typing import Unpack
 from shardwise.conversion.expression import Expression, Stored, key_of
 from shardwise.engines import offline
 from shardwise.engines.offline import companions_of, config_content, small_file, templates_of, write_templates
-from shardwise.engines.outline import ModelOptions, Outline, checked, config_of
+from shardwise.engines.outline import ModelOptions, Outline, checked, config_of, outline
 from shardwise.engines.pretrained_loading import stored_prefix, weights_in
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.errors import FormatError, KeyMismatchError
@@ -49,7 +49,7 @@ class _OpenedAdapter:
     config: LoraConfig
     index: CheckpointIndex
     reader: StorageReader
-    placer: ReadExecutor
+    executor: ReadExecutor
     tensors: Mapping[str, Stored]
 
 
@@ -80,15 +80,15 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _OpenedAdapter:
     file = weights_in(folder)
     reader = stack.enter_context(LocalReader(folder))
     index = open_checkpoint(reader, weights_name=file)
-    placer = stack.enter_context(offline.placer_of(reader, index))
+    executor = offline.executor_of(reader, index)
     tensors = {item.key: Stored(item.key, item.shape, item.dtype) for item in index.tensors()}
     if not tensors:
         raise FormatError(f"{folder / file}: holds no tensors. Save the adapter again")
-    return _OpenedAdapter(config, index, reader, placer, tensors)
+    return _OpenedAdapter(config, index, reader, executor, tensors)
 
 
-def pulled_apart(built: Outline, lora: _OpenedAdapter, adapter_name: str) -> set[str]:
-    """Names declared tied that are so no more: the adapter brings values for one that the other does not get."""
+def untied_by(lora: _OpenedAdapter, built: Outline, adapter_name: str) -> set[str]:
+    """Return declared ties that an adapter unties: it has values for one of the names only, or two values."""
     if lora.config.ensure_weight_tying:
         return set()
     whole = merge_plan.tensors_trained_whole(lora.config, lora.tensors, adapter_name=adapter_name)
@@ -100,7 +100,9 @@ def pulled_apart(built: Outline, lora: _OpenedAdapter, adapter_name: str) -> set
             continue
         one, other = ours[0], ours[-1]
         dtype = built.layout.by_name[target].dtype
-        if len(ours) < 2 or not are_equal(expressions[one], expressions[other], dtype, lora.placer, rank=0, size=1):
+        if len(ours) < 2 or not are_equal(
+            expressions[one], expressions[other], dtype, lora.executor, rank=0, size=1
+        ):
             apart.add(target)
     return apart
 
@@ -278,16 +280,16 @@ def _plan(
     opened, config = open_storage(found), config_of(folder, options)
     reader = stack.enter_context(opened.reader)
     index = offline.index_of(opened, config)
-    placer = stack.enter_context(offline.placer_of(reader, index))
-    source = offline.read_source(
-        folder, config, index, placer, options, lambda built: pulled_apart(built, lora, adapter_name)
-    )
-    pretrained.record_conversions(source.built.model, source.built.transforms)
+    executor = offline.executor_of(reader, index)
+    built = outline(folder, config, index, options)
+    apart = untied_by(lora, built, adapter_name)
+    source = offline.bind_offline(folder, config, index, built, executor, apart)
+    pretrained.record_conversions(built.model, built.transforms)
     outputs = source.revert()
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
     plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
     joined = beside(index, lora.index, ADAPTER)
-    both = stack.enter_context(offline.placer_of(Beside(reader, lora.reader, ADAPTER), joined))
+    both = offline.executor_of(Beside(reader, lora.reader, ADAPTER), joined)
     changed: set[str] = set()
     outgoing = Outgoing(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)
     return _PlannedEdits(source, plan, outgoing, changed)

@@ -6,28 +6,26 @@ import json
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 from transformers import PreTrainedConfig
 
 from shardwise.conversion.computed import computes
 from shardwise.conversion.expression import Expression, stored_leaves, substitute
 from shardwise.engines.load_plan import rules_of
-from shardwise.engines.outline import ModelOptions, Outline, outline
+from shardwise.engines.outline import Outline, find_differing
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.stream_out import Outgoing, stream_out
 from shardwise.execution.world import ProgressBar, World
 from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex, parse_object
 from shardwise.formats.opening import dequantized_index, open_checkpoint
-from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
+from shardwise.layout import ModelLayout, Origin, TensorKind
 from shardwise.models import pretrained
 from shardwise.models.revert import Output, revert
 from shardwise.models.torch_api import to_torch
@@ -40,9 +38,6 @@ from shardwise.storage.names import shown
 from shardwise.storage.reading import OpenStorage
 from shardwise.storage.writing import LocalWriter
 from shardwise.tensors import DType, numel
-
-UntiedOf: TypeAlias = Callable[[Outline], set[str]]
-"""Returns the names that are tied in a config, and not in the files."""
 
 BUDGET_BYTES: Final = 32 << 20
 """For the staging of reads."""
@@ -72,15 +67,10 @@ class OfflineModel:
     notes: list[str]
 
     def as_stored(self) -> OfflineModel:
-        """The same source, every tensor in the dtype in which it is stored."""
-
-        def stored(tensor: TensorLayout) -> TensorLayout:
-            expression = self.expressions.get(tensor.fqn)
-            if expression is None or computes(expression):
-                return tensor
-            return replace(tensor, dtype=expression.dtype)
-
-        return replace(self, layout=ModelLayout(tuple(map(stored, self.layout.tensors))))
+        """Return the model with every tensor in the dtype in which it is stored."""
+        moved = {fqn: item.dtype for fqn, item in self.expressions.items() if not computes(item)}
+        tensors = (replace(item, dtype=moved.get(item.fqn, item.dtype)) for item in self.layout.tensors)
+        return replace(self, layout=ModelLayout(tuple(tensors)))
 
     def revert(self) -> dict[str, Output]:
         """The model's tensors as the checkpoint has them, less those that it does not have."""
@@ -104,35 +94,29 @@ class OfflineModel:
         }
 
 
-@contextmanager
-def placer_of(
-    reader: StorageReader, index: CheckpointIndex, advance: ProgressBar | None = None
-) -> Iterator[ReadExecutor]:
-    """Reads a checkpoint's tensors, on this process alone."""
+def executor_of(reader: StorageReader, index: CheckpointIndex) -> ReadExecutor:
+    """Return an executor that reads a checkpoint's tensors on this process alone, without a progress bar."""
     world = World(0, 1)
-    with ProgressBar("", world, 0, enabled=False) as silent:
-        yield ReadExecutor(reader, index, BUDGET_BYTES, advance or silent, world)
+    return ReadExecutor(reader, index, BUDGET_BYTES, ProgressBar("", world, 0, enabled=False), world)
 
 
-def read_source(
+def bind_offline(
     folder: Path,
     config: PreTrainedConfig,
     index: CheckpointIndex,
-    placer: ReadExecutor,
-    options: ModelOptions,
-    untied: UntiedOf | None = None,
+    built: Outline,
+    executor: ReadExecutor,
+    untied: Collection[str] = (),
 ) -> OfflineModel:
-    """Build the model on meta, bind the checkpoint's tensors to it, and settle its ties.
+    """Bind a checkpoint's tensors to a model on meta, and settle its ties.
 
-    ``untied`` names declared ties that will have separate values, though the checkpoint does not have them.
+    ``untied`` are declared ties that will have separate values, though the checkpoint does not have them.
 
     Raises:
-        ConfigError: the model cannot be built.
         KeyMismatchError: with every tensor that is missing or does not fit. Tensors that the model does not have
             are carried along.
     """
-    built = outline(folder, config, index, options)
-    apart = _settle_ties(built, placer, untied)
+    apart = _settle_ties(built, executor, untied)
     layout = layout_of(collect_tensors(built.model), Origin.INIT_WEIGHTS)
     consent = Consent("error", "error", Ignore(only=("*",)))
     plan = plan_load(index, layout, built.bindings_less_ties(), rules_of(built.model), consent)
@@ -143,18 +127,14 @@ def read_source(
     )
 
 
-def _settle_ties(built: Outline, placer: ReadExecutor, untied: UntiedOf | None) -> set[str]:
+def _settle_ties(built: Outline, executor: ReadExecutor, untied: Collection[str]) -> set[str]:
     """Tie declared ties with equal values. Return the names with values of their own."""
-    offers, twice, tensors = built.bindings.offers, built.ties_stored_twice(), built.layout.by_name
-    differing = {
-        name
-        for name, other in twice
-        if not are_equal(offers[name][0], offers[other][0], tensors[name].dtype, placer, rank=0, size=1)
-    }
+    offers, twice = built.bindings.offers, built.ties_stored_twice()
+    differing = set(find_differing(built, twice, executor))
     built.equal_ties = frozenset(name for name, _ in twice) - differing
-    apart = differing | (set() if untied is None else untied(built))
+    apart = differing | set(untied)
     sources = pretrained.declared_ties(built.model)
-    # What was tied begins as a copy of what it was tied to.
+    # What was tied starts as a copy of what it was tied to.
     begun = {name: offers.get(name) or offers.get(sources.get(name, name)) for name in apart}
     copies = {name: offered for name, offered in begun.items() if offered}
     built.bindings = replace(built.bindings, offers={**offers, **copies})

@@ -1,7 +1,7 @@
 """Outline of a load: the transformers model on meta, and the checkpoint's bindings for it."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,7 +15,9 @@ from shardwise.engines.arguments import comparable_text, hints_of, require_known
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import form_of as base_form_of
 from shardwise.errors import ConfigError
+from shardwise.execution.audit import are_equal
 from shardwise.execution.memory import collected_later
+from shardwise.execution.reading import ReadExecutor
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.opening import form_of
 from shardwise.layout import ModelLayout
@@ -177,6 +179,16 @@ class Outline:
         saved = {name for tensor in self.layout.saved() for name in tensor.names}
         offered = set(self.bindings.offers) - self.equal_ties
         pretrained.tie(self.model, saved - offered, untied)
+
+
+def find_differing(built: Outline, pairs: Sequence[tuple[str, str]], executor: ReadExecutor) -> list[str]:
+    """Return the first names of pairs whose stored values differ in this rank's part of the rows."""
+    offers, tensors, world = built.bindings.offers, built.layout.by_name, executor.world
+    return [
+        name
+        for name, other in pairs
+        if not are_equal(offers[name][0], offers[other][0], tensors[name].dtype, executor, world.rank, world.size)
+    ]
 
 
 def config_of(directory: Path, options: ModelOptions) -> PreTrainedConfig:

@@ -16,7 +16,6 @@ from shardwise.engines.load_plan import Load, LoadOptions, LoadRequest, comparab
 from shardwise.engines.loading import execute_load, form_of, sorted_union
 from shardwise.errors import ConfigError, FormatError, RankMismatchError, StorageError
 from shardwise.execution.agreement import require_same_settings
-from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.world import Clock, MismatchedRanks, ProgressBar, World
 from shardwise.formats.contract import CheckpointIndex
@@ -288,21 +287,9 @@ def decide_ties(
         return set(), 0
     with ProgressBar("Comparing ties", world, 0, enabled=False) as bar:
         executor = ReadExecutor(source.reader, source.index, options.budget_bytes, bar, world)
-        untied = set(world.map_reduce(find_differing, sorted_union, built, pairs, executor, world))
+        untied = set(world.map_reduce(outlines.find_differing, sorted_union, built, pairs, executor))
     built.equal_ties = frozenset({name for name, _ in pairs} - untied)
     return untied, executor.read_bytes
-
-
-def find_differing(
-    built: outlines.Outline, pairs: Sequence[tuple[str, str]], executor: ReadExecutor, world: World
-) -> list[str]:
-    """Return the first names of pairs whose stored values differ in this rank's part of the rows."""
-    offers, layouts = built.bindings.offers, built.layout.by_name
-    return [
-        name
-        for name, other in pairs
-        if not are_equal(offers[name][0], offers[other][0], layouts[name].dtype, executor, world.rank, world.size)
-    ]
 
 
 @overload

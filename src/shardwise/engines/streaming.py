@@ -1,7 +1,8 @@
 """Streams a sharded model's tensors, whole, one after the other."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -69,7 +70,7 @@ def walk_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     with World.current(options.process_group, options.timeouts, call="iter_hf_tensors") as world:
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
-        held, outputs, giver = _agreed_supply(world, model, names, only, arguments, on_differing_buffers, options)
+        held, outputs, sender = _agreed_supply(world, model, names, only, arguments, on_differing_buffers, options)
         targets = range(1) if to == "first_rank" else range(world.size)
         dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
         shapes = {key: output.shape for key, output in outputs.items()}
@@ -77,21 +78,46 @@ def walk_tensors(
             Move(key, item.expression, dtypes[key].itemsize, whole_on(targets, item.shape, world.size))
             for key, item in outputs.items()
         ]
-        rounds = world.run_all(plan_rounds, [moves], giver.shares, options.bucket_bytes // 2)
+        rounds = world.run_all(plan_rounds, [moves], sender.shares, options.bucket_bytes // 2)
         home = _home(held)
         device = (options.device or home) if world.rank in targets else torch.device("meta")
-        begun: dict[str, torch.Tensor] = {}
+        received = _ReceivedTensors(shapes, dtypes, device)
+        arrivals = Exchange(world, rounds, sender.share, received.memory_of, dtypes, home).run()
+        with contextlib.closing(arrivals), _reason_of_leaving():
+            yield from received.completed_by(arrivals)
 
-        def take(key: str) -> torch.Tensor:
-            return begun.pop(key) if key in begun else torch.empty(shapes[key], dtype=dtypes[key], device=device)
 
-        def room(key: str, box: Box) -> torch.Tensor:
-            begun[key] = take(key)
-            return part_of(begun[key], box)
+@dataclass(frozen=True)
+class _ReceivedTensors:
+    """Tensors that a rank receives block by block. Each is allocated when its first block is sent."""
 
-        arrivals = Exchange(world, rounds, giver.share, room, dtypes, home).run()
-        with contextlib.closing(arrivals), _told_when_left():
-            yield from _completed(shapes, arrivals, take)
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    device: torch.device
+    begun: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def memory_of(self, key: str, box: Box) -> torch.Tensor:
+        self.begun[key] = self.take(key)
+        return part_of(self.begun[key], box)
+
+    def take(self, key: str) -> torch.Tensor:
+        if key in self.begun:
+            return self.begun.pop(key)
+        return torch.empty(self.shapes[key], dtype=self.dtypes[key], device=self.device)
+
+    def completed_by(self, arrivals: Iterable[Round]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors in order, each when its last block has arrived. Those without elements have no block."""
+        waiting = iter(self.shapes)
+        for block in itertools.chain.from_iterable(arrivals):
+            ends = (at + size for at, size in zip(block.box.offsets, block.box.sizes, strict=True))
+            if tuple(ends) != self.shapes[block.key]:
+                continue
+            for key in waiting:
+                yield key, self.take(key)
+                if key == block.key:
+                    break
+        for key in waiting:
+            yield key, self.take(key)
 
 
 def _agreed_supply(
@@ -104,7 +130,7 @@ def _agreed_supply(
     options: StreamOptions,
 ) -> tuple[list[TensorRef], Mapping[str, Output], ShardSender]:
     """Compare the calls. Return the tensors of the model, the outputs, and their source. Collective: yes."""
-    held = world.run_all(_looked_at, model, names, only)
+    held = world.run_all(_collect, model, names, only)
     world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
     chosen: dict[str, str] = {}
     if isinstance(only, selection.AdapterOnly):
@@ -113,36 +139,36 @@ def _agreed_supply(
         held = [item for item in held if wanted.intersection(item.names)]
     shares = agree_on_shares(world, held, on_differing_buffers).by_name
     by_name = {name: item for item in held for name in item.names}
-    giver = ShardSender(by_name, shares, world.rank)
+    sender = ShardSender(by_name, shares, world.rank)
     if isinstance(only, selection.AdapterOnly):
         layout = layout_of(held)
         outputs: Mapping[str, Output] = {key: Output.of(key, layout.by_name[name]) for key, name in chosen.items()}
     else:
         outputs, adapted = world.run_all(_wanted, model, held, names, only)
         if adapted is not None:
-            giver = _merging(world, held, giver, adapted, options)
+            sender = _merging(world, held, sender, adapted, options)
     world.require_equal(list(outputs), "the list of keys")
-    return held, outputs, giver
+    return held, outputs, sender
 
 
 def _merging(
-    world: World, held: Sequence[TensorRef], giver: ShardSender, adapted: selection.Adapted, options: StreamOptions
+    world: World, held: Sequence[TensorRef], sender: ShardSender, adapted: selection.Adapted, options: StreamOptions
 ) -> MergingShardSender:
     """Return the sender of tensors with the adapter merged in. Every rank then holds the full adapter.
 
     Collective: yes.
     """
-    layout, shares = layout_of(held), giver.shares
+    layout, shares = layout_of(held), sender.shares
     needed = [name for item in adapted.factors.values() for name in (item.lora_A, item.lora_B)]
-    matrices = _whole(world, [Output.of(name, layout.by_name[name]) for name in needed], giver, options)
-    base_held = {name: giver.held[fqn] for name, fqn in adapted.inside.items()}
+    matrices = _whole(world, [Output.of(name, layout.by_name[name]) for name in needed], sender, options)
+    base_held = {name: sender.held[fqn] for name, fqn in adapted.inside.items()}
     packed = world.run_all(packed_rows, base_held)
     base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
     base_shares |= {name: tuple(map(logical_boxes, base_shares[name])) for name in packed}
     return MergingShardSender(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
 
 
-def _looked_at(
+def _collect(
     model: nn.Module, names: WrittenNames, only: selection.Selection | selection.MergedAdapter
 ) -> list[TensorRef]:
     held = collect_tensors(model)
@@ -196,7 +222,7 @@ def tensors_to_come(
     Raises:
         ConfigError, KeyMismatchError, ShardingError: as for going through them.
     """
-    outputs, _ = _wanted(model, _looked_at(model, names, only), names, only)
+    outputs, _ = _wanted(model, _collect(model, names, only), names, only)
     return {key: (to_torch(saved_dtype(item.dtype, dtype)), item.shape) for key, item in outputs.items()}
 
 
@@ -207,22 +233,21 @@ def _home(held: Sequence[TensorRef]) -> torch.device:
 def _whole(
     world: World,
     outputs: Sequence[Output],
-    giver: ShardSender,
+    sender: ShardSender,
     options: StreamOptions,
 ) -> dict[str, torch.Tensor]:
-    """Tensors of the model, whole on every rank. Collective: yes."""
-    everybody = range(world.size)
+    """Return tensors of the model, whole on every rank. Collective: yes."""
     moves = [
-        Move(item.key, item.expression, item.dtype.itemsize, whole_on(everybody, item.shape, world.size))
+        Move(item.key, item.expression, item.dtype.itemsize, whole_on(range(world.size), item.shape, world.size))
         for item in outputs
     ]
     dtypes = {item.key: to_torch(item.dtype) for item in outputs}
-    home = _home(list(giver.held.values()))
-    found = {item.key: torch.empty(item.shape, dtype=dtypes[item.key], device=home) for item in outputs}
-    rounds = world.run_all(plan_rounds, [moves], giver.shares, options.bucket_bytes)
-    for _ in Exchange(world, rounds, giver.share, lambda key, box: part_of(found[key], box), dtypes, home).run():
-        pass
-    return found
+    home = _home(list(sender.held.values()))
+    received = _ReceivedTensors({item.key: item.shape for item in outputs}, dtypes, home)
+    rounds = world.run_all(plan_rounds, [moves], sender.shares, options.bucket_bytes)
+    return dict(
+        received.completed_by(Exchange(world, rounds, sender.share, received.memory_of, dtypes, home).run())
+    )
 
 
 def _outputs(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapping[str, Output]:
@@ -237,30 +262,12 @@ def _outputs(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapp
 
 
 @contextlib.contextmanager
-def _told_when_left() -> Iterator[None]:
-    """Report to waiting ranks why this rank has left."""
+def _reason_of_leaving() -> Iterator[None]:
+    """Tell waiting ranks that the caller has left its loop."""
     try:
         yield
     except GeneratorExit:
         raise GeneratorExit("its loop over the tensors ended before the last one") from None
-
-
-def _completed(
-    shapes: Mapping[str, tuple[int, ...]], arrivals: Iterable[Round], take: Callable[[str], torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors in order, each when its last block has arrived. Those without elements have no block."""
-    waiting = iter(shapes)
-    for blocks in arrivals:
-        for block in blocks:
-            ends = (at + size for at, size in zip(block.box.offsets, block.box.sizes, strict=True))
-            if tuple(ends) != shapes[block.key]:
-                continue
-            for key in waiting:
-                yield key, take(key)
-                if key == block.key:
-                    break
-    for key in waiting:
-        yield key, take(key)
 
 
 @answer_keywords()

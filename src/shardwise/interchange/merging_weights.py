@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from shardwise.engines import offline
 from shardwise.engines.arguments import answer_keywords, hints_of, require_meant
 from shardwise.engines.offline import companions_of, config_content, templates_of, write_templates
-from shardwise.engines.outline import ModelOptions, class_of, config_of
+from shardwise.engines.outline import ModelOptions, class_of, config_of, outline
 from shardwise.engines.save_plan import MAX_SHARD_SIZE
 from shardwise.engines.verifying import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
@@ -138,11 +138,11 @@ def merge_weights(
                 f"the checkpoint in {index.root} also holds {', '.join(map(shown, index.ignored[:5]))}, which "
                 "would be lost with it. Merge it without removing it"
             )
-        placer = stack.enter_context(offline.placer_of(reader, index))
+        executor = offline.executor_of(reader, index)
         if is_optimizer:
-            named = optimizer_outputs(reader, index, placer, base=base, dtype=dtype)
+            named = optimizer_outputs(reader, index, executor, base=base, dtype=dtype)
         else:
-            named = named_outputs(folder, index, placer, base=base, dtype=dtype)
+            named = named_outputs(folder, index, executor, base=base, dtype=dtype)
         file_format = "bin" if is_optimizer else file_format
         companions = _companions(named, folder, dtype)
         streamed, files = _write(named, companions, file_format, out, max_shard_bytes)
@@ -336,7 +336,7 @@ def _damaged_in(file: Path, streamed: WrittenTensors, named: NamedOutputs) -> li
 def named_outputs(
     folder: Path,
     index: CheckpointIndex,
-    placer: ReadExecutor,
+    executor: ReadExecutor,
     *,
     base: str | os.PathLike[str] | None,
     dtype: str | None,
@@ -346,7 +346,7 @@ def named_outputs(
     if config_folder is None:
         return _as_named(
             index,
-            placer,
+            executor,
             dtype,
             f"no config.json in or above {folder}. Name the base (--base, base=) for the hub's",
         )
@@ -356,8 +356,8 @@ def named_outputs(
     except ConfigError as error:
         if base is not None:
             raise
-        return _as_named(index, placer, dtype, str(error))
-    return _as_on_hub(config_folder, config, index, placer, has_base=base is not None, dtype=dtype)
+        return _as_named(index, executor, dtype, str(error))
+    return _as_on_hub(config_folder, config, index, executor, has_base=base is not None, dtype=dtype)
 
 
 def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | None:
@@ -373,11 +373,11 @@ def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | 
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
-def _as_named(index: CheckpointIndex, placer: ReadExecutor, dtype: str | None, why: str) -> NamedOutputs:
+def _as_named(index: CheckpointIndex, executor: ReadExecutor, dtype: str | None, why: str) -> NamedOutputs:
     """Every tensor as it is, under the name it has."""
     if dtype is not None:
         raise ConfigError(f"dtype={dtype!r} is applied as the model says, which is not known: {why}")
-    outgoing = Outgoing({key: (item.dtype, item) for key, item in stored_tensors(index).items()}, placer)
+    outgoing = Outgoing({key: (item.dtype, item) for key, item in stored_tensors(index).items()}, executor)
     notes = [f"not taken along: {', '.join(map(shown, index.ignored[:5]))}"] if index.ignored else []
     adapted = sum(_OF_AN_ADAPTER in key for key in outgoing.made)
     if adapted:
@@ -389,7 +389,7 @@ def _as_named(index: CheckpointIndex, placer: ReadExecutor, dtype: str | None, w
 
 
 def optimizer_outputs(
-    reader: StorageReader, index: CheckpointIndex, placer: ReadExecutor, *, base: object, dtype: object
+    reader: StorageReader, index: CheckpointIndex, executor: ReadExecutor, *, base: object, dtype: object
 ) -> NamedOutputs:
     """The state of an optimizer in dicts and lists, as it was saved.
 
@@ -402,7 +402,7 @@ def optimizer_outputs(
     skipped = 1 if _is_wrapped(metadata.levels.values()) else 0
     nest = {".".join(path): metadata.levels[path][skipped:] for path in metadata.tensors}
     objects = {way[skipped:]: value for way, value in read_objects(reader, metadata).items()}
-    named = _as_named(index, placer, None, "an optimizer's state")
+    named = _as_named(index, executor, None, "an optimizer's state")
     return replace(named, torch_file=OPTIMIZER_FILE, nest=nest, objects=objects)
 
 
@@ -428,13 +428,14 @@ def _as_on_hub(
     folder: Path,
     config: PreTrainedConfig,
     index: CheckpointIndex,
-    placer: ReadExecutor,
+    executor: ReadExecutor,
     *,
     has_base: bool,
     dtype: str | None,
 ) -> NamedOutputs:
     """The model's tensors as the hub has them."""
-    source = offline.read_source(folder, config, index, placer, _options(dtype))
+    built = outline(folder, config, index, _options(dtype))
+    source = offline.bind_offline(folder, config, index, built, executor)
     if dtype is None:
         source = source.as_stored()
     if has_base and (transforms := _used_for(folder, config, source)):
@@ -443,7 +444,7 @@ def _as_on_hub(
         pretrained.record_conversions(source.built.model, source.built.transforms)
     outputs = source.revert()
     parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
-    outgoing = Outgoing(offline.made_of(source, outputs, source.by_every_name()), placer)
+    outgoing = Outgoing(offline.made_of(source, outputs, source.by_every_name()), executor)
     notes = (*source.notes, *offline.ties_undone(source))
     return NamedOutputs(outgoing, f"the hub's, by {folder / 'config.json'}", folder, parameters, notes)
 
