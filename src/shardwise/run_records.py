@@ -10,9 +10,10 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,30 +22,15 @@ from shardwise.errors import FormatError, StorageError
 from shardwise.observing import COLUMNS, FOLDER
 from shardwise.report.names import shown_ranks
 
-if TYPE_CHECKING:
-    pass
-
-
 Floats = npt.NDArray[np.float64]
 
-
 _TRAINER_STATE = "trainer_state.json"
-
-
 _MAX_LINE_BYTES = 1 << 20
-
-
 _MAX_STATE_BYTES = 1 << 28
-
-
 _MAX_NAME = 80
-
-
 _MAX_TRAININGS = 64
-
-
 _BAD_VALUE = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError)
-"""Raised for values that nothing of ours has written."""
+"""Raised for values that no observer has written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +41,10 @@ class PhaseSpan:
     thread: int
     start: float
     stop: float
+
+    @property
+    def depth(self) -> int:
+        return len(self.path)
 
 
 @dataclass(frozen=True)
@@ -143,45 +133,53 @@ def _read_rank(path: Path) -> RankRecord | None:
         host = str(header["host"])[:_MAX_NAME]
     except (StopIteration, *_BAD_VALUE):
         return None
-    samples = array("d")
-    done: list[PhaseSpan] = []
-    opened: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
-    last_s, is_closed, bad_lines = 0.0, False, 0
+    records = _Records()
+    bad_lines = 0
+    for line in lines:
+        try:
+            records.add(line)
+        except _BAD_VALUE:
+            bad_lines += 1
+    for thread, names in records.opened.items():  # phases that did not end last until the last line
+        while names:
+            records.end_phase(thread)
+    table = np.array(records.samples).reshape(-1, len(COLUMNS))
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    phases = sorted(records.phases, key=attrgetter("start", "depth"))
+    columns = dict(zip(COLUMNS, table.T, strict=True))
+    return RankRecord(run, rank, world_size, host, columns, phases, records.last_s, records.is_closed, bad_lines)
 
-    def take(line: Any) -> None:
-        nonlocal last_s, is_closed
+
+@dataclass
+class _Records:
+    """Samples and phases of a rank, read line by line. ``opened`` has names and starts of phases, by thread."""
+
+    samples: array[float] = field(default_factory=partial(array, "d"))
+    phases: list[PhaseSpan] = field(default_factory=list)
+    opened: defaultdict[int, list[tuple[str, float]]] = field(default_factory=partial(defaultdict, list))
+    last_s: float = 0.0
+    is_closed: bool = False
+
+    def add(self, line: Any) -> None:
+        """Raises an error of ``_BAD_VALUE`` for a line that no observer writes."""
         if isinstance(line, list):
             values = [_number(value) for value in line]
             if len(values) != len(COLUMNS):
                 raise ValueError("a sample of other columns")
-            samples.extend(values)
-            last_s = values[0]
+            self.samples.extend(values)
+            self.last_s = values[0]
             return
-        last_s = _number(line["t"])
+        self.last_s = _number(line["t"])
         if line.get("closed"):
-            is_closed = True
+            self.is_closed = True
         elif "begin" in line:
-            opened[int(line["thread"])].append((str(line["begin"])[:_MAX_NAME], last_s))
+            self.opened[int(line["thread"])].append((str(line["begin"])[:_MAX_NAME], self.last_s))
         else:
-            close(int(line["thread"]))
+            self.end_phase(int(line["thread"]))
 
-    def close(thread: int) -> None:
-        path = tuple(name for name, _ in opened[thread])
-        done.append(PhaseSpan(path, thread, opened[thread].pop()[1], last_s))
-
-    for line in lines:
-        try:
-            take(line)
-        except _BAD_VALUE:
-            bad_lines += 1
-    for thread, stack in opened.items():  # open ones last until the last line
-        while stack:
-            close(thread)
-    table = np.array(samples).reshape(-1, len(COLUMNS))
-    table = table[np.argsort(table[:, 0], kind="stable")]
-    phases = sorted(done, key=lambda span: (span.start, len(span.path)))
-    columns = dict(zip(COLUMNS, table.T, strict=True))
-    return RankRecord(run, rank, world_size, host, columns, phases, last_s, is_closed, bad_lines)
+    def end_phase(self, thread: int) -> None:
+        path = tuple(name for name, _ in self.opened[thread])
+        self.phases.append(PhaseSpan(path, thread, self.opened[thread].pop()[1], self.last_s))
 
 
 def _number(value: Any) -> float:
