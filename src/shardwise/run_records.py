@@ -75,12 +75,13 @@ class RankRecord:
 class RunRecord:
     """The folder of a run: its ranks in order, and curves by training ("" for the folder's own) and by name.
 
-    Each curve has steps and values, an array each.
+    Each curve has steps and values, an array each. ``settings`` are numbers of the Trainer's state, by training.
     """
 
     path: Path
     ranks: Sequence[RankRecord] = ()
     curves: Mapping[str, Mapping[str, tuple[Floats, Floats]]] = field(default_factory=dict)
+    settings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
 
@@ -96,9 +97,10 @@ def read_run(path: Path) -> RunRecord:
     try:
         files = sorted((path / FOLDER).glob("rank-*.jsonl"))
         found = [rank for file in files if (rank := _read_rank(file)) is not None]
-        curves = _read_curves(path)
+        states = _read_states(path)
     except OSError as error:
         raise StorageError(f"{path}: it cannot be read ({error.strerror or error})") from error
+    curves = {name: curves for name, state in states.items() if (curves := _curves_in(state))}
     if not found and not curves:
         raise FormatError(
             f"{path}: there is neither {FOLDER}/ with files of ranks, nor {_TRAINER_STATE}. "
@@ -107,7 +109,8 @@ def read_run(path: Path) -> RunRecord:
     first = min(found, key=attrgetter("rank"), default=None)
     ranks = {rank.rank: rank for rank in found if first is not None and rank.run == first.run}
     ordered = [ranks[number] for number in sorted(ranks)]
-    return RunRecord(path, ordered, curves, _notes(ordered))
+    settings = {name: _settings_in(states[name]) for name in curves}
+    return RunRecord(path, ordered, curves, settings, _notes(ordered))
 
 
 def _notes(ranks: Sequence[RankRecord]) -> list[str]:
@@ -198,28 +201,39 @@ def _lines(path: Path) -> Iterator[Any]:
                 yield None
 
 
-def _read_curves(path: Path) -> dict[str, dict[str, tuple[Floats, Floats]]]:
-    """Read the curves of a training in this folder, and of trainings in the folders in it."""
+def _read_states(path: Path) -> dict[str, Mapping[str, Any]]:
+    """Return the Trainer's states of a training in this folder, and of trainings in the folders in it, by name."""
     folders = {"": path}
     folders |= {entry.name: entry for entry in sorted(path.iterdir()) if not entry.name.startswith("checkpoint")}
-    found: dict[str, dict[str, tuple[Floats, Floats]]] = {}
-    for name, folder in folders.items():
-        if len(found) < _MAX_TRAININGS and (curves := _curves_of(folder)):
-            found[name[:_MAX_NAME]] = curves
-    return found
+    states = ((name[:_MAX_NAME], _newest_state(folder)) for name, folder in folders.items())
+    return dict(itertools.islice(((name, state) for name, state in states if state), _MAX_TRAININGS))
 
 
-def _curves_of(folder: Path) -> dict[str, tuple[Floats, Floats]]:
-    """Return steps and values of each number that the Trainer's newest checkpoint has logged with a step."""
+def _newest_state(folder: Path) -> Mapping[str, Any]:
+    """Return the state in the folder or in its newest checkpoint. Empty if there is none, or it is malformed."""
     places = [folder / _TRAINER_STATE, *folder.glob(f"checkpoint-*/{_TRAINER_STATE}")]
     files = [place for place in places if place.is_file() and place.stat().st_size <= _MAX_STATE_BYTES]
-    curves: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     try:
-        logged = json.loads(max(files, key=lambda file: file.stat().st_mtime).read_bytes())["log_history"]
-        lines = [line for line in logged if isinstance(line, dict)]
-    except _BAD_VALUE:  # also where there is no file
+        state = json.loads(max(files, key=lambda file: file.stat().st_mtime).read_bytes())
+        return state if isinstance(state, dict) else {}
+    except _BAD_VALUE:  # also if there is no file
         return {}
+
+
+def _curves_in(state: Mapping[str, Any]) -> dict[str, tuple[Floats, Floats]]:
+    """Return steps and values of each number that has been logged with a step."""
+    curves: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    logged = state.get("log_history")
+    lines = [line for line in logged if isinstance(line, dict)] if isinstance(logged, list) else []
     for line, name in itertools.product(lines, ("loss", "eval_loss", "learning_rate", "grad_norm")):
         with contextlib.suppress(*_BAD_VALUE):
             curves[name].append((_number(line["step"]), _number(line[name])))
     return {name: (np.array(pairs)[:, 0], np.array(pairs)[:, 1]) for name, pairs in curves.items() if pairs}
+
+
+def _settings_in(state: Mapping[str, Any]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name in ("train_batch_size", "max_steps", "num_train_epochs"):
+        with contextlib.suppress(*_BAD_VALUE):
+            found[name] = _number(state[name])
+    return found

@@ -270,8 +270,9 @@ def _draw(out: Path, result: StartupResult, tell: Print) -> list[str]:
     table, runs = result.table(), result.runs.values()
     try:
         picture = pictures.draw_panels([run.panel for run in runs if run.panel is not None])
-        section = pictures.PageSection(table.title, {"startup.png": picture}, [table], result.notes())
-        pictures.draw_report([Path(run.folder) for run in runs], out / "report", [section])
+        figures = pictures.PageSection(table.title, {}, [replace(table, title="")], result.notes())
+        panels = pictures.PageSection("Memory of all ranks", {"startup.png": picture})
+        pictures.draw_report([Path(run.folder) for run in runs], out / "report", [figures, panels])
         (out / "startup.png").write_bytes(picture)
     except (ShardwiseError, OSError) as error:
         tell(f"there is no picture, and no report: {error}")
@@ -325,6 +326,3 @@ def _growth(rank: run_records.RankRecord, time: run_records.Floats, kib: run_rec
 
 def _most_bytes(kib: Any) -> int:
     return int(kib.max(initial=0.0)) << 10
-
-
-# The arms

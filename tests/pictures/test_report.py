@@ -34,7 +34,7 @@ def rows_in(page: str, title: str) -> list[list[str]]:
     return [re.findall("<t[dh]>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", table)]
 
 
-BY_PHASE = "Most memory by phase and rank, and seconds of the slowest rank"
+BY_PHASE = "Peak memory by phase and rank, and seconds of the slowest rank"
 
 
 def test_a_run_is_a_page_with_memory_by_rank_and_phase(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_run_is_a_page_with_memory_by_rank_and_phase(tmp_path: Path) -> None:
     assert found["load"][:2] == ["1", "1.00"]
     assert found["step"][:2] == ["4", "3.40"]
     assert found["step: forward"][2] == "7.00 GiB, accelerator 2.00 GiB"
-    assert rows_in(page, "Most by rank")[1][:5] == ["0", "host", "5.0", "7.00 GiB", "7.00 GiB"]
+    assert rows_in(page, "Peaks by rank")[1][:5] == ["0", "host", "5.0", "7.00 GiB", "7.00 GiB"]
 
 
 def test_the_page_asks_nobody_and_runs_nothing(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_runs_are_compared_under_labels_of_their_own(tmp_path: Path) -> None:
     assert result.stderr == "other: no file of rank 1 of 2\n"
     page = page_in(tmp_path / "seen")
     headings = re.findall("<h2>(.*?)</h2>", page)
-    assert headings == ["Runs compared", str(first), str(second), "other"]
+    assert headings == ["Summary", "Runs compared", str(first), str(second), "other"]
     assert {"loss.png", "memory.png", "memory-1.png", "memory-3.png"} <= {
         path.name for path in (tmp_path / "seen").iterdir()
     }
