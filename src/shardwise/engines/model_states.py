@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engines.arguments import answer_keywords, world_of
+from shardwise.engines.arguments import answer_keywords, hints_of, require_meant, world_of
 from shardwise.engines.loading import set_value
 from shardwise.errors import FormatError
 from shardwise.execution import state_values
@@ -24,7 +24,7 @@ from shardwise.models.torch_api import in_memory
 from shardwise.models.view import TensorRef, canonical, collect_tensors, reject_subclasses, without_compile
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.planning.load_plan import OnDiffering
-from shardwise.planning.matching import OnFault, StateSlot, Tolerance, match, require_form
+from shardwise.planning.matching import OnFault, StateSlot, Tolerance, match
 from shardwise.planning.moves import StateForm
 from shardwise.report.reports import StateReport
 from shardwise.storage.reading import LocalReader
@@ -234,7 +234,7 @@ def get_model_state_dict(
     """
     model = without_compile(model)
     with world_of(options, "get_model_state_dict") as world, torch.device("cpu"):
-        world.run_all(require_form, form)
+        world.run_all(require_meant, hints_of(get_model_state_dict), {"form": form})
         state_values.require_same_call(world, form, only, on_differing_buffers, options=options)
         taken = collect_model(world, model, only, on_differing_buffers, options)
         if form == "sharded":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -18,6 +17,7 @@ from shardwise.conversion.computed import computes
 from shardwise.conversion.expression import Expression, stored_leaves, substitute
 from shardwise.engines.load_plan import rules_of
 from shardwise.engines.outline import Outline, find_differing
+from shardwise.engines.save_plan import main_dtype
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.stream_out import Outgoing, stream_out
@@ -37,7 +37,7 @@ from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.storage.names import shown
 from shardwise.storage.reading import OpenStorage
 from shardwise.storage.writing import LocalWriter
-from shardwise.tensors import DType, numel
+from shardwise.tensors import DType
 
 BUDGET_BYTES: Final = 32 << 20
 """For the staging of reads."""
@@ -345,11 +345,8 @@ def small_file(path: Path) -> bytes:
 
 
 def written_dtype(outgoing: Outgoing, dtype: str | None) -> str | None:
-    """Return the dtype for the config: the requested one, otherwise that of most bytes."""
+    """Return the dtype for the config: the requested one, otherwise that of most numbers."""
     if dtype is not None:
         return dtype.removeprefix("torch.")
-    counts: Counter[str] = Counter()
-    for _, stored, shape in outgoing.tensors():
-        if stored.kind == "float" and stored.bits >= 16:
-            counts[str(to_torch(stored)).removeprefix("torch.")] += numel(shape) * stored.itemsize
-    return counts.most_common(1)[0][0] if counts else None
+    found = main_dtype(outgoing.tensors())
+    return None if found is None else str(to_torch(found)).removeprefix("torch.")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import answer_keywords, world_of
+from shardwise.engines.arguments import answer_keywords, hints_of, require_meant, world_of
 from shardwise.engines.model_states import state_report
 from shardwise.engines.optimizer_fit import KEEP_IT_APART, OptimizerTargets, fit
 from shardwise.errors import ShardingError
@@ -30,7 +30,7 @@ from shardwise.models.optimizer_parsing import (
 from shardwise.models.rebind import Bound, Scalar, bind_optimizers, keeps_reduced
 from shardwise.models.view import TensorRef, collect_tensors, without_compile
 from shardwise.planning import matching
-from shardwise.planning.matching import digest, require_form
+from shardwise.planning.matching import digest
 from shardwise.planning.moves import StateForm, receivers
 from shardwise.report.reports import StateReport
 
@@ -208,7 +208,7 @@ def get_optimizer_state_dict(
     """
     model = without_compile(model)
     with world_of(options, "get_optimizer_state_dict") as world, torch.device("cpu"):
-        world.run_all(require_form, form)
+        world.run_all(require_meant, hints_of(get_optimizer_state_dict), {"form": form})
         require_same_call(world, form, options=options)
         taken = collect_optimizers(world, model, optimizers, "the optimizers", options)
         if form == "sharded":

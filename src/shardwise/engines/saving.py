@@ -32,7 +32,7 @@ from shardwise.storage import machine
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading import open_storage
 from shardwise.storage.writing import open_writer
-from shardwise.tensors import DType, in_bytes_of
+from shardwise.tensors import in_bytes_of
 from shardwise.tuning import peft_compat
 
 
@@ -222,11 +222,8 @@ def _main_dtype(request: save_plan.SaveRequest, plan: SavePlan) -> torch.dtype |
     if packed := next((module for module in request.model.modules() if is_in_four_bits(module)), None):
         dtype: torch.dtype = packed.packing.dtype
         return dtype
-    numels: Counter[DType] = Counter()
-    for entry in plan.entries.values():
-        if entry.dtype.kind == "float" and entry.dtype.bits >= 16:
-            numels[entry.dtype] += entry.numel
-    return to_torch(numels.most_common(1)[0][0]) if numels else None
+    found = save_plan.main_dtype((entry.key, entry.dtype, entry.shape) for entry in plan.entries.values())
+    return None if found is None else to_torch(found)
 
 
 def _require_same(world: World, emitter: Emitter, ready: save_plan.PreparedSave) -> None:

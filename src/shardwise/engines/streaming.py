@@ -10,24 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.conversion.computed import computes
 from shardwise.engines.arguments import answer_keywords
-from shardwise.engines.save_plan import WrittenNames, resolved_dtype
-from shardwise.errors import ConfigError, KeyMismatchError
+from shardwise.engines.save_plan import WrittenNames, collect_for_files, resolved_dtype, reverted
+from shardwise.errors import ConfigError
 from shardwise.execution import Timeouts
 from shardwise.execution.memory import home_of
 from shardwise.execution.moving import Exchange, part_of
 from shardwise.execution.replicas import MergingShardSender, PackedRows, ShardSender, agree_on_shares, logical_boxes
 from shardwise.execution.world import World
-from shardwise.layout import ModelLayout
 from shardwise.models import four_bit_files, selection
 from shardwise.models.four_bit_layers import SCALES, WEIGHT, is_in_four_bits
-from shardwise.models.revert import Output, revert
+from shardwise.models.revert import Output
 from shardwise.models.torch_api import saved_dtype, to_torch
 from shardwise.models.view import TensorRef, collect_tensors, layout_of, without_compile
 from shardwise.planning.load_plan import OnDiffering
 from shardwise.planning.moves import Move, Round, plan_rounds, whole_on
-from shardwise.report.names import collapse
 from shardwise.tensors import Box
 
 _SMALLEST_BUCKET_BYTES = 4096
@@ -171,12 +168,12 @@ def _merging(
 def _collect(
     model: nn.Module, names: WrittenNames, only: selection.Selection | selection.MergedAdapter
 ) -> list[TensorRef]:
+    if only is None:
+        return collect_for_files(model, names)
     held = collect_tensors(model)
-    if not isinstance(only, selection.AdapterOnly):
+    if isinstance(only, selection.MergedAdapter):
         four_bit_files.reject_without_scales(held)
-    if only is not None:
-        return held
-    return four_bit_files.held_in_files(held) if names == "hub" else four_bit_files.held_as_stored(held)
+    return held
 
 
 def _wanted(
@@ -195,10 +192,11 @@ def _wanted(
                 "only=MergedAdapter() or only=AdapterOnly(), or names='internal' for all tensors as the model "
                 "names them"
             )
-        return four_bit_files.in_shapes_of_files(held, _outputs(model, layout, names)), None
+        return four_bit_files.in_shapes_of_files(held, reverted(model, layout, names)), None
     four_bit_files.reject_experts(held, _NOT_MERGED)
     adapted = selection.without_adapter(model, [name for item in held for name in item.names], only.adapter)
-    return _outputs(adapted.base, adapted.layout(four_bit_files.dequantized_layout(layout, held)), names), adapted
+    layout = adapted.layout(four_bit_files.dequantized_layout(layout, held))
+    return reverted(adapted.base, layout, names), adapted
 
 
 def packed_rows(held: Mapping[str, TensorRef]) -> dict[str, PackedRows]:
@@ -248,17 +246,6 @@ def _whole(
     return dict(
         received.completed_by(Exchange(world, rounds, sender.share, received.memory_of, dtypes, home).run())
     )
-
-
-def _outputs(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapping[str, Output]:
-    made = revert(model, layout, internal_names=names == "internal")
-    if keys := [key for key, output in made.items() if computes(output.expression)]:
-        raise KeyMismatchError(
-            f"{', '.join(pattern for pattern, _ in collapse(keys))}: transformers computes these from whole "
-            "tensors of the model when it saves it. They cannot be put together in parts. Pass "
-            "names='internal' for the model's own tensors"
-        )
-    return made
 
 
 @contextlib.contextmanager

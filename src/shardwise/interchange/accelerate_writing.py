@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import answer_keywords, world_of
+from shardwise.engines.arguments import answer_keywords, hints_of, require_meant, world_of
 from shardwise.engines.model_states import collect_model
 from shardwise.engines.optimizer_states import collect_optimizers
 from shardwise.errors import ConfigError, StorageError
@@ -34,7 +34,7 @@ from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import TensorRef, without_compile
 from shardwise.planning.commit_plan import WrittenFiles, fresh
 from shardwise.planning.load_plan import OnDiffering
-from shardwise.planning.matching import FileForm, require_file_form
+from shardwise.planning.matching import FileForm
 from shardwise.report.save_reports import FilesReport
 from shardwise.storage.folders import FoldersWriter, folders_in, remove_folder
 
@@ -66,7 +66,7 @@ class FilesPlace:
         require_same_call(world, os.fspath(self.folder), self.form, self.number, modes, options=options)
 
     def _check(self) -> None:
-        require_file_form(self.form)
+        require_meant(hints_of(save_accelerate_model), {"form": self.form})
         if type(self.number) is not int or self.number < 0:
             raise ConfigError(f"number={self.number!r}: is not an index. Pass the position in the folder, from 0")
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
-import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -52,13 +49,12 @@ def load_trainer_checkpoint(
     *,
     optimizer: Optimizer | None = None,
     scheduler: Scheduler | None = None,
-    load_rng_state: bool = True,
     adapter: str = "default",
     order: ParameterOrder = "name",
     on_unexpected: OnFault = "error",
     options: StateOptions = StateOptions(),  # noqa: B008
 ) -> TrainerReport:
-    """Restore model, optimizer, schedule and random numbers from a ``checkpoint-N`` of the Trainer's.
+    """Restore model, optimizer and schedule from a ``checkpoint-N`` of the Hugging Face Trainer.
 
     The model's weights are read from ``pytorch_model_fsdp*`` if it exists, otherwise from the files of
     ``save_pretrained``. Those of a PEFT model are its adapter's. The optimizer is ``optimizer.bin``,
@@ -78,8 +74,6 @@ def load_trainer_checkpoint(
         checkpoint: the folder.
         optimizer: to restore, created as when it was saved. It needs no state.
         scheduler: to be restored, after the optimizer.
-        load_rng_state: restore the state of this rank's generators of random numbers, on as many ranks as there
-            were.
         adapter: of a PEFT model, which one.
         order: ``"position"`` where ``optimizer.pt`` does not name parameters, and the optimizer was made alike.
         on_unexpected: ``Ignore(only=...)`` for tensors of the checkpoint that the model does not have.
@@ -105,7 +99,6 @@ def load_trainer_checkpoint(
             file = world.run_all(lambda: folder.weights_of(adapter) if is_adapter else None)
             left_out = _never_restored(folder, model)
             schedule = world.run_all(schedule_in, folder, scheduler, left_out)
-            rng_state = world.run_all(read_rng_state, folder, world, left_out, wanted=load_rng_state)
         set_model = _set_model(world, model, folder, file, adapter, on_unexpected, options)
         if optimizer is None and folder.optimizer is not None:
             left_out["optimizer"] = "it was not given"
@@ -119,9 +112,6 @@ def load_trainer_checkpoint(
         if scheduler is not None and schedule is not None:
             world.run_all(restore_schedule, folder, scheduler, schedule)
             restored.append("scheduler")
-        if rng_state is not None:
-            _set_rng_state(rng_state)
-            restored.append("random numbers")
     return TrainerReport(
         checkpoint=str(folder.path),
         step=folder.step,
@@ -137,7 +127,9 @@ def load_trainer_checkpoint(
 def _never_restored(folder: TrainerFolder, model: nn.Module) -> dict[str, str]:
     """Return the parts that are never restored, with reasons."""
     found = {name: why for name, why in _NOT_READ.items() if name in folder.names}
-    found["position in the data"] = f"the data are not the model's. Go on after {folder.step} steps"
+    found["position in the data"] = f"the data are not the model's. Skip the batches of {folder.step} steps"
+    if any(name.startswith("rng_state") for name in folder.names):
+        found["random numbers"] = "they belong to the Trainer's order of data and number of ranks. Seed the ranks"
     if has_adapters(model):
         found["base weights"] = "only the adapter was saved; they are as they were"
     return found
@@ -271,7 +263,6 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 
 _SCHEDULER_FILE = "scheduler.pt"
-_RANDOM = re.compile(r"rng_state(?:_(\d{1,9}))?\.pth")
 
 
 class Scheduler(Protocol):
@@ -323,50 +314,3 @@ def restore_schedule(folder: TrainerFolder, scheduler: Scheduler, state: dict[st
             f"{folder.path / _SCHEDULER_FILE}: {type(scheduler).__name__} refuses it ({type(error).__name__}: "
             f"{error}). Make the scheduler as it was made when it was saved"
         ) from error
-
-
-def read_rng_state(
-    folder: TrainerFolder, world: World, not_restored: dict[str, str], *, wanted: bool
-) -> dict[str, Any] | None:
-    """Return the checked states of this rank's random generators, or None if they are not restored.
-
-    Raises:
-        FormatError: the file is no state of random number generators.
-    """
-    what = "random numbers"
-    files = [name for name in folder.names if _RANDOM.fullmatch(name)]
-    if not wanted:
-        not_restored[what] = "load_rng_state=False was asked for"
-        return None
-    expected = [f"rng_state_{rank}.pth" for rank in range(world.size)] if world.size > 1 else ["rng_state.pth"]
-    if not files:
-        not_restored[what] = "the checkpoint has no rng_state*.pth"
-        return None
-    if sorted(files) != sorted(expected):
-        not_restored[what] = f"there are those of {len(files)} ranks, and now there are {world.size}"
-        return None
-    file = folder.path / expected[world.rank]
-    array = np.array([0], dtype=np.uint32)
-    rebuild = array.__reduce__()[0]
-    state: dict[str, Any] = load_plain(file, also=[rebuild, np.ndarray, np.dtype, type(array.dtype)])
-    try:
-        random.Random().setstate(state["python"])
-        np.random.RandomState().set_state(state["numpy"])
-        torch.Generator().set_state(state["cpu"].clone())
-    except Exception as error:  # of whatever a stranger wrote there
-        raise FormatError(
-            f"{file}: holds no state of random number generators: {type(error).__name__}: {error}"
-        ) from error
-    return state
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the states of generators. A state of one CUDA device is set on the current one."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.random.set_rng_state(state["cpu"].clone())
-    cuda = state.get("cuda", ())
-    if torch.cuda.is_available() and isinstance(cuda, torch.Tensor):
-        torch.cuda.set_rng_state(cuda)
-    elif torch.cuda.is_available() and len(cuda):
-        torch.cuda.set_rng_state_all(cuda)
