@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwise.errors import ConfigError, StorageError
+from shardwise.observing import label_of
 from shardwise.report.names import in_bytes
 from shardwise.run_records import Floats, PhaseSpan, RankRecord, RunRecord, read_run
 
@@ -62,35 +63,6 @@ _EVALUATION = ", evaluation"
 _SETTINGS = {"train_batch_size": "batch size", "max_steps": "planned steps", "num_train_epochs": "epochs"}
 _LEAST_SMOOTHED = 20
 """Points of the shortest curve that is smoothed."""
-
-_PHASES: Mapping[str, str] = {
-    "index": "read headers",
-    "materialize": "allocate shards",
-    "read": "read weights",
-    "share": "exchange weights between ranks",
-    "fill": "initialize missing tensors",
-    "audit": "check completeness",
-    "agree": "compare ranks",
-    "wrap": "shard",
-    "exchange": "move values between ranks",
-    "create": "create files",
-    "write": "write files",
-    "sync": "flush to disk",
-    "verify": "read back",
-    "stage": "copy to the host",
-    "wait": "wait for the save before",
-    "look": "find checkpoints",
-    "open": "open the checkpoint",
-    "compare": "compare replicas",
-    "optimizer": "create the optimizer",
-    "optim_step": "optimizer step",
-    "the Trainer's steps": "training steps",
-    "the Trainer's callbacks": "callbacks",
-    "Trainer._save_checkpoint": "save a checkpoint",
-    "Trainer.save_model": "save the model",
-    "the tenants' passes": "training steps",
-}
-"""Names of phases on the page. Others have the name of the function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +158,7 @@ def _figures(run: RunRecord) -> dict[str, tuple[float, str]]:
         kib["peak accelerator memory of a rank"] = max(rank.peak_kib("allocated") for rank in run.ranks)
         seconds = {"seconds": max(rank.last_s for rank in run.ranks)}
         for name, spent in itertools.islice(_outer_phases(run.ranks).items(), _MAX_FIGURES):
-            seconds[f"seconds in {_phase_name(name)}"] = spent
+            seconds[f"seconds in {label_of(name)}"] = spent
         found |= {name: (value, _size(value)) for name, value in kib.items() if value}
         found |= {name: (value, f"{value:.2f}") for name, value in seconds.items()}
         found["ranks"] = run.ranks[0].world_size, str(run.ranks[0].world_size)
@@ -264,10 +236,6 @@ def _of_run(label: str, run: RunRecord, number: int) -> PageSection:
     return PageSection(label, pictures, [_ranks_table(run.ranks), _phases_table(run.ranks)], notes)
 
 
-def _phase_name(name: str) -> str:
-    return _PHASES.get(name.removeprefix("AdapterBank."), name)
-
-
 def _fullest(ranks: Sequence[RankRecord]) -> list[RankRecord]:
     """Return the ranks, those with most memory first."""
     return sorted(ranks, key=lambda rank: -max(rank.peak_kib(), rank.peak_kib("allocated")))
@@ -301,7 +269,7 @@ def _phases_table(ranks: Sequence[RankRecord]) -> Table:
         times = max(len(spans) for spans in by_rank.values())
         seconds = max(sum(span.stop - span.start for span in spans) for spans in by_rank.values())
         cells = [_most_within(rank, by_rank.get(rank.rank, [])) for rank in shown]
-        rows.append((": ".join(map(_phase_name, path)), str(times), f"{seconds:.2f}", *cells))
+        rows.append((": ".join(map(label_of, path)), str(times), f"{seconds:.2f}", *cells))
     head = ("phase", "times", "seconds", *(f"rank {rank.rank}" for rank in shown))
     return Table("Peak memory by phase and rank, and seconds of the slowest rank", head, rows)
 
@@ -363,7 +331,7 @@ def _draw_lines(
                 color=color,
                 alpha=0.2,
                 lw=0,
-                label=f" {_plain(_phase_name(name))}",
+                label=f" {_plain(label_of(name))}",
             )
         for name, (x, y) in lines.items():
             smooth = _smoothed(y) if x_title == "step" else None
@@ -401,7 +369,7 @@ def draw_panels(panels: Sequence[Panel], x_title: str = "seconds") -> bytes:
             shades = [_AREAS[place % 2] for place in range(len(panel.layers))]
             axes.stackplot(panel.seconds, panel.layers, colors=shades, lw=0, zorder=2)
             for name, (start, stop) in panel.spans.items():
-                label = _phase_name(name) if number == 0 else None
+                label = label_of(name) if number == 0 else None
                 axes.axvspan(start, stop, color=_BANDS[names.index(name)], alpha=0.2, lw=0, label=label)
             axes.set_title(panel.title, fontsize=9)
             axes.set(xlim=(0, None), ylim=(0, None))

@@ -162,7 +162,6 @@ def make_report(
 
 
 _NORM_BLOCK_NUMEL = 1 << 22
-"""Elements of a matrix whose rows' norms are computed at a time."""
 
 
 @collected_later()
@@ -188,9 +187,9 @@ def finish(
 
 
 def average_rows(world: World, load: Load) -> dict[str, torch.Tensor]:
-    """Return the mean of the stored rows, by FQN, of tensors whose new rows start as that. Equal on every rank.
+    """Return the mean of the stored rows, in float64, of tensors whose new rows start as that. Equal on every rank.
 
-    In float64. The order of additions depends on the number of ranks. Collective: yes, if there are such tensors.
+    The order of additions depends on the number of ranks. Collective: yes, if there are such tensors.
     """
     if load.request.additions.new_rows != "mean":
         return {}
@@ -265,7 +264,7 @@ def boxes_to_fill(plan: LoadPlan, name: str) -> Sequence[LocalBox]:
 def fill_with_norms(
     item: TensorRef, tensor: TensorLayout, matrix: TensorRef, rows: TensorLayout, norms: RowNorms
 ) -> None:
-    """Fill a vector with the norms of the rows of a matrix that has been loaded. Memory: a block of rows.
+    """Fill a vector with the norms of the rows of a matrix that has been loaded. Memory: 4 Mi elements.
 
     Raises:
         ShardingError: this rank holds the vector, but not full rows.
@@ -275,9 +274,8 @@ def fill_with_norms(
         box.box.sizes[1:] != rows.shape[1:] for box in rows.boxes
     ):
         raise ShardingError(
-            f"{item.fqn} begins as the norms of the rows of {matrix.fqn}, which is {rows.placement}, and it is "
-            f"{tensor.placement}: this rank lacks rows it needs. Use another initialization than DoRA's, or shard "
-            "both on their first dimension"
+            f"{item.fqn} ({tensor.placement}) is initialized with the norms of the rows of {matrix.fqn} "
+            f"({rows.placement}), which this rank does not hold whole. Shard both on their first dimension"
         )
     step = max(1, _NORM_BLOCK_NUMEL // max(1, math.prod(rows.shape[1:])))
     for start in range(0, item.local.shape[0], step):
