@@ -107,7 +107,7 @@ class StartupResult:
         return ours is None or ours.growth_bytes <= ours.limit_bytes
 
     def verdict(self, arm: str) -> str:
-        """Return "same" if an arm has made the model that ours, or the first arm, has made."""
+        """Return "same" if the model of an arm equals that of the first arm."""
         first, own = next(iter(self.runs.values())).values, self.runs[arm].values
         names = [*{**first, **own}]
         different = [name for name in names if own.get(name) != first.get(name) or not own[name]]
@@ -275,7 +275,7 @@ def _draw(out: Path, result: StartupResult, tell: Print) -> list[str]:
         pictures.draw_report([Path(run.folder) for run in runs], out / "report", [figures, panels])
         (out / "startup.png").write_bytes(picture)
     except (ShardwiseError, OSError) as error:
-        tell(f"there is no picture, and no report: {error}")
+        tell(f"no picture and no report: {error}")
         return []
     return [str(out / "startup.png"), str(out / "report" / "report.html")]
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _OTHER_KINDS = ("torch.distributed.", "torch.nn.modules.module")
-"""Modules of kinds that are not ours, and without which nothing can be done; beside torch's own few."""
+"""Modules of further classes whose arguments are checked."""
 
 _SHARDED = "Pass sharding=Sharding(mesh=...), and start one process for each device (torchrun)"
 _OFFLOADED = "Pass sharding=Sharding(offload_policy=CPUOffloadPolicy()). Nothing is offloaded to disk"
@@ -186,14 +186,14 @@ def _difference(settings_by_rank: Sequence[Mapping[str, str]]) -> str | None:
 
 
 def comparable_text(value: object) -> str:
-    """A value as ranks may compare it: without addresses of memory."""
+    """Return text that is equal on two ranks if the value is: without memory addresses."""
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{value.__module__}.{value.__qualname__}"
     return repr(value)
 
 
 def _allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """Return the classes and the strings that an annotation allows. No classes if it has none of ours."""
+    """Return the classes and the strings that an annotation allows. No classes if none of them is checked."""
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     choices = tuple(value for part in parts if get_origin(part) is Literal for value in get_args(part))
     others = [part for part in parts if get_origin(part) is not Literal]
@@ -204,7 +204,7 @@ def _allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
 
 
 def _is_of(value: object, kinds: tuple[Any, ...]) -> bool:
-    if isinstance(value, type) and type not in kinds:  # a class has what a protocol asks of its objects
+    if isinstance(value, type) and type not in kinds:  # a class has the attributes of a protocol, too
         return False
     return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
@@ -245,7 +245,7 @@ class OpenSource:
     notes: tuple[str, ...] = ()
 
     def closing(self) -> AbstractContextManager[object]:
-        """A context at whose end a reader opened here is closed."""
+        """Return a context that closes a reader opened here."""
         return self.reader if self.is_own else nullcontext()
 
 
@@ -283,7 +283,7 @@ def read_index(
     extra: Sequence[str] = (),
     is_own: bool = True,
 ) -> OpenSource:
-    """The headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
+    """Read the headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
 
     Ranks verify that they have opened one checkpoint, see [Note: One checkpoint] in ``execution/audit.py``. One
     that is refused is closed, unless it is the user's (``is_own`` False).

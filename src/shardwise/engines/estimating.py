@@ -115,7 +115,7 @@ def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
     built.equal_ties = frozenset(name for name, _ in twice)
     sharding = options.get("sharding", Sharding())
     param_dtype, reduce_dtype = sharding.mp_policy.param_dtype, sharding.mp_policy.reduce_dtype
-    tuned = outlines.made_ready(built, set(), options, adapters=found.adapters, casts_to=param_dtype)
+    tuned = outlines.prepare_for_training(built, set(), options, adapters=found.adapters, casts_to=param_dtype)
     budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
     world, plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
     homes = Homes.of(
@@ -248,7 +248,11 @@ def _plan(
     budget_bytes: int,
     options: PlanOptions,
 ) -> tuple[WorldLayout, LoadPlan]:
-    """The layout of all ranks, and the plan of a load, with all that a load finds wrong before it reads."""
+    """Return the layout of all ranks, and the plan of a load.
+
+    Raises:
+        KeyMismatchError: as a load before it reads.
+    """
     model, additions = tuned.model, tuned.additions
     held = collect_tensors(model)
     initializers = Initializers(model, held, additions)

@@ -1,4 +1,4 @@
-"""Takes out and sets the state of a model."""
+"""Gets and sets the state of a model."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -114,7 +114,7 @@ def set_model_values(
     options: state_values.StateOptions,
     clock: Clock,
 ) -> StateReport:
-    """Give a model values from wherever they are.
+    """Set the values of a model.
 
     Collective: yes.
     Memory, errors: as of :func:`set_model_state_dict`.
@@ -123,13 +123,13 @@ def set_model_values(
         held = world.run_all(collect_tensors, model)
         require_alike_models(world, held, [])
         names = world.broadcast(names_outside, model, held, only)
-        told = values.told(world)
+        brought = values.told(world)
         places = _places(held, names)
         of = {place.names[0]: item for place, item in places}
-        matched = world.run_all(lambda: match([place for place, _ in places], told, tolerance))
+        matched = world.run_all(lambda: match([place for place, _ in places], brought, tolerance))
         taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
         world.run_all(reject_subclasses, list(taking.values()))
-        # Asked of initializers while all is on meta: a model that gets its values is as one that was loaded.
+        # Computed while all is on meta, so that a model is filled as by a load.
         initializers = Initializers(model, held)
         computed = world.run_all(_computed, initializers, only)
         values.require_ties(world, [item.place.names for item in matched.taken])
@@ -151,13 +151,13 @@ def set_model_values(
         mismatched=matched.mismatched,
         cast=matched.cast,
         on_meta=tuple(item.fqn for item in held if item.tensor.is_meta),
-        brought_by=tuple(rank for rank, found in enumerate(told) if found),
+        brought_by=tuple(rank for rank, found in enumerate(brought) if found),
         recomputed=recomputed,
     )
 
 
 def _computed(initializers: Initializers, only: Selection) -> list[tuple[TensorRef, torch.Tensor]]:
-    """The buffers on meta that no state has, and that the model's initializers compute, with their values."""
+    """Return buffers on meta that no state has, with the values that the model's initializers compute."""
     waiting = [item for item in initializers.held if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
     if not waiting or only is not None:
         return []
@@ -176,7 +176,7 @@ def _fill(
 
 
 def _places(held: list[TensorRef], names: Mapping[str, str]) -> list[tuple[StateSlot, TensorRef]]:
-    """Tensors that take values, tied ones once, with all their names outside."""
+    """Return the tensors that take values, tied ones once, with all their names in states."""
     outside: dict[str, list[str]] = {}
     for name, fqn in names.items():
         outside.setdefault(fqn, []).append(name)
@@ -204,7 +204,7 @@ def get_model_state_dict(
     on_differing_buffers: OnDiffering = "first_rank",
     options: state_values.StateOptions = state_values.StateOptions(),  # noqa: B008
 ) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers of a model, by the names of the plain model.
+    """Return the parameters and persistent buffers of a model, by the names of the plain model.
 
     They are those of ``model.state_dict()`` before the model was compiled, checkpoint-wrapped or sharded, in this
     order. Tied parameters are there under each of their names, as one tensor.

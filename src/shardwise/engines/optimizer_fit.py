@@ -1,4 +1,4 @@
-"""Fits optimizers and a state that was given: groups, settings, entries."""
+"""Matches optimizers with a state: groups, settings, entries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwise.planning import matching
 from shardwise.report.names import abbreviate
 from shardwise.tensors import DType
 
-KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank, or use a Checkpointer"
+KEEP_IT_APART = "save the optimizer's own state_dict() rank by rank, or use a Checkpointer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class OptimizerTargets:
 
 
 def _agreed(world: World, given: ParsedState) -> tuple[ParsedState, tuple[int, ...]]:
-    """The first bringing rank's groups and numbers, and the ranks that bring any. Collective: yes.
+    """Return the groups and numbers of the first rank with a state, and the ranks that have one. Collective: yes.
 
     Raises:
         RankMismatchError: ranks bring state of other parameters, or other groups.
@@ -115,7 +115,7 @@ def _match(
     brought_by_rank: Sequence[Mapping[str, matching.Brought]],
     tolerance: matching.Tolerance,
 ) -> matching.Match:
-    """The state that is set. Numbers need no match: only the present state must not get lost."""
+    """Match tensors. Numbers need no match: only the present state must not get lost."""
     unexpected, missing = set(groups.unexpected), {*groups.missing, *_forgotten(agreed)}
     known = [
         {name: item for name, item in found.items() if agreed.keys[name][0] not in unexpected}
@@ -134,7 +134,7 @@ def _match(
 
 
 def _forgotten(agreed: ParsedState) -> set[str]:
-    """Parameters that have no state afterwards: all of its groups', of a state before the first step."""
+    """Return parameters that have no state afterwards: all of a state from before the first step."""
     return set() if agreed.keys else {name for names in agreed.groups for name in names}
 
 

@@ -1,4 +1,4 @@
-"""Takes out and sets the state of optimizers."""
+"""Gets and sets the state of optimizers."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _state_by_label(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, to
     tensors = {key.label: tensor for bound in bounds for key, tensor in bound.tensors.items()}
     scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
     tensors, scalars = dict(sorted(tensors.items())), dict(sorted(scalars.items()))
-    world.require_equal(digest([*tensors, *scalars]), "what the optimizers hold of parameters")
+    world.require_equal(digest([*tensors, *scalars]), "the list of optimizer state")
     return tensors, scalars
 
 
@@ -178,7 +178,7 @@ def get_optimizer_state_dict(
     *,
     options: StateOptions = StateOptions(),  # noqa: B008
 ) -> dict[str, Any]:
-    """The state of a model's optimizers, by the names of the plain model's parameters.
+    """Return the state of a model's optimizers, by the names of the plain model's parameters.
 
     ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [name, ...], "lr": ...}]}``, as
     ``torch.distributed.checkpoint.state_dict`` has it. A tied parameter has its first name. Parameters that have
@@ -232,15 +232,15 @@ def set_optimizer_state_dict(
     on_mismatched: matching.OnFault = "error",
     options: StateOptions = StateOptions(),  # noqa: B008
 ) -> StateReport:
-    """Give a model's optimizers the settings and the state that they had, by the names of parameters.
+    """Set the settings and the state of a model's optimizers, by the names of parameters.
 
     The layout is that of :func:`get_optimizer_state_dict`, with whole tensors or DTensors of any sharding, on every
     rank, or on some and ``None`` (or nothing) on the others. A parameter may have any of its names. Groups are
     identified by their parameters in any order, and get all settings of the state, learning rates included.
 
     Missing state is created without a step, sharded like its parameter, in the given dtype or in the parameter's if
-    that is wider. Existing state keeps its dtype. Parameters without state in either start afresh
-    (``report.afresh``), as do all parameters if the state has no values, from before the first step.
+    that is wider. Existing state keeps its dtype. Parameters without state in either have none
+    afterwards (``report.afresh``), as do all parameters if the state is from before the first step.
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: the new state, and ``options.budget_bytes``.
@@ -250,7 +250,7 @@ def set_optimizer_state_dict(
         optimizers: one, or several in the same order on every rank.
         state: as above.
         on_missing: ``Ignore(only=...)`` for parameters that no group of the state has, and for state that the
-            optimizer has and the given lacks (as in ``"layer.weight: exp_avg"``): they stay as they are.
+            optimizer has and the given state does not (as in ``"layer.weight: exp_avg"``): they stay as they are.
         on_unexpected: ``Ignore(only=...)`` for parameters in the state that the optimizers do not hold.
         on_mismatched: ``Ignore(only=...)`` for state of another shape, which is left out.
         options: budget, process group, timeouts.

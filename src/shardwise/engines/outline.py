@@ -103,19 +103,19 @@ def settled(options: Options) -> Options:
             )
     if given.pop("low_cpu_mem_usage", True) is not True:
         raise ConfigError(
-            "low_cpu_mem_usage=False asks for the whole model in the memory of every rank, which is never done. "
+            "low_cpu_mem_usage=False requests the whole model in the memory of every rank, which is not supported. "
             "Leave it out"
         )
     if "quantization_config" in given:
         found = of_transformers(given.pop("quantization_config"))
         if given.setdefault("quantization", found) != found:
             raise ConfigError(
-                f"quantization={given['quantization']} and quantization_config say different things. Pass the "
+                f"quantization={given['quantization']} and quantization_config contradict each other. Pass the "
                 "former alone"
             )
     hub = given.get("hub", HubOptions())
     for name in ("revision", "cache_dir", "token", "local_files_only", "subfolder", "variant"):
-        if name in given and isinstance(hub, HubOptions):  # what else it is will be told
+        if name in given and isinstance(hub, HubOptions):  # any other type is rejected later
             value = given.pop(name)
             if getattr(hub, name) not in (getattr(HubOptions(), name), value):
                 raise ConfigError(f"{name} is given twice, as a keyword and in hub=HubOptions(...). Pass one")
@@ -143,8 +143,8 @@ def comparable_model_settings(options: ModelOptions) -> dict[str, str]:
     """Return the model options that must be equal on all ranks, as text. Configs are compared later."""
     hub = options.get("hub", HubOptions())
     plain = ("model_class", "dtype", "trust_remote_code", "key_mapping", "attn_implementation")
-    told = {name: comparable_text(options[name]) for name in plain if name in options}  # type: ignore[literal-required]
-    return {**told, **{f"hub.{name}": repr(getattr(hub, name)) for name in ("revision", "subfolder", "variant")}}
+    found = {name: comparable_text(options[name]) for name in plain if name in options}  # type: ignore[literal-required]
+    return {**found, **{f"hub.{name}": repr(getattr(hub, name)) for name in ("revision", "subfolder", "variant")}}
 
 
 @dataclass
@@ -223,9 +223,9 @@ def _forget_quantizer(config: PreTrainedConfig) -> None:
     """
     for part in pretrained.quantized_parts(config):
         found = part.quantization_config
-        told = found if isinstance(found, Mapping) else found.to_dict()
-        if form_of(told).is_kept:
-            part.quantization_config = dict(told)
+        content = found if isinstance(found, Mapping) else found.to_dict()
+        if form_of(content).is_kept:
+            part.quantization_config = dict(content)
         else:
             del part.quantization_config
 
@@ -310,7 +310,7 @@ class TunedOptions(ModelOptions, total=False):
             also determines the initialization of new ones.
         quantization: keep the weights of linear layers in 4 bits: ``Nf4(...)`` or ``Fp4(...)``, packed while they
             are read. Only a LoRA is trained then. Linear layers stored by bitsandbytes stay in 4 bits by default.
-            With ``"as_stored"`` stored experts do so, too, also MXFP4. ``"dequantize"`` makes numbers of all.
+            ``"as_stored"`` keeps experts in 4 bits as well, also MXFP4. ``"dequantize"`` dequantizes all.
         quantization_config: the same as a transformers config, ``BitsAndBytesConfig(load_in_4bit=True, ...)`` or
             ``Mxfp4Config(...)``.
     """
@@ -335,14 +335,14 @@ def trained_dtype(options: TunedOptions) -> TrainedDtype:
     return wanted
 
 
-def alike(options: TunedOptions, adapters: Mapping[str, Adapter]) -> str:
-    """Return the options that must be equal on all ranks, as text."""
+def comparable_tuning(options: TunedOptions, adapters: Mapping[str, Adapter]) -> str:
+    """Return the tuning options that must be equal on all ranks, as text."""
     tuning = options.get("tuning", Full())
     return repr((tuning.comparable_text(adapters), trained_dtype(options), resizing(options)))
 
 
 @collected_later()
-def made_ready(
+def prepare_for_training(
     built: Outline,
     untied: set[str],
     options: TunedOptions,
@@ -392,7 +392,7 @@ def four_bit_base_of(
             "Leave it out, or pass quantization=Nf4()"
         )
     if is_mxfp4(stored):
-        stored = None  # numbers, unless these are asked for
+        stored = None  # dequantized by default
     is_stored = (wanted is None or keeps_experts) and stored is not None
     if is_stored:
         wanted = of_transformers(stored)
@@ -429,9 +429,8 @@ class FilledOptions(TunedOptions, total=False):
     Each is optional.
 
     Attributes:
-        sharding: mesh, wrap policy, mixed precision and offload. See
-        :class:`~shardwise.models.wrapping.wrap.Sharding`. buffers, on_missing, on_mismatched, on_unexpected: as for
-        :func:`~shardwise.engines.loading.load`.
+        sharding: mesh, wrap policy, mixed precision and offload. See :class:`~shardwise.models.wrap.Sharding`.
+        buffers, on_missing, on_mismatched, on_unexpected: as for :func:`~shardwise.engines.loading.load`.
     """
 
     sharding: Sharding

@@ -86,12 +86,14 @@ def build_and_load(
         with clock.phase("index"):
             found = find(world, name_or_path, keywords, stack)
         with clock.phase("plan"):
-            world.require_equal(world.run_all(outlines.alike, keywords, found.adapters), "what is tuned, and how,")
+            world.require_equal(
+                world.run_all(outlines.comparable_tuning, keywords, found.adapters), "what is tuned, and how,"
+            )
             built, pairs = build_together(world, found, keywords)
             untied, already_read_bytes = decide_ties(world, built, pairs, found.source, options)
             casts_to = None if sharding.mesh is None else sharding.mp_policy.param_dtype
             tuned = world.run_all(
-                outlines.made_ready, built, untied, keywords, adapters=found.adapters, casts_to=casts_to
+                outlines.prepare_for_training, built, untied, keywords, adapters=found.adapters, casts_to=casts_to
             )
             world.run_all(wrap_blocks, tuned, sharding)
         if keywords.get("load_weights", True):
@@ -316,7 +318,7 @@ def from_pretrained(
     output_loading_info: bool = False,
     **keywords: Unpack[outlines.PretrainedOptions],
 ) -> PreTrainedModel | tuple[PreTrainedModel, LoadReport]:
-    """A transformers model from a local directory, a hub id or a URL, sharded by FSDP2 and loaded.
+    """Load a transformers model from a local directory, a hub id or a URL, sharded by FSDP2.
 
     Every rank builds the model on meta, ties the tensors that the checkpoint ties, wraps blocks with
     ``fully_shard`` over the mesh (default: all ranks of the default process group, or no sharding without a process
@@ -351,7 +353,7 @@ def stored_prefix(name: str) -> str:
 
 
 def weights_in(folder: Path) -> str:
-    """The name of the file of tensors in the folder of an adapter.
+    """Return the name of the file of tensors in the folder of an adapter.
 
     Raises:
         FormatError: it is not there, or no config is.

@@ -62,7 +62,7 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
         damaged=found.damaged,
         damaged_files=found.damaged_files,
         seconds=time.perf_counter() - start,
-        holds="an adapter of PEFT's; whether it fits a base is told when it is loaded" if adapter else "",
+        holds="an adapter of PEFT; a load checks whether it fits its base" if adapter else "",
         changed=found.changed,
     )
 

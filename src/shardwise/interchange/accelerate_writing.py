@@ -2,7 +2,7 @@
 
 Of a state, models and optimizers are written in place by all ranks. Everything else that accelerate or a hook
 writes goes into a temporary folder, and the first rank copies it from there. All files have temporary names until
-a list of renames makes them count together ([Note: A list of renames]).
+a list of renames commits them together ([Note: A list of renames]).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shardwise.storage.folders import FoldersWriter, folders_in, remove_folder
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """A model or an optimizer counts when the state does that it is a part of, and whose mark the folder has."""
+    """The state that a model or an optimizer is a part of, and is committed with."""
 
     saving: Saving
     parts: list[WrittenFiles] = field(default_factory=list)
@@ -181,7 +181,7 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, place: FilesPlace, op
 
 
 def beside_trained(held: Sequence[TensorRef], adapter: str) -> list[str]:
-    """All names of tensors that are not trained, nor the adapter's own, in a model of which something is."""
+    """Return all names of tensors that are neither trained nor the adapter's. Empty if nothing is trained."""
     untouched = [
         name
         for item in held
@@ -323,7 +323,7 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[WorkFol
         work = WorkFolder.of(saving)
         yield work
         seen = world.all_gather(_names_in, work)
-        names = sorted({name for told in seen for name in told})
+        names = sorted({name for found in seen for name in found})
         carried |= {name.rpartition("/")[0] for name in names} - {""}
         world.broadcast(lambda: _commit_state(saving.marked, work, names))
 
@@ -349,7 +349,7 @@ def keep_newest(place: Path, newest: Path, limit: int | None) -> None:
     """
     found = [folder for _, folder in sorted(_numbered(place)) if (folder / _ALWAYS_THERE).is_file()]
     for folder in found[: max(0, len(found) - limit)] if limit is not None else ():
-        if folder != newest and not folder.is_symlink():  # else it is somebody else's, or elsewhere
+        if folder != newest and not folder.is_symlink():  # a link leads to another folder
             with locked_here(folder) as marked, FoldersWriter(folder) as writer:
                 rename_journal.tidy(marked)
                 writer.remove(_ALWAYS_THERE)  # a half of a state does not count as one
@@ -395,7 +395,7 @@ def _commit_state(marked: LockedFolder, work: WorkFolder, names: list[str]) -> N
 
 
 def _older_state(root: str, written: WrittenFiles) -> list[str]:
-    """Files of an older state that nothing new takes the place of."""
+    """Return the files of an older state that are not replaced by a new one."""
     with FoldersWriter(root, rename_journal.distributed_folders(root)) as writer:
         new = {*written.named, *written.beside}
         return [name for name in writer.list() if is_of_accelerate(name) and name not in new]

@@ -174,7 +174,7 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
         raise StorageError(f"{checkpoint}: no such file or folder. Check the path")
     if lists_in(home := home_of(checkpoint)):
         raise StorageError(
-            f"{home}: its last save was killed when it counted, and before its files had their names. Load it with "
+            f"{home}: its last save was interrupted between its commit and its renames. Load it with "
             "load_state, load_accelerate_model or load_accelerate_optimizer, and save it again"
         )
     opened = open_storage(checkpoint)
@@ -253,7 +253,7 @@ def _write_torch_file(
 def _write_around_tensors(writer: LocalWriter, file: str, named: NamedOutputs) -> TorchFileContents:
     """Create the file with all of ``torch.save``'s content except for the elements of tensors. Return their places.
 
-    ``torch.save`` writes a sparse file of its own, of memory that nobody touches, in a temporary folder.
+    ``torch.save`` writes a sparse file of untouched memory in a temporary folder.
     """
     places = named.places()
     empty = {way: torch.empty(shape, dtype=to_torch(dtype)) for way, (_, dtype, shape) in places.items()}
@@ -277,7 +277,7 @@ def _write_around_tensors(writer: LocalWriter, file: str, named: NamedOutputs) -
 
 
 def _folders_of(folder: Path, index: CheckpointIndex) -> list[Path]:
-    """The folders in which the checkpoint's files lie."""
+    """Return the folders of the checkpoint's files."""
     return sorted({(folder / file).parent for file in index.files})
 
 
@@ -287,7 +287,7 @@ def _remove(folder: Path, index: CheckpointIndex) -> str:
     files = [folder / file for file in index.files]
     files += [place / METADATA for place in folders if (place / METADATA).is_file()]
     try:
-        # What says how the others belong together goes first: the rest is then taken for what it is, a remainder.
+        # The metadata goes first, so that an interrupted removal leaves no folder that looks complete.
         for file in sorted(files, key=lambda file: file.name != METADATA):
             file.unlink()
         for place in folders:
@@ -302,7 +302,7 @@ def _remove(folder: Path, index: CheckpointIndex) -> str:
 
 
 def _read_back(out: Path, streamed: WrittenTensors, named: NamedOutputs, file_format: Format) -> None:
-    """Read everything that was written, as a stranger would.
+    """Read everything that was written, and compare it.
 
     Raises:
         StorageError: bytes differ from those written. The message names the tensor.
@@ -315,13 +315,13 @@ def _read_back(out: Path, streamed: WrittenTensors, named: NamedOutputs, file_fo
         damaged, compared = [*report.damaged, *report.damaged_files], report.compared
     if damaged or compared != len(streamed.fingerprints):
         raise StorageError(
-            f"{out}: {', '.join(map(shown, damaged[:5])) or 'tensors'} are not read back as they were written, "
+            f"{out}: {', '.join(map(shown, damaged[:5])) or 'tensors'} differ when they are read back, "
             "so the checkpoint they come from was not removed. Check the disk"
         )
 
 
 def _damaged_in(file: Path, streamed: WrittenTensors, named: NamedOutputs) -> list[str]:
-    """The keys of tensors that are not read as they were written from a file of ``torch.save``."""
+    """Return the keys of tensors in a file of ``torch.save`` that differ from what was written."""
     try:
         tree = dict(flattened(load_plain(file)))
     except FormatError:
@@ -374,9 +374,9 @@ def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | 
 
 
 def _as_named(index: CheckpointIndex, executor: ReadExecutor, dtype: str | None, why: str) -> NamedOutputs:
-    """Every tensor as it is, under the name it has."""
+    """Return every tensor unchanged, under its own name."""
     if dtype is not None:
-        raise ConfigError(f"dtype={dtype!r} is applied as the model says, which is not known: {why}")
+        raise ConfigError(f"dtype={dtype!r} depends on the model, which is unknown: {why}")
     outgoing = Outgoing({key: (item.dtype, item) for key, item in stored_tensors(index).items()}, executor)
     notes = [f"not taken along: {', '.join(map(shown, index.ignored[:5]))}"] if index.ignored else []
     adapted = sum(_OF_AN_ADAPTER in key for key in outgoing.made)
@@ -391,7 +391,7 @@ def _as_named(index: CheckpointIndex, executor: ReadExecutor, dtype: str | None,
 def optimizer_outputs(
     reader: StorageReader, index: CheckpointIndex, executor: ReadExecutor, *, base: object, dtype: object
 ) -> NamedOutputs:
-    """The state of an optimizer in dicts and lists, as it was saved.
+    """Return the state of an optimizer in dicts and lists, as it was saved.
 
     Raises:
         ConfigError: another output is requested.
@@ -407,10 +407,7 @@ def optimizer_outputs(
 
 
 def _is_wrapped(paths: Iterable[Levels]) -> bool:
-    """Return whether all is in one dict, as accelerate saves it: {"optimizer": {"state": ..., "param_groups".
-
-    ...}}.
-    """
+    """Return whether all is in one dict, as accelerate saves it: ``{"optimizer": {"state": ...}}``."""
     found = list(paths)
     inner = {path[1] for path in found if len(path) > 1}
     return (
@@ -433,7 +430,7 @@ def _as_on_hub(
     has_base: bool,
     dtype: str | None,
 ) -> NamedOutputs:
-    """The model's tensors as the hub has them."""
+    """Return the model's tensors as the hub has them."""
     built = outline(folder, config, index, _options(dtype))
     source = offline.bind_offline(folder, config, index, built, executor)
     if dtype is None:

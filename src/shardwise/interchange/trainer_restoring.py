@@ -63,8 +63,7 @@ def load_trainer_checkpoint(
     which has numbers for parameters: see ``order``. Every rank reads its own bytes, on any number of ranks but for
     files of ranks.
 
-    Whether everything is there and sound is looked at before anything is changed, but for the tensors of the
-    optimizer.
+    Everything but the tensors of the optimizer is checked before anything is changed.
 
     Collective: yes, over ``options.process_group`` (default: all ranks). Memory: ``options.budget_bytes``. For
     files of ``save_pretrained``, that of a load.
@@ -75,7 +74,8 @@ def load_trainer_checkpoint(
         optimizer: to restore, created as when it was saved. It needs no state.
         scheduler: to be restored, after the optimizer.
         adapter: of a PEFT model, which one.
-        order: ``"position"`` where ``optimizer.pt`` does not name parameters, and the optimizer was made alike.
+        order: ``"position"`` if ``optimizer.pt`` does not name parameters, and the optimizer was made in the
+            same way.
         on_unexpected: ``Ignore(only=...)`` for tensors of the checkpoint that the model does not have.
         options: budget, process group, timeouts.
 
@@ -276,7 +276,7 @@ class Scheduler(Protocol):
 def schedule_in(
     folder: TrainerFolder, scheduler: Scheduler | None, not_restored: dict[str, str]
 ) -> dict[str, Any] | None:
-    """The scheduler's state, if it is one of this kind of scheduler.
+    """Return the scheduler's state, or None if it is not restored.
 
     Raises:
         KeyMismatchError: it is of another.
@@ -302,7 +302,7 @@ def schedule_in(
 
 
 def restore_schedule(folder: TrainerFolder, scheduler: Scheduler, state: dict[str, Any]) -> None:
-    """Put a state that has been looked at into a scheduler.
+    """Set the checked state of a scheduler.
 
     Raises:
         KeyMismatchError: the scheduler refuses it.
