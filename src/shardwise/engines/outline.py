@@ -167,7 +167,7 @@ class Outline:
         for target, origin in pretrained.declared_ties(self.model).items():
             families.setdefault(origin, [origin]).append(target)
         present = [[name for name in members if self.bindings.offers.get(name)] for members in families.values()]
-        return [(other, names[0]) for names in present for other in names[1:]]
+        return sorted((other, names[0]) for names in present for other in names[1:])
 
     def bindings_less_ties(self) -> Bindings:
         """Bindings of the checkpoint without second copies of tied tensors that were found equal."""

@@ -266,7 +266,7 @@ def build_together(
     built = world.run_all(
         outlines.outline, found.directory, found.config, found.index, keywords, outlines.resizing(keywords)
     )
-    pairs = world.all_gather_object(sorted(built.ties_stored_twice()))
+    pairs = world.all_gather(built.ties_stored_twice)
     if odd := MismatchedRanks.among(pairs):
         raise RankMismatchError(
             f"the list of declared ties that are stored twice on rank {odd.shown} is not that of rank 0"
