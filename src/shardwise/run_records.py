@@ -126,7 +126,7 @@ def _notes(ranks: Sequence[RankRecord]) -> list[str]:
 
 
 def _read_rank(path: Path) -> RankRecord | None:
-    """Return None for a file that does not begin as those of observers do."""
+    """Return None for a file that no observer has written."""
     lines = _lines(path)
     try:
         header = next(lines)

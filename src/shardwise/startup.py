@@ -1,4 +1,4 @@
-"""Compares several ways to bring up a model for training: memory, seconds, and the values of the model.
+"""Compares several ways to load a model for training: memory, seconds, and the values of the model.
 
 [Note: Growth] The level of a rank is its first sample, after everything was imported. Its growth is its anonymous
 and shared memory (RssAnon, RssShmem) above that level. The growth of the machine is the largest sum over its ranks
@@ -123,7 +123,7 @@ class StartupResult:
             (arm, f"{run.seconds:.2f}", *(in_bytes(getattr(run, name)) for name in names), self.verdict(arm))
             for arm, run in self.runs.items()
         ]
-        return pictures.Table("Ways to bring up a model", (*head, "values"), rows)
+        return pictures.Table("Ways to load a model", (*head, "values"), rows)
 
     def notes(self) -> list[str]:
         """Return additions to the table: arms that did not run, and the limit."""
@@ -200,7 +200,7 @@ def _arms_named(text: str) -> list[str]:
 def _lack_of_room(arm: str, index: CheckpointIndex, options: StartupOptions) -> str:
     """Return the reason why an arm does not fit on this machine, or "".
 
-    Values that are wanted as they are stored stay in mapped files, which take no memory from anybody.
+    Values in their stored dtype stay in mapped files, which the kernel can reclaim.
     """
     tensors = index.tensors()
     numbers = sum(tensor.nbytes // max(tensor.dtype.itemsize, 1) for tensor in tensors)

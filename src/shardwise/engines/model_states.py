@@ -61,7 +61,7 @@ class CollectedModel:
         names: those of the state, to canonical FQNs.
         tensors: by first name, tied ones once. A buffer that differs has the first rank's values.
         differing: the buffers that do.
-        home: where staging lies.
+        home: device of staging buffers.
     """
 
     held: list[TensorRef]
@@ -211,14 +211,14 @@ def get_model_state_dict(
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: for whole tensors, ``options.budget_bytes``, and on the ranks that get the tensors these, on the
-    CPU. For ``"sharded"`` none: the tensors share the memory of the model, but for buffers that differ.
+    CPU. For ``"sharded"`` none: the tensors share the memory of the model, except for buffers that differ.
 
     Args:
         model: any module, sharded or not. FSDP2 groups that are gathered are resharded.
         form: ``"full"``, ``"full_on_all_ranks"``, or ``"sharded"``.
         only: ``None``, or ``AdapterOnly()`` for an adapter of PEFT's, under the names of PEFT's files.
-        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
-            have, are the first rank's in every form, ``"first_rank"``, or an error, ``"error"``.
+        on_differing_buffers: for buffers whose values differ between ranks (running statistics):
+            ``"first_rank"`` returns those of the first rank in every form, ``"error"`` raises.
         options: budget, process group, timeouts.
 
     Returns:

@@ -103,7 +103,7 @@ class _FourBitBases(BaseForm):
         return offered_in_four_bits(model, bindings)
 
     def allocate_staging(self, model: nn.Module, bindings: Bindings) -> Bindings:
-        """Give layers room for their scales as they are read, sharded as their codes are, and offer that."""
+        """Add a parameter to each layer for its scales as stored, sharded like its codes, and bind it."""
         offers = dict(bindings.offers)
         for name, layer in _to_nest(model):
             codes = layer.weight_scales

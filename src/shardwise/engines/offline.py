@@ -73,7 +73,7 @@ class OfflineModel:
         return replace(self, layout=ModelLayout(tuple(tensors)))
 
     def revert(self) -> dict[str, Output]:
-        """The model's tensors as the checkpoint has them, less those that it does not have."""
+        """Return the model's tensors as the checkpoint has them, without those that it does not have."""
         found = revert(self.built.model, self.layout)
         absent = {name for tensor in self.layout.saved() for name in tensor.names} - {
             name for tensor in self.layout.saved() for name in tensor.names if tensor.fqn in self.expressions
@@ -85,7 +85,7 @@ class OfflineModel:
         }
 
     def by_every_name(self) -> dict[str, Expression]:
-        """``expressions`` under all names of each tensor."""
+        """Return ``expressions`` under all names of each tensor."""
         return {
             name: self.expressions[tensor.fqn]
             for tensor in self.layout.saved()
@@ -162,7 +162,7 @@ def _notes_on(plan: LoadPlan, index: CheckpointIndex) -> list[str]:
 
 
 def require_other_folder(out: Path, sources: Sequence[Path]) -> None:
-    """A folder for the outcome that is none of those it is made of, whatever links lead there.
+    """Require a folder for the output that is none of its sources, links resolved.
 
     Raises:
         ConfigError: naming both.
@@ -227,7 +227,7 @@ def made_of(
 
 
 def ties_undone(source: OfflineModel) -> list[str]:
-    """Notes on the names that are declared tied and are not."""
+    """Return notes on names that are declared tied and are not."""
     return [f"{name} is not tied any more: it has values of its own" for name in source.apart]
 
 
@@ -292,7 +292,7 @@ def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
 
 
 def templates_of(folders: Sequence[Path]) -> dict[str, bytes]:
-    """Further chat templates, from the first folder that has any."""
+    """Return further chat templates, from the first folder that has any."""
     for folder in folders:
         found = _files(folder / _TEMPLATES, ("*.jinja",))
         if found:
@@ -301,7 +301,7 @@ def templates_of(folders: Sequence[Path]) -> dict[str, bytes]:
 
 
 def write_templates(out: Path, templates: Mapping[str, bytes]) -> None:
-    """Further chat templates lie in a folder of their own."""
+    """Write further chat templates into a folder of their own."""
     if templates:
         with LocalWriter(out / _TEMPLATES) as writer:
             for name, content in templates.items():
@@ -337,7 +337,7 @@ def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
 
 
 def small_file(path: Path) -> bytes:
-    """The content of a config."""
+    """Return the content of a config."""
     found = _files(path.parent, (path.name,))
     if path.name not in found:
         raise StorageError(f"{path}: no such file. Check the path")

@@ -45,7 +45,7 @@ class CollectedOptimizers:
     home: torch.device
 
     def written(self) -> dict[str, Any]:
-        """The state with tensors as they are, by the names of parameters."""
+        """Return the state by the names of parameters, sharing the optimizers' tensors."""
         own = {name: tensor.detach() for name, tensor in self.tensors.items()}
         return written_out(self.bounds, {**own, **self.scalars})
 
@@ -250,7 +250,7 @@ def set_optimizer_state_dict(
         optimizers: one, or several in the same order on every rank.
         state: as above.
         on_missing: ``Ignore(only=...)`` for parameters that no group of the state has, and for state that the
-            optimizer has and the given state does not (as in ``"layer.weight: exp_avg"``): they stay as they are.
+            optimizer has and the given state does not (as in ``"layer.weight: exp_avg"``): these are unchanged.
         on_unexpected: ``Ignore(only=...)`` for parameters in the state that the optimizers do not hold.
         on_mismatched: ``Ignore(only=...)`` for state of another shape, which is left out.
         options: budget, process group, timeouts.

@@ -245,7 +245,7 @@ def _as_they_are(layout: ModelLayout, places: Mapping[str, str]) -> dict[str, Ou
 
 
 def _is_staged(item: TensorRef, dtype: torch.dtype | None) -> bool:
-    """Return whether a tensor cannot be written as it lies in memory."""
+    """Return whether a tensor cannot be written directly from memory."""
     stored = from_torch(item.tensor.dtype, item.fqn) if item.kind.is_saved else None
     return item.local.device.type != "cpu" or (stored is not None and saved_dtype(stored, dtype) != stored)
 

@@ -298,15 +298,15 @@ def save(
     cast, strided, or on an accelerator.
 
     Args:
-        model: any module, sharded or not, of transformers or not, brought up by shardwise or not.
+        model: any module, sharded or not, of transformers or not, loaded by shardwise or not.
         directory: a folder that all ranks see, which need not be there yet.
         tokenizer: a tokenizer or processor whose files are saved with the weights.
         dtype: floating-point tensors of 16 bits and more are cast to it. None saves them unchanged.
         max_shard_size: of one file's tensors, in bytes or as "5GB". A larger tensor has a file of its own.
         names: as on the hub, or the model's own.
-        verify: ``True`` reads tensors and headers back before the save counts.
-        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
-            have, are the first rank's, ``"first_rank"``, or an error, ``"error"``.
+        verify: ``True`` reads tensors and headers back before the save is committed.
+        on_differing_buffers: for buffers whose values differ between ranks (running statistics):
+            ``"first_rank"`` saves those of the first rank, ``"error"`` raises.
         options: memory budget, progress, process group, timeouts.
 
     Raises:
@@ -373,14 +373,14 @@ def save_adapter(
     cast, strided, or on an accelerator.
 
     Args:
-        model: PEFT's model, sharded or not, brought up by shardwise or not.
+        model: PEFT's model, sharded or not, loaded by shardwise or not.
         directory: a folder that all ranks see, which need not be there yet.
         adapter: its name in the model, which is not saved.
         tokenizer: saved with it, if given.
         dtype: floating-point tensors are cast to it. None saves them unchanged.
-        verify: ``True`` reads tensors and headers back before the save counts.
-        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
-            have, are the first rank's, ``"first_rank"``, or an error, ``"error"``.
+        verify: ``True`` reads tensors and headers back before the save is committed.
+        on_differing_buffers: for buffers whose values differ between ranks (running statistics):
+            ``"first_rank"`` saves those of the first rank, ``"error"`` raises.
         options: memory budget, progress, process group, timeouts.
 
     Raises:

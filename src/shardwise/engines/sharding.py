@@ -125,7 +125,7 @@ def shard(
         sharding: mesh, wrap policy, mixed precision, offload. Without a mesh, all ranks form one. Without a process
             group nothing is sharded.
         optimizers: those that were made of the model's parameters, on every rank in the same order.
-        values_from: whose values count.
+        values_from: ranks whose values are used.
         trained_dtype: ``torch.float32`` keeps trained parameters in a wider dtype.
         options: budget, process group, timeouts.
 

@@ -42,7 +42,7 @@ class StreamOptions:
     Attributes:
         bucket_bytes: bytes that a rank sends or receives at once. Larger tensors travel in several parts.
         device: device of the yielded tensors. None is the model's compute device.
-        process_group: the ranks that go through the tensors together: all that hold a part of the model.
+        process_group: the ranks that iterate: all that hold a part of the model.
         timeouts: how long ranks wait for each other.
     """
 
@@ -268,16 +268,16 @@ def iter_hf_tensors(
     on_differing_buffers: OnDiffering = "first_rank",
     options: StreamOptions = StreamOptions(),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Go through a model's tensors, whole, in the order in which transformers saves them.
+    """Yield a model's tensors, whole, in the order in which transformers saves them.
 
     ::
 
         for key, tensor in shardwise.iter_hf_tensors(model):
             engine.load_weight(key, tensor)
 
-    All ranks go through the tensors together: each must take the next one as often as the others, and may leave
-    the loop early where all do so after the same tensor. A loop that ends early on one rank alone, by an exception
-    perhaps, makes the others raise. Parameters must not change meanwhile. Each tensor is the caller's own.
+    All ranks iterate in step, and may leave the loop early only after the same tensor. If the loop of one rank ends
+    early, by an exception for example, the others raise. Parameters must not change meanwhile. The caller owns each
+    tensor.
 
     Collective: yes, from the first tensor to the last. Memory: two buckets, or one larger tensor and a bucket. If
     the ranks of a machine have the model on the CPU, that much for all of them together.
@@ -287,12 +287,11 @@ def iter_hf_tensors(
         to: ``"all_ranks"``, or ``"first_rank"``: the others iterate over the same keys and get tensors on meta.
         names: as the checkpoint has them, ``"hub"``, or the model's own, ``"internal"``.
         only: ``None``. For a PEFT model also ``AdapterOnly()``, an adapter under the names of PEFT's files, or
-            ``MergedAdapter()``, the base with a LoRA of linear layers merged in, under the base's names. For that
-            every rank holds the adapter whole. The names of a PEFT model as it is are its own, ``"internal"``: no
-            hub has it like that.
-        dtype: of the floating-point tensors, also while they are sent. None leaves every tensor its own.
-        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
-            have, are the first rank's, ``"first_rank"``, or an error, ``"error"``.
+            ``MergedAdapter()``, the base with a LoRA of linear layers merged in, under the base's names. Every
+            rank then holds the full adapter. Without ``only``, a PEFT model needs ``names="internal"``.
+        dtype: of the floating-point tensors, also while they are sent. None keeps each tensor's own.
+        on_differing_buffers: for buffers whose values differ between ranks (running statistics):
+            ``"first_rank"`` yields those of the first rank, ``"error"`` raises.
         options: bucket, device, process group, timeouts.
 
     Raises:

@@ -97,8 +97,8 @@ def save_accelerate_model(
         form: in which form.
         number: of the model among those in the folder.
         only: ``None``, or ``AdapterOnly()`` for an adapter of PEFT's.
-        on_differing_buffers: buffers that have other values on some ranks than on others are the first rank's,
-            ``"first_rank"``, or an error, ``"error"``.
+        on_differing_buffers: for buffers whose values differ between ranks: ``"first_rank"`` writes those of the
+            first rank, ``"error"`` raises.
         options: budget, process group, timeouts.
 
     Raises:
@@ -265,7 +265,7 @@ def _older(place: FilesPlace, kind: SavedKind, written: WrittenFiles) -> list[st
 
 _NUMBERED = re.compile(r"checkpoint_([0-9]+)")
 _ALWAYS_THERE = "random_states_0.pkl"
-"""Of every state that counts."""
+"""A file in every committed state."""
 
 
 class LinkedFolder(str):

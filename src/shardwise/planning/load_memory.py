@@ -190,7 +190,7 @@ NODES: Final[dict[str, str]] = {
     "four bits": "shardwise.planning.coded:four_bits",
     "grouped": "shardwise.planning.coded:grouped",
 }
-"""By kind, where its :data:`MakeNode` is, as ``package.module:name``."""
+"""Location of the :data:`MakeNode` of each kind, as ``package.module:name``."""
 
 
 def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:

@@ -247,7 +247,7 @@ FileForm: TypeAlias = Literal["full", "sharded", "local"]
 
 ``"full"``: whole tensors in one file of ``torch.save``, which the first rank writes. ``"sharded"``: a folder of
 ``torch.distributed.checkpoint``, in which every rank writes its own. ``"local"``: a file for every rank with what
-it holds, read by as many ranks, sharded alike, and no others.
+it holds, readable only by the same number of ranks with the same sharding.
 """
 
 
@@ -255,7 +255,7 @@ _SHOWN = 8
 
 
 ValuesFrom: TypeAlias = Literal["any", "all_ranks", "first_rank"]
-"""Ranks whose values count.
+"""Ranks whose values are used.
 
 ``"any"``: ranks that have values keep their own, and the others get those of the lowest rank that has the most of
 the model. So do ranks whose values differ; the report names them. ``"all_ranks"``: each rank's own; an error if one

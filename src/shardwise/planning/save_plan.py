@@ -138,7 +138,7 @@ def _nbytes(item: Saved) -> int:
 
 
 TensorRef = Mapping[str, Sequence[tuple[Box, Strided]]]
-"""By name of a tensor of the model: boxes of it that this rank writes, and where they lie in its memory."""
+"""Boxes of each tensor of the model that this rank writes, with their location in its memory, by name."""
 
 
 def arrange_writes(
@@ -216,6 +216,3 @@ def wanted_by_owners(
         ]
         for rank in range(size)
     ]
-
-
-"""Bytes, on common file systems."""
