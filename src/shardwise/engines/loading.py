@@ -166,11 +166,7 @@ _NORM_BLOCK_NUMEL = 1 << 22
 
 @collected_later()
 def finish(
-    model: nn.Module,
-    load: Load,
-    means: Mapping[str, torch.Tensor],
-    read: Mapping[str, int],
-    clock: Clock,
+    model: nn.Module, load: Load, means: Mapping[str, torch.Tensor], read: Mapping[str, int], clock: Clock
 ) -> tuple[str, ...]:
     """Fill tensors that no checkpoint has, and check that all are complete. Return names of recomputed attributes.
 

@@ -19,7 +19,6 @@ from shardwise.errors import FormatError, KeyMismatchError
 from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.stream_out import Outgoing, edited
-from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.joining import beside
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_adapter_config
@@ -31,7 +30,6 @@ from shardwise.models.selection import modules_of_columns, parameters_by_module
 from shardwise.planning import merge_plan
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.save_reports import MergeAdapterReport
-from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import HubOptions, shown, unsafe_name_reason
 from shardwise.storage.reading import Beside, LocalReader, open_storage
 from shardwise.storage.remote import resolve
@@ -47,8 +45,6 @@ class _OpenedAdapter:
     """An adapter that has been opened."""
 
     config: LoraConfig
-    index: CheckpointIndex
-    reader: StorageReader
     executor: ReadExecutor
     tensors: Mapping[str, Stored]
 
@@ -84,7 +80,7 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _OpenedAdapter:
     tensors = {item.key: Stored(item.key, item.shape, item.dtype) for item in index.tensors()}
     if not tensors:
         raise FormatError(f"{folder / file}: holds no tensors. Save the adapter again")
-    return _OpenedAdapter(config, index, reader, executor, tensors)
+    return _OpenedAdapter(config, executor, tensors)
 
 
 def untied_by(lora: _OpenedAdapter, built: Outline, adapter_name: str) -> set[str]:
@@ -92,7 +88,7 @@ def untied_by(lora: _OpenedAdapter, built: Outline, adapter_name: str) -> set[st
     if lora.config.ensure_weight_tying:
         return set()
     whole = merge_plan.tensors_trained_whole(lora.config, lora.tensors, adapter_name=adapter_name)
-    expressions = stored_tensors(lora.index)
+    expressions = stored_tensors(lora.executor.index)
     apart: set[str] = set()
     for target, origin in pretrained.declared_ties(built.model).items():
         ours = [whole[name] for name in (target, origin) if name in whole]
@@ -232,7 +228,6 @@ def merge_adapter(
                 max_shard_bytes=max_shard_bytes,
                 companions=companions,
                 check=lambda _: merge.require_effect(lora_folder),
-                label="Merging",
             )
         write_templates(out, templates_of([lora_folder, folder]))
     return MergeAdapterReport(
@@ -288,8 +283,8 @@ def _plan(
     outputs = source.revert()
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
     plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
-    joined = beside(index, lora.index, ADAPTER)
-    both = offline.executor_of(Beside(reader, lora.reader, ADAPTER), joined)
+    joined = beside(index, lora.executor.index, ADAPTER)
+    both = offline.executor_of(Beside(reader, lora.executor.reader, ADAPTER), joined)
     changed: set[str] = set()
     outgoing = Outgoing(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)
     return _PlannedEdits(source, plan, outgoing, changed)

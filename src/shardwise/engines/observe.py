@@ -116,11 +116,7 @@ class RankObserver:
     """
 
     def __init__(
-        self,
-        file: int,
-        header: Mapping[str, Any],
-        device: torch.device,
-        samples_per_second: float,
+        self, file: int, header: Mapping[str, Any], device: torch.device, samples_per_second: float
     ) -> None:
         self.fault = ""
         self._is_closed = False

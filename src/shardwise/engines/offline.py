@@ -184,21 +184,15 @@ def write_out(
     max_shard_bytes: int,
     companions: Mapping[str, bytes],
     check: Callable[[WrittenTensors], None] | None = None,
-    label: str,
 ) -> tuple[WrittenTensors, tuple[str, ...]]:
     """Plan the files, write and commit them. Return also their names."""
     outgoing.require_bounded()
     plan = plan_save(
         outgoing.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, save_id=secrets.token_hex(4)
     )
-    with ProgressBar(label, World(0, 1), plan.nbytes, enabled=True) as bar:
+    with ProgressBar("Merging", World(0, 1), plan.nbytes, enabled=True) as bar:
         streamed = stream_out(
-            writer,
-            plan,
-            outgoing.values,
-            companions=companions,
-            check=check,
-            advance=bar.advance,
+            writer, plan, outgoing.values, companions=companions, check=check, advance=bar.advance
         )
     return streamed, plan.names
 

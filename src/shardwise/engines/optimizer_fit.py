@@ -10,13 +10,7 @@ from torch import nn
 
 from shardwise.errors import KeyMismatchError, RankMismatchError
 from shardwise.execution.world import World
-from shardwise.models.optimizer_parsing import (
-    ParsedState,
-    by_parameter,
-    labeled,
-    set_group,
-    unlike,
-)
+from shardwise.models.optimizer_parsing import ParsedState, by_parameter, labeled, set_group, unlike
 from shardwise.models.rebind import Bound, Key, state_like
 from shardwise.models.torch_api import in_memory, to_torch
 from shardwise.models.view import TensorRef

@@ -20,13 +20,7 @@ from shardwise.execution.moving import gather
 from shardwise.execution.replicas import equal_on_all, require_alike_models
 from shardwise.execution.state_values import BroughtValues, StateOptions, Values, reject_meta, require_same_call
 from shardwise.execution.world import Clock, World
-from shardwise.models.optimizer_parsing import (
-    ParsedState,
-    class_name,
-    copied,
-    read,
-    written_out,
-)
+from shardwise.models.optimizer_parsing import ParsedState, class_name, copied, read, written_out
 from shardwise.models.rebind import Bound, Scalar, bind_optimizers, keeps_reduced
 from shardwise.models.view import TensorRef, collect_tensors, without_compile
 from shardwise.planning import matching
@@ -51,11 +45,7 @@ class CollectedOptimizers:
 
 
 def collect_optimizers(
-    world: World,
-    model: nn.Module,
-    optimizers: Optimizer | Sequence[Optimizer],
-    what: str,
-    options: StateOptions,
+    world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], what: str, options: StateOptions
 ) -> CollectedOptimizers:
     """Collect the state of optimizers, and compare replicas between ranks. Collective: yes.
 
@@ -129,9 +119,7 @@ def set_optimizer_values(
 
 
 def _bound(
-    world: World,
-    model: nn.Module,
-    optimizers: Optimizer | Sequence[Optimizer],
+    world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
 ) -> tuple[list[TensorRef], list[Bound]]:
     """Return the tensors of a model and its optimizers, after a comparison between ranks. Collective: yes."""
     several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers

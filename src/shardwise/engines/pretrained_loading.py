@@ -176,11 +176,7 @@ def find(
     opened = arguments.open_everywhere(world, name_or_path if is_remote else directory, hub)
     stack.enter_context(opened.reader)
     source = arguments.read_index(
-        world,
-        opened,
-        weights_name=getattr(config, "transformers_weights", None),
-        variant=hub.variant,
-        extra=extra,
+        world, opened, weights_name=getattr(config, "transformers_weights", None), variant=hub.variant, extra=extra
     )
     adapters: dict[str, Adapter] = {}
     everything = source

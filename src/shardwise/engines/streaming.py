@@ -229,10 +229,7 @@ def _home(held: Sequence[TensorRef]) -> torch.device:
 
 
 def _whole(
-    world: World,
-    outputs: Sequence[Output],
-    sender: ShardSender,
-    options: StreamOptions,
+    world: World, outputs: Sequence[Output], sender: ShardSender, options: StreamOptions
 ) -> dict[str, torch.Tensor]:
     """Return tensors of the model, whole on every rank. Collective: yes."""
     moves = [

@@ -173,12 +173,7 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
 
 
 def read_optimizer(
-    world: World,
-    model: nn.Module,
-    optimizer: Optimizer,
-    source: FilesSource,
-    order: ParameterOrder,
-    clock: Clock,
+    world: World, model: nn.Module, optimizer: Optimizer, source: FilesSource, order: ParameterOrder, clock: Clock
 ) -> StateReport:
     """Find an optimizer's files and give an optimizer their state. Collective: yes.
 

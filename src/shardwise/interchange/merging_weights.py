@@ -205,7 +205,6 @@ def _write(
             named.parameters,
             max_shard_bytes=max_shard_bytes,
             companions=companions,
-            label="Merging",
         )
 
 

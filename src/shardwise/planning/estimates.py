@@ -222,10 +222,7 @@ def _moments(
     loss = {"activations": found.kept + found.loss, "logits": step.logits_bytes, "gradients": earlier}
     backward = {"activations": found.kept + found.backward, "gradients": earlier}
     return [
-        (
-            "forward",
-            {"gathered groups": sizes.root + max(sizes.root, cast, 2 * sizes.block), "gradients": earlier},
-        ),
+        ("forward", {"gathered groups": sizes.root + max(sizes.root, cast, 2 * sizes.block), "gradients": earlier}),
         ("loss", {"gathered groups": gathered, **loss}),
         (
             "backward",

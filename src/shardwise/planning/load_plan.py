@@ -322,10 +322,7 @@ class _LoadPlanner:
         if tensor.origin is Origin.AS_IT_IS:
             return Keep()
         if tensor.origin is Origin.NOWHERE:
-            self.fault(
-                "uncomputable",
-                f"{tensor.fqn}: a non-persistent buffer on meta that nothing computes",
-            )
+            self.fault("uncomputable", f"{tensor.fqn}: a non-persistent buffer on meta that nothing computes")
         return Recompute(tensor.origin)
 
     def undecoded(self, tensor: TensorLayout, offer: Expression) -> str | None:
