@@ -5,6 +5,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import Result
 from tests.cli.running import RUNNER
@@ -108,6 +109,33 @@ def test_runs_are_compared_under_labels_of_their_own(tmp_path: Path) -> None:
     assert {"loss.png", "memory.png", "memory-1.png", "memory-3.png"} <= {
         path.name for path in (tmp_path / "seen").iterdir()
     }
+
+
+def test_the_page_begins_with_figures_and_what_differs(tmp_path: Path) -> None:
+    small, large = make_run(tmp_path / "small"), make_run(tmp_path / "large", device_gib=2.0)
+    make_metrics(small)
+    make_metrics(large, steps=40)
+    assert report(small, large).exit_code == 0
+    page = page_in(small / "report")
+    different = {row[0]: row[1:] for row in rows_in(page, "Different")}
+    assert different[""] == ["small", "large"]
+    assert different["peak accelerator memory of a rank"] == ["", "2.00 GiB"]
+    assert different["steps"] == ["20", "40 (+100.0%)"]
+    same = {row[0]: row[1:] for row in rows_in(page, "The same in all runs")}
+    assert same["peak host memory of a rank"] == ["7.00 GiB", "7.00 GiB"]
+    assert same["seconds in load"] == ["1.00", "1.00"]
+    assert page.index("Different") < page.index("The same in all runs") < page.index("<img")
+    assert page.count("<td>load: read weights</td>") == 2
+
+
+def test_noisy_curves_are_smoothed_and_end_where_they_end() -> None:
+    steps = np.arange(200)
+    noisy = 5 + np.random.default_rng(0).normal(scale=0.2, size=200)
+    smooth = pictures._smoothed(noisy)
+    assert smooth is not None
+    assert np.abs(smooth - 5).max() < 0.25, "the ends are averages of fewer points, not of zeros"
+    assert pictures._smoothed(5 * 0.99**steps) is None
+    assert pictures._smoothed(noisy[:10]) is None
 
 
 def test_a_run_that_was_not_observed_has_its_curves_and_one_without_samples_a_page(tmp_path: Path) -> None:
