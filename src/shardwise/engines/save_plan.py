@@ -158,11 +158,7 @@ def prepare(
     """
     _require_possible(request, policy)
     layout = layout_of(held)
-    if isinstance(request.names, PeftNames):
-        outputs: Mapping[str, Output] = {key: Output.of(key, layout.by_name[name]) for key, name in places.items()}
-    else:
-        outputs = reverted(request.model, layout, request.names)
-    outputs = four_bit_files.in_shapes_of_files(held, outputs)
+    outputs = four_bit_files.in_shapes_of_files(held, outputs_of(request, layout, places))
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
     beside = {} if request.training is None else _as_they_are(layout, places)
     own = [item for item in layout.tensors if item.kind is TensorKind.PARAMETER and item.fqn not in beside]
@@ -219,6 +215,13 @@ def _require_possible(request: SaveRequest, policy: WritePolicy) -> None:
             f"{os.fspath(request.directory)}: an adapter is one file, which takes its place in one step, and this "
             "storage renames nothing. Save into a folder, and copy that"
         )
+
+
+def outputs_of(request: SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Mapping[str, Output]:
+    """Return the tensors of the files, and their expressions."""
+    if isinstance(request.names, PeftNames):
+        return {key: Output.of(key, layout.by_name[name]) for key, name in places.items()}
+    return reverted(request.model, layout, request.names)
 
 
 def reverted(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapping[str, Output]:
