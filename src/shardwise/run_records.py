@@ -153,11 +153,15 @@ def _read_rank(path: Path) -> RankRecord | None:
     return RankRecord(run, rank, world_size, host, columns, phases, records.last_s, records.is_closed, bad_lines)
 
 
+def _no_samples() -> array[float]:
+    return array("d")
+
+
 @dataclass
 class _Records:
     """Samples and phases of a rank, read line by line. ``opened`` has names and starts of phases, by thread."""
 
-    samples: array[float] = field(default_factory=partial(array, "d"))
+    samples: array[float] = field(default_factory=_no_samples)
     phases: list[PhaseSpan] = field(default_factory=list)
     opened: defaultdict[int, list[tuple[str, float]]] = field(default_factory=partial(defaultdict, list))
     last_s: float = 0.0
