@@ -137,7 +137,7 @@ def merged_tensors(
             base = source.expressions[tensor.fqn]
             merged = edited(tensor.fqn, base, [_beside(edit, joined) for edit in edits], tensor.dtype, changed)
             expressions |= dict.fromkeys(tensor.names, merged)
-    made = offline.made_of(source, outputs, expressions)
+    made = offline.merged_outputs(source, outputs, expressions)
     for key, edits in plan.keys.items():
         dtype, base = made[key]
         made[key] = dtype, edited(key, base, [_beside(edit, joined) for edit in edits], dtype, changed)
@@ -218,7 +218,7 @@ def merge_adapter(
         companions = companions_of(folder, lora_folder)
         dtype = options.get("dtype", "auto")
         named = None if dtype == "auto" else str(dtype).removeprefix("torch.")
-        companions["config.json"] = config_content(folder, dtype=named, untied=bool(source.apart))
+        companions["config.json"] = config_content(folder, dtype=named, untied=bool(source.untied))
         tensors = source.layout.tensors
         with LocalWriter(out) as writer:
             streamed, names = offline.write_out(
@@ -242,7 +242,7 @@ def merge_adapter(
         nbytes=streamed.nbytes,
         files=names,
         companions=tuple(sorted(companions)),
-        notes=(*source.notes, *about_ties(source, plan), *offline.ties_undone(source)),
+        notes=(*source.notes, *about_ties(source, plan)),
         seconds=time.perf_counter() - start,
     )
 
@@ -278,7 +278,7 @@ def _plan(
     executor = offline.executor_of(reader, index)
     built = outline(folder, config, index, options)
     apart = untied_by(lora, built, adapter_name)
-    source = offline.bind_offline(folder, config, index, built, executor, apart)
+    source = offline.bind_offline(config, index, built, executor, apart)
     pretrained.record_conversions(built.model, built.transforms)
     outputs = source.revert()
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"

@@ -51,11 +51,10 @@ class OfflineModel:
         stored: the checkpoint's tensors, by key.
         expressions: the model's tensors made of them, by the first of their names.
         carried: keys of tensors that the model does not have.
-        apart: names declared tied that have values of their own.
+        untied: names declared tied that have values of their own.
         notes: notes for the report.
     """
 
-    folder: Path
     config: PreTrainedConfig
     index: CheckpointIndex
     built: Outline
@@ -63,7 +62,7 @@ class OfflineModel:
     stored: Mapping[str, Expression]
     expressions: dict[str, Expression]
     carried: tuple[str, ...]
-    apart: tuple[str, ...]
+    untied: tuple[str, ...]
     notes: list[str]
 
     def as_stored(self) -> OfflineModel:
@@ -101,7 +100,6 @@ def executor_of(reader: StorageReader, index: CheckpointIndex) -> ReadExecutor:
 
 
 def bind_offline(
-    folder: Path,
     config: PreTrainedConfig,
     index: CheckpointIndex,
     built: Outline,
@@ -116,15 +114,14 @@ def bind_offline(
         KeyMismatchError: with every tensor that is missing or does not fit. Tensors that the model does not have
             are carried along.
     """
-    apart = _settle_ties(built, executor, untied)
+    apart = tuple(sorted(_settle_ties(built, executor, untied)))
     layout = layout_of(collect_tensors(built.model), Origin.INIT_WEIGHTS)
     consent = Consent("error", "error", Ignore(only=("*",)))
     plan = plan_load(index, layout, built.bindings_less_ties(), rules_of(built.model), consent)
     expressions = {name: read.expression for name, read in plan.reads().items()}
-    stored, notes = stored_tensors(index), _notes_on(plan, index)
-    return OfflineModel(
-        folder, config, index, built, layout, stored, expressions, plan.ignored_keys, tuple(sorted(apart)), notes
-    )
+    notes = [*_notes_on(plan, index), *(f"{name} is not tied any more: it has its own values" for name in apart)]
+    stored = stored_tensors(index)
+    return OfflineModel(config, index, built, layout, stored, expressions, plan.ignored_keys, apart, notes)
 
 
 def _settle_ties(built: Outline, executor: ReadExecutor, untied: Collection[str]) -> set[str]:
@@ -207,7 +204,7 @@ def index_of(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
     return dequantized_index(opened.reader, index)
 
 
-def made_of(
+def merged_outputs(
     source: OfflineModel, outputs: Mapping[str, Output], expressions: Mapping[str, Expression]
 ) -> dict[str, tuple[DType, Expression]]:
     """Return the tensors of a save: those of the model as ``expressions`` by name, and those carried along."""
@@ -220,14 +217,7 @@ def made_of(
     }
 
 
-def ties_undone(source: OfflineModel) -> list[str]:
-    """Return notes on names that are declared tied and are not."""
-    return [f"{name} is not tied any more: it has values of its own" for name in source.apart]
-
-
 _CONFIG = "config.json"
-
-
 _TOKENIZER: Final = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -240,12 +230,8 @@ _TOKENIZER: Final = (
 )
 
 
-_BROUGHT_ALONG: Final = (*_TOKENIZER, "generation_config.json", "*processor_config.json")
-
-
+_COMPANIONS: Final = (*_TOKENIZER, "generation_config.json", "*processor_config.json")
 _TEMPLATES = "additional_chat_templates"
-
-
 _MAX_COMPANION_BYTES = 256 << 20
 
 
@@ -256,7 +242,7 @@ def companions_of(base: Path, own: Path | None = None) -> dict[str, bytes]:
 
     A folder ``own`` that has a tokenizer gives its own instead of the base's.
     """
-    found = _files(base, _BROUGHT_ALONG)
+    found = _files(base, _COMPANIONS)
     if own is not None and _files(own, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
         found = {name: content for name, content in found.items() if not _is_any(name, _TOKENIZER)}
         found |= _files(own, _TOKENIZER)

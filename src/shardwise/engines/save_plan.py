@@ -102,7 +102,7 @@ class PreparedSave:
     digest: str
 
 
-def chosen(world: World, request: SaveRequest) -> tuple[list[TensorRef], Mapping[str, str]]:
+def tensors_to_save(world: World, request: SaveRequest) -> tuple[list[TensorRef], Mapping[str, str]]:
     """Return the tensors to save.
 
     For an adapter, those that belong to it, and a map of names in its file to names in the model.
@@ -160,7 +160,7 @@ def prepare(
     layout = layout_of(held)
     outputs = four_bit_files.in_shapes_of_files(held, outputs_of(request, layout, places))
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
-    beside = {} if request.training is None else _as_they_are(layout, places)
+    beside = {} if request.training is None else _training_outputs(layout, places)
     own = [item for item in layout.tensors if item.kind is TensorKind.PARAMETER and item.fqn not in beside]
     parameters = sum(item.numel for item in own)
     plan = plan_save(
@@ -239,7 +239,7 @@ def reverted(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapp
     return outputs
 
 
-def _as_they_are(layout: ModelLayout, places: Mapping[str, str]) -> dict[str, Output]:
+def _training_outputs(layout: ModelLayout, places: Mapping[str, str]) -> dict[str, Output]:
     """Return the outputs of a training state, under their own names and dtypes."""
     adapter = set(places.values())
     return {

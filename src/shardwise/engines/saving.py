@@ -51,7 +51,7 @@ def execute_save(
         writer = world.run_all(open_writer, request.directory)
     with writer:
         with clock.phase("plan"):
-            held, places = save_plan.chosen(world, request)
+            held, places = save_plan.tensors_to_save(world, request)
             shares = agree_on_shares(world, held, on_differing_buffers)
             budget = options.budget_bytes
             ready = world.run_all(

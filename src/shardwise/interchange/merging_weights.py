@@ -431,7 +431,7 @@ def _as_on_hub(
 ) -> NamedOutputs:
     """Return the model's tensors as the hub has them."""
     built = outline(folder, config, index, _options(dtype))
-    source = offline.bind_offline(folder, config, index, built, executor)
+    source = offline.bind_offline(config, index, built, executor)
     if dtype is None:
         source = source.as_stored()
     if has_base and (transforms := _used_for(folder, config, source)):
@@ -440,9 +440,10 @@ def _as_on_hub(
         pretrained.record_conversions(source.built.model, source.built.transforms)
     outputs = source.revert()
     parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
-    outgoing = Outgoing(offline.made_of(source, outputs, source.by_every_name()), executor)
-    notes = (*source.notes, *offline.ties_undone(source))
-    return NamedOutputs(outgoing, f"the hub's, by {folder / 'config.json'}", folder, parameters, notes)
+    outgoing = Outgoing(offline.merged_outputs(source, outputs, source.by_every_name()), executor)
+    return NamedOutputs(
+        outgoing, f"the hub's, by {folder / 'config.json'}", folder, parameters, tuple(source.notes)
+    )
 
 
 def _used_for(folder: Path, config: PreTrainedConfig, source: offline.OfflineModel) -> list[Any]:
