@@ -323,8 +323,8 @@ def save(
     """
     model, clock = without_compile(model), Clock()
     with world_of(options, "save") as world:
-        given = {"model": model, "names": names, "verify": verify, "options": options}
-        given |= {"on_differing_buffers": on_differing_buffers}
+        given: dict[str, Any] = {"model": model, "names": names, "verify": verify, "options": options}
+        given["on_differing_buffers"] = on_differing_buffers
         request = world.run_all(_request, given, directory, names, dtype, max_shard_size, tokenizer)
         return execute_save(world, request, on_differing_buffers, options, clock, verify=verify)
 
@@ -391,8 +391,7 @@ def save_adapter(
     """
     model, clock = without_compile(model), Clock()
     with world_of(options, "save_adapter") as world:
-        given = {"model": model, "verify": verify, "options": options}
-        given |= {"on_differing_buffers": on_differing_buffers}
+        given = {"model": model, "verify": verify, "options": options, "on_differing_buffers": on_differing_buffers}
         names = save_plan.PeftNames(adapter)
         request = world.run_all(_request, given, directory, names, dtype, sys.maxsize, tokenizer)
         return execute_save(world, request, on_differing_buffers, options, clock, verify=verify)
