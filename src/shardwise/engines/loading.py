@@ -9,17 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._face import found_at
 from shardwise.conversion.expression import rows_stored
-from shardwise.engines import arguments
-from shardwise.engines.load_plan import (
-    BaseForm,
-    Load,
-    LoadOptions,
-    LoadRequest,
-    comparable_load_settings,
-    facts_of_plan,
-    prepare_load,
-    tie_declared,
-)
+from shardwise.engines import arguments, load_plan
 from shardwise.errors import KeyMismatchError, ShardingError
 from shardwise.execution.agreement import agree_on
 from shardwise.execution.audit import audit, find_unequal_tied, require_equal_buffers
@@ -27,17 +17,9 @@ from shardwise.execution.memory import collected_later, materialize
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.world import Clock, ProgressBar, World
 from shardwise.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
-from shardwise.models import pretrained
+from shardwise.models import pretrained, view
 from shardwise.models.initialize import Additions, BufferRules, RowNorms
 from shardwise.models.pretrained import bind, mark_loaded
-from shardwise.models.view import (
-    TensorRef,
-    collect_tensors,
-    layout_of,
-    meta_leftovers,
-    strided_view,
-    without_compile,
-)
 from shardwise.planning.load_memory import spare_tensors, stored_tensors
 from shardwise.planning.load_plan import Consent, Init, Keep, LoadPlan, OnMissing, OnUnexpected, Read
 from shardwise.report.reports import LoadReport
@@ -48,7 +30,7 @@ from shardwise.tensors import Box
 
 
 def execute_load(
-    world: World, model: nn.Module, source: arguments.OpenSource, load: Load, clock: Clock
+    world: World, model: nn.Module, source: arguments.OpenSource, load: load_plan.Load, clock: Clock
 ) -> LoadReport:
     """Agree on the plan, materialize, read, fill and audit: one order for every model and every world size.
 
@@ -86,7 +68,7 @@ def execute_load(
     return make_report(world, model, source, load, executor, attributes, clock)
 
 
-def materialize_and_read(load: Load, executor: ReadExecutor, clock: Clock) -> None:
+def materialize_and_read(load: load_plan.Load, executor: ReadExecutor, clock: Clock) -> None:
     """Give this rank's tensors memory, and read their values."""
     with clock.phase("materialize"), collected_later():
         local = materialize(load.held, load.managers, load.home)
@@ -112,13 +94,13 @@ def make_report(
     world: World,
     model: nn.Module,
     source: arguments.OpenSource,
-    load: Load,
+    load: load_plan.Load,
     executor: ReadExecutor,
     attributes: tuple[str, ...],
     clock: Clock,
 ) -> LoadReport:
     plan, index, request = load.plan, source.index, load.request
-    facts = facts_of_plan(plan)
+    facts = load_plan.facts_of_plan(plan)
     reads = plan.reads()
     order = ("index", "plan", "materialize", "read", "share", "fill", "audit")
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -166,7 +148,7 @@ _NORM_BLOCK_NUMEL = 1 << 22
 
 @collected_later()
 def finish(
-    model: nn.Module, load: Load, means: Mapping[str, torch.Tensor], read: Mapping[str, int], clock: Clock
+    model: nn.Module, load: load_plan.Load, means: Mapping[str, torch.Tensor], read: Mapping[str, int], clock: Clock
 ) -> tuple[str, ...]:
     """Fill tensors that no checkpoint has, and check that all are complete. Return names of recomputed attributes.
 
@@ -177,12 +159,12 @@ def finish(
         fill(load, means, written)
         attributes = load.initializers.compute_attributes(load.home)
     with clock.phase("audit"):
-        audit(load.plan, written, meta_leftovers(model))
+        audit(load.plan, written, view.meta_leftovers(model))
         mark_loaded(model, (item.tensor for item in load.held))
     return attributes
 
 
-def average_rows(world: World, load: Load) -> dict[str, torch.Tensor]:
+def average_rows(world: World, load: load_plan.Load) -> dict[str, torch.Tensor]:
     """Return the mean of the stored rows, in float64, of tensors whose new rows start as that. Equal on every rank.
 
     The order of additions depends on the number of ranks. Collective: yes, if there are such tensors.
@@ -194,7 +176,7 @@ def average_rows(world: World, load: Load) -> dict[str, torch.Tensor]:
 
     def sums() -> dict[tuple[str, Box], torch.Tensor]:
         return {
-            (name, part.box): strided_view(by_name[name].local, part.local).double().sum(0).cpu()
+            (name, part.box): view.strided_view(by_name[name].local, part.local).double().sum(0).cpu()
             for name, count in rows.items()
             for part in first_rows(load.plan.layout.by_name[name].boxes, count)
         }
@@ -220,7 +202,7 @@ def columns_of(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(box.offsets[1:], box.sizes[1:], strict=True))
 
 
-def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int]) -> None:
+def fill(load: load_plan.Load, means: Mapping[str, torch.Tensor], written: dict[str, int]) -> None:
     """Fill tensors that come from no checkpoint: initialized ones and recomputed buffers."""
     layout, additions, seed = load.plan.layout, load.request.additions, load.request.options.seed
     by_name = {name: item for item in load.held for name in item.names}
@@ -240,7 +222,7 @@ def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int])
         elif item.fqn in means:
             for part in boxes_to_fill(load.plan, item.fqn):
                 mean = means[item.fqn][columns_of(part.box)]
-                strided_view(item.local, part.local).copy_(mean.expand(part.box.sizes))
+                view.strided_view(item.local, part.local).copy_(mean.expand(part.box.sizes))
                 written[item.fqn] = written.get(item.fqn, 0) + part.box.numel
         elif item.fqn in additions.norms and isinstance(load.plan.fills[item.fqn], Init):
             norms = additions.norms[item.fqn]
@@ -258,7 +240,7 @@ def boxes_to_fill(plan: LoadPlan, name: str) -> Sequence[LocalBox]:
 
 
 def fill_with_norms(
-    item: TensorRef, tensor: TensorLayout, matrix: TensorRef, rows: TensorLayout, norms: RowNorms
+    item: view.TensorRef, tensor: TensorLayout, matrix: view.TensorRef, rows: TensorLayout, norms: RowNorms
 ) -> None:
     """Fill a vector with the norms of the rows of a matrix that has been loaded. Memory: 4 Mi elements.
 
@@ -279,7 +261,7 @@ def fill_with_norms(
         item.local[start : start + step] = norms.of(block).to(item.local.dtype)
 
 
-def set_value(item: TensorRef, value: torch.Tensor) -> None:
+def set_value(item: view.TensorRef, value: torch.Tensor) -> None:
     """Give a buffer that has memory its value."""
     is_expanded = any(
         size > 1 and not stride for size, stride in zip(item.local.shape, item.local.stride(), strict=True)
@@ -290,12 +272,12 @@ def set_value(item: TensorRef, value: torch.Tensor) -> None:
         item.local.copy_(value)
 
 
-def form_of(model: nn.Module) -> BaseForm:
+def form_of(model: nn.Module) -> load_plan.BaseForm:
     """Return how the layers of a model keep their weights."""
     if any(hasattr(type(module), "kept_as") for module in model.modules()):
-        form: BaseForm = found_at("shardwise.engines.nesting:FOUR_BITS")
+        form: load_plan.BaseForm = found_at("shardwise.engines.nesting:FOUR_BITS")
         return form
-    return BaseForm()
+    return load_plan.BaseForm()
 
 
 def prepare_whole(
@@ -304,19 +286,19 @@ def prepare_whole(
     source: arguments.OpenSource,
     consent: Consent,
     buffers: BufferRules,
-    options: LoadOptions,
+    options: load_plan.LoadOptions,
     key_mapping: Mapping[str, str] | None,
-) -> Load:
+) -> load_plan.Load:
     """Bind a checkpoint's keys to a model by its own conversions, and plan its load on this rank."""
     form, transforms = form_of(model), pretrained.conversion_transforms(model, key_mapping)
-    held = collect_tensors(model)
-    layout = form.logical_layout(layout_of(held), held)
+    held = view.collect_tensors(model)
+    layout = form.logical_layout(view.layout_of(held), held)
     bindings = bind(model, stored_tensors(source.index), layout, transforms, spare=spare_tensors(source.index))
-    tie_declared(model, held, bindings)
+    load_plan.tie_declared(model, held, bindings)
     bindings = form.allocate_staging(model, form.offered(model, bindings))
     additions = Additions(nested=form.deferred_names(model))
-    request = LoadRequest(bindings, consent, buffers, options, transforms, additions=additions)
-    return prepare_load(world, model, source, request)
+    request = load_plan.LoadRequest(bindings, consent, buffers, options, transforms, additions=additions)
+    return load_plan.prepare_load(world, model, source, request)
 
 
 def load_checkpoint(
@@ -324,7 +306,7 @@ def load_checkpoint(
     model: nn.Module,
     checkpoint: arguments.Source,
     consent: Consent,
-    options: LoadOptions,
+    options: load_plan.LoadOptions,
     clock: Clock,
     *,
     key_mapping: Mapping[str, str] | None = None,
@@ -370,7 +352,7 @@ def load(
     on_mismatched: OnMissing = "error",
     on_unexpected: OnUnexpected = "error",
     hub: HubOptions = HubOptions(),  # noqa: B008
-    options: LoadOptions = LoadOptions(),  # noqa: B008
+    options: load_plan.LoadOptions = load_plan.LoadOptions(),  # noqa: B008
 ) -> LoadReport:
     """Fill a model from a checkpoint (safetensors, ``.bin``, DCP), bitwise as transformers would.
 
@@ -411,7 +393,7 @@ def load(
         )
         return load_checkpoint(
             world,
-            without_compile(model),
+            view.without_compile(model),
             checkpoint,
             consent,
             options,
@@ -429,7 +411,7 @@ def _check_load(
     buffers: BufferRules,
     consent: Consent,
     hub: HubOptions,
-    options: LoadOptions,
+    options: load_plan.LoadOptions,
 ) -> dict[str, str]:
     """Check the arguments of :func:`load` on this rank. Return those that ranks must have in common."""
     given = {"model": model, "checkpoint": checkpoint, "hub": hub, "options": options}
@@ -439,5 +421,5 @@ def _check_load(
     return {
         "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
         "key_mapping": repr(key_mapping),
-        **comparable_load_settings(consent, buffers, options),
+        **load_plan.comparable_load_settings(consent, buffers, options),
     }
