@@ -8,11 +8,12 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.engines.arguments import answer_keywords, hints_of, require_meant, world_of
 from shardwise.engines.load_plan import LoadOptions
@@ -48,7 +49,7 @@ def load_trainer_checkpoint(
     checkpoint: str | os.PathLike[str],
     *,
     optimizer: Optimizer | None = None,
-    scheduler: Scheduler | None = None,
+    scheduler: LRScheduler | None = None,
     adapter: str = "default",
     order: ParameterOrder = "name",
     on_unexpected: OnFault = "error",
@@ -265,16 +266,8 @@ def _read_state(folder: Path) -> dict[str, Any]:
 _SCHEDULER_FILE = "scheduler.pt"
 
 
-class Scheduler(Protocol):
-    """A schedule of learning rates, as in ``torch.optim.lr_scheduler``."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
 def schedule_in(
-    folder: TrainerFolder, scheduler: Scheduler | None, not_restored: dict[str, str]
+    folder: TrainerFolder, scheduler: LRScheduler | None, not_restored: dict[str, str]
 ) -> dict[str, Any] | None:
     """Return the scheduler's state, or None if it is not restored.
 
@@ -301,7 +294,7 @@ def schedule_in(
     return state
 
 
-def restore_schedule(folder: TrainerFolder, scheduler: Scheduler, state: dict[str, Any]) -> None:
+def restore_schedule(folder: TrainerFolder, scheduler: LRScheduler, state: dict[str, Any]) -> None:
     """Set the checked state of a scheduler.
 
     Raises:
