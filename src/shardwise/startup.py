@@ -265,7 +265,7 @@ def _agreed_values(ranks: Sequence[ArmOnRank]) -> dict[str, str]:
 def _draw(out: Path, result: StartupResult, tell: Print) -> list[str]:
     """Draw all arms and the report. Return the files.
 
-    Nothing is lost where matplotlib is not installed, or there is no room: the figures are written by now.
+    An error of drawing is reported and not raised: the figures have been written before.
     """
     table, runs = result.table(), result.runs.values()
     try:

@@ -126,10 +126,7 @@ def merged_tensors(
     joined: Mapping[str, Expression],
     changed: set[str],
 ) -> dict[str, tuple[DType, Expression]]:
-    """Return the tensors of the output: those of the base and of the adapter, joined.
-
-    Edits are listed under every name.
-    """
+    """Return the tensors of the output: those of the base, with the edits of the adapter under each name."""
     expressions = source.by_every_name()
     for tensor in source.layout.saved():
         edits = tuple(edit for name in tensor.names for edit in plan.tensors.get(name, ()))

@@ -193,10 +193,7 @@ def _write_by_owners(
 
 
 def _small_files(request: save_plan.SaveRequest, plan: SavePlan) -> dict[str, bytes]:
-    """Return the small files that transformers or PEFT writes with the weights.
-
-    Config, generation config, and the model's own code, or an adapter's config, and the tokenizer's files.
-    """
+    """Return the small files that are saved with weights: configs, code, and the tokenizer's files."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         if isinstance(request.names, save_plan.PeftNames):
             peft_compat.save_config(request.model, request.names.adapter, folder)
