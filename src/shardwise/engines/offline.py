@@ -298,7 +298,7 @@ def _is_any(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
-    """Return the content of regular files in a folder with matching names. Links are followed, as in the hub's cache."""
+    """Return the content of files in a folder with matching names. Links are followed, as in the hub's cache."""
     if not folder.is_dir():
         return {}
     found: dict[str, bytes] = {}
