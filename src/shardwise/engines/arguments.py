@@ -1,9 +1,7 @@
 """Checks the arguments of a call, and opens the checkpoint it names, the same on all ranks."""
 
 import dataclasses
-import difflib
 import functools
-import inspect
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +12,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Union, cast, get
 
 import torch
 
-from shardwise.errors import ConfigError, RankMismatchError, StorageError
+from shardwise.errors import ConfigError, RankMismatchError, StorageError, unknown_keyword
 from shardwise.execution.reading import identities_of
 from shardwise.execution.world import World
 from shardwise.formats.contract import CheckpointIndex
@@ -50,63 +48,22 @@ _INSTEAD: Mapping[str, str] = {
 """Keywords of transformers, TRL and FSDP that ``from_pretrained`` does not have, and what to do instead."""
 
 
-def require_known(call: str, given: Mapping[str, object], hints: Mapping[str, Any]) -> None:
+def require_known(call: str, given: Mapping[str, object], kind: type) -> None:
     """Reject keywords that a call does not have. Those of transformers with value None are allowed.
 
     Args:
         call: name of the public function.
         given: the keywords.
-        hints: annotations of the keywords that the call has.
+        kind: declaration of the keywords that the call has.
 
     Raises:
         ConfigError: an unknown keyword. The message has the options object that takes it, the alternative, or the
             nearest keyword.
     """
+    known = hints_of(kind)
     for name, value in given.items():
-        if name not in hints and not (name in _INSTEAD and value is None):
-            raise _unknown_keyword(call, name, list(hints), hints, _INSTEAD)
-
-
-def answer_keywords(**instead: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that rejects unknown keywords of a function with the nearest one, or with advice.
-
-    ``instead`` has the advice for keywords of other libraries.
-    """
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        known = list(inspect.signature(function).parameters)
-
-        @functools.wraps(function)
-        def call(*args: P.args, **keywords: P.kwargs) -> T:
-            for name in keywords:
-                if name not in known:
-                    raise _unknown_keyword(function.__name__, name, known, hints_of(function), instead)
-            return function(*args, **keywords)
-
-        return call
-
-    return decorate
-
-
-def _unknown_keyword(
-    call: str, name: str, known: Sequence[str], hints: Mapping[str, Any], instead: Mapping[str, str]
-) -> ConfigError:
-    near = difflib.get_close_matches(name, known, n=1)
-    if "config_overrides" in known:
-        others = "Attributes of the config go into config_overrides"
-    else:
-        others = f"Keywords: {', '.join(known)}"
-    remedy = instead.get(name) or _option_with(name, hints) or (f"Did you mean {near[0]!r}?" if near else others)
-    return ConfigError(f"{call}() got an unexpected keyword argument {name!r}. {remedy}")
-
-
-def _option_with(name: str, hints: Mapping[str, Any]) -> str | None:
-    """Return advice to pass the options object that has a field of this name, or None if none has."""
-    for argument, hint in hints.items():
-        for kind in _allowed(hint)[0] if argument != "return" else ():
-            if dataclasses.is_dataclass(kind) and name in (item.name for item in dataclasses.fields(kind)):
-                return f"Pass {argument}={getattr(kind, '__name__', kind)}({name}=...)"
-    return None
+        if name not in known and not (name in _INSTEAD and value is None):
+            raise unknown_keyword(call, name, known, _INSTEAD, kind)
 
 
 def require_meant(hints: Mapping[str, Any], given: Mapping[str, Any], inside: str = "") -> None:

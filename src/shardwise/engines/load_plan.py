@@ -21,7 +21,7 @@ from shardwise.execution import Timeouts, memory
 from shardwise.execution.reading import ReadSchedule, ReadTarget, plan_reads
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin, TensorKind
-from shardwise.models import initialize, pretrained
+from shardwise.models import initialize, pretrained, torch_api
 from shardwise.models.view import TensorRef, collect_tensors, layout_of, padded_numels, reject_subclasses
 from shardwise.planning.load_memory import Available, Homes, estimate_rank
 from shardwise.planning.load_plan import Consent, Init, LoadPlan, ModelRules, Recompute, Tie, plan_load
@@ -178,7 +178,7 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     plan = plan_load(source.index, layout, request.bindings, rules, request.consent, additions.known_as)
     require_within_budget(plan, options.budget_bytes)
     programs = plan_initial_values(initializers, plan, options)
-    home, managers = memory.home_of(held, options.device), memory.fsdp_param_groups_of(model)
+    home, managers = memory.home_of(held, options.device), torch_api.fsdp_params(model)
     by_name = {item.fqn: item for item in held}
     items = read_targets(plan, by_name, memory.devices_of(held, managers, home))
     shared: Mapping[str, tuple[Boxes, ...]] = {}
@@ -207,7 +207,7 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
         managers,
         items,
         shared,
-        own=plan_reads(parts, source.index, policy, options.budget_bytes, world.place),
+        own=plan_reads(parts, source.index, policy, options.budget_bytes, world.rank / world.size),
         estimate=estimate_rank(plan, world.rank, homes, padded_numels(held, managers)),
         available=memory.available_memory(home) if needs_memory else Available(),
         settings=pretrained.settings_of(additions.base or model),

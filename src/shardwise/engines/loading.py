@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 from shardwise._face import found_at
 from shardwise.conversion.expression import rows_stored
 from shardwise.engines import arguments, load_plan
-from shardwise.errors import KeyMismatchError, ShardingError
+from shardwise.errors import KeyMismatchError, ShardingError, answer_keywords
 from shardwise.execution.agreement import agree_on
 from shardwise.execution.audit import audit, find_unequal_tied, require_equal_buffers
 from shardwise.execution.memory import collected_later, materialize
 from shardwise.execution.reading import ReadExecutor
-from shardwise.execution.world import Clock, ProgressBar, World
+from shardwise.execution.world import Clock, World
 from shardwise.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
 from shardwise.models import pretrained, view
 from shardwise.models.initialize import Additions, BufferRules, RowNorms
@@ -38,18 +38,19 @@ def execute_load(
     """
     plan, options = load.plan, load.request.options
     with clock.phase("plan"):
-        total_bytes, sharers = agree_on(
+        sharers = agree_on(
             world, plan, load.settings, load.estimate, load.available, check_memory=options.check_memory
         )
-    with ProgressBar("Loading weights", world, total_bytes, enabled=options.progress) as bar:
+    shows_progress = options.progress and world.rank == 0
+    with pretrained.progress_bar("Loading weights", plan.layout.local_nbytes, enabled=shows_progress) as bar:
         executor = ReadExecutor(
             source.reader,
             source.index,
             options.budget_bytes,
-            bar,
             world,
             source.identities,
             processors=max(1, processor_count() // sharers),
+            progress=bar,
         )
         with clock.phase("read"):
             require_equal_tied(world, plan, executor)
@@ -334,7 +335,7 @@ _ON_DEVICE = (
 )
 
 
-@arguments.answer_keywords(
+@answer_keywords(
     strict="Pass on_missing=Initialize(only=...) and on_unexpected=Ignore(only=...), with the names",
     map_location=_ON_DEVICE,
     device=_ON_DEVICE,

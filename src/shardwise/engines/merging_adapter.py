@@ -31,7 +31,7 @@ from shardwise.planning import merge_plan
 from shardwise.planning.load_memory import stored_tensors
 from shardwise.report.save_reports import MergeAdapterReport
 from shardwise.storage.names import HubOptions, shown, unsafe_name_reason
-from shardwise.storage.reading import Beside, LocalReader, open_storage
+from shardwise.storage.reading import CombinedReader, LocalReader, open_storage
 from shardwise.storage.remote import resolve
 from shardwise.storage.writing import LocalWriter
 from shardwise.tensors import DType, in_bytes_of
@@ -281,7 +281,7 @@ def _plan(
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
     plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
     joined = beside(index, lora.executor.index, ADAPTER)
-    both = offline.executor_of(Beside(reader, lora.executor.reader, ADAPTER), joined)
+    both = offline.executor_of(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
     changed: set[str] = set()
     outgoing = Outgoing(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)
     return _PlannedEdits(source, plan, outgoing, changed)

@@ -21,12 +21,13 @@ from shardwise.engines.save_plan import main_dtype
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.stream_out import Outgoing, stream_out
-from shardwise.execution.world import ProgressBar, World
+from shardwise.execution.world import World
 from shardwise.execution.write import WrittenTensors
 from shardwise.formats.contract import CheckpointIndex, parse_object
 from shardwise.formats.opening import dequantized_index, open_checkpoint
 from shardwise.layout import ModelLayout, Origin, TensorKind
 from shardwise.models import pretrained
+from shardwise.models.pretrained import progress_bar
 from shardwise.models.revert import Output, revert
 from shardwise.models.torch_api import to_torch
 from shardwise.models.view import collect_tensors, layout_of
@@ -95,8 +96,7 @@ class OfflineModel:
 
 def executor_of(reader: StorageReader, index: CheckpointIndex) -> ReadExecutor:
     """Return an executor that reads a checkpoint's tensors on this process alone, without a progress bar."""
-    world = World(0, 1)
-    return ReadExecutor(reader, index, BUDGET_BYTES, ProgressBar("", world, 0, enabled=False), world)
+    return ReadExecutor(reader, index, BUDGET_BYTES, World(0, 1))
 
 
 def bind_offline(
@@ -187,10 +187,8 @@ def write_out(
     plan = plan_save(
         outgoing.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, save_id=secrets.token_hex(4)
     )
-    with ProgressBar("Merging", World(0, 1), plan.nbytes, enabled=True) as bar:
-        streamed = stream_out(
-            writer, plan, outgoing.values, companions=companions, check=check, advance=bar.advance
-        )
+    with progress_bar("Merging", plan.nbytes, enabled=True) as bar:
+        streamed = stream_out(writer, plan, outgoing, companions=companions, check=check, advance=bar.update)
     return streamed, plan.names
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import answer_keywords, hints_of, require_meant, world_of
+from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.engines.model_states import state_report
 from shardwise.engines.optimizer_fit import KEEP_IT_APART, OptimizerTargets, fit
-from shardwise.errors import ShardingError
+from shardwise.errors import ShardingError, answer_keywords
 from shardwise.execution.checksums import as_bytes
 from shardwise.execution.memory import staging_device
 from shardwise.execution.moving import gather
@@ -94,7 +94,7 @@ def set_optimizer_values(
     Memory, errors: as of :func:`set_optimizer_state_dict`.
     """
     with clock.phase("agree"):
-        fitting = fit(world, targets, given, values.told(world), tolerance)
+        fitting = fit(world, targets, given, values.describe(world), tolerance)
         matched = fitting.matched
     with clock.phase("exchange"):
         tensors = world.run_all(fitting.targets, targets)

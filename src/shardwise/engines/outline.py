@@ -131,10 +131,9 @@ def checked(call: str, options: Options, kind: type) -> Options:
     Raises:
         ConfigError: a keyword is unknown, has a value of the wrong type, or contradicts another.
     """
-    hints = hints_of(kind)
-    require_known(call, options, hints)
+    require_known(call, options, kind)
     found = settled(options)
-    require_meant(hints, found)
+    require_meant(hints_of(kind), found)
     require_trainable(cast(TunedOptions, found))
     return found
 

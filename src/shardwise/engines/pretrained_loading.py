@@ -17,7 +17,7 @@ from shardwise.engines.loading import execute_load, form_of, sorted_union
 from shardwise.errors import ConfigError, FormatError, RankMismatchError, StorageError
 from shardwise.execution.agreement import require_same_settings
 from shardwise.execution.reading import ReadExecutor
-from shardwise.execution.world import Clock, MismatchedRanks, ProgressBar, World
+from shardwise.execution.world import Clock, MismatchedRanks, World
 from shardwise.formats.contract import CheckpointIndex
 from shardwise.formats.joining import beside
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -29,7 +29,7 @@ from shardwise.report.reports import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.machine import file_space
 from shardwise.storage.names import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
-from shardwise.storage.reading import Beside, LocalReader, OpenStorage, open_storage
+from shardwise.storage.reading import CombinedReader, LocalReader, OpenStorage, open_storage
 from shardwise.tuning import peft_compat
 from shardwise.tuning.lora import Adapter, Tuned
 from shardwise.tuning.modes import Full
@@ -208,7 +208,7 @@ def _with_adapter(
     both = replace(
         source,
         index=beside(source.index, found.index, inside),
-        reader=Beside(source.reader, reader, inside),
+        reader=CombinedReader(source.reader, reader, inside),
         identities={
             **source.identities,
             **{f"{inside}/{file}": identity for file, identity in found.identities.items()},
@@ -283,9 +283,8 @@ def decide_ties(
     """
     if not pairs:
         return set(), 0
-    with ProgressBar("Comparing ties", world, 0, enabled=False) as bar:
-        executor = ReadExecutor(source.reader, source.index, options.budget_bytes, bar, world)
-        untied = set(world.map_reduce(outlines.find_differing, sorted_union, built, pairs, executor))
+    executor = ReadExecutor(source.reader, source.index, options.budget_bytes, world)
+    untied = set(world.map_reduce(outlines.find_differing, sorted_union, built, pairs, executor))
     built.equal_ties = frozenset({name for name, _ in pairs} - untied)
     return untied, executor.read_bytes
 

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import answer_keywords, hints_of, require_meant, world_of
-from shardwise.errors import ConfigError
+from shardwise.engines.arguments import hints_of, require_meant, world_of
+from shardwise.errors import ConfigError, answer_keywords
 from shardwise.execution.moving import distribute
 from shardwise.execution.replicas import require_alike_models
 from shardwise.execution.shard_transfer import IncomingShards, SourceTable, agree_on_sources, wrap_without_values
@@ -190,7 +190,7 @@ def _move(
         groups = world.run_all(wrap_without_values, model, held, bounds, sharding, supply)
         arrivals = world.run_all(IncomingShards, model, supply)
     with clock.phase("exchange"):
-        handovers = world.run_all(arrivals.handovers, world)
+        handovers = world.run_all(arrivals.transfers, world)
         traffic = distribute(
             world, handovers, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
         )

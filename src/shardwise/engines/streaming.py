@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.engines.arguments import answer_keywords
 from shardwise.engines.save_plan import WrittenNames, collect_for_files, resolved_dtype, reverted
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, answer_keywords
 from shardwise.execution import Timeouts
 from shardwise.execution.memory import home_of
 from shardwise.execution.moving import Exchange, part_of

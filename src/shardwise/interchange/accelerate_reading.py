@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import answer_keywords, world_of
+from shardwise.engines.arguments import world_of
 from shardwise.engines.model_states import set_model_values, stored_values
 from shardwise.engines.optimizer_fit import OptimizerTargets
 from shardwise.engines.optimizer_states import optimizer_targets, set_optimizer_values
+from shardwise.errors import answer_keywords
 from shardwise.execution import state_values
 from shardwise.execution.rename_journal import as_renamed, home_of, lists_in
 from shardwise.execution.saved_trees import SavedTree, read_distributed_tree, read_file_tree

@@ -15,11 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.engines.arguments import answer_keywords, hints_of, require_meant, world_of
+from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.engines.load_plan import LoadOptions
 from shardwise.engines.loading import load_checkpoint
 from shardwise.engines.model_states import set_model_values, stored_values
-from shardwise.errors import FormatError, KeyMismatchError, StorageError
+from shardwise.errors import FormatError, KeyMismatchError, StorageError, answer_keywords
 from shardwise.execution.rename_journal import as_renamed
 from shardwise.execution.state_values import StateOptions, require_same_call
 from shardwise.execution.torch_saves import load_plain
