@@ -73,7 +73,7 @@ def test_no_global_is_looked_up(name: str) -> None:
 def test_a_state_changes_no_function_and_no_class() -> None:
     for target in (b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch\nFloatStorage\n", b"ctorch\nTensor\n", b"]"):
         code = b"\x80\x02" + target + b"}X\x01\0\0\0xK\x01sb."
-        assert "it gives a state to what has none" in refusal(torch_file(code))
+        assert "it gives a state to an object that has none" in refusal(torch_file(code))
 
 
 @pytest.mark.parametrize(

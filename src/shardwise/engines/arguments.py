@@ -89,16 +89,16 @@ def answer_keywords(instead: Mapping[str, str]) -> Callable[[Callable[P, T]], Ca
     """Return a decorator that rejects unknown keywords of a function with the nearest one, or with advice."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        known = inspect.signature(function).parameters.keys()
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+        shown = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
         def call(*args: P.args, **keywords: P.kwargs) -> T:
-            for name in keywords.keys() - known:
+            for name in keywords.keys() - set(known):
                 near = difflib.get_close_matches(name, known, n=1)
-                remedy = instead.get(name) or (
-                    f"Did you mean {near[0]!r}?" if near else f"Keywords: {', '.join(known)}"
-                )
-                raise ConfigError(f"{function.__name__}() got an unexpected keyword argument {name!r}. {remedy}")
+                nearest = f"Did you mean {near[0]!r}?" if near else f"Keywords: {', '.join(known)}"
+                remedy = instead.get(name) or _option_with(name, hints_of(function)) or nearest
+                raise ConfigError(f"{shown}() got an unexpected keyword argument {name!r}. {remedy}")
             return function(*args, **keywords)
 
         return call

@@ -1,10 +1,10 @@
-"""Pickles written by strangers, read without running anything.
+"""Reads untrusted pickles without executing their code.
 
-A pickle is a program for a small machine: Python's own imports and calls any names in it. Here it runs on a
-subclass of the pure Python unpickler, with those operations alone that torch writes, and a closed vocabulary of
-globals: each stands for a plain value, a record of ours, or a pure function of ours. All else is refused by name.
-There is no option to widen it. The C unpickler with a ``find_class`` is not enough: nested tuples as keys crash it,
-memo indexes use all memory, and states change objects that were found.
+A pickle is a program for a small stack machine: Python's own imports and calls any name in it. Here it runs on a
+subclass of the pure Python unpickler, with only the operations that torch writes, and a closed vocabulary of
+globals: each stands for a plain value, a record, or a pure function of this module. All others are refused by name,
+and no option allows more. The C unpickler with a ``find_class`` is not enough: nested tuples as keys crash it, memo
+indexes use all memory, and states change objects that were found.
 """
 
 import io
@@ -27,14 +27,14 @@ _PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Other:
-    """A value that is not used here, by the name of its type."""
+    """A value that is not used, by the name of its type."""
 
     kind: str
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """An object of a class of others: its name, and the state the pickle gives it."""
+    """An object of another library's class: the name of the class, and the state in the pickle."""
 
     name: str
     state: object = None
@@ -50,14 +50,14 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """All globals that a pickle may name.
+    """The globals that a pickle may name.
 
     Attributes:
-        values: those that stand for themselves.
-        functions: those that may be called: each takes the tuple of arguments, checks it, and raises a ValueError
-            (whose text is shown) for those it does not like.
-        records: classes that objects may have. They become :class:`Record`.
-        persistent: the function of a persistent id, which checks it likewise.
+        values: plain values.
+        functions: functions of a tuple of arguments, which raise a ValueError, whose text is shown, for invalid
+            ones.
+        records: classes of objects, which become :class:`Record`.
+        persistent: function of a persistent id, which raises a ValueError for an invalid one.
     """
 
     values: Mapping[Global, object] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def read_pickle(content: bytes, vocabulary: Vocabulary, *, what: str) -> object:
     Dicts, lists, tuples, strings and numbers are unchanged. Other dict keys are replaced by an :class:`Other`. The
     result may refer to itself, and be nested as deeply as the pickle is long.
 
-    Raises :class:`FormatError` for all that is not sound or not in the vocabulary, never another exception.
+    Raises :class:`FormatError` for invalid pickles and globals outside of the vocabulary, never another exception.
     """
     machine = _Machine(io.BytesIO(content), vocabulary)
     try:
@@ -94,7 +94,7 @@ class _UnknownGlobalError(Exception):
 
 
 class _Machine(pickle._Unpickler):
-    # Attributes of the unpickler of which the type checker does not know.
+    # Attributes that the type checker does not find in the unpickler.
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {}
     stack: list[Any]
     append: Callable[[object], None]
@@ -138,8 +138,8 @@ class _Machine(pickle._Unpickler):
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Record) and target.state is None:
             target.state = state
-        elif not isinstance(target, dict):  # of an OrderedDict: attributes, such as a state dict's versions
-            raise ValueError("it gives a state to what has none")
+        elif not isinstance(target, dict):  # attributes of an OrderedDict, such as a state dict's versions
+            raise ValueError("it gives a state to an object that has none")
 
     def load_items(self) -> None:
         items = self.pop_mark()
@@ -154,7 +154,7 @@ class _Machine(pickle._Unpickler):
         if not isinstance(target, dict) or len(keys) != len(values):
             raise ValueError("it sets items of an object that is not a dict")
         for key, value in zip(keys, values, strict=True):
-            # Exact types: only their hashes are known to be cheap.
+            # Exact types, whose hashes are known to be cheap.
             if type(key) is str:
                 key.encode()  # halves of surrogates raise
             elif type(key) is not int and type(key) is not Record:
@@ -179,7 +179,7 @@ class _Machine(pickle._Unpickler):
         self.append(Other("set"))
 
     def load_set_items(self) -> None:
-        self.pop_mark()  # to be put into a set they would be hashed
+        self.pop_mark()  # a set would hash them
 
 
 _SAME = (
@@ -242,14 +242,14 @@ _STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class StorageType:
-    """A class of torch's storages. Without a dtype it counts bytes."""
+    """A class of torch's storages. One without a dtype counts bytes."""
 
     dtype: DType | None
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A persistent id: the name of a record of the archive, and its size."""
+    """A persistent id: the name of a member of the archive, and its size."""
 
     name: str
     dtype: DType | None
@@ -322,13 +322,13 @@ def _rebuild_parameter(arguments: tuple[object, ...]) -> object:
 
 
 def _rebuild_from_type(arguments: tuple[object, ...]) -> object:
-    """A tensor with attributes: (function, class, arguments, attributes)."""
+    """Return a tensor with attributes from (function, class, arguments, attributes)."""
     if len(arguments) != 4 or not isinstance(arguments[0], Function) or not isinstance(arguments[2], tuple):
         raise ValueError("it takes a function, a class, arguments and a state")
     if not arguments[0].name.startswith("torch._utils._rebuild_tensor"):
         raise ValueError(f"it calls {arguments[0].name}, which makes no tensor")
     if arguments[1] is not _TENSOR_CLASS:
-        raise ValueError("a tensor is of a class that is not torch's")
+        raise ValueError("a tensor is of a class that is not of torch")
     return arguments[0].call(arguments[2])
 
 
@@ -339,7 +339,7 @@ def _ordered_dict(arguments: tuple[object, ...]) -> object:
 
 
 def other(kind: str) -> Callable[[tuple[object, ...]], object]:
-    """A function whose result is not used."""
+    """Return a function whose result is not used."""
     return lambda arguments: Other(kind)
 
 
@@ -377,7 +377,7 @@ TORCH_FILE = Vocabulary(
     },
     persistent=_storage,
 )
-"""What a file of tensors, written by ``torch.save``, may name."""
+"""Globals of files of tensors."""
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _OLD_DCP = "torch.distributed._shard.sharded_tensor.metadata"
@@ -405,4 +405,4 @@ DISTRIBUTED_METADATA = Vocabulary(
     records=frozenset((_DCP, name) for name in _RECORDS)
     | {(_OLD_DCP, "TensorProperties"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo")},
 )
-"""What the ``.metadata`` of ``torch.distributed.checkpoint`` may name."""
+"""Globals of ``.metadata`` of ``torch.distributed.checkpoint``."""
