@@ -127,7 +127,7 @@ def _all_done(call: str, function: Callable[P, T], *args: P.args, **keywords: P.
     """Call a function of accelerate on each rank. If one fails, all raise. Collective: yes."""
     found = _attempted(function, *args, **keywords)
     with World.current(call=call) as world:
-        return world.run_all(_value_of, found)
+        return world.run_all(lambda: _value_of(found))
 
 
 def _numbered_folder(accelerator: Any) -> Path:

@@ -17,8 +17,8 @@ on the host, because an accelerator would return it only after the whole step.
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -79,6 +79,9 @@ class ShardwiseTrainer(_Trainer):
             arguments would shard it again, or train it on each rank alone.
     """
 
+    _save_only_model: bool | None = None
+    """``save_only_model`` of the arguments while the Trainer's constructor runs."""
+
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
         compat.require_before_trainer(cls, ShardwiseTrainer)
@@ -90,8 +93,6 @@ class ShardwiseTrainer(_Trainer):
             world.run_all(require_trainable, type(self), given, world)
         self.is_asked_to_stop: Callable[[], bool] = lambda: False
         """Returns whether a signal requests the end. Ranks then wait for a lost one for a second at most."""
-        self._save_only_model: bool | None = None
-        """``save_only_model`` of the arguments while the Trainer's constructor runs."""
         try:
             super().__init__(*positional, **keywords)
         finally:
@@ -252,7 +253,8 @@ class ShardwiseTrainer(_Trainer):
             World.current(call="Trainer._save_checkpoint") as world,
             folders.locked_for(world, run, step) as saving,
         ):
-            with self._keeping_all() as limit:  # older checkpoints are removed after the commit
+            limit = self.args.save_total_limit
+            with patch.object(self.args, "save_total_limit", None):  # older ones are removed after the commit
                 failure = _failure_of(super()._save_checkpoint, model, trial)
             if failure is not None:
                 failure = saving.cause_of(failure)
@@ -265,7 +267,8 @@ class ShardwiseTrainer(_Trainer):
             world.broadcast(self._end_save, run, limit, saving)
 
     def _finalize_training(self, trial: Any, *given: Any) -> Any:
-        with self._keeping_all() as limit:
+        limit = self.args.save_total_limit
+        with patch.object(self.args, "save_total_limit", None):
             output = super()._finalize_training(trial, *given)  # type: ignore[no-untyped-call]
         run = Path(self._get_output_dir(trial=trial))
         best = folders.step_in(run, self.state.best_model_checkpoint)
@@ -273,19 +276,6 @@ class ShardwiseTrainer(_Trainer):
             with World.current(call="Trainer.train") as world:
                 world.broadcast(folders.remove_but, run, best)
         return output
-
-    @contextmanager
-    def _keeping_all(self) -> Iterator[int | None]:
-        """Keep the Trainer from removing checkpoints, whose committing file must be removed first.
-
-        Yield ``save_total_limit``.
-        """
-        limit = self.args.save_total_limit
-        self.args.save_total_limit = None
-        try:
-            yield limit
-        finally:
-            self.args.save_total_limit = limit
 
     def _end_save(self, run: Path, limit: int | None, saving: Saving) -> None:
         """Remove checkpoints above the limit, and release the lock."""
