@@ -1,6 +1,6 @@
 """Folder of checkpoints with one folder for each step: complete steps, opening, reading and verifying.
 
-[Note: When a checkpoint counts] The files of step 120 are written into ``step-120``. The last file is
+[Note: When a checkpoint is complete] The files of step 120 are written into ``step-120``. The last file is
 ``.metadata``, without which readers of ``torch.distributed.checkpoint`` find nothing. One rename puts it in place
 after everything else is durable. So a folder with a ``.metadata`` is complete, and one without is invisible to any
 reader: a checkpoint in progress, or the remains of one. A checkpoint is removed in reverse order: first

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoints.base_identity import BaseIdentity, BaseMatch, compare_bases
+from shardwise.checkpoints.base_identity import BaseMatch, compare_bases
 from shardwise.checkpoints.comparison import Comparison, compare, require_same_tuning
-from shardwise.checkpoints.facts import CheckedReader, Facts
+from shardwise.checkpoints.facts import CheckedReader
 from shardwise.checkpoints.folder import Opened, open_checkpoint, resolve, value_of
 from shardwise.checkpoints.state import (
     REDUCED,
@@ -137,13 +136,14 @@ def _plan(
     """Compare the checkpoint with the current training. Collective: yes."""
     collected = world.run_all(collect_state, state, only)
     require_alike_models(world, collected.held, collected.bounds)
-    values = _read_values(world, reader, opened)
+    common = world.broadcast(_common_values, reader, opened)
+    values = StoredParts(common, world.run_all(_own_values, reader, opened, world))
     base = _match_bases(world, opened, collected, tolerance)
     world.run_all(require_same_tuning, opened, collected, only, base)
-    matched = world.run_all(compare, opened, collected, state, values.common, world.size, tolerance)
+    matched = world.run_all(compare, opened, collected, state, common, world.size, tolerance)
     fitting = None
     if "optimizers" in matched.parts:
-        fitting = _fit_optimizers(world, opened, executor, collected, values.common, tolerance)
+        fitting = _fit_optimizers(world, opened, executor, collected, common, tolerance)
     return RestorePlan(collected, values, base, matched, fitting)
 
 
@@ -171,20 +171,9 @@ def _match_bases(world: World, opened: Opened, collected: CollectedState, tolera
     """Compare the base of a checkpoint with the current one. Collective: yes, if the checkpoint has a base."""
     if opened.facts.base is None:
         return BaseMatch()
-    return world.map_reduce(
-        collected.base.fingerprints, partial(_compare_with, opened.facts, opened.facts.base, collected, tolerance)
-    )
-
-
-def _compare_with(
-    facts: Facts,
-    saved: BaseIdentity,
-    collected: CollectedState,
-    tolerance: Tolerance,
-    by_rank: Sequence[Mapping[tuple[str, Box], int]],
-) -> BaseMatch:
-    current = collected.base.identity(by_rank)
-    return compare_bases(saved, current, tolerance.base, are_shapes_same=facts.others == collected.others)
+    current = world.map_reduce(collected.base.fingerprints, collected.base.identity)
+    are_shapes_same = opened.facts.others == collected.others
+    return compare_bases(opened.facts.base, current, tolerance.base, are_shapes_same=are_shapes_same)
 
 
 # Values that are not tensors
@@ -202,17 +191,6 @@ class StoredParts:
 
     common: Mapping[KeyPath, Any]
     own: Mapping[str, Any]
-
-
-def _read_values(world: World, reader: CheckedReader, opened: Opened) -> StoredParts:
-    """Read the values that are not tensors. Collective: yes.
-
-    Raises:
-        FormatError: a value, or a byte between tensors, is damaged.
-    """
-    return StoredParts(
-        world.broadcast(_common_values, reader, opened), world.run_all(_own_values, reader, opened, world)
-    )
 
 
 def _common_values(reader: CheckedReader, opened: Opened) -> dict[KeyPath, Any]:

@@ -1,7 +1,7 @@
 """Writing of a checkpoint from each rank's memory while the training continues, and its commit.
 
 Each rank creates, fills and syncs its own file. The ranks synchronize. The first one puts ``.metadata`` in place.
-See [Note: When a checkpoint counts].
+See [Note: When a checkpoint is complete].
 """
 
 import time

@@ -136,6 +136,13 @@ class GroupedIntegers:
     kind: ClassVar[str] = "grouped"
 
 
+def words_as_bytes(entry: contract.TensorEntry) -> contract.TensorEntry:
+    """Return an entry of 32-bit words as one of little-endian bytes. Others are unchanged."""
+    if entry.dtype is not DType.I32 or not entry.shape:
+        return entry
+    return replace(entry, dtype=DType.U8, shape=(*entry.shape[:-1], 4 * entry.shape[-1]))
+
+
 ABSMAX = ".absmax"
 QUANT_MAP = ".quant_map"
 NESTED_ABSMAX = ".nested_absmax"

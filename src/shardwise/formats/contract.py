@@ -5,7 +5,7 @@ tree whose leaves are entries, whole or strided views of them, and whose nodes c
 
 A format is one object that implements :class:`CheckpointFormat`, and a line in the table of
 :mod:`shardwise.formats.opening`, which tries the formats in order. Entries that are read go into an
-:class:`IndexSoFar`. :mod:`shardwise.formats.joining` adds tensors made of views and chunks.
+:class:`IndexSoFar`. :mod:`shardwise.formats.joining` adds tensors composed of views and chunks.
 
 A checkpoint of any format may be quantized. A :class:`QuantizedForm` then groups its tensors. It is registered by a
 line in the table of :mod:`shardwise.formats.opening`.

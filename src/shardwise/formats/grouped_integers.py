@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from shardwise.errors import FormatError
 from shardwise.formats import contract
-from shardwise.formats.coded import GroupedIntegers
+from shardwise.formats.coded import GroupedIntegers, words_as_bytes
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import DType
@@ -71,7 +71,7 @@ class _LayersInWords:
                 continue
             composed[f"{key.removesuffix(_VALUES)}{_WEIGHT}"] = contract.Composed(part.dtype, part.shape, part)
             for name in (_VALUES, _ZEROS):
-                entries[parts[name].key] = _words_as_bytes(parts[name])
+                entries[parts[name].key] = words_as_bytes(parts[name])
             if part.numbers is None and _GROUPS in parts:
                 del entries[parts[_GROUPS].key]
         faults.raise_if_any()
@@ -150,11 +150,6 @@ def _last(key: str) -> str:
 
 def _describe(entry: contract.TensorEntry) -> str:
     return f"{entry.dtype.label} {entry.shape}"
-
-
-def _words_as_bytes(words: contract.TensorEntry) -> contract.TensorEntry:
-    """Return the words as little-endian bytes."""
-    return replace(words, dtype=DType.U8, shape=(words.shape[0], 4 * words.shape[1]))
 
 
 @lru_cache(maxsize=8)

@@ -10,7 +10,7 @@ indexes use all memory, and states change objects that were found.
 import io
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -42,28 +42,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Function:
-    """A function of the vocabulary."""
+    """A function of a tuple of arguments. It raises a ValueError, whose text is shown, for invalid ones."""
 
     name: str
     call: Callable[[tuple[object, ...]], object]
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The globals that a pickle may name.
-
-    Attributes:
-        values: plain values.
-        functions: functions of a tuple of arguments, which raise a ValueError, whose text is shown, for invalid
-            ones.
-        records: classes of objects, which become :class:`Record`.
-        persistent: function of a persistent id, which raises a ValueError for an invalid one.
-    """
-
-    values: Mapping[Global, object] = field(default_factory=dict)
-    functions: Mapping[Global, Callable[[tuple[object, ...]], object]] = field(default_factory=dict)
-    records: frozenset[Global] = frozenset()
-    persistent: Callable[[object], object] | None = None
+Vocabulary: TypeAlias = Mapping[Global, object]
+"""The globals that a pickle may name: values, and each :class:`Function`."""
 
 
 def read_pickle(content: bytes, vocabulary: Vocabulary, *, what: str) -> object:
@@ -106,24 +92,17 @@ class _Machine(pickle._Unpickler):
         self.vocabulary = vocabulary
 
     def find_class(self, module: str, name: str) -> Any:
-        found, vocabulary = (_PYTHON_2.get(module, module), name), self.vocabulary
-        label = f"{found[0]}.{name}"
-        if found in vocabulary.values:
-            return vocabulary.values[found]
-        if found in vocabulary.functions:
-            return Function(label, vocabulary.functions[found])
-        if found in vocabulary.records:
-            return Function(label, lambda _: Record(label))
-        raise _UnknownGlobalError(label)
+        key = _PYTHON_2.get(module, module), name
+        if key not in self.vocabulary:
+            raise _UnknownGlobalError(".".join(key))
+        return self.vocabulary[key]
 
     def load_global(self) -> None:
         module, name = (self.readline()[:-1].decode() for _ in range(2))
         self.append(self.find_class(module, name))
 
     def load_persistent(self) -> None:
-        if self.vocabulary.persistent is None:
-            raise ValueError("it has persistent ids")
-        self.append(self.vocabulary.persistent(self.stack.pop()))
+        self.append(_storage(self.stack.pop()))
 
     def load_call(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
@@ -338,9 +317,24 @@ def _ordered_dict(arguments: tuple[object, ...]) -> object:
     return {}
 
 
-def other(kind: str) -> Callable[[tuple[object, ...]], object]:
-    """Return a function whose result is not used."""
-    return lambda arguments: Other(kind)
+def _other(_arguments: tuple[object, ...], kind: str) -> object:
+    return Other(kind)
+
+
+def _record(_arguments: tuple[object, ...], name: str) -> object:
+    return Record(name)
+
+
+def _first(arguments: tuple[object, ...]) -> object:
+    return arguments[0] if len(arguments) == 1 else None
+
+
+def _functions(calls: Mapping[Global, Callable[[tuple[object, ...]], object] | str]) -> Vocabulary:
+    """Return functions by global. A string is the kind of a result that is not used."""
+    return {
+        key: Function(".".join(key), partial(_other, kind=call) if isinstance(call, str) else call)
+        for key, call in calls.items()
+    }
 
 
 _TENSOR_CLASS = Other("Tensor")
@@ -351,32 +345,29 @@ _SCALARS: dict[Global, object] = {
     **{("torch", name): Other(name) for name in _UNKNOWN},
 }
 
-TORCH_FILE = Vocabulary(
-    values={
-        **_SCALARS,
-        **{("torch", f"{name}Storage"): StorageType(DTYPES[dtype]) for name, dtype in _STORAGES.items()},
-        ("torch", "UntypedStorage"): StorageType(None),
-        ("torch.storage", "UntypedStorage"): StorageType(None),
-        ("torch", "Tensor"): _TENSOR_CLASS,
-        ("torch._tensor", "Tensor"): _TENSOR_CLASS,
-        ("torch.nn.parameter", "Parameter"): _TENSOR_CLASS,
-    },
-    functions={
-        ("collections", "OrderedDict"): _ordered_dict,
-        ("torch", "Size"): _size,
-        ("torch", "device"): other("device"),
-        ("torch._utils", "_rebuild_tensor_v2"): partial(_rebuild, count=6),
-        ("torch._utils", "_rebuild_tensor_v3"): partial(_rebuild, count=7),
-        ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-        ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
-        ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
-        ("_codecs", "encode"): other("bytes"),
-        ("builtins", "bytearray"): other("bytearray"),
-        ("builtins", "set"): other("set"),
-        ("builtins", "complex"): other("complex"),
-    },
-    persistent=_storage,
-)
+TORCH_FILE: Vocabulary = {
+    **_SCALARS,
+    **{("torch", f"{name}Storage"): StorageType(DTYPES[dtype]) for name, dtype in _STORAGES.items()},
+    ("torch", "UntypedStorage"): StorageType(None),
+    ("torch.storage", "UntypedStorage"): StorageType(None),
+    ("torch", "Tensor"): _TENSOR_CLASS,
+    ("torch._tensor", "Tensor"): _TENSOR_CLASS,
+    ("torch.nn.parameter", "Parameter"): _TENSOR_CLASS,
+    **_functions(
+        {
+            ("collections", "OrderedDict"): _ordered_dict,
+            ("torch", "Size"): _size,
+            ("torch", "device"): "device",
+            ("torch._utils", "_rebuild_tensor_v2"): partial(_rebuild, count=6),
+            ("torch._utils", "_rebuild_tensor_v3"): partial(_rebuild, count=7),
+            ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+            ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
+            ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
+            ("_codecs", "encode"): "bytes",
+            **{("builtins", name): name for name in ("bytearray", "set", "complex")},
+        }
+    ),
+}
 """Globals of files of tensors."""
 
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -386,23 +377,29 @@ _RECORDS = (
     *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     *("TensorProperties", "StorageMeta"),
 )
-
-DISTRIBUTED_METADATA = Vocabulary(
-    values=_SCALARS,
-    functions={
-        ("collections", "OrderedDict"): _ordered_dict,
-        ("torch", "Size"): _size,
-        ("torch.serialization", "_get_layout"): lambda arguments: arguments[0] if len(arguments) == 1 else None,
-        (_DCP, "_MEM_FORMAT_ENCODING"): other("memory format"),
-        (_OLD_DCP, "MEM_FORMAT_ENCODING"): other("memory format"),
-        **{
-            (module, f"{kind}Path"): other("path")
-            for module in ("pathlib", "pathlib._local")
-            for kind in ("Posix", "Windows", "PurePosix", "PureWindows")
-        },
-        ("builtins", "set"): other("set"),
-    },
-    records=frozenset((_DCP, name) for name in _RECORDS)
-    | {(_OLD_DCP, "TensorProperties"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo")},
+_CLASSES: tuple[Global, ...] = (
+    *((_DCP, name) for name in _RECORDS),
+    (_OLD_DCP, "TensorProperties"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 )
+
+DISTRIBUTED_METADATA: Vocabulary = {
+    **_SCALARS,
+    **_functions(
+        {
+            ("collections", "OrderedDict"): _ordered_dict,
+            ("torch", "Size"): _size,
+            ("torch.serialization", "_get_layout"): _first,
+            (_DCP, "_MEM_FORMAT_ENCODING"): "memory format",
+            (_OLD_DCP, "MEM_FORMAT_ENCODING"): "memory format",
+            **{
+                (module, f"{kind}Path"): "path"
+                for module in ("pathlib", "pathlib._local")
+                for kind in ("Posix", "Windows", "PurePosix", "PureWindows")
+            },
+            ("builtins", "set"): "set",
+            **{key: partial(_record, name=".".join(key)) for key in _CLASSES},
+        }
+    ),
+}
 """Globals of ``.metadata`` of ``torch.distributed.checkpoint``."""

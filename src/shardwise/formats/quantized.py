@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from shardwise.errors import ConfigError, FormatError
 from shardwise.formats import contract
-from shardwise.formats.coded import Scaled, Zeros
+from shardwise.formats.coded import Scaled, Zeros, words_as_bytes
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Code, DType, numel
@@ -62,7 +62,7 @@ class _WithScales:
         shapes: Mapping[str, tuple[int, ...]] = {}
         if self.kind == "words":
             entries = {
-                key: _as_bytes(entry) if key.endswith(("_packed", f"_{_ZERO_POINT}")) else entry
+                key: words_as_bytes(entry) if key.endswith(("_packed", f"_{_ZERO_POINT}")) else entry
                 for key, entry in entries.items()
             }
             shapes = _stored_shapes(reader, index)
@@ -183,8 +183,8 @@ class _Pairing:
 
     def pair(self) -> None:
         for entry in self.index.entries.values():
-            if (made := self._made_of(entry)) is not None:
-                key, values, scales, overall = made
+            if (parts := self._parts_of(entry)) is not None:
+                key, values, scales, overall = parts
                 if (fault := self._fault_of(key, entry)) is not None:
                     self.used |= set() if scales is None else {scales.key}
                     self.fault(fault)
@@ -209,7 +209,7 @@ class _Pairing:
             return f"{shown(key)} is stored as well as {shown(entry.key)}, and one of the two is expected"
         return None
 
-    def _made_of(self, entry: contract.TensorEntry) -> _ScaledParts | None:
+    def _parts_of(self, entry: contract.TensorEntry) -> _ScaledParts | None:
         """Return the key of the tensor whose elements an entry has, with its scales, or None."""
         key, entries = entry.key, self.index.entries
         if key.endswith(f"_{_ZERO_POINT}"):
@@ -412,10 +412,3 @@ def _stored_shapes(reader: StorageReader, index: contract.CheckpointIndex) -> di
         key: struct.unpack(f"<{entry.shape[0]}{kinds[entry.dtype]}", texts[entry.key])
         for key, entry in found.items()
     }
-
-
-def _as_bytes(words: contract.TensorEntry) -> contract.TensorEntry:
-    """Return words as little-endian bytes."""
-    if words.dtype is not DType.I32 or not words.shape:
-        return words
-    return replace(words, dtype=DType.U8, shape=(*words.shape[:-1], 4 * words.shape[-1]))
