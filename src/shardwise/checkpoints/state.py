@@ -7,6 +7,7 @@ state that rank 0's had, the rank, and the number of ranks: the same on every ru
 """
 
 import hashlib
+import json
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -218,17 +219,13 @@ def adapter_settings(model: nn.Module, only: Selection) -> dict[str, Any] | None
     if not isinstance(only, AdapterOnly) or not isinstance(adapters, Mapping) or only.adapter not in adapters:
         return None
     settings = adapters[only.adapter].to_dict()
-    return {name: _plain(value) for name, value in sorted(settings.items()) if name not in _NOT_COMPARED}
+    kept = {name: value for name, value in settings.items() if name not in _NOT_COMPARED}
+    found: dict[str, Any] = json.loads(json.dumps(kept, default=_plain))
+    return found
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
 
 
 @dataclass(slots=True)
