@@ -291,7 +291,7 @@ def test_a_pickle_among_the_values_is_not_run(run, tmp_path):
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
     nbytes = facts_module.content_nbytes(len(whole))
     sums = facts_module.BlockSums(nbytes)
-    sums.add("", 0, memoryview(whole)[:nbytes])
+    sums.add(0, memoryview(whole)[:nbytes])
     (step / place.file).write_bytes(whole[:nbytes] + sums.to_bytes())
     checksums = {place.file: facts_module.digest(sums.to_bytes())}
     rewritten(step, lambda found: found["checksums"].update(checksums))

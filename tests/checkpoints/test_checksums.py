@@ -29,7 +29,7 @@ def written(folder, nbytes, seed=0):
     content, sums, at = rng.randbytes(nbytes), BlockSums(nbytes), 0
     while at < nbytes:
         stop = min(nbytes, at + rng.randint(1, 3 * BLOCK))
-        sums.add("", at, memoryview(content)[at:stop])
+        sums.add(at, memoryview(content)[at:stop])
         at = stop
     (folder / "data").write_bytes(content + sums.to_bytes())
     sizes = {"data": with_checksums(nbytes)}

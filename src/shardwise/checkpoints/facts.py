@@ -227,7 +227,7 @@ class BlockSums:
     def __init__(self, nbytes: int) -> None:
         self._sums = [0] * -(-nbytes // BLOCK_BYTES)
 
-    def add(self, _tensor: str, start: int, content: memoryview) -> None:
+    def add(self, start: int, content: memoryview) -> None:
         """Add bytes that are written at byte ``start`` of the file."""
         for block, first, (part,) in _cut(start, [content], BLOCK_BYTES):
             found = fingerprint(part, first - block * BLOCK_BYTES)

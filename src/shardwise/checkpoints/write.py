@@ -167,7 +167,7 @@ def _write_own(world: World, job: Job, saving: Saving) -> WrittenFile:
     file, sums = data_file(world.rank), BlockSums(nbytes)
     with open_writer(job.folder) as writer:
         writer.create(file, with_checksums(nbytes))
-        sink = Sink(writer, sums.add, check=world.check)
+        sink = Sink(writer, lambda _, start, data: sums.add(start, data), check=world.check)
         plan, values = job.plan.by_rank[world.rank], list(job.values.values())
         write_chunks(sink, file, plan, job.chunks, values, job.budget_bytes)
         writer.write(file, nbytes, [memoryview(sums.to_bytes())])
