@@ -20,7 +20,7 @@ from shardwise.execution.audit import are_equal
 from shardwise.execution.reading import ReadExecutor
 from shardwise.execution.stream_out import Outgoing, edited
 from shardwise.formats.contract import CheckpointIndex
-from shardwise.formats.joining import beside
+from shardwise.formats.joining import merged_index
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_adapter_config
 from shardwise.layout import TensorKind
@@ -285,7 +285,7 @@ def _plan(
     outputs = source.revert()
     targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
     plan = merge_plan.plan_merge(lora.config, lora.tensors, targets, adapter_name=adapter_name, what=what)
-    joined = beside(index, lora.index, ADAPTER)
+    joined = merged_index(index, lora.index, ADAPTER)
     both = offline.placer_of(CombinedReader(reader, lora.reader, ADAPTER), joined)
     changed: set[str] = set()
     outgoing = Outgoing(merged_tensors(source, outputs, plan, stored_tensors(joined), changed), both)
