@@ -91,10 +91,7 @@ def restore(
         with clock.phase("read"):
             optimizers, targets = _read_tensors(world, opened, executor, plan, options)
         with clock.phase("finish"):
-            without_state: list[str] = []
-            if plan.fitting is not None:
-                without_state = world.run_all(plan.fitting.bind, optimizers, targets)
-                world.run_all(_restore_reduced, optimizers, plan.values.own.get("optimizers", {}))
+            without_state = _restore_optimizers(world, plan, optimizers, targets)
             notes = world.run_all(_restore_parts, opened, state, plan, world)
     collected, matched, fitting = plan.collected, plan.matched, plan.fitting
     held = [item.fqn for item in collected.held if item.kind.is_saved]
@@ -295,6 +292,17 @@ def _optimizer_state(
 def _dtype_of(opened: Opened, path: KeyPath) -> torch.dtype:
     key, index = key_of(path), opened.index
     return to_torch(index.composed[key].dtype if key in index.composed else index.entries[key].dtype)
+
+
+def _restore_optimizers(
+    world: World, plan: RestorePlan, optimizers: OptimizerTargets, targets: Mapping[Key, torch.Tensor]
+) -> list[str]:
+    """Set the state of the optimizers. Return the trained parameters that have none. Collective: yes."""
+    if plan.fitting is None:
+        return []
+    without_state = world.run_all(plan.fitting.bind, optimizers, targets)
+    world.run_all(_restore_reduced, optimizers, plan.values.own.get("optimizers", {}))
+    return without_state
 
 
 def _restore_reduced(

@@ -13,16 +13,7 @@ from itertools import pairwise
 from typing import Final, NoReturn
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats import joining
-from shardwise.formats.contract import (
-    CheckpointFormat,
-    CheckpointIndex,
-    FileSelection,
-    FormatFaults,
-    IndexSoFar,
-    each,
-    listed,
-)
+from shardwise.formats import contract, joining
 from shardwise.formats.pickles import DISTRIBUTED_METADATA, Record, read_pickle
 from shardwise.formats.torch_files import read_torch_file, read_torch_tensor
 from shardwise.storage.contract import StorageReader
@@ -84,8 +75,8 @@ def _add_chosen(
     folder: str,
     metadata: DistributedMetadata,
     choice: joining.WrapperChoice,
-    found: IndexSoFar,
-    faults: FormatFaults,
+    found: contract.IndexSoFar,
+    faults: contract.FormatFaults,
 ) -> None:
     """Add the chosen tensors of ``folder`` (empty, or ending in a slash). Reads the zip directory of every chunk.
 
@@ -109,7 +100,7 @@ def _add_chosen(
         return joining.Chunk(box.offsets, view)
 
     jobs = [(tensor, box, place) for tensor in wanted.values() for box, place in tensor.chunks]
-    chunks = iter(each(reader, read, jobs))
+    chunks = iter(contract.each(reader, read, jobs))
     tensors = [
         joining.FoundTensor(path, tensor.dtype, tensor.shape, tuple(next(chunks) for _ in tensor.chunks))
         for path, tensor in wanted.items()
@@ -142,12 +133,12 @@ def _sizes(reader: StorageReader, tensors: Iterable[SavedTensor], what: str) -> 
                 return error
             raise
 
-    found = dict(zip(files, each(reader, size, files), strict=True))
+    found = dict(zip(files, contract.each(reader, size, files), strict=True))
     missing = [file for file, nbytes in found.items() if isinstance(nbytes, StorageError)]
     if missing:
         raise FormatError(
-            f"{what}: {len(missing)} of {len(files)} files are missing: {listed(map(shown, missing))}. Every "
-            "machine wrote its own: copy them all into one folder"
+            f"{what}: {len(missing)} of {len(files)} files are missing: {contract.listed(map(shown, missing))}. "
+            "Every machine wrote its own: copy them all into one folder"
         )
     sizes = {file: nbytes for file, nbytes in found.items() if isinstance(nbytes, int)}
     for file, nbytes in sizes.items():
@@ -302,7 +293,7 @@ _LAYOUT: Final = "torch distributed checkpoint"
 _MODEL_FOLDERS = ("pytorch_model_fsdp_*", "model", "distributed_checkpoint")
 
 
-class _DistributedFolders(CheckpointFormat):
+class _DistributedFolders(contract.CheckpointFormat):
     probed = (joining.METADATA,)
     looked_for = (joining.METADATA,)
 
@@ -313,25 +304,25 @@ class _DistributedFolders(CheckpointFormat):
         self,
         reader: StorageReader,  # noqa: ARG002 - as any format
         name: str,
-        faults: FormatFaults,  # noqa: ARG002
-    ) -> FileSelection:
-        return FileSelection(_LAYOUT, [], folder=name.removesuffix(joining.METADATA))
+        faults: contract.FormatFaults,  # noqa: ARG002
+    ) -> contract.FileSelection:
+        return contract.FileSelection(_LAYOUT, [], folder=name.removesuffix(joining.METADATA))
 
     def find(
         self,
         reader: StorageReader,
         names: Sequence[str],
-        faults: FormatFaults,  # noqa: ARG002 - as any format
-    ) -> FileSelection | None:
+        faults: contract.FormatFaults,  # noqa: ARG002 - as any format
+    ) -> contract.FileSelection | None:
         if joining.METADATA in names:
-            return FileSelection(_LAYOUT, [])
+            return contract.FileSelection(_LAYOUT, [])
         models = [
             folder
             for folder in joining.distributed_folders(names)
             if any(fnmatchcase(folder, pattern) for pattern in _MODEL_FOLDERS)
         ]
         if len(models) == 1:
-            return FileSelection(_LAYOUT, [], folder=f"{models[0]}/")
+            return contract.FileSelection(_LAYOUT, [], folder=f"{models[0]}/")
         chunks = [name for name in names if name.endswith(SUFFIX) and name.count("/") <= 1]
         if not chunks and not joining.distributed_folders(names):
             return None
@@ -349,7 +340,11 @@ class _DistributedFolders(CheckpointFormat):
         raise FormatError(f"{text}\n{joining.where_models_are(reader, names) or remedy}")
 
     def read(
-        self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
+        self,
+        reader: StorageReader,
+        selection: contract.FileSelection,
+        found: contract.IndexSoFar,
+        faults: contract.FormatFaults,
     ) -> None:
         metadata = read_metadata(reader, selection.folder)
         choice = joining.choose_model(metadata.tensors)
@@ -359,18 +354,18 @@ class _DistributedFolders(CheckpointFormat):
         _add_chosen(reader, selection.folder, metadata, choice, found, faults)
 
 
-FORMAT: Final[CheckpointFormat] = _DistributedFolders()
+FORMAT: Final[contract.CheckpointFormat] = _DistributedFolders()
 
 
 def open_state(
     reader: StorageReader, file: str | None = None, metadata: DistributedMetadata | None = None
-) -> CheckpointIndex:
+) -> contract.CheckpointIndex:
     """Return all tensors of a folder of ``torch.distributed.checkpoint``, an optimizer's too, under whole paths.
 
     Or those of one ``file`` of ``torch.save``. The folder's ``metadata`` are read unless passed. Raises as
     :func:`~shardwise.formats.opening.open_checkpoint`.
     """
-    faults, found, everything = FormatFaults(reader.root), IndexSoFar(), joining.WrapperChoice()
+    faults, found, everything = contract.FormatFaults(reader.root), contract.IndexSoFar(), joining.WrapperChoice()
     if file is not None:
         saved = read_torch_file(reader, file)
         found.files[saved.file] = saved.file_nbytes
@@ -382,7 +377,7 @@ def open_state(
             found.files.setdefault(place.file, reader.size(place.file))
     faults.raise_if_any()
     layout = _LAYOUT if file is None else "torch file"
-    return CheckpointIndex(reader.root, found.files, found.entries, {}, layout, found.composed)
+    return contract.CheckpointIndex(reader.root, found.files, found.entries, {}, layout, found.composed)
 
 
 def holds_optimizer(reader: StorageReader) -> bool:
