@@ -196,7 +196,7 @@ def test_what_the_trainer_writes_into_folders_lasts_too_and_is_asked_for(tmp_pat
         (place / "additional_chat_templates").mkdir()
         (place / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
         trainer_runs.complete(saving, place, facts)
-        saving.marked.release()
+        saving.locked.release()
     *_, last = states_after_crash({}, log.effects(), samples=0)
     assert last.files["checkpoint-3/additional_chat_templates/tools.jinja"] == b"{{ x }}"
     assert "checkpoint-3/shardwise.trainer.json" in last.files
