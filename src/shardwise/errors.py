@@ -22,9 +22,10 @@ import inspect
 import platform
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, is_dataclass
 from importlib import metadata
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 T = TypeVar("T")
 
@@ -155,10 +156,10 @@ def nearest(name: str, known: Collection[str]) -> str:
     return f"Did you mean {found[0]!r}?" if found else ""
 
 
-def answer_keywords(instead: Mapping[str, str]) -> Callable[[T], T]:
+def answer_keywords(**instead: str) -> Callable[[T], T]:
     """Return a decorator of a function or class that rejects unknown keywords.
 
-    The error has the advice of ``instead`` for a keyword, or the nearest keyword.
+    The error has the advice of ``instead`` for a keyword, the option that has it, or the nearest keyword.
     """
 
     def decorate(target: T) -> T:
@@ -170,8 +171,7 @@ def answer_keywords(instead: Mapping[str, str]) -> Callable[[T], T]:
         def call(*args: Any, **keywords: Any) -> Any:
             for name in keywords:
                 if name not in known:
-                    remedy = instead.get(name) or nearest(name, known) or f"Keywords: {', '.join(known)}"
-                    raise ConfigError(f"{public.__name__}() got an unexpected keyword argument {name!r}. {remedy}")
+                    raise unknown_keyword(public.__name__, name, known, instead, public)
             return function(*args, **keywords)
 
         if not isinstance(target, type):
@@ -180,3 +180,28 @@ def answer_keywords(instead: Mapping[str, str]) -> Callable[[T], T]:
         return target
 
     return decorate
+
+
+def unknown_keyword(
+    call: str, name: str, known: Collection[str], instead: Mapping[str, str], described: object
+) -> ConfigError:
+    """Return the error for an unknown keyword of a call. ``described`` has annotations of the known ones."""
+    if "config_overrides" in known:
+        others = "Attributes of the config go into config_overrides"
+    else:
+        others = f"Keywords: {', '.join(known)}"
+    remedy = instead.get(name) or _option_with(name, described) or nearest(name, known) or others
+    return ConfigError(f"{call}() got an unexpected keyword argument {name!r}. {remedy}")
+
+
+def _option_with(name: str, described: object) -> str:
+    """Return advice to pass the options object that has a field of this name, or "" if none has."""
+    try:
+        hints = get_type_hints(described)
+    except NameError:  # imported for type checkers only
+        return ""
+    for argument, hint in hints.items():
+        for kind in get_args(hint) or (hint,):
+            if argument != "return" and is_dataclass(kind) and name in (item.name for item in fields(kind)):
+                return f"Pass {argument}={getattr(kind, '__name__', kind)}({name}=...)"
+    return ""

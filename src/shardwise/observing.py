@@ -5,7 +5,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 _OBSERVERS: list[Callable[[str | None], None]] = []
@@ -65,3 +65,37 @@ STATUS = {"anonymous": b"RssAnon", "shared": b"RssShmem", "file": b"RssFile", "p
 TRAFFIC = {"read": b"rchar", "written": b"wchar"}
 COLUMNS = ("t", *STATUS, "allocated", "reserved", "used", *TRAFFIC)
 """Of a sample: seconds, and KiB."""
+
+_LABELS: Mapping[str, str] = {
+    "index": "read headers",
+    "materialize": "allocate shards",
+    "read": "read weights",
+    "share": "exchange weights between ranks",
+    "fill": "initialize missing tensors",
+    "audit": "check completeness",
+    "agree": "compare ranks",
+    "wrap": "shard",
+    "exchange": "move values between ranks",
+    "create": "create files",
+    "write": "write files",
+    "sync": "flush to disk",
+    "verify": "read back",
+    "stage": "copy to the host",
+    "wait": "wait for the save before",
+    "look": "find checkpoints",
+    "open": "open the checkpoint",
+    "compare": "compare replicas",
+    "optimizer": "create the optimizer",
+    "optim_step": "optimizer step",
+    "the Trainer's steps": "training steps",
+    "the Trainer's callbacks": "callbacks",
+    "Trainer._save_checkpoint": "save a checkpoint",
+    "Trainer.save_model": "save the model",
+    "the tenants' passes": "training steps",
+}
+"""Names of phases for users. Others are names of public functions."""
+
+
+def label_of(phase_name: str) -> str:
+    """Return the name of a phase in tables and pictures."""
+    return _LABELS.get(phase_name.removeprefix("AdapterBank."), phase_name)

@@ -51,16 +51,11 @@ _BACKGROUND = "/checkpoint"
 """Purpose of the world in which the ranks' threads meet."""
 
 
-_OPTIONS = "Pass options=CheckpointerOptions({}=...)"
-
-
 @answer_keywords(
-    {
-        **{name: _OPTIONS.format(name) for name in ("budget_bytes", "process_group", "timeouts")},
-        "adapter_only": "Pass only=AdapterOnly() to store an adapter without its base",
-        "async_save": 'Pass mode="async" to write in the background',
-        "save_total_limit": "Pass keep=, the number of checkpoints",
-    }
+    adapter_only="Pass only=AdapterOnly() to store an adapter without its base",
+    async_save='Pass mode="async" to write in the background',
+    process_group="Pass options=CheckpointerOptions(process_group=...)",
+    save_total_limit="Pass keep=, the number of checkpoints",
 )
 class Checkpointer:
     """Keeps the state of a training in a folder, in the format of ``torch.distributed.checkpoint``.

@@ -28,8 +28,8 @@ from shardwise.checkpoints.state import (
 from shardwise.conversion.computed import Bindings
 from shardwise.conversion.expression import Expression
 from shardwise.engines.arguments import OpenSource
-from shardwise.engines.load_plan import Load, LoadOptions
-from shardwise.engines.loading import carry_out
+from shardwise.engines.load_plan import Load, LoadOptions, LoadRequest, prepare_load
+from shardwise.engines.loading import execute_load
 from shardwise.engines.optimizer_fit import Fitting, OptimizerTargets, fit
 from shardwise.errors import KeyMismatchError, ShardingError
 from shardwise.execution.memory import collected_later
@@ -43,7 +43,6 @@ from shardwise.models.rebind import Key, made_again
 from shardwise.models.selection import Selection
 from shardwise.models.torch_api import in_memory, to_torch
 from shardwise.models.view import collect_tensors, local_boxes, local_tensor
-from shardwise.planning.load_plan import Consent
 from shardwise.planning.matching import Brought, Tolerance
 from shardwise.report.save_reports import RestoreReport
 from shardwise.storage.contract import StorageReader
@@ -359,7 +358,9 @@ def _bring_up(
     """Materialize and fill a model on meta, like a load. Return the bytes read. Collective: yes."""
     model = collected.model
 
-    def ask() -> Load:
+    source = OpenSource(opened.index, reader, {}, is_own=False)
+
+    def prepare() -> Load:
         on_meta = [item.fqn for item in collected.held if item.tensor.is_meta and item.kind.is_saved]
         absent = [fqn for fqn in on_meta if fqn not in matched.model]
         if absent:
@@ -374,10 +375,9 @@ def _bring_up(
             process_group=options.process_group,
             timeouts=options.timeouts,
         )
-        return Load(Bindings(offers), Consent(), {}, as_load)
+        return prepare_load(world, model, source, LoadRequest(Bindings(offers), options=as_load))
 
-    source = OpenSource(opened.index, reader, {}, is_own=False)
-    report = carry_out(world, model, source, ask, Clock())
+    report = execute_load(world, model, source, world.run_all(prepare), Clock())
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     if mesh is not None:
         average_replicated_gradients(model, mesh)

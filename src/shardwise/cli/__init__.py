@@ -10,7 +10,6 @@ from shardwise.errors import ShardwiseError
 
 _COMMANDS = {
     "bench": "compare ways to load a model: memory and seconds",
-    "generate": "print the answer of a model or an adapter to a prompt",
     "inspect": "show the tensors and sizes of a checkpoint",
     "merge-adapter": "merge a LoRA into its base, in bounded memory",
     "merge-weights": "convert a sharded checkpoint to safetensors",
@@ -21,7 +20,7 @@ _COMMANDS = {
 }
 
 _MODULES = {
-    **dict.fromkeys(("generate", "inspect", "verify", "merge_adapter", "merge_weights"), "checkpoints"),
+    **dict.fromkeys(("inspect", "verify", "merge_adapter", "merge_weights"), "checkpoints"),
     "report": "bench",
     "plan": "train",
 }

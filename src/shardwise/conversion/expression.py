@@ -101,7 +101,7 @@ class Stored(Leaf):
 
 
 @dataclass(frozen=True, slots=True)
-class _Joined(Expression):
+class _Combined(Expression):
     """Several sources, joined along ``dim``."""
 
     sources: tuple[Expression, ...]
@@ -117,7 +117,7 @@ class _Joined(Expression):
 
 
 @dataclass(frozen=True, slots=True)
-class Concat(_Joined):
+class Concat(_Combined):
     """``torch.cat`` of the sources."""
 
     @property
@@ -133,7 +133,7 @@ class Concat(_Joined):
 
 
 @dataclass(frozen=True, slots=True)
-class Stack(_Joined):
+class Stack(_Combined):
     """``torch.stack`` of the sources: ``dim`` is the new dimension."""
 
     @property

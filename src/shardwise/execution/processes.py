@@ -19,16 +19,18 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from shardwise.errors import RankLostError, ShardingError, ShardwiseError
 from shardwise.execution.control_channel import WARN_AGAIN_S, WARN_S, waiting_for
 from shardwise.execution.failure_detection import detector_of
 from shardwise.execution.outcomes import Failure, decode, encode
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import Store  # type: ignore[attr-defined]
+from shardwise.storage import machine
 
 RankFunction: TypeAlias = Callable[..., Any]
 """A function of an importable module, called on every rank."""
@@ -65,8 +67,6 @@ def run_spawned(
         RanksLateError: ranks had not finished ``timeout_s`` seconds after the start, imports included.
         RankError: a rank failed otherwise, or ended.
     """
-    from torch.multiprocessing.spawn import start_processes
-
     with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder:
         call = size, folder, function, args
         context: Any = start_processes(_call, call, size, join=False, start_method="spawn")
@@ -99,8 +99,6 @@ def _priority(error: BaseException) -> int:
 
 def _join_all(context: Any, timeout_s: float) -> int | None:
     """Wait for all ranks, but only a few seconds more once one has failed. Return the rank that failed first."""
-    from torch.multiprocessing.spawn import ProcessException
-
     end = time.monotonic() + timeout_s
     try:
         while (left_s := end - time.monotonic()) > 0:
@@ -163,17 +161,12 @@ def _raise_signal(number: int, _frame: FrameType | None) -> None:
 
 def _call(rank: int, size: int, folder: str, function: RankFunction, args: Sequence[Any]) -> None:
     """Join the other ranks, call the function, and write its outcome to a file in ``folder``."""
-    import torch
-    import torch.distributed as dist
-
-    from shardwise.storage import machine
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the parent handles it
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: sent when the parent ends
     outcome: Any
     try:
         torch.set_num_threads(max(1, machine.processor_count() // size))
-        store = dist.FileStore(str(Path(folder, "store")), size)  # type: ignore[attr-defined]
+        store = FileStore(str(Path(folder, "store")), size)
         dist.init_process_group(select_accelerator({}, rank, size), store=store, rank=rank, world_size=size)
         try_collectives()
         outcome = function(*args)
@@ -200,8 +193,6 @@ def select_accelerator(environment: Mapping[str, str], local_rank: int, local_si
     Raises:
         ShardingError: there are accelerators, but not one for each rank of this machine.
     """
-    import torch
-
     from shardwise.models.torch_api import accelerator, both_backends, module_of
 
     kind = accelerator()
@@ -226,9 +217,6 @@ def try_collectives() -> None:
     Raises:
         ShardingError: it failed.
     """
-    import torch
-    import torch.distributed as dist
-
     from shardwise.models.torch_api import accelerator, backend_of, has_collectives
 
     kind = accelerator()
@@ -262,8 +250,6 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
         RankLostError: ranks have not come within ten minutes, or could not connect to each other.
         ShardingError: there are more ranks than accelerators.
     """
-    import torch.distributed as dist
-
     from shardwise.execution.world import World
     from shardwise.models.torch_api import default_store
 
@@ -292,8 +278,6 @@ def _store_of_launched(environment: Mapping[str, str]) -> tuple[Store, int, int]
 
     It is the store of torch's ``env://``, which waits without output. Here, missing ranks are logged.
     """
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     is_server = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -315,17 +299,11 @@ def _store_of_launched(environment: Mapping[str, str]) -> tuple[Store, int, int]
 
 def this_place() -> tuple[int, int]:
     """Return this rank, and the number of ranks."""
-    from shardwise.execution.world import World
-
-    world = World.current()
-    return world.rank, world.size
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def this_device() -> torch.device:
     """Return this rank's accelerator, or else the CPU."""
-    import torch
-    import torch.distributed as dist
-
     from shardwise.models.torch_api import accelerator, has_collectives, module_of
 
     kind = accelerator()

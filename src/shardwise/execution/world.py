@@ -87,9 +87,7 @@ class World:
         if not dist.is_initialized():
             return cls(0, 1, call=call)
         if dist.get_rank(group) < 0:
-            raise ConfigError(
-                "process_group: this rank is not in it. Pass a group that contains every calling rank"
-            )
+            raise ConfigError("process_group: this rank is not in it. Pass a group with every calling rank")
         return cls(dist.get_rank(group), dist.get_world_size(group), group, timeouts, purpose, call)
 
     def __enter__(self) -> Self:

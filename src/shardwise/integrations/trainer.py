@@ -312,7 +312,7 @@ class ShardwiseTrainer(_Trainer):
             facts = world.broadcast(folders.facts_of, folder)
         if facts.holds == MODEL_ALONE:
             _log.warning("%s: holds the model alone (save_only_model). The optimizer starts from zero", folder)
-            load_trainer_checkpoint(self._trained, folder, load_rng_state=False)
+            load_trainer_checkpoint(self._trained, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (Path(checkpoint) / folders.STATE_FOLDER).is_dir():
@@ -336,7 +336,7 @@ class ShardwiseTrainer(_Trainer):
         assert recorded is not None
         best = self._run / Path(recorded).name  # the run may have been moved
         source = best if best.is_dir() else recorded
-        load_trainer_checkpoint(self._trained, source, adapter=self._adapter() or "default", load_rng_state=False)
+        load_trainer_checkpoint(self._trained, source, adapter=self._adapter() or "default")
 
     # The saved state
 

@@ -154,9 +154,8 @@ def trace_activations(
     passes = _Passes(watch, [base.get_submodule(name) for name in blocks])
     with mode, watch, torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
         ids = torch.zeros(size, dtype=torch.int64, device="cpu")
-        keywords: dict[str, Any] = {"use_cache": False} if _takes(base, "use_cache") else {}
-        if _takes(base, "logits_to_keep"):
-            keywords["logits_to_keep"] = 1
+        known = inspect.signature(base.forward).parameters
+        keywords = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in known}
         output = next(leaf for leaf in tree_leaves(model(input_ids=ids, **keywords)) if _needs_gradient(leaf))
         output.float().sum().backward()
     return passes.found()
@@ -164,10 +163,6 @@ def trace_activations(
 
 def _free_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
-
-
-def _takes(model: nn.Module, keyword: str) -> bool:
-    return keyword in inspect.signature(model.forward).parameters
 
 
 def _needs_gradient(leaf: object) -> bool:

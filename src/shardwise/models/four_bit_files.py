@@ -54,7 +54,8 @@ def held_in_files(held: Sequence[TensorRef]) -> list[TensorRef]:
     found: list[TensorRef] = []
     in_files = {layers.SCALES: f"{layers.WEIGHT}.{ABSMAX}", layers.NESTED: f"{layers.WEIGHT}.{NESTED_ABSMAX}"}
     for item in held_as_stored(held):
-        module, name = item.slots[0].module, item.slots[0].name
+        module: Any = item.slots[0].module
+        name = item.slots[0].name
         is_packed = layers.is_in_four_bits(module)
         if is_packed and name in in_files:
             is_raw = name == layers.SCALES and not module.is_nested

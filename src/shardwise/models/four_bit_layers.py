@@ -57,8 +57,6 @@ NESTED = "weight_nested_scales"
 OFFSET = "weight_nested_offset"
 WHOLE_SCALES = "weight_whole_scales"
 
-_SUFFIX = "FourBitLinear"
-
 
 class FourBitLinear:
     """Mixin of linear layers in 4 bits. See [Note: A layer in four bits].

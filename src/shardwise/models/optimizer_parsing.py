@@ -7,11 +7,9 @@ The layout is that of ``torch.distributed.checkpoint.state_dict``: ``{"state": {
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -274,31 +272,6 @@ def _differences(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> list[
         elif setting in _SWITCHES & saved.keys() and bool(settings[setting]) != bool(saved[setting]):
             found.append(f"saved with {setting}={saved[setting]!r}, and it is {settings[setting]!r} now")
     return found
-
-
-def entries_of(optimizer: Optimizer, settings: Mapping[str, Any], ndim: int) -> frozenset[str] | None:
-    """Return the state entries of a torch optimizer for a parameter of ``ndim`` dimensions, or None for others.
-
-    They are those of an optimizer of its class after one step.
-    """
-    kind = type(optimizer)
-    if getattr(torch.optim, kind.__name__, None) is not kind:
-        return None
-    forms = {name: bool(settings[name]) for name in ("amsgrad", "centered", "momentum") if name in settings}
-    return _entries_of(kind, tuple(forms.items()), ndim)
-
-
-@cache
-def _entries_of(kind: type[Optimizer], forms: tuple[tuple[str, bool], ...], ndim: int) -> frozenset[str] | None:
-    given: dict[str, Any] = {name: 0.5 * value if name == "momentum" else value for name, value in forms}
-    parameter = nn.Parameter(torch.zeros((1,) * ndim, device="cpu"))
-    parameter.grad = torch.zeros_like(parameter)
-    try:
-        single = kind([parameter], lr=0.1, **given)  # type: ignore[call-arg]
-        single.step()
-    except Exception:  # it needs a closure, or sparse gradients
-        return None
-    return frozenset(map(str, single.state[parameter]))
 
 
 _LISTS = "base_lrs _last_lr min_lrs max_lrs base_momentums max_momentums lr_lambdas _schedulers"

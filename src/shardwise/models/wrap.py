@@ -60,7 +60,7 @@ _INSTEAD: Mapping[str, str] = {
 """Options of FSDP1 and accelerate, and what to do instead."""
 
 
-@answer_keywords(_INSTEAD)
+@answer_keywords(**_INSTEAD)
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """Sharding of a model: mesh, groups, FSDP2's policies, and activation checkpointing.

@@ -115,7 +115,7 @@ def in_common(held: Mapping[str, Sequence[Boxes]], rank: int) -> dict[str, Commo
     ``held`` contains the boxes of each rank.
     """
     known: dict[int, Common] = {}
-    for boxes_by_rank in held.values():  # one value for all that lie alike
+    for boxes_by_rank in held.values():  # one value for all tensors with equal boxes
         if id(boxes_by_rank) not in known:
             holders = holders_of(boxes_by_rank)
             mine = (box for box in boxes_by_rank[rank] if len(holders.get(box, ())) > 1)

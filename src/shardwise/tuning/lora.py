@@ -99,7 +99,11 @@ def with_lora(
         copied = {copy: original for copy, original in copied.items() if copy not in taken}
         additions = additions.from_checkpoint()
         offers |= {fqn: (expression,) for fqn, expression in taken.items()}
-    offers |= {copy: offers[original] for copy, original in _first_offers(copied, offers, held)}
+    tied = {alias: item.names for item in held for alias in item.names}
+    for copy, original in copied.items():
+        stored = next((offers[alias] for alias in tied[original] if alias in offers), None)
+        if stored is not None:
+            offers[copy] = stored
     known_as |= {copy: known_as[original] for copy, original in copied.items()}
     return Tuned(
         model=model,
@@ -166,17 +170,6 @@ def _originals(model: Any, adapter: str, names: Mapping[tuple[int, str], str]) -
                 if source is not None:
                     found[names[id(module), local]] = source
     return found
-
-
-def _first_offers(
-    copied: Mapping[str, str], offers: Mapping[str, object], held: Sequence[TensorRef]
-) -> Iterable[tuple[str, str]]:
-    """Yield each copy with the name under which its original, or a tensor tied to it, is stored."""
-    names = {name: item.names for item in held for name in item.names}
-    for copy, original in copied.items():
-        offered = next((name for name in names[original] if name in offers), None)
-        if offered is not None:
-            yield copy, offered
 
 
 def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, TensorRef]) -> Additions:
